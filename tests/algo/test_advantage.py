@@ -19,7 +19,7 @@ from groupwise.algo.advantage import (
     weighted_rewards,
     with_advantages,
 )
-from groupwise.config.run import AdvantageConfig
+from groupwise.config.algo import AdvantageConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 

@@ -13,7 +13,7 @@ import torch
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, measured_rows, sequence_kl, with_kl_penalty
 from groupwise.algo.loss import LossInputs, policy_loss, resolve_loss
-from groupwise.config.run import AdvantageConfig
+from groupwise.config.algo import AdvantageConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from groupwise.algo.advantage import advantages, with_advantages
 from groupwise.algo.kl import with_kl_penalty
 from groupwise.algo.loss import LossInputs, policy_loss, resolve_loss
+from groupwise.config.algo import AdvantageConfig
 from groupwise.config.loss import LossSpec
-from groupwise.config.run import AdvantageConfig
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 V, T = 3, 2

@@ -10,8 +10,8 @@ import torch
 from loss_batches import Padded, random_batch
 
 from groupwise.algo.loss import LossInputs, policy_loss
+from groupwise.config.algo import AlgoConfig
 from groupwise.config.loss import PRESETS, LossSpec, loss_of, resolve_loss
-from groupwise.config.run import AlgoConfig
 from groupwise.errors import ConfigError, FieldError
 
 # knob -> another value that a loss which reads it must notice

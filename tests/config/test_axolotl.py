@@ -10,10 +10,11 @@ import pytest
 import ruamel.yaml
 from reference_files import CPU, DORA, FULL_ASYNC, QUICK_START, write_project
 
+from groupwise.config.algo import AlgoConfig
 from groupwise.config.importers.axolotl import ASYNC_ONLY
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.loss import loss_of
-from groupwise.config.run import AlgoConfig, RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.config.yaml import key_paths
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from groupwise.config.algo import AlgoConfig
 from groupwise.config.loss import LossSpec, resolve_loss
-from groupwise.config.run import OTHER_NAMES, AlgoConfig, RunConfig, dump_resolved, load_config, parse_config
+from groupwise.config.run import OTHER_NAMES, RunConfig, dump_resolved, load_config, parse_config
 from groupwise.config.yaml import key_paths, models_in
 from groupwise.errors import ConfigError
 

@@ -9,9 +9,9 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from groupwise.config.algo import AlgoConfig
 from groupwise.config.job import GrpoJobConfig, SftJobConfig, parse_job_config
 from groupwise.config.loss import PRESETS, resolve_loss
-from groupwise.config.run import AlgoConfig
 from groupwise.errors import ConfigError
 
 SEED_EXAMPLE = {

@@ -14,9 +14,10 @@ import pytest
 import typer
 
 from groupwise.cli.main import app
+from groupwise.config.algo import AlgoConfig
 from groupwise.config.importers.base import Key
 from groupwise.config.importers.tables import keys_of
-from groupwise.config.run import AlgoConfig, RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.config.yaml import key_paths
 from groupwise.sdk.cookbook_config import Config
 

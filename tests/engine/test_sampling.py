@@ -19,7 +19,8 @@ from groupwise.engine.sampling import (
     truncate,
     uniforms,
 )
-from groupwise.types import BITMAP, DROPPED, KEPT, SamplingMask, SamplingParams
+from groupwise.recorded import BITMAP, DROPPED, KEPT, SamplingMask
+from groupwise.types import SamplingParams
 
 few = settings(max_examples=60)
 

@@ -18,8 +18,8 @@ import torch
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import fleet as vllm_fleet
-from groupwise.engine.vllm.engine import LiveVllm
 from groupwise.engine.vllm.handshake import linear_names
+from groupwise.engine.vllm.live import LiveVllm
 from groupwise.errors import AdapterError, EngineError, GrammarError
 from groupwise.model.load import LoadedModel
 from groupwise.types import Grammar, GrammarKind, PolicyVersion, SamplingParams, SamplingRequest

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from groupwise.algo.advantage import has_signal, with_advantages
 from groupwise.algo.samples import samples_of
-from groupwise.config.run import AdvantageConfig
+from groupwise.config.algo import AdvantageConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError, RewardError
 from groupwise.run.batches import Batches, Collected, Pace

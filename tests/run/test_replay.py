@@ -13,9 +13,9 @@ import torch
 
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import samples_of
+from groupwise.config.algo import AdvantageConfig
 from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import resolve_loss
-from groupwise.config.run import AdvantageConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError
 from groupwise.model.chat import encode_prompt

@@ -11,7 +11,7 @@ import torch
 
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import samples_of
-from groupwise.config.run import AdvantageConfig
+from groupwise.config.algo import AdvantageConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.packing import micro_batches
 from groupwise.tasks.episode import SingleTurnRollouts, play_all

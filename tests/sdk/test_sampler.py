@@ -18,11 +18,12 @@ from groupwise.engine.rows import Row
 from groupwise.errors import ConfigError, DataError, GrammarError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel
+from groupwise.recorded import SamplingMask
 from groupwise.sdk.datums import build_grpo_datums
 from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.sampler import AdaptiveConcurrency, DeploymentSampler, SampledCompletion, Status
 from groupwise.store.adapters import AdapterStore
-from groupwise.types import Completion, Grammar, Message, PolicyVersion, Prompt, SamplingMask, SamplingRequest
+from groupwise.types import Completion, Grammar, Message, PolicyVersion, Prompt, SamplingRequest
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
 

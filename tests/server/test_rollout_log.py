@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from groupwise.algo.advantage import advantages, gdpo_advantages
-from groupwise.config.run import AdvantageConfig
+from groupwise.config.algo import AdvantageConfig
 from groupwise.server import rollout_log
 from groupwise.store.job_payload import EncodedCompletion, EncodedGroup, GrpoPayload, dump_payload
 from groupwise.store.ledger import RolloutRecord

@@ -12,6 +12,7 @@ import seed_page
 from groupwise.config.job import parse_job_config
 from groupwise.errors import RequestError
 from groupwise.model.load import LoadedModel, load_model
+from groupwise.recorded import KEPT, SamplingMask
 from groupwise.server.bodies import parse_body
 from groupwise.server.schema import GrpoRequest, SftRequest
 from groupwise.server.submit import Submission, prepare_grpo, prepare_sft
@@ -19,7 +20,6 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.store.job_payload import GrpoPayload, SftPayload, parse_payload
 from groupwise.store.ledger import RolloutRecord
-from groupwise.types import KEPT, SamplingMask
 
 QUESTION = [{"role": "user", "content": seed_page.QUESTION}]
 

@@ -8,19 +8,9 @@ import numpy as np
 import pytest
 
 from groupwise.errors import DataError
+from groupwise.recorded import DROPPED, KEPT, SamplingMask
 from groupwise.store.rollouts import group_from_json, group_to_json
-from groupwise.types import (
-    DROPPED,
-    KEPT,
-    Completion,
-    FinishReason,
-    PolicyVersion,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    SamplingMask,
-    Turn,
-)
+from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 
 FIRST = Completion(
     token_ids=(7, 2),

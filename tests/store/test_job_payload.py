@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from groupwise.errors import DataError
+from groupwise.recorded import KEPT, SamplingMask
 from groupwise.store.job_payload import EncodedCompletion, EncodedGroup, GrpoPayload, dump_payload, parse_payload
-from groupwise.types import KEPT, SamplingMask
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 

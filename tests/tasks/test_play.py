@@ -13,7 +13,7 @@ import pytest
 from episodes import Bad, Echo, Slow, cases, config, factory, play
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import samples_of
-from groupwise.config.run import AdvantageConfig
+from groupwise.config.algo import AdvantageConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ContextLengthError
 from groupwise.model.chat import encode_prompt

@@ -15,8 +15,9 @@ from learner_cases import SPECS, on_policy
 from torch.distributed.tensor import DTensor
 
 from groupwise.config.lora import LoraSpec
+from groupwise.recorded import SamplingMask
 from groupwise.train.learner import Learner
-from groupwise.types import Sample, SamplingMask
+from groupwise.types import Sample
 
 # (prompt tokens, completion tokens): the first group has more than half of all tokens, and is cut between two ranks
 UNEVEN = ((5, (20, 31, 16, 9)), (0, (5, 3)), (9, (2,)), (3, (7, 0, 3, 2)))

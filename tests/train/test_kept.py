@@ -18,6 +18,7 @@ from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import plain_attention
 from groupwise.model.packing import micro_batches, padded_batches
+from groupwise.recorded import SamplingMask
 from groupwise.train.forward import plain_logprobs
 from groupwise.train.learner import Learner
 from groupwise.types import (
@@ -27,7 +28,6 @@ from groupwise.types import (
     Rollout,
     RolloutGroup,
     Sample,
-    SamplingMask,
     SamplingParams,
     SamplingRequest,
     Turn,

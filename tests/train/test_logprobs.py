@@ -14,9 +14,9 @@ from groupwise.errors import TrainingError
 from groupwise.model.load import Head, LoadedModel, share_weights
 from groupwise.model.packed_check import packed_forward_gap, why_not_packed
 from groupwise.model.packing import KeptRanges, MicroBatch, micro_batches, pack, pack_tree, padded_batches
+from groupwise.recorded import BITMAP, DROPPED, KEPT, mask_entry
 from groupwise.train import forward as logprobs
 from groupwise.train.forward import fused_logprobs, packed_logprobs, plain_logprobs
-from groupwise.types import BITMAP, DROPPED, KEPT, mask_entry
 
 GROUPS = ((5, (4, 1, 6)), (0, (5, 3)), (9, (2,)), (3, (7, 0, 3, 2)))  # (prompt, completions); holes and an empty one
 GROUP_WITHOUT_PROMPT = [3, 4]

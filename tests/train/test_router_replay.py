@@ -16,6 +16,7 @@ from groupwise.algo.loss import resolve_loss
 from groupwise.algo.samples import samples_of, segments_of
 from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
+from groupwise.recorded import RoutedExperts
 from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.train.learner import Learner
 from groupwise.types import (
@@ -24,7 +25,6 @@ from groupwise.types import (
     Prompt,
     Rollout,
     RolloutGroup,
-    RoutedExperts,
     Sample,
     SamplingParams,
     SamplingRequest,

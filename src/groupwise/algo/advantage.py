@@ -29,7 +29,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from groupwise.config.run import AdvantageConfig
+from groupwise.config.algo import AdvantageConfig
 from groupwise.errors import ConfigError
 from groupwise.types import MAX_REWARD, RolloutGroup
 

@@ -37,7 +37,7 @@ from itertools import accumulate, islice
 
 from groupwise.algo.prefixes import groups_of
 from groupwise.algo.samples import segments_of
-from groupwise.config.run import AdvantageConfig
+from groupwise.config.algo import AdvantageConfig
 from groupwise.errors import ConfigError
 from groupwise.types import RolloutGroup, Sample
 

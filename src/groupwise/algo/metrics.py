@@ -33,7 +33,7 @@ from typing import Any
 import ruamel.yaml
 
 from groupwise.algo.advantage import differ, has_signal
-from groupwise.config.run import AdvantageConfig
+from groupwise.config.algo import AdvantageConfig
 from groupwise.types import FinishReason, PolicyVersion, Rollout, RolloutGroup, Sample
 
 Metrics = dict[str, float]

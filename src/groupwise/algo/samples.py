@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from groupwise.types import RolloutGroup, RoutedExperts, Sample, SamplingMask, Turn
+from groupwise.recorded import RoutedExperts, SamplingMask
+from groupwise.types import RolloutGroup, Sample, Turn
 
 
 @dataclass(frozen=True, kw_only=True)

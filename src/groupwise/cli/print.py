@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from groupwise.cli.frame import finite, print_line, print_pairs
-from groupwise.config.run import STARTER, STARTER_DIR, AdvantageConfig, RunConfig
+from groupwise.config.algo import AdvantageConfig
+from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.config.yaml import inline
 from groupwise.run.display import before_after_table, said, side_by_side
 from groupwise.run.evaluate import Evaluation, compare

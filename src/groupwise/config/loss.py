@@ -34,8 +34,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from groupwise.config.algo import AlgoConfig
 from groupwise.config.load import load_object
-from groupwise.config.run import AlgoConfig
 from groupwise.errors import FieldError
 
 Surrogate = Literal["clip", "unclipped", "cispo", "dppo_tv", "dppo_kl", "dro", "reinforce", "sapo", "vespo", "custom"]

@@ -25,16 +25,8 @@ from groupwise.engine.kv_cache import PromptKey
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.sampling import RowParams, completion_seed
 from groupwise.model.load import widest_float
-from groupwise.types import (
-    LEAVES_OUT,
-    Completion,
-    MaskEntry,
-    PolicyVersion,
-    RoutedExperts,
-    SamplingMask,
-    SamplingRequest,
-    TokenSink,
-)
+from groupwise.recorded import MaskEntry, RoutedExperts, SamplingMask
+from groupwise.types import LEAVES_OUT, Completion, PolicyVersion, SamplingRequest, TokenSink
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.types import DROPPED, KEPT, MaskEntry, SamplingParams, mask_entry
+from groupwise.recorded import DROPPED, KEPT, MaskEntry, mask_entry
+from groupwise.types import SamplingParams
 
 COLDEST = 1e-5  # a lower temperature is this one: the division must not overflow
 

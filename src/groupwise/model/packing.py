@@ -49,7 +49,8 @@ from groupwise.errors import TrainingError
 from groupwise.model.attention import Layout, PrefixTree, SharedPrompts
 from groupwise.model.flex import Forest
 from groupwise.model.load import widest_float
-from groupwise.types import BITMAP, DROPPED, KEPT, MaskEntry, Sample, SamplingMask
+from groupwise.recorded import BITMAP, DROPPED, KEPT, MaskEntry, SamplingMask
+from groupwise.types import Sample
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The ways to compute attention over a micro-batch: which layouts say who attends to whom in its packed row.

@@ -36,7 +36,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.algo.advantage import has_signal
-from groupwise.config.run import AdvantageConfig, RolloutConfig
+from groupwise.config.algo import AdvantageConfig
+from groupwise.config.run import RolloutConfig
 from groupwise.errors import DataError, RewardError
 from groupwise.run.replay import ReplayBuffer, RerollQueue
 from groupwise.tasks.episode import RolloutSource

@@ -25,10 +25,11 @@ from numbers import Real
 from typing import Any
 
 from groupwise.algo.advantage import advantages
-from groupwise.config.run import AdvantageConfig
+from groupwise.config.algo import AdvantageConfig
 from groupwise.config.yaml import Document, validate
 from groupwise.errors import DataError
-from groupwise.types import Sample, SamplingMask
+from groupwise.recorded import SamplingMask
+from groupwise.types import Sample
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which log-probability is of which token: the one place that knows.

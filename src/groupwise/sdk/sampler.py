@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from groupwise.errors import ConfigError, ContextLengthError, DataError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_tokenizer
+from groupwise.recorded import SamplingMask
 from groupwise.sdk.cookbook_config import require_tokenizer
 from groupwise.sdk.datums import Datum, datum_of
 from groupwise.sdk.deployment import Deployment
@@ -41,7 +42,6 @@ from groupwise.types import (
     PolicyVersion,
     Prompt,
     Sampler,
-    SamplingMask,
     SamplingParams,
     SamplingRequest,
     seed_of,

@@ -122,7 +122,7 @@ def begin_with(server: Server, adapter: Located, *, always: bool) -> PolicyVersi
 def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:
     """What samples. Raises EngineError, ConfigError."""
     if config.engine == "vllm":
-        from groupwise.engine.vllm.engine import open_live
+        from groupwise.engine.vllm.live import open_live
 
         log = config.vllm.log or str(config.state_dir.absolute() / "logs" / "vllm.log")
         vllm = config.vllm.model_copy(update={"log": log})

@@ -36,6 +36,7 @@ from groupwise.errors import (
     RequestError,
 )
 from groupwise.model import chat
+from groupwise.recorded import SamplingMask
 from groupwise.server.bodies import parse_body
 from groupwise.server.schema import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
 from groupwise.server.schema_openai import TemplateOptions, Tool, as_messages
@@ -46,7 +47,7 @@ from groupwise.store.job_payload import EncodedExample as EncodedExample
 from groupwise.store.job_payload import EncodedGroup as EncodedGroup
 from groupwise.store.job_payload import dump_examples, dump_groups
 from groupwise.store.ledger import RolloutRecord, kept_rollouts
-from groupwise.types import BASE, PolicyVersion, Prompt, SamplingMask, unrecorded
+from groupwise.types import BASE, PolicyVersion, Prompt, unrecorded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

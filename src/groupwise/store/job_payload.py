@@ -18,7 +18,7 @@ from pydantic import Base64Bytes, Field, ValidationError, model_validator
 
 from groupwise.config.yaml import Section
 from groupwise.errors import DataError
-from groupwise.types import SamplingMask
+from groupwise.recorded import SamplingMask
 
 Id = Annotated[int, Field(ge=0)]
 Ids = Annotated[tuple[Id, ...], Field(strict=False)]

@@ -35,7 +35,7 @@ from groupwise.errors import (
     NotReadyError,
     StorageError,
 )
-from groupwise.types import SamplingMask
+from groupwise.recorded import SamplingMask
 
 BUSY_SECONDS = 5.0
 KEEP_SECONDS = 7 * 24 * 3600.0  # finished jobs and rollouts

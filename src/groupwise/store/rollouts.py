@@ -13,17 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupwise.errors import DataError
-from groupwise.types import (
-    Completion,
-    FinishReason,
-    PolicyVersion,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    RoutedExperts,
-    SamplingMask,
-    Turn,
-)
+from groupwise.recorded import RoutedExperts, SamplingMask
+from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 
 
 def group_to_json(group: RolloutGroup) -> dict[str, Any]:

@@ -1,0 +1,138 @@
+"""Advantages and the policy loss of a configuration: the keys of `algo`, of a run and of a posted job.
+
+Equations: `algo/advantage.py`, `algo/loss.py`. What goes with what in a loss, and the presets: `config/loss.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from groupwise.config.yaml import Section, Text, conflict
+
+
+def _published_advantage(given: Mapping[str, Any]) -> Literal["group_std", "mean"]:
+    """Dr. GRPO is a loss and a mean without a deviation (arXiv 2503.20783); GDPO has scales of its own."""
+    mean = given.get("policy_loss") == "dr_grpo" and given.get("aggregation") != "normalize_then_sum"
+    return "mean" if mean else "group_std"
+
+
+class LossConfig(Section):
+    """The policy loss. `policy_loss` alone is the whole published algorithm; every other loss option is
+    null, which is the preset's own value, or overrides it. `groupwise.config.loss` explains and checks them."""
+
+    policy_loss: Text = "grpo"
+    """The preset: grpo, dapo, gspo, cispo, ...; in a run also a function of yours, module:function."""
+    surrogate: Text | None = None
+    """How ratio and advantage make the objective: clip, unclipped, cispo, dppo_tv, dppo_kl, dro, reinforce,
+    sapo, vespo."""
+    ratio: Text | None = None
+    """The importance ratio: token, sequence."""
+    anchor: Text | None = None
+    """The policy that the ratio is taken against: behaviour, old."""
+    clip_low: float | None = None
+    """How far below 1 the ratio may go; with DPPO the divergence of a token that becomes less likely."""
+    clip_high: float | None = None
+    """How far above 1 the ratio may go; with DPPO the divergence of a token that becomes likelier."""
+    dual_clip: float | None = None
+    """Largest ratio where the advantage is negative."""
+    dro_beta: float | None = None
+    """Weight of DRO's quadratic term."""
+    sapo_tau_positive: float | None = None
+    """SAPO's temperature where the advantage is positive."""
+    sapo_tau_negative: float | None = None
+    """SAPO's temperature where the advantage is negative."""
+    correction: Text | None = None
+    """For the gap between sampler and trainer: tis_token, tis_sequence, mask_token, mask_sequence, mask_geometric."""
+    correction_cap: float | None = None
+    """Largest ratio of the trainer's to the sampler's probability."""
+    correction_floor: float | None = None
+    """Smallest ratio of the trainer's to the sampler's probability."""
+    opsm_threshold: float | None = None
+    """Off-policy sequence mask: nats per token beyond which a sequence with a negative advantage is left out."""
+    kl: Text | None = None
+    """The estimator of the divergence from the reference: k1, k2, k3, k3_unbiased."""
+    kl_coeff: float | None = None
+    """Its weight."""
+    reduction: Text | None = None
+    """How token losses become one number: token_mean, sequence_mean, constant, sequence_sum, sum."""
+    reduction_length: float | None = None
+    """Tokens that `constant` divides by."""
+    entropy_coeff: float | None = None
+    """Weight of the entropy bonus."""
+
+    def loss_overrides(self) -> dict[str, Any]:
+        """The loss options that are not null, for `resolve_loss(policy_loss, **overrides)`."""
+        names = LossConfig.model_fields.keys() - {"policy_loss"}
+        return {name: value for name, value in self if name in names and value is not None}
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages; `groupwise.algo.advantage` has the equations."""
+
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Several rewards: add them and normalise the sum, or normalise each and add (GDPO)."""
+    advantage: Literal["group_std", "mean", "batch_std", "leave_one_out"] = Field(default_factory=_published_advantage)
+    """Baseline and scale of the rewards in a group; the default is group_std, and mean with dr_grpo."""
+    advantage_eps: float = Field(default=1e-4, gt=0, le=1)
+    """Added to the standard deviation that `group_std` and `batch_std` divide by."""
+    advantage_ddof: Annotated[int, Field(ge=0, le=1)] = 1
+    """What is taken off n in that deviation's denominator: 1, the sample's deviation; 0, the population's."""
+
+    @model_validator(mode="after")
+    def _acts(self) -> AdvantageConfig:
+        for key in ("advantage_eps", "advantage_ddof") if self.advantage in ("mean", "leave_one_out") else ():
+            if (value := getattr(self, key)) != AdvantageConfig.model_fields[key].default:
+                raise conflict(key, f"{value} does not act with advantage {self.advantage!r}, which divides by nothing")
+        if self.aggregation == "normalize_then_sum" and self.advantage != "group_std":
+            message = f"{self.advantage!r} does not act with aggregation normalize_then_sum, which has its own scales"
+            raise conflict("advantage", message)
+        return self
+
+
+class AlgoConfig(AdvantageConfig, LossConfig):  # the loss's fields come first: the default of `advantage` reads them
+    """Advantages and the policy loss."""
+
+
+class RunAlgoConfig(AlgoConfig):
+    """The algorithm options that only a run has, not a job: the reference policy, adaptive KL, masking of truncated
+    completions."""
+
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the divergence acts: a term of the loss, or taken off the reward before advantages."""
+    kl_target: float | None = Field(default=None, gt=0)
+    """Nats per token that the weight is adapted to (arXiv 1909.08593); null keeps it."""
+    kl_horizon: float = Field(default=10.0, ge=1)
+    """How slowly it adapts: the weight changes by at most 0.2 / kl_horizon of itself in a step."""
+    reference: Literal["base", "start", "ema", "refresh"] = "base"
+    """The policy that the divergence is taken from: the base model, the adapter that the run starts from, an average
+    of the policy, or the policy as it was every so many steps."""
+    reference_decay: float = Field(default=0.99, ge=0, lt=1)
+    """Decay of the average, per step."""
+    reference_every: int = Field(default=64, ge=1)
+    """Steps between refreshes."""
+    mask_truncated: bool = False
+    """Leave completions that were cut at their longest out of the loss, of an episode all turns: if one was cut, or
+    there was no room for another. Their rewards count in the group as before."""
+
+    @model_validator(mode="after")
+    def _acts_in_a_run(self) -> RunAlgoConfig:
+        if self.kl in (None, "none"):
+            for key in ("kl_in", "kl_target", "reference"):
+                self._refuse(key, "acts with a KL term only: set kl (to k3, say) and kl_coeff")
+        if self.kl_in == "reward" and (self.kl != "k1" or not self.kl_coeff):
+            message = f"the reward takes kl k1 with a kl_coeff above 0; they are {self.kl} and {self.kl_coeff}"
+            raise conflict("kl_in", f"{message}: the gradient of another estimator would be wrong there")
+        if self.kl_target is None:
+            self._refuse("kl_horizon", "acts with kl_target only")
+        if self.reference != "ema":
+            self._refuse("reference_decay", "acts with reference ema only")
+        if self.reference != "refresh":
+            self._refuse("reference_every", "acts with reference refresh only")
+        return self
+
+    def _refuse(self, key: str, why: str) -> None:
+        if (value := getattr(self, key)) != type(self).model_fields[key].default:
+            raise conflict(key, f"{value!r} {why}")

@@ -1,0 +1,204 @@
+"""What an engine records of tokens besides their ids and log-probabilities, so that the trainer computes the same.
+
+RoutedExperts    the experts that the routers of a mixture chose (`train.router_replay`)
+SamplingMask     the part of the vocabulary that each token could be drawn from (top_p, a grammar, ...)
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The experts that the routers of a mixture chose for tokens: whole numbers [tokens, layers, K], of the layers that
+    have a router; -1 where that was not recorded. `data` are their bytes, of 8 bits where that suffices."""
+
+    shape: tuple[int, int, int]
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, chosen_TLK: Any) -> RoutedExperts:
+        """From a NumPy array of integers below 32768."""
+        kind = "int8" if chosen_TLK.max(initial=0) < 128 else "<i2"
+        return cls(chosen_TLK.shape, chosen_TLK.astype(kind).tobytes())
+
+    def array(self) -> Any:
+        """As a NumPy array [tokens, layers, K]."""
+        import numpy as np
+
+        kind = "int8" if len(self.data) == math.prod(self.shape) else "<i2"
+        return np.frombuffer(self.data, kind).reshape(self.shape)
+
+
+MaskEntry = tuple[int, Any]  # of one token in a `SamplingMask`: its kind, and a NumPy array of 32-bit words
+KEPT, DROPPED, BITMAP = 0, 1, 2
+_HEADER = struct.Struct("<4sii")  # mark, vocabulary, tokens
+_MARK = b"kept"
+
+
+@dataclass(frozen=True)
+class SamplingMask:
+    """For each of T tokens, the part of the vocabulary that it could be drawn from: what top_p, top_k, min_p,
+    min_tokens or a grammar left of it (the "keep sampling mask" of the DeepSeek-V3.2 report, arXiv 2512.02556).
+
+    A token has a kind and so many 32-bit words, of the kind that needs the fewest:
+
+        KEPT      the ids that could be drawn, ascending
+        DROPPED   the ids that could not; without any it was drawn from the whole vocabulary
+        BITMAP    a bit for each id, the lowest first: 1 is kept
+
+    With a vocabulary of 6, tokens that could be 1 or 4, anything, and anything but 5:
+
+    >>> import numpy as np
+    >>> mask = SamplingMask.of(np.array([[0, 1, 0, 0, 1, 0], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]], bool), most=2)
+    >>> [(kind, words.tolist()) for kind, words in mask.entries()]
+    [(0, [1, 4]), (1, []), (1, [5])]
+    >>> mask.has([4, 0, 5]), SamplingMask.from_bytes(mask.to_bytes()) == mask
+    ([True, True, False], True)
+
+    `kinds` are the bytes of T int8, `lengths` (in words) of T little-endian int32, `words` those of all tokens.
+    """
+
+    vocabulary: int
+    kinds: bytes = field(repr=False)
+    lengths: bytes = field(repr=False)
+    words: bytes = field(repr=False)
+
+    @classmethod
+    def of_entries(cls, vocabulary: int, entries: Sequence[MaskEntry]) -> SamplingMask:
+        """From the entries of all tokens."""
+        import numpy as np
+
+        lengths = np.array([len(words) for _, words in entries], "<i4").tobytes()
+        words = b"".join(words.astype("<i4", copy=False).tobytes() for _, words in entries)
+        return cls(vocabulary, bytes(kind for kind, _ in entries), lengths, words)
+
+    @classmethod
+    def of(cls, kept_TV: Any, *, most: int | None = None) -> SamplingMask:
+        """From a NumPy array of bools; tokens with more than `most` ids to list, or a bit for each id, are bitmaps."""
+        vocabulary = kept_TV.shape[1]
+        return cls.of_entries(vocabulary, [mask_entry(row, most=most) for row in kept_TV])
+
+    @classmethod
+    def whole(cls, vocabulary: int, tokens: int) -> SamplingMask:
+        """Of so many tokens, each drawn from the whole vocabulary."""
+        return cls(vocabulary, bytes([DROPPED]) * tokens, bytes(4 * tokens), b"")
+
+    @classmethod
+    def join(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
+        """Those of the tokens of all parts, in order. Raises ValueError where they are of several vocabularies."""
+        vocabularies = sorted({part.vocabulary for part in parts})
+        if len(vocabularies) != 1:
+            raise ValueError(f"sampling masks of vocabularies of {vocabularies} ids cannot be joined")
+        columns = (b"".join(getattr(part, name) for part in parts) for name in ("kinds", "lengths", "words"))
+        return cls(vocabularies[0], *columns)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every token was drawn from the whole vocabulary."""
+        return not self.words and all(kind == DROPPED for kind in self.kinds)
+
+    def entries(self) -> list[MaskEntry]:
+        """The kind and the words (a NumPy array of int32) of each token."""
+        import numpy as np
+
+        ends = np.frombuffer(self.lengths, "<i4").astype("int64").cumsum()
+        parts = np.split(np.frombuffer(self.words, "<i4"), ends[:-1]) if len(ends) else []
+        return list(zip(self.kinds, parts, strict=True))
+
+    def cut(self, start: int, stop: int | None = None) -> SamplingMask:
+        """Those of the tokens [start:stop]."""
+        return SamplingMask.of_entries(self.vocabulary, self.entries()[start:stop])
+
+    def has(self, ids: Sequence[int]) -> list[bool]:
+        """Whether each token, by its id, is in its part of the vocabulary."""
+        return [_is_kept(token, *entry) for token, entry in zip(ids, self.entries(), strict=True)]
+
+    def array(self) -> Any:
+        """As a NumPy array of bools [T, vocabulary]."""
+        import numpy as np
+
+        rows = [_mask_row(kind, words, self.vocabulary) for kind, words in self.entries()]
+        return np.stack(rows) if rows else np.zeros((0, self.vocabulary), bool)
+
+    def to_bytes(self) -> bytes:
+        """As it is stored and sent."""
+        return _HEADER.pack(_MARK, self.vocabulary, len(self)) + self.kinds + self.lengths + self.words
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SamplingMask:
+        """Inverse of `to_bytes`. Raises ValueError for what is none."""
+        if len(data) < _HEADER.size or data[:4] != _MARK:
+            raise ValueError("these bytes are no sampling mask")
+        _, vocabulary, tokens = _HEADER.unpack_from(data)
+        ends = [_HEADER.size + size * tokens for size in (0, 1, 5)]
+        if vocabulary < 1 or tokens < 0 or len(data) < ends[2]:
+            raise ValueError(f"a sampling mask of {tokens} tokens of {vocabulary} ids cannot have {len(data)} bytes")
+        mask = cls(vocabulary, data[ends[0] : ends[1]], data[ends[1] : ends[2]], data[ends[2] :])
+        mask._check()
+        return mask
+
+    def _check(self) -> None:
+        import numpy as np
+
+        lengths = np.frombuffer(self.lengths, "<i4").astype("int64")
+        if (lengths < 0).any() or 4 * lengths.sum() != len(self.words):
+            raise ValueError(f"a sampling mask has {len(self.words)} bytes of words, and lengths of other sums")
+        for t, (kind, words) in enumerate(self.entries()):
+            if kind not in (KEPT, DROPPED, BITMAP):
+                raise ValueError(f"token {t} of a sampling mask is of kind {kind}; valid: 0, 1, 2")
+            if kind == BITMAP:
+                valid = len(words) == _words_of(self.vocabulary) and _mask_row(kind, words, self.vocabulary).any()
+            else:
+                ascending = (np.diff(np.concatenate(([-1], words, [self.vocabulary]))) > 0).all()
+                valid = ascending and (len(words) > 0 if kind == KEPT else len(words) < self.vocabulary)
+            if not valid:
+                raise ValueError(
+                    f"token {t} of a sampling mask has {len(words)} words that are no part of {self.vocabulary} ids"
+                )
+
+
+def _words_of(vocabulary: int) -> int:
+    """How many words a bit for each id needs."""
+    return -(-vocabulary // 32)
+
+
+def mask_entry(kept_V: Any, *, most: int | None = None) -> MaskEntry:
+    """A token's entry in a `SamplingMask`, from a NumPy array of bools."""
+    import numpy as np
+
+    count, vocabulary = int(kept_V.sum()), len(kept_V)
+    most = _words_of(vocabulary) if most is None else most
+    if min(count, vocabulary - count) > most:
+        bits = np.zeros(_words_of(vocabulary) * 32, bool)
+        bits[:vocabulary] = kept_V
+        return BITMAP, np.packbits(bits, bitorder="little").view("<i4")
+    few = count <= vocabulary - count
+    return (KEPT if few else DROPPED), np.flatnonzero(kept_V if few else ~kept_V).astype("<i4")
+
+
+def _mask_row(kind: int, words: Any, vocabulary: int) -> Any:
+    """Inverse of `mask_entry`."""
+    import numpy as np
+
+    if kind == BITMAP:
+        return np.unpackbits(words.view("u1"), bitorder="little")[:vocabulary].astype(bool)
+    row = np.full(vocabulary, kind == DROPPED)
+    row[words] = kind == KEPT
+    return row
+
+
+def _is_kept(token: int, kind: int, words: Any) -> bool:
+    if kind == BITMAP:
+        return token // 32 < len(words) and bool(words[token // 32] >> (token % 32) & 1)
+    place = int(words.searchsorted(token))
+    listed = place < len(words) and bool(words[place] == token)
+    return listed == (kind == KEPT)
