@@ -207,6 +207,42 @@ def test_what_is_refused_says_where_and_why(client: Any, case: str) -> None:
     assert caught.value.request_id is None or caught.value.request_id == caught.value.body["request_id"]
 
 
+SHAPE = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+def test_a_named_tool_is_called_and_a_format_is_kept_to(client: Any) -> None:
+    """By a model that would say something else."""
+    named = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": TOOL["name"]}}
+    called = client.messages.create(**options(messages=ADD, **named))
+    (call,) = [block for block in called.content if block.type == "tool_use"]
+    assert called.stop_reason == "tool_use" and set(call.input) == set(TOOL["input_schema"]["required"])
+    said = client.messages.create(
+        **options(messages=ADD, output_config={"format": {"type": "json_schema", "schema": SHAPE}})
+    )
+    assert isinstance(json.loads(said.content[-1].text)["n"], int)
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        (
+            {"tools": [{**TOOL, "input_schema": {"type": "object", "properties": {"x": {"not": {}}}}, "strict": True}]},
+            "tools[0].input_schema.properties.x",
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"properties": {"x": {"type": "int"}}}}}},
+            "output_config.format.schema.properties.x",
+        ),
+    ],
+)
+def test_a_schema_that_cannot_be_kept_to_has_its_path(client: Any, body: dict[str, Any], where: str) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(**options(**body))
+    error = caught.value.body["error"]
+    assert error["code"] == "invalid_grammar"
+    assert error["param"].startswith(where) and error["message"].startswith(where)
+
+
 def test_errors_have_the_clients_classes(api: Served, client: Any) -> None:
     with pytest.raises(anthropic.NotFoundError, match="there is no model 'claude'"):
         client.messages.create(**options(model="claude"))

@@ -49,6 +49,17 @@ def output(response: Any) -> list[dict[str, Any]]:
 
 
 # ---- answers ----
+def test_a_strict_tool_a_named_one_and_a_format_are_kept_to(client: OpenAI) -> None:
+    """By a model that would say something else."""
+    strict = {"tools": [{**TOOL, "strict": True}], "tool_choice": {"type": "function", "name": TOOL["name"]}}
+    (call,) = client.responses.create(input=ADD, **GREEDY, **strict).output
+    assert call.type == "function_call" and set(json.loads(call.arguments)) == set(TOOL["parameters"]["required"])
+    shape = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    kept = {"format": {"type": "json_schema", "name": "n", "schema": {**shape, "additionalProperties": False}}}
+    said = client.responses.create(input=ADD, text=kept, **GREEDY)
+    assert isinstance(json.loads(said.output_text)["n"], int)
+
+
 def test_a_thought_and_a_text_are_items(client: OpenAI) -> None:
     response = client.responses.create(input=THINK, **GREEDY)
     Response.model_validate(json.loads(response.model_dump_json()))
@@ -163,7 +174,11 @@ REFUSED = {
     "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
     "nothing": ({"input": []}, "input", "nothing to answer"),
     "slip": ({"extra_body": {"instruction": "x"}}, "instruction", "unknown"),
-    "strict": ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict", "tools[0].strict is true"),
+    "schema": (
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"properties": {"x": {"type": "int"}}}}}},
+        "text.format.schema.properties.x",
+        "cannot be compiled",
+    ),
     "choice": ({"tool_choice": {"type": "file_search"}}, "tool_choice", "'file_search'"),
     "bound": ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
 }

@@ -10,12 +10,12 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 
-from groupwise.errors import GroupwiseError, RequestError
+from groupwise.errors import GrammarError, GroupwiseError, RequestError
 from groupwise.model.chat import template_reads
 from groupwise.sdk.types import ChatDelta
 from groupwise.server.bodies import parse_body
@@ -24,7 +24,7 @@ from groupwise.server.sampling import PING as COMMENT
 from groupwise.server.sampling import Admission, EventStream, admit, while_connected
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.state import server_of
-from groupwise.tasks.dialects.form import Event, Writer, ending_of, renamed
+from groupwise.tasks.dialects.form import Event, Writer, ending_of, grammar_of, renamed
 from groupwise.tasks.dialects.form import Request as Asked
 from groupwise.tasks.reply import ReplyPart
 
@@ -46,8 +46,11 @@ def read_form(
         del form["chat_template_kwargs"]  # it thinks if it does, whoever asks
     try:
         body = parse_body(json.dumps(form).encode(), ChatRequest, config)
-        return body, chat_prompt(body, base.tokenizer, context=context)
-    except RequestError as error:
+        prompt = chat_prompt(body, base.tokenizer, context=context)
+        if prompt.grammar is not None:
+            prompt = replace(prompt, grammar=grammar_of(prompt.grammar, asked.names))
+        return body, prompt
+    except (RequestError, GrammarError) as error:
         raise renamed(error, asked.names) from None
 
 
@@ -85,6 +88,7 @@ async def answer(
             preview=said_last(body.messages),
             stream=bool(body.stream),
             top_logprobs=body.top_logprobs or 0,
+            grammars=[prompt.grammar],
             cache=any(message.role == "assistant" for message in body.messages),
         )
         spoken = Spoken(asked, body, prompt, writer(asked), dialect, most=most)

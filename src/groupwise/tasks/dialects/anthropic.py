@@ -269,6 +269,7 @@ class CountRequest(Request):
     names: ClassVar = {
         "stop": "stop_sequences",
         "response_format": "output_config.format",
+        "parameters": "input_schema",
         "chat_template_kwargs": "thinking",
     }
     bookkeeping: ClassVar = frozenset(

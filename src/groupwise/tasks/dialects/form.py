@@ -10,10 +10,11 @@ a stream add up to the whole answer.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args
 
@@ -21,9 +22,9 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationErro
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ErrorType
 
-from groupwise.errors import GroupwiseError, RequestError
+from groupwise.errors import GrammarError, GroupwiseError, RequestError
 from groupwise.model.chat import THINK_END, THINK_START, decode
-from groupwise.types import Completion, FinishReason
+from groupwise.types import Completion, FinishReason, Grammar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,17 +143,34 @@ def read(body: bytes, model: type[R]) -> R:
     raise RequestError(message, hint=context.get("hint"), field=where, code=code)
 
 
-def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+def renamed(error: RequestError | GrammarError, names: Mapping[str, str]) -> RequestError | GrammarError:
     """An error about the chat form in the words of a dialect, whose `names` its fields have."""
-    field = error.field or ""
+    field, new = error.field or "", copy.copy(error)
+    new.field = path_of(field, names)
+    new.message = new.field + error.message.removeprefix(field) if error.message.startswith(field) else error.message
+    new.args = (new.message,)
+    return new
+
+
+def path_of(field: str, names: Mapping[str, str]) -> str:
+    """The path to a field of the chat form, as a dialect has it: functions of tools and schemas of formats are no
+    objects of their own there."""
     root = field.partition(".")[0].partition("[")[0]
-    if root != "tools" and root not in names:
-        return error
-    new = names.get(root, root) + field[len(root) :]
-    if root == "tools":  # whose functions are no objects of their own in these dialects
-        new = new.replace(".function", "", 1)
-    message = new + error.message.removeprefix(field) if error.message.startswith(field) else error.message
-    return RequestError(message, hint=error.hint, field=new, code=error.code)
+    rest = field[len(root) :]
+    if root == "tools":
+        name, function, of_function = rest.partition(".function")
+        if function and of_function.startswith(".parameters"):
+            of_function = f".{names.get('parameters', 'parameters')}" + of_function.removeprefix(".parameters")
+        rest = name + of_function
+    elif root == "response_format":
+        rest = rest.replace(".json_schema", "", 1)
+    return names.get(root, root) + rest
+
+
+def grammar_of(grammar: Grammar, names: Mapping[str, str]) -> Grammar:
+    """The same grammar, of which errors speak in the words of a dialect."""
+    parts = tuple((name, grammar_of(part, names)) for name, part in grammar.parts)
+    return replace(grammar, field=path_of(grammar.field, names), parts=parts)
 
 
 def joined(texts: Sequence[str]) -> str:
