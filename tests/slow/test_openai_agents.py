@@ -42,7 +42,7 @@ async def answer(base_url: str, api_key: str, *, stream: bool) -> Any:
     agents.set_tracing_disabled(True)
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         model = agents.OpenAIResponsesModel(model="starter", openai_client=client)
-        tool = agents.function_tool(calculator, strict_mode=False)
+        tool = agents.function_tool(calculator)
         settings = agents.ModelSettings(temperature=0)
         agent = agents.Agent(name="agent", model=model, tools=[tool], model_settings=settings)
         if not stream:
