@@ -466,7 +466,8 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
                 "note": server.notes.get(f"{name}@1"),
             }
             entry["surplus"] = server.versions.get(name, 1) > 1
-            entry |= {"version": f"{name}@1", "base_model": "toy", "parent": "base", "job_id": None, "metrics": METRICS}
+            entry |= {"base_hash": "0" * 64, "quantization": None, "job_id": None, "metrics": METRICS}
+            entry |= {"version": f"{name}@1", "base_model": "toy", "parent": "base"}
             return server.adapter(name) | {"history": [entry]}
 
         def _upload(self, seen: Seen) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def test_decoding_goes_on_from_the_prompts_states():
     owners = [0, 0, 1, 2, 2]
     rows = [list(said[p]) for p in owners]
     cache.rows.reserve(len(rows), 1)
-    cache.begin(slice(0, len(rows)), torch.tensor(owners))
+    cache.begin(slice(0, len(rows)), owners)
     for step in range(6):
         if step == 2:  # the second is finished: the last takes its place
             cache.rows.move(4, 1, 2)
@@ -156,7 +156,7 @@ def test_decoding_goes_on_from_the_prompts_states():
             rows, owners = [rows[i] for i in (3, 1, 0, 2)], [2, 2, 0, 1]
         if step == 4:  # another comes, of a prompt that is there still
             cache.rows.reserve(5, 4)
-            cache.begin(slice(4, 5), torch.tensor([1]))
+            cache.begin(slice(4, 5), [1])
             rows, owners = [*rows, list(said[1])], [*owners, 1]
         for row in rows:
             row.append(torch.randn(C, generator=g, dtype=torch.float64))

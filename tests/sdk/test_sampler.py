@@ -305,10 +305,11 @@ def test_a_stop_text_is_one_and_what_is_no_token_is_told_so(sampler: DeploymentS
             asyncio.run(sampler.sample(ids))  # pyright: ignore[reportArgumentType]
 
 
-def test_completions_are_text_of_a_grammar_and_have_no_log_probabilities(sampler: DeploymentSampler) -> None:
+def test_completions_are_text_of_a_grammar_with_what_it_left_of_the_vocabulary(sampler: DeploymentSampler) -> None:
     for each in sample(sampler, grammar=Grammar.choice(["apples", "pears"]), n=6):
         assert each.status is Status.OK and each.text.rpartition("</think>")[2].strip() in ("apples", "pears")
-        assert set(each.inference_logprobs) == {None}
+        assert each.kept is not None
+        assert all(logprob is not None and logprob <= 0 for logprob in each.inference_logprobs[-len(each.kept) :])
     with pytest.raises(GrammarError, match="unclosed"):
         sample(sampler, grammar=Grammar.regex("("))
     assert all(each.sampled for each in sample(sampler))

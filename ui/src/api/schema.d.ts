@@ -49,6 +49,95 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/responses": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Responses
+         * @description The next turn of a conversation in the form of OpenAI's Responses API, whole or streamed.
+         *
+         *     The policy, the prompt and the reply are those of /v1/chat/completions. Answers are kept in memory for
+         *     `previous_response_id`, the newest 1024 of them.
+         */
+        post: operations["responses_v1_responses_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/responses/{response_id}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Stored Response
+         * @description A response that is kept.
+         */
+        get: operations["stored_response_v1_responses__response_id__get"];
+        put?: never;
+        post?: never;
+        /**
+         * Delete Response
+         * @description Forget a response.
+         */
+        delete: operations["delete_response_v1_responses__response_id__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/messages": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Messages
+         * @description The next turn of a conversation in the form of Anthropic's Messages API, whole or streamed.
+         *
+         *     The policy, the prompt and the reply are those of /v1/chat/completions. Errors are in Anthropic's envelope.
+         */
+        post: operations["messages_v1_messages_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/messages/count_tokens": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Count Tokens
+         * @description How many tokens such a request has, as the chat template renders it.
+         */
+        post: operations["count_tokens_v1_messages_count_tokens_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/completions/batch": {
         parameters: {
             query?: never;
@@ -992,6 +1081,16 @@ export interface components {
             /** Base Model */
             base_model: string;
             /**
+             * Base Hash
+             * @description A fingerprint of the weights that it was trained over.
+             */
+            base_hash: string;
+            /**
+             * Quantization
+             * @description How these were quantised, `nf4` or `int8`.
+             */
+            quantization: string | null;
+            /**
              * Parent
              * @description The version that its training started from.
              */
@@ -1068,6 +1167,59 @@ export interface components {
             reasoning_content?: string | null;
             /** Tool Calls */
             tool_calls?: components["schemas"]["AnsweredCall"][] | null;
+        };
+        /**
+         * AnthropicEnvelope
+         * @description The same for Anthropic's clients.
+         */
+        AnthropicEnvelope: {
+            /**
+             * Type
+             * @default error
+             * @constant
+             */
+            type: "error";
+            error: components["schemas"]["AnthropicError"];
+            /** Request Id */
+            request_id: string | null;
+        };
+        /**
+         * AnthropicError
+         * @description One error under /v1/messages; its `type` is one of Anthropic's words.
+         */
+        AnthropicError: {
+            /**
+             * Message
+             * @description What happened, the offending value, and what would be valid.
+             */
+            message: string;
+            /**
+             * Type
+             * @description The kind of error, in OpenAI's words: invalid_request_error, authentication_error, rate_limit_error, ...
+             */
+            type: string;
+            /**
+             * Param
+             * @description The JSON path of the field that is wrong, as in `groups[0].completions[1].reward`.
+             */
+            param: string | null;
+            /** Code */
+            code: string;
+            /** Hint */
+            hint: string | null;
+        };
+        /**
+         * AutoChoice
+         * @description The model decides whether it calls a tool (`auto`), or must not (`none`), or must call some tool (`any`).
+         */
+        AutoChoice: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "any" | "auto" | "none";
+            /** Disable Parallel Tool Use */
+            disable_parallel_tool_use?: boolean | null;
         };
         /**
          * BatchAnswer
@@ -1299,44 +1451,32 @@ export interface components {
              * @enum {unknown}
              */
             return_tokens_as_token_ids?: null | false;
-            /**
-             * Response Format
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
-             */
-            response_format?: null | {
-                type: "text";
-            };
-            /**
-             * Structured Outputs
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
-             */
-            structured_outputs?: null;
+            /** @description What the answer must be: OpenAI's name for it. */
+            response_format?: components["schemas"]["ResponseFormat"] | null;
+            /** @description What the answer must be: vLLM's name for it. One of these six fields may be given. */
+            structured_outputs?: components["schemas"]["StructuredOutputs"] | null;
             /**
              * Guided Json
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.json`, as vLLM called it before.
              */
-            guided_json?: null;
+            guided_json?: string | {
+                [key: string]: unknown;
+            } | null;
             /**
              * Guided Regex
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.regex`, as vLLM called it before.
              */
-            guided_regex?: null;
+            guided_regex?: string | null;
             /**
              * Guided Choice
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.choice`, as vLLM called it before.
              */
-            guided_choice?: null;
+            guided_choice?: string[] | null;
             /**
              * Guided Grammar
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.grammar`, as vLLM called it before.
              */
-            guided_grammar?: null;
+            guided_grammar?: string | null;
             /**
              * Prompts
              * @description Conversations, each up to where the assistant speaks.
@@ -1622,56 +1762,47 @@ export interface components {
              * @enum {unknown}
              */
             return_tokens_as_token_ids?: null | false;
-            /**
-             * Response Format
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
-             */
-            response_format?: null | {
-                type: "text";
-            };
-            /**
-             * Structured Outputs
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
-             */
-            structured_outputs?: null;
+            /** @description What the answer must be: OpenAI's name for it. */
+            response_format?: components["schemas"]["ResponseFormat"] | null;
+            /** @description What the answer must be: vLLM's name for it. One of these six fields may be given. */
+            structured_outputs?: components["schemas"]["StructuredOutputs"] | null;
             /**
              * Guided Json
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.json`, as vLLM called it before.
              */
-            guided_json?: null;
+            guided_json?: string | {
+                [key: string]: unknown;
+            } | null;
             /**
              * Guided Regex
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.regex`, as vLLM called it before.
              */
-            guided_regex?: null;
+            guided_regex?: string | null;
             /**
              * Guided Choice
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.choice`, as vLLM called it before.
              */
-            guided_choice?: null;
+            guided_choice?: string[] | null;
             /**
              * Guided Grammar
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.grammar`, as vLLM called it before.
              */
-            guided_grammar?: null;
+            guided_grammar?: string | null;
             /** Messages */
             messages: components["schemas"]["ChatMessage"][];
-            /** Tools */
-            tools?: components["schemas"]["OfferedTool"][] | null;
+            /**
+             * Tools
+             * @description With `strict` a tool's calls are valid for its schema, and so are all with `tool_choice` required or named.
+             */
+            tools?: components["schemas"]["Tool"][] | null;
             /**
              * Tool Choice
-             * @description `auto` (the default with tools) or `none`. A call cannot be insisted on.
+             * @description `auto` (the default with tools), `none`, `required`, or the tool that is to be called.
              */
-            tool_choice?: ("none" | "auto") | null;
+            tool_choice?: (("none" | "auto" | "required") | components["schemas"]["NamedTool"]) | null;
             /**
              * Parallel Tool Calls
-             * @description false keeps the first call only.
+             * @description false allows one call, or keeps the first.
              */
             parallel_tool_calls?: boolean | null;
             /** Stream */
@@ -1982,44 +2113,32 @@ export interface components {
              * @enum {unknown}
              */
             return_tokens_as_token_ids?: null | false;
-            /**
-             * Response Format
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
-             */
-            response_format?: null | {
-                type: "text";
-            };
-            /**
-             * Structured Outputs
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
-             */
-            structured_outputs?: null;
+            /** @description What the answer must be: OpenAI's name for it. */
+            response_format?: components["schemas"]["ResponseFormat"] | null;
+            /** @description What the answer must be: vLLM's name for it. One of these six fields may be given. */
+            structured_outputs?: components["schemas"]["StructuredOutputs"] | null;
             /**
              * Guided Json
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.json`, as vLLM called it before.
              */
-            guided_json?: null;
+            guided_json?: string | {
+                [key: string]: unknown;
+            } | null;
             /**
              * Guided Regex
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.regex`, as vLLM called it before.
              */
-            guided_regex?: null;
+            guided_regex?: string | null;
             /**
              * Guided Choice
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.choice`, as vLLM called it before.
              */
-            guided_choice?: null;
+            guided_choice?: string[] | null;
             /**
              * Guided Grammar
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description `structured_outputs.grammar`, as vLLM called it before.
              */
-            guided_grammar?: null;
+            guided_grammar?: string | null;
             /**
              * Prompt
              * @description A text, token ids, or a list of either. Special tokens count as such.
@@ -2081,6 +2200,42 @@ export interface components {
             run: string | null;
         };
         /**
+         * ContextEdit
+         * @description An edit of the context. Which earlier thoughts stay is the chat template's affair; all others are refused.
+         */
+        ContextEdit: {
+            /** Type */
+            type: string;
+        };
+        /** ContextManagement */
+        ContextManagement: {
+            /** Edits */
+            edits?: components["schemas"]["ContextEdit"][] | null;
+        };
+        /**
+         * CountRequest
+         * @description The body of POST /v1/messages/count_tokens.
+         */
+        CountRequest: {
+            /** Model */
+            model?: string | null;
+            /** Messages */
+            messages: components["schemas"]["InputMessage"][];
+            /** System */
+            system?: (string | components["schemas"]["TextBlock"][]) | null;
+            /** Tools */
+            tools?: components["schemas"]["ToolDefinition"][] | null;
+            /** Tool Choice */
+            tool_choice?: (components["schemas"]["AutoChoice"] | components["schemas"]["NamedChoice"]) | null;
+            thinking?: components["schemas"]["Thinking"] | null;
+            output_config?: components["schemas"]["OutputConfig"] | null;
+            /** @description An earlier name of `output_config.format`. */
+            output_format?: components["schemas"]["JsonFormat"] | null;
+            context_management?: components["schemas"]["ContextManagement"] | null;
+        } & {
+            [key: string]: unknown;
+        };
+        /**
          * DecodeStats
          * @description The last minute. Gaps between tokens are those of streams.
          */
@@ -2100,6 +2255,24 @@ export interface components {
             sample_count: number;
             /** Window Secs */
             window_secs: number;
+        };
+        /**
+         * DeletedResponse
+         * @description A response that is no longer kept.
+         */
+        DeletedResponse: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default response
+             */
+            object: string;
+            /**
+             * Deleted
+             * @default true
+             */
+            deleted: boolean;
         };
         /**
          * ErrorBody
@@ -2144,6 +2317,51 @@ export interface components {
             count: number;
         };
         /**
+         * FunctionCallItem
+         * @description A tool call that the assistant made.
+         */
+        FunctionCallItem: {
+            /**
+             * Type
+             * @constant
+             */
+            type: "function_call";
+            /** Call Id */
+            call_id: string;
+            /** Name */
+            name: string;
+            /** Arguments */
+            arguments: string;
+        };
+        /**
+         * FunctionChoice
+         * @description The model must call the tool of this name.
+         */
+        FunctionChoice: {
+            /**
+             * Type
+             * @constant
+             */
+            type: "function";
+            /** Name */
+            name: string;
+        };
+        /**
+         * FunctionOutputItem
+         * @description What a tool call came to.
+         */
+        FunctionOutputItem: {
+            /**
+             * Type
+             * @constant
+             */
+            type: "function_call_output";
+            /** Call Id */
+            call_id: string;
+            /** Output */
+            output: string | (components["schemas"]["TextContent"] | components["schemas"]["RefusalContent"])[];
+        };
+        /**
          * FunctionSchema
          * @description What a tool is called, does, and takes (JSON Schema).
          */
@@ -2160,6 +2378,27 @@ export interface components {
              * Strict
              * @description Of a conversation that is trained, it says nothing.
              */
+            strict?: boolean | null;
+        };
+        /**
+         * FunctionTool
+         * @description A tool that the model may call.
+         */
+        FunctionTool: {
+            /**
+             * Type
+             * @constant
+             */
+            type: "function";
+            /** Name */
+            name: string;
+            /** Description */
+            description?: string | null;
+            /** Parameters */
+            parameters?: {
+                [key: string]: unknown;
+            } | null;
+            /** Strict */
             strict?: boolean | null;
         };
         /**
@@ -2223,10 +2462,17 @@ export interface components {
             micro_tokens: number | null;
             /**
              * Gradient Checkpointing
-             * @description Recompute activations in the backward pass: less memory, more time.
+             * @description Recompute activations in the backward pass: less memory, more time; offload also keeps the inputs of layers in
+             *     the CPU's memory until then (with a CUDA GPU).
              * @default false
              */
-            gradient_checkpointing: boolean | null;
+            gradient_checkpointing: (boolean | "offload") | null;
+            /**
+             * Optimizer
+             * @description AdamW, moments in float32, or by bitsandbytes in 8 bits, paged: moved from a CUDA GPU to the host or back.
+             * @default adamw
+             */
+            optimizer: ("adamw" | "adamw_8bit" | "paged_adamw_8bit") | null;
             /**
              * Lora Rank
              * @description Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one.
@@ -2245,8 +2491,9 @@ export interface components {
             lora_dropout: number | null;
             /**
              * Target Modules
-             * @description `all-linear` (the projections of attention and of dense MLPs; no router, no routed expert) or names of linear
-             *     modules; null is those of the adapter that is continued, all-linear for a fresh one.
+             * @description `all-linear` (the projections of attention and of dense MLPs), `experts` (the routed experts of a mixture), or a
+             *     list of these and of names of modules; null is those of the adapter that is continued, all-linear for a fresh
+             *     one.
              */
             target_modules?: string | string[] | null;
             /**
@@ -2274,13 +2521,14 @@ export interface components {
             seed: number | null;
             /**
              * Policy Loss
-             * @description The preset: grpo, dapo, gspo, cispo, ...
+             * @description The preset: grpo, dapo, gspo, cispo, ...; in a run also a function of yours, module:function.
              * @default grpo
              */
             policy_loss: string | null;
             /**
              * Surrogate
-             * @description How ratio and advantage make the objective: clip, unclipped, cispo, dro, reinforce, sapo, vespo.
+             * @description How ratio and advantage make the objective: clip, unclipped, cispo, dppo_tv, dppo_kl, dro, reinforce,
+             *     sapo, vespo.
              */
             surrogate?: string | null;
             /**
@@ -2295,12 +2543,12 @@ export interface components {
             anchor?: string | null;
             /**
              * Clip Low
-             * @description How far below 1 the ratio may go.
+             * @description How far below 1 the ratio may go; with DPPO the divergence of a token that becomes less likely.
              */
             clip_low?: number | null;
             /**
              * Clip High
-             * @description How far above 1 the ratio may go.
+             * @description How far above 1 the ratio may go; with DPPO the divergence of a token that becomes likelier.
              */
             clip_high?: number | null;
             /**
@@ -2437,6 +2685,7 @@ export interface components {
              *       "max_grad_norm": 1,
              *       "micro_tokens": 8192,
              *       "gradient_checkpointing": false,
+             *       "optimizer": "adamw",
              *       "lora_dropout": 0,
              *       "schedule": "constant",
              *       "warmup_steps": 0,
@@ -2504,6 +2753,19 @@ export interface components {
             } | null;
             /** Checks */
             checks?: components["schemas"]["Check"][] | null;
+        };
+        /**
+         * InputMessage
+         * @description One message.
+         */
+        InputMessage: {
+            /**
+             * Role
+             * @enum {string}
+             */
+            role: "user" | "assistant" | "system";
+            /** Content */
+            content: string | (components["schemas"]["TextBlock"] | components["schemas"]["ThinkingBlock"] | components["schemas"]["RedactedThinkingBlock"] | components["schemas"]["ToolUseBlock"] | components["schemas"]["ToolResultBlock"])[];
         };
         /**
          * JobError
@@ -2585,6 +2847,40 @@ export interface components {
             }[];
         };
         /**
+         * JsonFormat
+         * @description JSON of a schema.
+         */
+        JsonFormat: {
+            /**
+             * Type
+             * @constant
+             */
+            type: "json_schema";
+            /** Schema */
+            schema: {
+                [key: string]: unknown;
+            };
+        };
+        /**
+         * JsonSchemaFormat
+         * @description A JSON Schema, as OpenAI has it.
+         */
+        JsonSchemaFormat: {
+            /** Name */
+            name?: string | null;
+            /** Description */
+            description?: string | null;
+            /** Schema */
+            schema?: {
+                [key: string]: unknown;
+            } | null;
+            /**
+             * Strict
+             * @description false leaves to the model what of the schema cannot be guaranteed; otherwise that is an error.
+             */
+            strict?: boolean | null;
+        };
+        /**
          * LoadRequest
          * @description The body of POST /v1/adapters/load: what requests that name no adapter get from now on.
          */
@@ -2636,6 +2932,69 @@ export interface components {
             name: string;
             /** Weight */
             weight: number;
+        };
+        /**
+         * MessageItem
+         * @description A message.
+         */
+        MessageItem: {
+            /**
+             * Type
+             * @default message
+             * @constant
+             */
+            type: "message";
+            /**
+             * Role
+             * @enum {string}
+             */
+            role: "user" | "assistant" | "system" | "developer";
+            /** Content */
+            content: string | (components["schemas"]["TextContent"] | components["schemas"]["RefusalContent"])[];
+        };
+        /**
+         * MessagesRequest
+         * @description The body of POST /v1/messages.
+         */
+        MessagesRequest: {
+            /** Model */
+            model?: string | null;
+            /** Messages */
+            messages: components["schemas"]["InputMessage"][];
+            /** System */
+            system?: (string | components["schemas"]["TextBlock"][]) | null;
+            /** Tools */
+            tools?: components["schemas"]["ToolDefinition"][] | null;
+            /** Tool Choice */
+            tool_choice?: (components["schemas"]["AutoChoice"] | components["schemas"]["NamedChoice"]) | null;
+            thinking?: components["schemas"]["Thinking"] | null;
+            output_config?: components["schemas"]["OutputConfig"] | null;
+            /** @description An earlier name of `output_config.format`. */
+            output_format?: components["schemas"]["JsonFormat"] | null;
+            context_management?: components["schemas"]["ContextManagement"] | null;
+            /**
+             * Max Tokens
+             * @description The longest reply; it also ends where the context is full (`model_context_window_exceeded`).
+             */
+            max_tokens: number;
+            /**
+             * Temperature
+             * @description 0 is greedy; default 1.
+             */
+            temperature?: number | null;
+            /** Top P */
+            top_p?: number | null;
+            /** Top K */
+            top_k?: number | null;
+            /**
+             * Stop Sequences
+             * @description Strings that end the reply; `stop_sequence` of the answer says which did.
+             */
+            stop_sequences?: string[] | null;
+            /** Stream */
+            stream?: boolean | null;
+        } & {
+            [key: string]: unknown;
         };
         /**
          * MetricDefinition
@@ -2729,6 +3088,41 @@ export interface components {
             data: components["schemas"]["ModelCard"][];
         };
         /**
+         * NamedChoice
+         * @description The model must call the tool of this name.
+         */
+        NamedChoice: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "tool";
+            /** Name */
+            name: string;
+            /** Disable Parallel Tool Use */
+            disable_parallel_tool_use?: boolean | null;
+        };
+        /**
+         * NamedFunction
+         * @description The function of a `NamedTool`.
+         */
+        NamedFunction: {
+            /** Name */
+            name: string;
+        };
+        /**
+         * NamedTool
+         * @description A tool that is to be called.
+         */
+        NamedTool: {
+            /**
+             * Type
+             * @constant
+             */
+            type: "function";
+            function: components["schemas"]["NamedFunction"];
+        };
+        /**
          * NoteRequest
          * @description The body of PUT /v1/adapters/{name}/notes.
          */
@@ -2741,7 +3135,7 @@ export interface components {
         };
         /**
          * OfferedFunction
-         * @description The function of a tool that is offered for a reply.
+         * @description The function of a tool that is offered in rollouts, in which calls are the policy's own.
          */
         OfferedFunction: {
             /** Name */
@@ -2761,7 +3155,7 @@ export interface components {
         };
         /**
          * OfferedTool
-         * @description A tool that is offered for a reply.
+         * @description A tool that is offered in rollouts.
          */
         OfferedTool: {
             /**
@@ -2771,10 +3165,42 @@ export interface components {
             type: "function";
             function: components["schemas"]["OfferedFunction"];
         };
+        /**
+         * OutputConfig
+         * @description What the reply is to look like. `effort` changes nothing.
+         */
+        OutputConfig: {
+            /** Effort */
+            effort?: string | null;
+            format?: components["schemas"]["JsonFormat"] | null;
+        };
         /** Ready */
         Ready: {
             /** Ready */
             ready: boolean;
+        };
+        /**
+         * Reasoning
+         * @description `effort: none` asks the model not to think and any other to think, where its chat template reads that.
+         */
+        Reasoning: {
+            /** Effort */
+            effort?: string | null;
+        };
+        /**
+         * ReasoningItem
+         * @description A thought of an earlier turn: its content, or else its summary. What is encrypted is left out.
+         */
+        ReasoningItem: {
+            /**
+             * Type
+             * @constant
+             */
+            type: "reasoning";
+            /** Content */
+            content?: (components["schemas"]["TextContent"] | components["schemas"]["RefusalContent"])[] | null;
+            /** Summary */
+            summary?: (components["schemas"]["TextContent"] | components["schemas"]["RefusalContent"])[] | null;
         };
         /**
          * RecentRequest
@@ -2818,6 +3244,94 @@ export interface components {
             finish_reason: string;
         };
         /**
+         * RedactedThinkingBlock
+         * @description A thought that only its author could read; it is left out.
+         */
+        RedactedThinkingBlock: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "redacted_thinking";
+            /** Data */
+            data: string;
+        };
+        /**
+         * RefusalContent
+         * @description What the assistant said when it refused.
+         */
+        RefusalContent: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "refusal";
+            /** Refusal */
+            refusal: string;
+        };
+        /**
+         * ResponseFormat
+         * @description What the answer is: text, a JSON object, or JSON that a schema allows.
+         */
+        ResponseFormat: {
+            /**
+             * Type
+             * @enum {string}
+             */
+            type: "text" | "json_object" | "json_schema";
+            json_schema?: components["schemas"]["JsonSchemaFormat"] | null;
+        };
+        /**
+         * ResponsesRequest
+         * @description The body of POST /v1/responses.
+         */
+        ResponsesRequest: {
+            /** Model */
+            model?: string | null;
+            /** Input */
+            input: string | (components["schemas"]["MessageItem"] | components["schemas"]["FunctionCallItem"] | components["schemas"]["FunctionOutputItem"] | components["schemas"]["ReasoningItem"])[];
+            /** Instructions */
+            instructions?: string | null;
+            /**
+             * Previous Response Id
+             * @description A stored response whose conversation this one goes on from; its `instructions` are not taken over.
+             */
+            previous_response_id?: string | null;
+            /**
+             * Store
+             * @description Keep the answer for `previous_response_id` and GET, in memory; the oldest go first. Default true.
+             */
+            store?: boolean | null;
+            /** Tools */
+            tools?: components["schemas"]["FunctionTool"][] | null;
+            /** Tool Choice */
+            tool_choice?: (("none" | "auto" | "required") | components["schemas"]["FunctionChoice"]) | null;
+            /** Parallel Tool Calls */
+            parallel_tool_calls?: boolean | null;
+            /** Max Output Tokens */
+            max_output_tokens?: number | null;
+            /**
+             * Temperature
+             * @description 0 is greedy; default 1.
+             */
+            temperature?: number | null;
+            /** Top P */
+            top_p?: number | null;
+            text?: components["schemas"]["TextConfig"] | null;
+            reasoning?: components["schemas"]["Reasoning"] | null;
+            /**
+             * Metadata
+             * @description Given back with the answer.
+             */
+            metadata?: {
+                [key: string]: string;
+            } | null;
+            /** Stream */
+            stream?: boolean | null;
+        } & {
+            [key: string]: unknown;
+        };
+        /**
          * RolloutDetail
          * @description One completion with its tokens; `logprobs` are those of its sampler, null where nobody recorded them.
          */
@@ -2852,7 +3366,7 @@ export interface components {
             /**
              * Reshaped
              * @description The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
-             *     of which the log-probabilities are. None for an on-policy sample; a job is not told.
+             *     of which the log-probabilities are. None for an on-policy sample of all of it; a job is not told.
              */
             reshaped: string[];
             /** Prompt Tokens */
@@ -2980,7 +3494,7 @@ export interface components {
             /**
              * Reshaped
              * @description The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
-             *     of which the log-probabilities are. None for an on-policy sample; a job is not told.
+             *     of which the log-probabilities are. None for an on-policy sample of all of it; a job is not told.
              */
             reshaped: string[];
             /** Prompt Tokens */
@@ -3116,10 +3630,17 @@ export interface components {
             micro_tokens: number | null;
             /**
              * Gradient Checkpointing
-             * @description Recompute activations in the backward pass: less memory, more time.
+             * @description Recompute activations in the backward pass: less memory, more time; offload also keeps the inputs of layers in
+             *     the CPU's memory until then (with a CUDA GPU).
              * @default false
              */
-            gradient_checkpointing: boolean | null;
+            gradient_checkpointing: (boolean | "offload") | null;
+            /**
+             * Optimizer
+             * @description AdamW, moments in float32, or by bitsandbytes in 8 bits, paged: moved from a CUDA GPU to the host or back.
+             * @default adamw
+             */
+            optimizer: ("adamw" | "adamw_8bit" | "paged_adamw_8bit") | null;
             /**
              * Lora Rank
              * @description Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one.
@@ -3138,8 +3659,9 @@ export interface components {
             lora_dropout: number | null;
             /**
              * Target Modules
-             * @description `all-linear` (the projections of attention and of dense MLPs; no router, no routed expert) or names of linear
-             *     modules; null is those of the adapter that is continued, all-linear for a fresh one.
+             * @description `all-linear` (the projections of attention and of dense MLPs), `experts` (the routed experts of a mixture), or a
+             *     list of these and of names of modules; null is those of the adapter that is continued, all-linear for a fresh
+             *     one.
              */
             target_modules?: string | string[] | null;
             /**
@@ -3197,6 +3719,7 @@ export interface components {
              *       "max_grad_norm": 1,
              *       "micro_tokens": 8192,
              *       "gradient_checkpointing": false,
+             *       "optimizer": "adamw",
              *       "lora_dropout": 0,
              *       "schedule": "constant",
              *       "warmup_steps": 0,
@@ -3216,6 +3739,59 @@ export interface components {
             include_usage?: boolean | null;
         };
         /**
+         * StructuredOutputs
+         * @description vLLM's `structured_outputs`: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+         */
+        StructuredOutputs: {
+            /**
+             * Json
+             * @description A JSON Schema, itself or as a string.
+             */
+            json?: string | {
+                [key: string]: unknown;
+            } | null;
+            /**
+             * Regex
+             * @description What the whole text matches, in the syntax of Rust's regular expressions.
+             */
+            regex?: string | null;
+            /**
+             * Choice
+             * @description Texts, one of which it is.
+             */
+            choice?: string[] | null;
+            /**
+             * Grammar
+             * @description A context-free grammar, in Lark or GBNF.
+             */
+            grammar?: string | null;
+            /**
+             * Json Object
+             * @description Any JSON object.
+             */
+            json_object?: boolean | null;
+            /**
+             * Structural Tag
+             * @description Not supported; these values change nothing.
+             */
+            structural_tag?: null;
+            /**
+             * Whitespace Pattern
+             * @description Not supported; these values change nothing.
+             */
+            whitespace_pattern?: null;
+            /**
+             * Disable Any Whitespace
+             * @description Not supported; these values change nothing.
+             */
+            disable_any_whitespace?: (null | false) | null;
+            /**
+             * Disable Additional Properties
+             * @description Not supported; these values change nothing.
+             */
+            disable_additional_properties?: (null | false) | null;
+        };
+        /**
          * TemplateOptions
          * @description What a request tells the chat template besides the messages: what the template reads, by its names.
          */
@@ -3224,6 +3800,19 @@ export interface components {
             enable_thinking?: boolean | null;
         } & {
             [key: string]: unknown;
+        };
+        /**
+         * TextBlock
+         * @description Text. `cache_control` and `citations` beside it change nothing.
+         */
+        TextBlock: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "text";
+            /** Text */
+            text: string;
         };
         /**
          * TextCompletion
@@ -3248,6 +3837,46 @@ export interface components {
             system_fingerprint: string;
             usage?: components["schemas"]["Usage"] | null;
         };
+        /** TextConfig */
+        TextConfig: {
+            format?: components["schemas"]["TextFormat"] | null;
+            /** Verbosity */
+            verbosity?: string | null;
+        };
+        /**
+         * TextContent
+         * @description Text of a message; `annotations` and `logprobs` beside it change nothing.
+         */
+        TextContent: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "input_text" | "output_text" | "reasoning_text" | "summary_text" | "text";
+            /** Text */
+            text: string;
+        };
+        /**
+         * TextFormat
+         * @description `text`, `json_object`, or `json_schema` with its name and schema.
+         */
+        TextFormat: {
+            /**
+             * Type
+             * @enum {string}
+             */
+            type: "text" | "json_object" | "json_schema";
+            /** Name */
+            name?: string | null;
+            /** Description */
+            description?: string | null;
+            /** Schema */
+            schema?: {
+                [key: string]: unknown;
+            } | null;
+            /** Strict */
+            strict?: boolean | null;
+        };
         /**
          * TextPart
          * @description A part of a message's content.
@@ -3260,6 +3889,42 @@ export interface components {
             type: "text";
             /** Text */
             text: string;
+        };
+        /**
+         * Thinking
+         * @description Whether the model is to think, where its chat template reads that. No budget is kept: `max_tokens` ends all.
+         */
+        Thinking: {
+            /**
+             * Type
+             * @enum {string}
+             */
+            type: "enabled" | "disabled" | "adaptive" | "between_tools";
+            /** Budget Tokens */
+            budget_tokens?: number | null;
+        };
+        /**
+         * ThinkingBlock
+         * @description A thought of an earlier turn; the chat template decides whether the model sees it again.
+         */
+        ThinkingBlock: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "thinking";
+            /** Thinking */
+            thinking: string;
+            /** Signature */
+            signature?: string | null;
+        };
+        /**
+         * TokenCount
+         * @description How many tokens the policy would be shown.
+         */
+        TokenCount: {
+            /** Input Tokens */
+            input_tokens: number;
         };
         /**
          * TokenLogprob
@@ -3300,6 +3965,60 @@ export interface components {
              */
             type: "function" | null;
             function: components["schemas"]["CalledFunction"];
+        };
+        /**
+         * ToolDefinition
+         * @description A tool that the model may call.
+         */
+        ToolDefinition: {
+            /** Name */
+            name: string;
+            /** Description */
+            description?: string | null;
+            /** Input Schema */
+            input_schema: {
+                [key: string]: unknown;
+            };
+            /** Type */
+            type?: "custom" | null;
+            /** Strict */
+            strict?: boolean | null;
+        };
+        /**
+         * ToolResultBlock
+         * @description What a tool call came to. `is_error` is not shown to the model: say it in the content.
+         */
+        ToolResultBlock: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "tool_result";
+            /** Tool Use Id */
+            tool_use_id: string;
+            /** Content */
+            content?: (string | components["schemas"]["TextBlock"][]) | null;
+            /** Is Error */
+            is_error?: boolean | null;
+        };
+        /**
+         * ToolUseBlock
+         * @description A tool call of an earlier turn.
+         */
+        ToolUseBlock: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "tool_use";
+            /** Id */
+            id: string;
+            /** Name */
+            name: string;
+            /** Input */
+            input: {
+                [key: string]: unknown;
+            };
         };
         /**
          * TopLogprob
@@ -3538,7 +4257,7 @@ export interface operations {
                     "text/event-stream": unknown;
                 };
             };
-            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_adapter`, `unsupported_content`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -3689,7 +4408,7 @@ export interface operations {
                     "text/event-stream": unknown;
                 };
             };
-            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_adapter`, `batch_too_large`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `batch_too_large`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -3816,6 +4535,670 @@ export interface operations {
             };
         };
     };
+    responses_v1_responses_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ResponsesRequest"];
+            };
+        };
+        responses: {
+            /** @description The answer, or a stream of server-sent events. */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                    "text/event-stream": unknown;
+                };
+            };
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `unsupported_parameter`, `limit_exceeded`, `previous_response_not_found`; `invalid_json`, or `invalid_value` (`param` says where) */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `model_not_found`, `adapter_not_found` */
+            404: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `body_timeout`: the body did not arrive in time */
+            408: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `body_too_large` */
+            413: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `unsupported_media_type`: not JSON, or compressed */
+            415: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`; `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `engine_failed` */
+            502: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded`; `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    stored_response_v1_responses__response_id__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                response_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `response_not_found` */
+            404: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    delete_response_v1_responses__response_id__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                response_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DeletedResponse"];
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `response_not_found` */
+            404: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    messages_v1_messages_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["MessagesRequest"];
+            };
+        };
+        responses: {
+            /** @description The answer, or a stream of server-sent events. */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                    "text/event-stream": unknown;
+                };
+            };
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `unsupported_parameter`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `model_not_found`, `adapter_not_found` */
+            404: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `body_timeout`: the body did not arrive in time */
+            408: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `body_too_large` */
+            413: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `unsupported_media_type`: not JSON, or compressed */
+            415: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `overloaded`; `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `engine_failed` */
+            502: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded`; `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+        };
+    };
+    count_tokens_v1_messages_count_tokens_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["CountRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["TokenCount"];
+                };
+            };
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `unsupported_parameter`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `model_not_found`, `adapter_not_found` */
+            404: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `body_timeout`: the body did not arrive in time */
+            408: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `body_too_large` */
+            413: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `unsupported_media_type`: not JSON, or compressed */
+            415: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `overloaded`; `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `engine_failed` */
+            502: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded`; `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnthropicEnvelope"];
+                };
+            };
+        };
+    };
     batch_v1_completions_batch_post: {
         parameters: {
             query?: never;
@@ -3839,7 +5222,7 @@ export interface operations {
                     "application/json": components["schemas"]["BatchAnswer"];
                 };
             };
-            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_adapter`, `batch_too_large`, `unsupported_content`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `batch_too_large`, `unsupported_content`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];

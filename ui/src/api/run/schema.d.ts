@@ -272,6 +272,46 @@ export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
         /**
+         * AnthropicEnvelope
+         * @description The same for Anthropic's clients.
+         */
+        AnthropicEnvelope: {
+            /**
+             * Type
+             * @default error
+             * @constant
+             */
+            type: "error";
+            error: components["schemas"]["AnthropicError"];
+            /** Request Id */
+            request_id: string | null;
+        };
+        /**
+         * AnthropicError
+         * @description One error under /v1/messages; its `type` is one of Anthropic's words.
+         */
+        AnthropicError: {
+            /**
+             * Message
+             * @description What happened, the offending value, and what would be valid.
+             */
+            message: string;
+            /**
+             * Type
+             * @description The kind of error, in OpenAI's words: invalid_request_error, authentication_error, rate_limit_error, ...
+             */
+            type: string;
+            /**
+             * Param
+             * @description The JSON path of the field that is wrong, as in `groups[0].completions[1].reward`.
+             */
+            param: string | null;
+            /** Code */
+            code: string;
+            /** Hint */
+            hint: string | null;
+        };
+        /**
          * ErrorBody
          * @description One error. `code` is stable and for programs; `hint` says what to do.
          */
@@ -497,7 +537,7 @@ export interface components {
             /**
              * Reshaped
              * @description The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
-             *     of which the log-probabilities are. None for an on-policy sample; a job is not told.
+             *     of which the log-probabilities are. None for an on-policy sample of all of it; a job is not told.
              */
             reshaped: string[];
             /** Prompt Tokens */
@@ -717,7 +757,7 @@ export interface components {
             /**
              * Reshaped
              * @description The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
-             *     of which the log-probabilities are. None for an on-policy sample; a job is not told.
+             *     of which the log-probabilities are. None for an on-policy sample of all of it; a job is not told.
              */
             reshaped: string[];
             /** Prompt Tokens */
