@@ -218,6 +218,7 @@ class Translation:
     def __init__(self, document: Document, *, system: str, keys: Iterable[Key]):
         self.document, self.system = document, system
         self.keys = {key.name: key for key in keys}
+        self._sections = {name[: dot + 1] for name in self.keys for dot, sign in enumerate(name) if sign == "."}
         self.values: dict[str, Any] = {}
         self.draft = Draft({}, document.name)
         self.idle: list[Note] = []
@@ -318,7 +319,7 @@ class Translation:
             if known in self.keys and value is not None:
                 self._paths[known] = keys
                 self._take(self.keys[known], keys, value)
-            inside, entries = self._has(f"{known}."), self._has(f"{known}[].")
+            inside, entries = f"{known}." in self._sections, f"{known}[]." in self._sections
             if value is not None and inside:
                 if isinstance(value, Mapping):
                     self._read(value, keys, f"{known}.")
@@ -345,9 +346,6 @@ class Translation:
             self.note_idle(key.name, key.what)
         elif key.fate == "absent" and value not in key.off:
             self.refuse(key.name, key.what, instead=None if "[]" in key.name else key.instead)
-
-    def _has(self, prefix: str) -> bool:
-        return any(name.startswith(prefix) for name in self.keys)
 
     def _suggest(self, known: str) -> str:
         """The key that was probably meant: the same name elsewhere, a similar one beside it, a similar one anywhere."""
