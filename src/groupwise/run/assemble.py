@@ -320,7 +320,8 @@ def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environme
         run = plan.config.rollout.sampling()
         return RolloutFuncRollouts(engine, base, env.function, config, run=run, scored=bool(plan.rewards))
     if isinstance(env, Agent):
-        return AgentRollouts(engine, base.tokenizer, env, config, scored=bool(plan.rewards))
+        recorded = plan.config.engine == "local"
+        return AgentRollouts(engine, base.tokenizer, env, config, scored=bool(plan.rewards), recorded=recorded)
     assert envs is not None
     return EpisodeRollouts(engine, base.tokenizer, envs, config)
 

@@ -3,6 +3,7 @@ what of a reply is free.
 
     reply_grammar   tools, whether one must be called, and an answer's grammar -> the grammar of a reply
     answer_grammars the same without tools, for several conversations
+    format_grammar  OpenAI's `response_format` -> the grammar of an answer
     of_reply        sampling parameters with an answer's grammar -> those of one reply, which may think and call tools
     thoughts_of     whether a reply to this prompt may have a <think> block
 
@@ -57,6 +58,21 @@ def answer_grammars(
 ) -> list[Grammar | None]:
     """The grammar of the reply to each of several conversations, whose answers all have the same."""
     return [answer and replace(answer, thoughts=thoughts_of(ids, tokenizer)) for ids in prompts]
+
+
+def format_grammar(
+    kind: Literal["text", "json_object", "json_schema"],
+    schema: Mapping[str, Any] | None = None,
+    *,
+    strict: bool | None = None,
+) -> Grammar | None:
+    """What OpenAI's `response_format` of this type asks for; None for text. `strict` false leaves to the model what of
+    the schema cannot be guaranteed."""
+    if kind == "text":
+        return None
+    if kind == "json_object" or schema is None:
+        return Grammar.of_json(field="response_format")
+    return Grammar.of_json(schema, lenient=strict is False, field="response_format.json_schema.schema")
 
 
 def of_reply(
