@@ -284,7 +284,6 @@ def test_flex_attention_is_ours(read, override: str):
         ("lr_scheduler=polynomial", "lr_scheduler=cosine"),
         ("trl.repetition_penalty=1.1", "trl.repetition_penalty=null"),
         ("trl.rollout_func=m.f", "trl.rollout_func=null"),
-        ("trl.vllm_guided_decoding_regex=x+", "trl.vllm_guided_decoding_regex=null"),
         ("trl.skip_zero_advantage_batches=false", "trl.skip_zero_advantage_batches=true"),
         ("trl.chat_template_kwargs={enable_thinking: false}", "trl.chat_template_kwargs=null"),
         ("trl.generation_kwargs={suppress_tokens: [3]}", "trl.generation_kwargs=null"),
@@ -456,6 +455,15 @@ def test_a_part_of_the_vocabulary_arrives_but_with_vllm(read):
     assert off.top_p == 1
     with pytest.raises(ConfigError, match=r"trl\.top_p.*: top_p 0\.9: vLLM does not report which"):
         read(QUICK_START, "trl.use_vllm=true", "trl.top_p=0.9").runnable()
+
+
+@pytest.mark.parametrize("name", ["vllm_structured_outputs_regex", "vllm_guided_decoding_regex"])
+def test_what_completions_must_match_arrives_but_with_vllm(read, name):
+    loaded = read(QUICK_START, *LOCAL, f"trl.{name}=x+")
+    assert loaded.runnable().rollout.structured_outputs_regex == "x+"
+    assert f"trl.{name}" in {note.place.split()[0] for note in loaded.differs}
+    with pytest.raises(ConfigError, match=rf"trl\.{name}.*vLLM does not report which"):
+        read(QUICK_START, "trl.use_vllm=true", f"trl.{name}=x+").runnable()
 
 
 def test_without_a_longest_completion_there_is_one_and_it_is_said(read):

@@ -57,13 +57,16 @@ def play_group(recorder: Recorder, starter: LoadedModel) -> Iterator[Callable[..
         takes: tuple[str, ...] = (*NEEDED, "case", "model", "seed"),
         params: SamplingParams | None = None,
         scored: bool = False,
+        recorded: bool = True,
         sampler: Any = recorder,
         tokenizer: Any = None,
         **options: Any,
     ) -> RolloutGroup:
         config = EnvConfig(agent="tests:agent", **options)
         made = Agent(name="agent", function=agent, takes=takes)
-        opened.append(AgentRollouts(sampler, tokenizer or starter.tokenizer, made, config, scored=scored))
+        opened.append(
+            AgentRollouts(sampler, tokenizer or starter.tokenizer, made, config, scored=scored, recorded=recorded)
+        )
         groups = play_all(
             opened[-1],
             [Prompt(id="case:0", columns=case or {"question": "What is 47 + 138?"})],

@@ -304,7 +304,8 @@ def test_limits_and_refusals_are_in_the_words_of_the_dialect(play_group):
             ask = talk.messages.messages.create
             asked = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "1 + 1"}]}
             for more in (
-                {"tools": TOOLS["messages"], "tool_choice": {"type": "any"}},
+                {"tool_choice": {"type": "any"}},
+                {"extra_body": {"output_format": {"type": "json_schema", "schema": {"type": "strin"}}}},
                 {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
                 {"messages": [*asked["messages"], {"role": "assistant", "content": "It"}]},
             ):
@@ -315,7 +316,7 @@ def test_limits_and_refusals_are_in_the_words_of_the_dialect(play_group):
                 **asked,
                 stop_sequences=["x"],
                 thinking={"type": "enabled", "budget_tokens": 99},
-                extra_body={"top_k": 4},
+                extra_body={"temperature": 0.5},
             )
             told.append(raw.headers["x-ignored"])
             for stream in (False, True):
@@ -324,10 +325,11 @@ def test_limits_and_refusals_are_in_the_words_of_the_dialect(play_group):
                 told.append(over.value.body["error"])
         return 1.0
 
-    with pytest.warns(UserWarning, match="agent asks with chat_template_kwargs, top_k"):
+    with pytest.warns(UserWarning, match="agent asks with chat_template_kwargs, temperature"):
         (rollout,) = play_group(agent, takes=FOUR, params=GREEDY, max_turns=1).rollouts
     assert rollout.stop == "max_turns" and rollout.error is None
-    forced, image, prefill, ignored, over, streamed = told
+    forced, form, image, prefill, ignored, over, streamed = told
     assert (forced["param"], image["code"], prefill["param"]) == ("tool_choice", "unsupported_content", "messages")
-    assert ignored == "top_k, thinking"
+    assert form["param"].startswith("output_") and form["param"].endswith("schema") and "strin" in form["message"]
+    assert ignored == "temperature, thinking"
     assert over == streamed and (over["type"], over["code"]) == ("permission_error", "max_turns")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,9 +14,13 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from groupwise.algo.samples import samples_of
+from groupwise.config.lora import LoraSpec
+from groupwise.model.load import LoadedModel
 from groupwise.tasks.endpoint import Endpoint
 from groupwise.tasks.starter.tasks import CALCULATOR
-from groupwise.types import FinishReason, SamplingParams
+from groupwise.train.learner import Learner
+from groupwise.types import FinishReason, Grammar, Prompt, Rollout, RolloutGroup, SamplingParams
 
 USER = {"role": "user", "content": "What is 47 + 138?"}
 CALL = {"role": "user", "content": "Use the calculator: 47 * 12"}
@@ -25,7 +31,7 @@ GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
 def ask(play_group) -> Callable[..., Any]:
     """`ask(messages=..., ...)`: the answer to one request, or what the client raises."""
 
-    def one(params: SamplingParams = GREEDY, raw: bool = False, **body: Any) -> Any:
+    def one(params: SamplingParams = GREEDY, raw: bool = False, recorded: bool = True, **body: Any) -> Any:
         found: list[Any] = []
 
         async def agent(base_url, api_key):
@@ -38,16 +44,30 @@ def ask(play_group) -> Callable[..., Any]:
                     found.append(error)
             return 0.0
 
-        found.append(play_group(agent, takes=("base_url", "api_key"), params=params).rollouts[0])
+        found.append(play_group(agent, takes=("base_url", "api_key"), params=params, recorded=recorded).rollouts[0])
         return found
 
     return one
 
 
+def schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, **more}}
+
+
+def named(tool: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool}}
+
+
 REFUSED = [
     ({"n": 2}, "n is 2"),
-    ({"tool_choice": "required", "tools": [CALCULATOR]}, "the policy decides what it calls"),
-    ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+    ({"tool_choice": "required"}, "tool_choice asks for a call, and there are no tools"),
+    ({"tool_choice": named("search"), "tools": [CALCULATOR]}, "names a tool that is not offered; there are calculator"),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": [CALCULATOR]}, "tool_choice"),
+    ({"response_format": {"type": "json_schema"}}, "response_format has no json_schema"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": schema({"type": "strin"})}, "response_format.json_schema.schema"),
+    ({"top_p": 0}, "top_p"),
+    ({"extra_body": {"top_k": -2}}, "top_k"),
     ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "the last message is the assistant's"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0 of role 'user' has no content"),
@@ -84,14 +104,87 @@ def test_the_run_decides_how_it_samples_and_says_so(ask):
     assert "x-ignored" not in answer.headers and rollout.info["ignored_parameters"] == 0
 
 
-def test_a_client_that_narrows_its_draws_is_answered_from_what_is_trained(ask):
-    """Harnesses send top_p 0.95 and cannot be told otherwise. The same tokens as without, and it is said."""
+def on_policy(starter: LoadedModel, rollout: Rollout) -> None:
+    """All tokens are trained, with a ratio of 1, under what they were drawn from."""
+    (sample,) = samples_of(
+        [RolloutGroup(prompt=Prompt(id="p"), rollouts=(replace(rollout, reward=1.0, advantage=1.0),))]
+    )
+    assert sample.kept is not None and not sample.kept.is_whole and sum(sample.mask) > 1
+    (ours,) = Learner(starter, lora=LoraSpec(rank=2)).forward([sample])
+    for on, mine, theirs in zip(sample.mask, ours, sample.behaviour_logprobs or (), strict=True):
+        assert not on or math.exp(mine - theirs) == pytest.approx(1, abs=5e-5)  # in float32
+
+
+def test_what_a_client_narrows_acts_and_is_trained(ask, starter):
+    """Harnesses send top_p 0.95; the record of what it leaves is what training is under."""
+    how = SamplingParams(max_tokens=48)
+    narrowed, rollout = ask(params=how, raw=True, top_p=0.6, extra_body={"top_k": 20, "min_p": 0.01})
+    assert "x-ignored" not in narrowed.headers and rollout.info["ignored_parameters"] == 0
+    on_policy(starter, rollout)
+    likeliest, _ = ask(params=how, extra_body={"top_k": 1})
+    greedy, _ = ask()
+    assert likeliest.choices[0].message.content == greedy.choices[0].message.content
+    _, rollout = ask(params=replace(how, top_p=0.5), top_p=1.0, extra_body={"top_k": -1})
+    assert rollout.turns[0].completion.kept is None  # the request wins over the run
+
+
+def test_without_a_record_what_narrows_changes_nothing(ask):
     how = SamplingParams(max_tokens=48)
     plain, _ = ask(params=how)
-    with pytest.warns(UserWarning, match="agent asks with min_p, top_k, top_p, which change nothing"):
-        narrowed, rollout = ask(params=how, top_p=0.01, extra_body={"top_k": 1, "min_p": 0.9})
+    with pytest.warns(UserWarning, match="agent asks with min_p, tools.strict, top_k, top_p, which change nothing"):
+        narrowed, rollout = ask(
+            params=how,
+            recorded=False,
+            top_p=0.01,
+            tools=[STRICT],
+            tool_choice="none",
+            extra_body={"top_k": 1, "min_p": 0.9},
+        )
     assert narrowed.choices[0].message.content == plain.choices[0].message.content
     assert rollout.info["ignored_parameters"] == 1 and rollout.turns[0].trained
+    for forced in ({"response_format": {"type": "json_object"}}, {"tools": [CALCULATOR], "tool_choice": "required"}):
+        error, _ = ask(recorded=False, **forced)
+        assert error.status_code == 400 and "does not record" in error.message and error.param in forced
+
+
+STRICT = {**CALCULATOR, "function": {**CALCULATOR["function"], "strict": True}}
+YEAR = {
+    "type": "object",
+    "properties": {"year": {"enum": [1999, 2001]}},
+    "required": ["year"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_format_is_kept_to_and_trained(ask, starter, stream: bool):
+    answer, rollout = ask(
+        params=SamplingParams(max_tokens=200),
+        response_format=schema(YEAR),
+        stream=stream,
+    )
+    deltas = [chunk.choices[0].delta.content or "" for chunk in answer] if stream else []
+    content = "".join(deltas) if stream else answer.choices[0].message.content
+    assert json.loads(content)["year"] in (1999, 2001)
+    on_policy(starter, rollout)
+
+
+@pytest.mark.parametrize("choice", ["required", named("calculator")])
+def test_a_call_that_is_asked_for_is_made_and_trained(ask, starter, choice):
+    how = SamplingParams(max_tokens=200)
+    answer, rollout = ask(params=how, tools=[CALCULATOR], tool_choice=choice, parallel_tool_calls=False)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "calculator" and list(json.loads(call.function.arguments)) == ["expression"]
+    assert rollout.info["tool_calls"] == 1
+    on_policy(starter, rollout)
+
+
+def test_what_a_request_asks_for_wins_over_what_the_run_does(ask):
+    run = SamplingParams(max_tokens=200, grammar=Grammar.choice(["left", "right"]))
+    own, _ = ask(params=run)
+    assert own.choices[0].message.content in ("left", "right")
+    asked, _ = ask(params=run, response_format=schema(YEAR))
+    assert "year" in json.loads(asked.choices[0].message.content)
 
 
 def test_lengths_and_stop_strings(ask):

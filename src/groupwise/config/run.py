@@ -18,7 +18,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from groupwise.config.algo import RunAlgoConfig
 from groupwise.config.engine import Engine, VllmConfig
@@ -26,7 +33,7 @@ from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
 from groupwise.config.yaml import AdapterName, Document, Name, Section, Text, Texts, conflict, to_yaml, validate
 from groupwise.errors import ConfigError
-from groupwise.types import NARROWING, SamplingParams
+from groupwise.types import NARROWING, Grammar, GrammarKind, SamplingParams
 
 
 def _betas(betas: tuple[float, float]) -> tuple[float, float]:
@@ -370,6 +377,56 @@ class RerollConfig(Section):
     """The reward function that tells failure, where others would hide it (format, length); null is the weighted sum."""
 
 
+class StructuredOutputs(Section):
+    """What completions must be, as vLLM says it: one of these keys."""
+
+    schema_: Text | dict[str, Any] | None = Field(default=None, alias="json")
+    """JSON that a JSON Schema allows: the schema itself, or as a string."""
+    regex: Text | None = None
+    """Text that a regular expression matches as a whole (Rust's syntax: no look-around, no back-references)."""
+    choice: Annotated[Texts | None, Field(min_length=1)] = None
+    """One of these texts."""
+    grammar: Text | None = None
+    """Text of a context-free grammar, in Lark or GBNF."""
+    json_object: Literal[True] | None = None
+    """Any JSON object."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> StructuredOutputs:
+        given = list(self._given())
+        if len(given) != 1:
+            said = "nothing is given" if not given else f"{' and '.join(given)} exclude each other"
+            key = given[1:2] or ["json"]
+            raise conflict(*key, f"{said}; give one of json, regex, choice, grammar and json_object")
+        return self
+
+    @model_serializer
+    def _given(self) -> dict[str, Any]:
+        values = {"json": self.schema_, **{name: getattr(self, name) for name in _FORMS}}
+        return {name: list(each) if name == "choice" else each for name, each in values.items() if each is not None}
+
+    def as_grammar(self, path: str) -> Grammar:
+        """The same as a `Grammar`, which errors call by `path` and the key."""
+        ((name, given),) = self._given().items()
+        field = f"{path}.{name}"
+        match name:
+            case "json" if isinstance(given, str):
+                return Grammar(GrammarKind.JSON_SCHEMA, given, field=field)
+            case "json":
+                return Grammar.of_json(given, field=field)
+            case "regex":
+                return Grammar.regex(given, field=field)
+            case "choice":
+                return Grammar.choice(given, field=field)
+            case "grammar":
+                return Grammar.lark(given, field=field)
+            case _:
+                return Grammar.of_json(field=field)
+
+
+_FORMS = ("regex", "choice", "grammar", "json_object")  # of `StructuredOutputs`, besides `json`
+
+
 class RolloutConfig(Section):
     """How completions are sampled, and how far sampling may run ahead of training."""
 
@@ -391,6 +448,12 @@ class RolloutConfig(Section):
     """Drop tokens less likely than this fraction of the likeliest; 0 is off. As top_p, with the local engine only."""
     stop: Texts = ()
     """Strings that end a completion; they are cut from its text."""
+    structured_outputs: StructuredOutputs | None = None
+    """What completions must be, as vLLM says it: only tokens are drawn that lead there, and training is of that
+    distribution. Thoughts are free, and tool calls have their own form (docs/recipe.md). With the local engine only, as
+    top_p."""
+    structured_outputs_regex: Text | None = None
+    """`structured_outputs.regex`, as TRL calls it."""
     refill: float = Field(default=2.0, ge=1, le=64)
     """Groups with nothing to learn from are replaced by sampling at most `refill` times `prompts_per_step` prompts a
     step; 1 never replaces."""
@@ -452,7 +515,18 @@ class RolloutConfig(Section):
             raise conflict("in_flight_updates", f"{message}; set max_staleness 1 or more")
         if self.in_flight_cache != "keep" and not self.in_flight_updates:
             raise conflict("in_flight_cache", f"{self.in_flight_cache} has no effect without in_flight_updates: true")
+        if self.structured_outputs is not None and self.structured_outputs_regex is not None:
+            message = "structured_outputs says already what completions must be; leave one of the two out"
+            raise conflict("structured_outputs_regex", message)
         return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What completions must be; None where they may be anything."""
+        if self.structured_outputs_regex is not None:
+            return Grammar.regex(self.structured_outputs_regex, field="rollout.structured_outputs_regex")
+        asked = self.structured_outputs
+        return None if asked is None else asked.as_grammar("rollout.structured_outputs")
 
     @property
     def on_policy(self) -> bool:
@@ -467,7 +541,13 @@ class RolloutConfig(Section):
     def sampling(self) -> SamplingParams:
         """The training rollouts' sampling parameters (without a seed)."""
         narrowing = {name: getattr(self, name) for name in NARROWING}
-        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, stop=self.stop, **narrowing)
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            stop=self.stop,
+            grammar=self.grammar,
+            **narrowing,
+        )
 
 
 class AdaptersConfig(Section):
@@ -612,6 +692,11 @@ class RunConfig(Section):
             if (value := getattr(self.rollout, key)) != off:
                 message = f"{value:g} draws from a part of the vocabulary, and vLLM does not tell which part that was"
                 hint = f"trained as drawn from all of it, what is learned would be biased. Set it to {off:g} (off), or"
+                raise conflict("rollout", key, f"{message}: {hint} engine: local")
+        for key in ("structured_outputs", "structured_outputs_regex"):
+            if getattr(self.rollout, key) is not None:
+                message = "leaves a part of the vocabulary in every place, and vLLM does not tell which part that was"
+                hint = "trained as drawn from all of it, what is learned would be biased. Leave it out, or set"
                 raise conflict("rollout", key, f"{message}: {hint} engine: local")
         if self.rollout.in_flight_updates and self.vllm.mode == "colocate":
             message = "has no effect with vllm.mode colocate, which hands completions out when they are whole"

@@ -297,7 +297,7 @@ def _suggest(keys: Keys, model: type[BaseModel], other_names: Mapping[str, str])
 
 def key_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The path of every key of a model and of the models inside it; a list's index is left out."""
-    for name, info in model.model_fields.items():
+    for name, info in ((info.alias or name, info) for name, info in model.model_fields.items()):
         yield (*prefix, name)
         for inner in models_in(info.annotation):
             yield from key_paths(inner, (*prefix, name))

@@ -110,13 +110,15 @@ class GrammarCompiler:
         _check_length(grammar)
         with self._building:
             tokenizer = self._tokenizer
-        matcher, wrong = _try(grammar, tokenizer)
-        if not wrong:
-            return matcher
-        for part in (each for _, each in grammar.parts):
-            if why := _try(part, tokenizer)[1]:
-                raise _refused(part, why, tokenizer)
-        raise _refused(grammar, wrong, tokenizer)
+        return _compiled(grammar, tokenizer)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Compile a grammar for a vocabulary of bytes: what is wrong with it whatever the model. Raises GrammarError."""
+    from llguidance import LLTokenizer
+
+    _check_length(grammar)
+    _compiled(grammar, LLTokenizer("byte"))
 
 
 def too_slow(grammar: Grammar) -> GrammarError:
@@ -173,6 +175,17 @@ def _check_length(grammar: Grammar) -> None:
             hint="make it smaller",
             field=grammar.field,
         )
+
+
+def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+    """Raises GrammarError."""
+    matcher, wrong = _try(grammar, tokenizer)
+    if not wrong:
+        return matcher
+    for part in (each for _, each in grammar.parts):
+        if why := _try(part, tokenizer)[1]:
+            raise _refused(part, why, tokenizer)
+    raise _refused(grammar, wrong, tokenizer)
 
 
 def _try(grammar: Grammar, tokenizer: LLTokenizer) -> tuple[LLMatcher, str]:

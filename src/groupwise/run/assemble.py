@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from groupwise.config.run import RewardConfig, RunConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, GrammarError
 from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel, load_model, plain_implementation
 from groupwise.model.memory import GIB, Load, ModelSize, fitting_tokens
@@ -201,6 +201,7 @@ def open_components(
         engine = open_engine(config, base, threads=threads, say=say) if remote is None else remote.engine(config, base)
         opened.callback(engine.close)
         check_in_flight(config, engine)
+        check_grammar(config, engine)
         play = open_play(plan, base, engine, envs)
         load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
         eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
@@ -261,6 +262,17 @@ def check_in_flight(config: RunConfig, engine: Sampler) -> None:
     engine.check_replaceable(recompute=config.rollout.in_flight_cache == "recompute")
 
 
+def check_grammar(config: RunConfig, engine: Sampler) -> None:
+    """Compile what completions must be, for this model's vocabulary. Raises ConfigError where that cannot be done."""
+    grammar = config.rollout.grammar
+    if grammar is None or not isinstance(engine, LocalEngine):  # actors of Ray say so with the first completion
+        return
+    try:
+        engine.prepare(grammar).result()
+    except GrammarError as error:
+        raise ConfigError(error.message, hint=error.hint, field=error.field or grammar.field) from None
+
+
 def _check_replay(config: RunConfig, learner: Learner) -> None:
     """Raise ConfigError where `train.router_replay` is true and cannot act."""
     if not config.train.router_replay:
@@ -308,7 +320,8 @@ def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environme
         run = plan.config.rollout.sampling()
         return RolloutFuncRollouts(engine, base, env.function, config, run=run, scored=bool(plan.rewards))
     if isinstance(env, Agent):
-        return AgentRollouts(engine, base.tokenizer, env, config, scored=bool(plan.rewards))
+        recorded = plan.config.engine == "local"
+        return AgentRollouts(engine, base.tokenizer, env, config, scored=bool(plan.rewards), recorded=recorded)
     assert envs is not None
     return EpisodeRollouts(engine, base.tokenizer, envs, config)
 

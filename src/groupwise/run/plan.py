@@ -15,7 +15,7 @@ from groupwise.config.hub import check_model
 from groupwise.config.loss import LossSpec, loss_of
 from groupwise.config.run import RunConfig, identity, resolved
 from groupwise.config.yaml import to_yaml
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError, GrammarError, GroupwiseError
 from groupwise.rewards.base import RewardFunction, check_columns, load_rewards
 from groupwise.store.tracking import check_installed
 from groupwise.tasks.agents import Agent, load_agent
@@ -77,6 +77,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     ModelError."""
     functions = tuple(rewards or load_rewards(config.rewards, folder=config.folder))
     env = _env(config)
+    _check_grammar(config, env)
     source = _source(config, env)
     prompts, held_out = source.all(), _held_out(config, env)
     if not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc)):  # which adds columns of its own
@@ -160,6 +161,25 @@ def _check_reroll(config: RunConfig, functions: Sequence[RewardFunction]) -> Non
     names, chosen = [function.name for function in functions], config.rollout.reroll.reward
     if chosen is not None and chosen not in names:
         raise ConfigError(f"rollout.reroll.reward {chosen!r} is no reward of this run; it has {', '.join(names)}")
+
+
+def _check_grammar(config: RunConfig, env: Env | None) -> None:
+    """Raise ConfigError where what completions must be is wrong, or cannot be asked of what plays the episodes."""
+    if (grammar := config.rollout.grammar) is None:
+        return
+    if isinstance(env, LegacyEnv) or (isinstance(env, Agent) and isinstance(env.function, RolloutFunc)):
+        raise ConfigError(
+            f"{grammar.field} does not go with {env.name}, which generates text of its own choice: that need not be "
+            "the answer whose form is asked for",
+            hint="leave it out, or write an environment with reset and step",
+            field=grammar.field,
+        )
+    from groupwise.engine.grammar import check_grammar  # numpy, and a library for runs that need it
+
+    try:
+        check_grammar(grammar)
+    except GrammarError as error:
+        raise ConfigError(error.message, hint=error.hint, field=error.field) from None
 
 
 def plan_or_all_problems(config: RunConfig) -> RunPlan:

@@ -44,6 +44,7 @@ from groupwise.server.wire import (
     check_finite,
     fault,
 )
+from groupwise.tasks.structured import format_grammar
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Messages and tools, as OpenAI's clients write them and as the chat templates read them.
@@ -426,14 +427,6 @@ _FORMS = (
 )
 
 
-def _grammar_of_format(asked: ResponseFormat) -> types.Grammar:
-    given = asked.json_schema
-    if asked.type == "json_object" or given is None:
-        return types.Grammar.of_json(field="response_format")
-    lenient = given.strict is False
-    return types.Grammar.of_json(given.json_schema, lenient=lenient, field="response_format.json_schema.schema")
-
-
 class Sampling(PolicyChoice):
     """How completions are drawn."""
 
@@ -516,7 +509,9 @@ class Sampling(PolicyChoice):
         """What the answer must be; None where it may be anything."""
         for name, value in self.forms.items():
             if isinstance(value, ResponseFormat):
-                return _grammar_of_format(value)
+                given = value.json_schema
+                schema, strict = (None, None) if given is None else (given.json_schema, given.strict)
+                return format_grammar(value.type, schema, strict=strict)
             if isinstance(value, StructuredOutputs):
                 return value.as_grammar(name)
             if name == "guided_json":

@@ -39,7 +39,15 @@ from typing import TYPE_CHECKING, Any, cast
 from groupwise.algo.samples import segments_of
 from groupwise.config.load import load_object
 from groupwise.config.run import EnvConfig
-from groupwise.errors import ChatError, ConfigError, ContextLengthError, EnvError, GroupwiseError, RequestError
+from groupwise.errors import (
+    ChatError,
+    ConfigError,
+    ContextLengthError,
+    EnvError,
+    GrammarError,
+    GroupwiseError,
+    RequestError,
+)
 from groupwise.model.chat import opens_thought
 from groupwise.tasks.compat.three_method import warn
 from groupwise.tasks.compat.trl import RolloutFunc, check_keys
@@ -181,9 +189,8 @@ def _takes(function: Callable[..., Any], args: Mapping[str, Any], reference: str
     takes = tuple(name for name in OFFERED if name in parameters or (anything and name != CLIENT))
     listed = ", ".join(parameters) or "nothing"
     if CLIENT in takes and importlib.util.find_spec("openai") is None:
-        raise ConfigError(
-            f"env.agent {reference!r} takes a client, and openai is not installed", hint="pip install openai"
-        )
+        message = f"env.agent {reference!r} takes a client, and openai is not installed"
+        raise ConfigError(message, hint="pip install openai")
     if CLIENT not in takes and (missing := [name for name in NEEDED if name not in takes]):
         raise ConfigError(
             f"env.agent {reference!r} takes {listed}, and not {' and '.join(missing)}",
@@ -192,9 +199,8 @@ def _takes(function: Callable[..., Any], args: Mapping[str, Any], reference: str
     try:
         inspect.signature(function).bind(**dict.fromkeys(takes), **args)
     except TypeError as error:
-        raise ConfigError(
-            f"env.agent {reference!r} takes {listed}; {error}", hint="the others go to env.args"
-        ) from None
+        message = f"env.agent {reference!r} takes {listed}; {error}"
+        raise ConfigError(message, hint="the others go to env.args") from None
     return takes
 
 
@@ -379,6 +385,7 @@ class AgentSession:
         stop: the limit that ended the episode, if one did.
         failed: has the exception when the policy could not be asked.
         under_way: requests that the policy is answering.
+        recorded: the engine records which tokens were left to draw from, so that a request may say what is left.
     """
 
     sampler: Sampler
@@ -394,6 +401,7 @@ class AgentSession:
     failed: Future[None] = field(default_factory=Future)
     under_way: int = 0
     over: bool = False
+    recorded: bool = True
     responses: ResponseStore = field(default_factory=ResponseStore)  # what the episode stored of its answers
     _asked: int = 0
     _named: int = 0
@@ -409,7 +417,7 @@ class AgentSession:
 
         Raises:
             LimitError, ContextLengthError: the episode is at a limit.
-            RequestError, ChatError: the messages cannot be shown to the policy.
+            RequestError, ChatError, GrammarError: the messages cannot be shown, or the answer not be what is asked for.
             PolicyFailedError: the engine failed.
         """
         self._check_open()
@@ -417,8 +425,8 @@ class AgentSession:
         self._check_limits(messages)
         asked = self._ask(messages, request)
         params = self._params(asked, request)
-        self.ignored += bool(request.ignored)
-        self.ignored_names.update(request.ignored)
+        self.ignored += bool(ignored := request.ignored(recorded=self.recorded))
+        self.ignored_names.update(ignored)
         reply = self._conversations.reply(asked, one_call=request.parallel_tool_calls is False)
         text = TextStream(self.tokenizer, params)
 
@@ -496,9 +504,8 @@ class AgentSession:
             said = next((message for message in reversed(messages) if message["role"] == "assistant"), None)
             if said is None or len(said.get("tool_calls") or ()) < 2:
                 raise
-            raise self._at(
-                "template", f"a message with several calls cannot be shown again: {error.message}"
-            ) from error
+            message = f"a message with several calls cannot be shown again: {error.message}"
+            raise self._at("template", message) from error
 
     def _params(self, asked: AgentRequest, request: AgentChatRequest) -> SamplingParams:
         """How the answer is drawn: as the run says, no longer than everything allows."""
@@ -517,7 +524,7 @@ class AgentSession:
                 raise self._at("max_tokens", f"the policy said {self.config.max_tokens} tokens (env.max_tokens)")
             most = min(most, left)
         return replace(
-            self.params,
+            request.narrowed(self.params, asked.transcript.prompt_ids, self.tokenizer, recorded=self.recorded),
             max_tokens=most,
             stop=(*self.params.stop, *request.stop_strings),
             top_logprobs=request.top_logprobs or self.params.top_logprobs,
@@ -546,6 +553,8 @@ class AgentSession:
             if self.over:
                 raise _over() from None
             raise
+        except GrammarError:  # of what was asked for, not of the policy
+            raise
         except Exception as error:
             raise self._fail(error) from error
         finally:
@@ -554,6 +563,9 @@ class AgentSession:
 
     async def _draw(self, request: SamplingRequest, said: Callable[[int], None] | None) -> list[Completion]:
         """The completion; `said` hears of its tokens in this event loop, where the engine streams."""
+        grammar, prepare = request.params.grammar, getattr(self.sampler, "prepare", None)
+        if grammar is not None and prepare is not None:  # in a thread: others are answered meanwhile
+            await asyncio.shield(asyncio.wrap_future(prepare(grammar)))
         if said is None or "on_token" not in inspect.signature(self.sampler.submit).parameters:
             return (await self.sampler.sample([request]))[0]
         loop = asyncio.get_running_loop()
@@ -584,8 +596,7 @@ def _over() -> LimitError:
 #     it raises                       the rollout's `error` (`env.on_error` says what that is worth)
 #     it is at a limit                `stop`; reward 0 if it gives none or raises then (`session`)
 #     it asks nothing                 an error: there is nothing to train
-#     `env.timeout_s` have passed     while the policy speaks "timeout" and reward 0, otherwise an error: the agent
-#     hangs
+#     `env.timeout_s` have passed     while the policy speaks "timeout" and reward 0, otherwise an error: it hangs
 #     the policy cannot be asked      no fault of the agent's: the exception is raised, and the run ends
 #
 # The trained tokens are those that were sampled, in the contexts in which they were (`conversations`). Of several
@@ -705,6 +716,7 @@ class AgentRollouts:
 
     Args:
         scored: reward functions score the episodes too, so that an agent need not.
+        recorded: the engine records which tokens were left to draw from (`AgentSession`).
         note: is told once of each parameter that agents send and that changes nothing.
     """
 
@@ -716,9 +728,10 @@ class AgentRollouts:
         config: EnvConfig,
         *,
         scored: bool,
+        recorded: bool = True,
         note: Callable[[str], None] = warn,
     ):
-        self._sampler, self._tokenizer = sampler, tokenizer
+        self._sampler, self._tokenizer, self._recorded = sampler, tokenizer, recorded
         self._agent, self._config, self._scored, self._tell = agent, config, scored, note
         self._noted: set[str] = set()
         self._slots = Slots(config.concurrency)
@@ -760,6 +773,7 @@ class AgentRollouts:
                 version=version,
                 seed=seed,
                 number=number,
+                recorded=self._recorded,
             )
             for number in range(n)
         ]

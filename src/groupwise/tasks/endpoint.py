@@ -19,8 +19,8 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,11 +30,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from groupwise.errors import AuthenticationError, GroupwiseError
+from groupwise.errors import AuthenticationError, GrammarError, GroupwiseError, RequestError
 from groupwise.tasks import openai as protocol
 from groupwise.tasks.agents import AgentSession, Conversations
 from groupwise.tasks.dialects import anthropic, responses
-from groupwise.tasks.dialects.form import read
+from groupwise.tasks.dialects.form import read, renamed
 from groupwise.tasks.openai import MODEL
 
 if TYPE_CHECKING:
@@ -256,10 +256,11 @@ async def _answer(
 ) -> Response:
     """The policy's answer through the dialect's writer, whole or streamed. `names` are the dialect's for fields of the
     chat form; `keep` is told the whole answer before its end is sent; `done` ends a stream."""
-    ignored = [(names or {}).get(name, name) for name in request.ignored]
+    ignored = [(names or {}).get(name, name) for name in request.ignored(recorded=session.recorded)]
     headers = {"x-ignored": ", ".join(ignored)} if ignored else {}
     if not request.stream:
-        reply = await _while_connected(http, session.answer(request))
+        with _in_words_of(names):
+            reply = await _while_connected(http, session.answer(request))
         writer.open(reply.ending.prompt_tokens)
         writer.push(reply.parts)
         writer.close(reply.ending)
@@ -267,12 +268,23 @@ async def _answer(
         return _json(writer.answer, headers)
     stream = _Stream(session, request, writer, keep, done)
     try:
-        first = await _while_connected(http, stream.next())
+        with _in_words_of(names):
+            first = await _while_connected(http, stream.next())
     except BaseException:
         stream.cancel()
         raise
     headers |= {"cache-control": "no-cache"}
     return StreamingResponse(stream.events(first), media_type="text/event-stream", headers=headers)
+
+
+@contextmanager
+def _in_words_of(names: Mapping[str, str] | None) -> Iterator[None]:
+    """Context manager in which errors about the chat form speak in the words of a dialect, whose `names` its fields
+    have."""
+    try:
+        yield
+    except (RequestError, GrammarError) as error:
+        raise (error if names is None else renamed(error, names)) from None
 
 
 class _Stream:

@@ -35,6 +35,7 @@ from groupwise.tasks.env import (
     step_result_of,
     told_of,
 )
+from groupwise.tasks.structured import of_reply
 from groupwise.tasks.transcript import Transcript
 from groupwise.types import (
     Completion,
@@ -333,7 +334,12 @@ class SingleTurnRollouts:
     ) -> list[Awaitable[RolloutGroup]]:
         """As `RolloutSource.begin`."""
         requests = [
-            SamplingRequest(prompt_ids=prompt.token_ids, params=replace(params, seed=seed), n=n, version=version)
+            SamplingRequest(
+                prompt_ids=prompt.token_ids,
+                params=replace(self._drawn(prompt, params), seed=seed),
+                n=n,
+                version=version,
+            )
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         futures = self._sampler.submit(requests)
@@ -342,6 +348,10 @@ class SingleTurnRollouts:
             return group_of(prompt, await asyncio.wrap_future(futures[at]))
 
         return [group(prompt, at) for at, prompt in enumerate(prompts)]
+
+    def _drawn(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+        """In a chat a thought may come before what must be said; text is continued as it is."""
+        return params if prompt.messages is None else of_reply(params, prompt.token_ids, self._tokenizer)
 
     def close(self) -> None:
         """Does nothing: there is nothing to close."""
@@ -414,12 +424,14 @@ class EpisodeRollouts:
         self, prompt: Prompt, *, seed: int, number: int, params: SamplingParams, version: PolicyVersion
     ) -> Player:
         async def speak(prompt_ids: tuple[int, ...], most: int, turn: int) -> Completion:
-            drawn = replace(params, max_tokens=most, seed=seed_of(seed, number, turn))
+            assert player.transcript is not None
+            drawn = of_reply(params, prompt_ids, self._tokenizer, tools=player.transcript.tools)
+            drawn = replace(drawn, max_tokens=most, seed=seed_of(seed, number, turn))
             request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, version=version, cache=self._cache)
             (completion,) = await self._sample(request)
             return completion
 
-        return Player(
+        player = Player(
             make=self._factory.make,
             name=self._factory.name,
             case=case_of(prompt),
@@ -430,19 +442,20 @@ class EpisodeRollouts:
             context=self._sampler.context_length,
             speak=speak,
         )
+        return player
 
     async def _first_turns(
         self, players: Sequence[Player], *, seed: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Completion | None]:
         """The first turns of players that all see the same prompt, sampled as one group; else None for each."""
-        prompts = {player.transcript.prompt_ids for player in players if player.transcript is not None}
-        if len(prompts) != 1 or any(player.transcript is None for player in players):
+        begun = [player.transcript for player in players if player.transcript is not None]
+        if len({each.prompt_ids for each in begun}) != 1 or len(begun) < len(players):
             return [None] * len(players)
-        (prompt_ids,) = prompts
+        prompt_ids, tools = begun[0].prompt_ids, begun[0].tools
         most = min(params.max_tokens, self._config.max_tokens or params.max_tokens)
         if len(prompt_ids) >= self._sampler.context_length:
             return [None] * len(players)
-        drawn = replace(params, max_tokens=most, seed=seed)
+        drawn = replace(of_reply(params, prompt_ids, self._tokenizer, tools=tools), max_tokens=most, seed=seed)
         request = SamplingRequest(
             prompt_ids=prompt_ids, params=drawn, n=len(players), version=version, cache=self._cache
         )

@@ -1,15 +1,17 @@
 """OpenAI's chat completions API as far as agents in training need it: request models, responses, stream events.
 
-What the policy samples with is the run's. `temperature`, `top_p`, `seed` and the penalties of a request change nothing,
-nor does `strict` of a tool, which some libraries always send; the answer's header `x-ignored`, the metric
-`env/ignored_parameters` and a note say that they were there. Answering as they ask would draw from another distribution
-than the one that is trained. What cannot be ignored
-without a lie is refused: `n` above 1, a required tool call (its first tokens would not be the policy's), a response
-format, content that is no text, and a last message of the assistant's that is to be continued.
+`top_p`, `top_k`, `min_p`, `response_format`, a required or named `tool_choice` and `strict` tools leave a part of the
+vocabulary in each place. They act where the engine records which (the local one), since training is then under what was
+left. With another engine the first three change nothing, and nor does `strict`; the others are refused.
 
-`max_tokens`, `max_completion_tokens`, `stop`, `tools`, `tool_choice` auto and none, `parallel_tool_calls`, `logprobs`
-and `top_logprobs` act. Every model name is the policy. A stream's log-probabilities come with its last choice. The
-other dialects (`tasks.dialects`) are read into the same request, and so all of this holds for them.
+What changes the distribution otherwise is the run's: `temperature`, `seed`, the penalties and `logit_bias` of a request
+change nothing. The answer's header `x-ignored`, the metric `env/ignored_parameters` and a note say of what changes
+nothing that it was there. What cannot be ignored without a lie is refused: `n` above 1, content that is no text, and a
+last message of the assistant's that is to be continued.
+
+`max_tokens`, `max_completion_tokens`, `stop`, `tools`, `parallel_tool_calls`, `logprobs` and `top_logprobs` act. Every
+model name is the policy. A stream's log-probabilities come with its last choice. The other dialects (`tasks.dialects`)
+are read into the same request, and so all of this holds for them.
 """
 
 from __future__ import annotations
@@ -17,26 +19,26 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.tasks.dialects.form import Ending, Event, Request, read, renamed
-from groupwise.types import Completion, Message
+from groupwise.tasks.structured import format_grammar, reply_grammar, thoughts_of
+from groupwise.tasks.tool_calls import format_of
+from groupwise.types import NARROWING, Completion, Grammar, Message, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from groupwise.tasks.reply import ReplyPart
+    from groupwise.tasks.tool_calls import ToolCallFormat
 
 MODEL = "policy"
 RUN_DECIDES: Mapping[str, Any] = {
     "temperature": 1,
-    "top_p": 1,
-    "top_k": 0,
-    "min_p": 0,
     "seed": None,
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -90,6 +92,10 @@ class AgentMessage(_Lenient):
         return message  # type: ignore[return-value]
 
 
+class _Named(_Lenient):
+    name: str
+
+
 class AgentFunction(_Lenient):
     name: str
     description: str | None = None
@@ -98,13 +104,34 @@ class AgentFunction(_Lenient):
 
 
 class AgentTool(_Lenient):
-    """A tool that the policy may call. It is not shown `strict`, which cannot be kept: arguments may be anything."""
+    """A tool that the policy may call. It is not shown `strict`, to which its calls are kept."""
 
     type: Literal["function"]
     function: AgentFunction
 
     def as_dict(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+class AgentSchema(_Lenient):
+    """A JSON Schema; `strict: false` leaves to the policy what of it cannot be guaranteed."""
+
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class AgentFormat(_Lenient):
+    """What an answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: AgentSchema | None = None
+
+
+class AgentNamedTool(_Lenient):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: _Named
 
 
 class AgentStreamOptions(_Lenient):
@@ -118,7 +145,7 @@ class AgentChatRequest(BaseModel):
 
     messages: Annotated[list[AgentMessage], Field(min_length=1)]
     tools: list[AgentTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | AgentNamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -127,8 +154,11 @@ class AgentChatRequest(BaseModel):
     stream_options: AgentStreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: int | None = None
-    response_format: Any = None
+    response_format: AgentFormat | None = None
     functions: Any = None
 
     @property
@@ -150,11 +180,74 @@ class AgentChatRequest(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop or ())
 
     @property
-    def ignored(self) -> list[str]:
-        """The parameters that are there, would change something, and do not."""
+    def narrowing(self) -> dict[str, Any]:
+        """Those of `top_p`, `top_k` and `min_p` that are given."""
+        given = {name: value for name in NARROWING if (value := getattr(self, name)) is not None}
+        return given | ({"top_k": max(0, given["top_k"])} if "top_k" in given else {})  # -1 is off too
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def forces(self) -> str | None:
+        """The field by which an answer is not the policy's own choice."""
+        if self.must_call:
+            return "tool_choice"
+        return "response_format" if self.response_format and self.response_format.type != "text" else None
+
+    def narrowed(
+        self,
+        run: SamplingParams,
+        prompt_ids: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        recorded: bool,
+    ) -> SamplingParams:
+        """The run's parameters with what this request leaves to be drawn from in the reply to `prompt_ids`.
+
+        Raises:
+            RequestError: it forces what an engine that does not record that (`recorded`) cannot train.
+            GrammarError: what a tool takes cannot be guaranteed.
+        """
+        if not recorded:
+            if (field := self.forces) is not None:
+                message = f"{field} is not supported by this engine, which does not record what it leaves to be drawn"
+                hint = "describe it in a message, or train with engine: local"
+                raise RequestError(message, hint=hint, field=field)
+            return run
+        grammar = self._grammar(format_of(tokenizer), tokenizer, run.grammar)
+        if grammar is not None:
+            grammar = replace(grammar, thoughts=thoughts_of(prompt_ids, tokenizer))
+        return replace(run, **self.narrowing, grammar=grammar)
+
+    def _grammar(self, form: ToolCallFormat, tokenizer: PreTrainedTokenizerBase, own: Grammar | None) -> Grammar | None:
+        """What the reply must be, but for its thoughts; `own` is what the run wants of an answer, unless this request
+        says that."""
+        choice, asked = self.tool_choice, self.response_format
+        named = choice.function.name if isinstance(choice, AgentNamedTool) else None
+        tools = [] if choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        given = None if asked is None else asked.json_schema
+        schema, strict = (None, None) if given is None else (given.schema_, given.strict)
+        return reply_grammar(
+            form,
+            tools,
+            tokenizer,
+            choice="required" if self.must_call else "auto",
+            only=named,
+            several=self.parallel_tool_calls is not False and named is None,
+            answer=own if asked is None else format_grammar(asked.type, schema, strict=strict),
+        )
+
+    def ignored(self, *, recorded: bool) -> list[str]:
+        """The parameters that are there, would change something, and do not; `recorded` says whether the engine records
+        which tokens were left to draw from."""
         extra = self.model_extra or {}
-        strict = ["tools.strict"] if any(tool.function.strict for tool in self.tools or ()) else []
-        return [name for name, neutral in RUN_DECIDES.items() if extra.get(name) not in (None, neutral)] + strict
+        names = [name for name, neutral in RUN_DECIDES.items() if extra.get(name) not in (None, neutral)]
+        if recorded:
+            return names
+        narrowed = [name for name, value in self.narrowing.items() if value != NARROWING[name]]
+        return names + narrowed + ["tools.strict"] * any(tool.function.strict for tool in self.tools or ())
 
 
 def read_request(body: bytes) -> AgentChatRequest:
@@ -178,17 +271,23 @@ def translated(asked: Request, form: dict[str, Any]) -> AgentChatRequest:
 
 def checked(request: AgentChatRequest) -> AgentChatRequest:
     """`request`, if the policy can answer it. Raises RequestError."""
+    asked, offered = request.response_format, [tool.function.name for tool in request.tools or ()]
     for refused, param, why in (
         (request.n not in (None, 1), "n", f"n is {request.n}; an episode goes on from one answer. Send n requests"),
         (
-            request.tool_choice not in (None, "auto", "none"),
+            request.must_call and not request.tools,
             "tool_choice",
-            "tool_choice is neither auto nor none: the policy decides what it calls, as that is what is trained",
+            "tool_choice asks for a call, and there are no tools",
         ),
         (
-            request.response_format not in (None, {"type": "text"}),
+            isinstance(request.tool_choice, AgentNamedTool) and request.tool_choice.function.name not in offered,
+            "tool_choice",
+            f"tool_choice names a tool that is not offered; there are {', '.join(offered) or 'none'}",
+        ),
+        (
+            asked is not None and asked.type == "json_schema" and asked.json_schema is None,
             "response_format",
-            "response_format is not supported; describe the format in a message",
+            "response_format has no json_schema, and its type is that",
         ),
         (bool(request.functions), "functions", "functions are not supported; use tools"),
         (

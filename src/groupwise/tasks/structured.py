@@ -3,6 +3,8 @@ what of a reply is free.
 
     reply_grammar   tools, whether one must be called, and an answer's grammar -> the grammar of a reply
     answer_grammars the same without tools, for several conversations
+    format_grammar  OpenAI's `response_format` -> the grammar of an answer
+    of_reply        sampling parameters with an answer's grammar -> those of one reply, which may think and call tools
     thoughts_of     whether a reply to this prompt may have a <think> block
 
 A call is written as the model's chat template writes it (`tool_calls`), with a name that was offered and arguments that
@@ -19,8 +21,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.errors import GrammarError
 from groupwise.model.chat import THINK_END, decode, opens_thought, template_reads
-from groupwise.tasks.tool_calls import ARGS, CALL_END, CALL_START, PYTHON_TAG, TOOL_CALLS, ToolCallFormat, schema_types
-from groupwise.types import Grammar, GrammarKind
+from groupwise.tasks.tool_calls import (
+    ARGS,
+    CALL_END,
+    CALL_START,
+    PYTHON_TAG,
+    TOOL_CALLS,
+    ToolCallFormat,
+    format_of,
+    schema_types,
+)
+from groupwise.types import Grammar, GrammarKind, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,6 +58,37 @@ def answer_grammars(
 ) -> list[Grammar | None]:
     """The grammar of the reply to each of several conversations, whose answers all have the same."""
     return [answer and replace(answer, thoughts=thoughts_of(ids, tokenizer)) for ids in prompts]
+
+
+def format_grammar(
+    kind: Literal["text", "json_object", "json_schema"],
+    schema: Mapping[str, Any] | None = None,
+    *,
+    strict: bool | None = None,
+) -> Grammar | None:
+    """What OpenAI's `response_format` of this type asks for; None for text. `strict` false leaves to the model what of
+    the schema cannot be guaranteed."""
+    if kind == "text":
+        return None
+    if kind == "json_object" or schema is None:
+        return Grammar.of_json(field="response_format")
+    return Grammar.of_json(schema, lenient=strict is False, field="response_format.json_schema.schema")
+
+
+def of_reply(
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Sequence[Tool] = (),
+) -> SamplingParams:
+    """`params` for the reply to this prompt, where `params.grammar` is that of an answer: the reply may think first,
+    and may be calls of `tools` instead. Raises GrammarError where what a tool takes cannot be guaranteed."""
+    if params.grammar is None:
+        return params
+    grammar = reply_grammar(format_of(tokenizer), tools, tokenizer, answer=params.grammar)
+    assert grammar is not None  # as there is an answer
+    return replace(params, grammar=replace(grammar, thoughts=thoughts_of(prompt_ids, tokenizer)))
 
 
 def reply_grammar(

@@ -113,6 +113,7 @@ def put_sampling(t: Translation, p: str) -> None:
         t.note_difference(f"{p}max_completion_length", what)
     name, vllm = f"{p}generation_kwargs", bool(t[f"{p}use_vllm"])
     given = t[name] or {}
+    put_regex(t, p, vllm=vllm)
     for key in NARROWING_OFF:
         if key not in given:
             put_narrowing(t, f"{p}{key}", GENERATION_KWARGS[key], t[f"{p}{key}"], vllm=vllm)
@@ -123,6 +124,19 @@ def put_sampling(t: Translation, p: str) -> None:
             put_narrowing(t, name, GENERATION_KWARGS[key], value, vllm=vllm)
         else:
             t.put(GENERATION_KWARGS[key], [value] if key == "stop" and isinstance(value, str) else value, name)
+
+
+def put_regex(t: Translation, p: str, *, vllm: bool) -> None:
+    """What completions must match, under TRL's name or its older one."""
+    older = f"{p}vllm_guided_decoding_regex"
+    name = older if older in t.keys and t[older] else f"{p}vllm_structured_outputs_regex"
+    if not t[name]:
+        return
+    if vllm:
+        t.refuse(name, NARROWED)
+    else:
+        t.put("rollout.structured_outputs_regex", t[name], name)
+        t.note_difference(name, "acts with the engine that there is; there with use_vllm only, and biases the loss")
 
 
 def put_narrowing(t: Translation, name: str, to: str, value: Any, *, vllm: bool) -> None:
