@@ -8,8 +8,8 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   := .venv
-# one test process more than there are cores: some tests wait for processes and deadlines
-TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
+# two test processes more than there are cores: some tests wait for processes and deadlines
+TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 2)')
 BIN    := $(VENV)/bin
 
 .PHONY: demo test lint types suite docs bench vllm ui clean

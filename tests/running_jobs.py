@@ -34,6 +34,11 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
     return parse_config(data)
 
 
+def says_a(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """A reward that differs between the completions of a random model, and is equal in some groups."""
+    return [float("a" in completion[0]["content"]) for completion in completions]
+
+
 class Dies(LineDisplay):
     """Ends the run when `step` is shown, as abruptly as a process can without dying."""
 

@@ -1,6 +1,6 @@
 """What an engine records of tokens besides their ids and log-probabilities, so that the trainer computes the same.
 
-RoutedExperts    the experts that the routers of a mixture chose (`train.router_replay`)
+RoutedExperts    the experts that the routers of a mixture chose (`train.router_replay`); `RoutingShape` of which
 SamplingMask     the part of the vocabulary that each token could be drawn from (top_p, a grammar, ...)
 """
 
@@ -27,6 +27,23 @@ class RoutedExperts:
         kind = "int8" if chosen_TLK.max(initial=0) < 128 else "<i2"
         return cls(chosen_TLK.shape, chosen_TLK.astype(kind).tobytes())
 
+    def to_bytes(self) -> bytes:
+        """As it is stored and sent."""
+        return _ROUTED.pack(_ROUTED_MARK, *self.shape) + self.data
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RoutedExperts:
+        """Inverse of `to_bytes`. Raises ValueError for what is none."""
+        if len(data) < _ROUTED.size or data[:4] != _ROUTED_MARK:
+            raise ValueError("these bytes are no record of experts")
+        _, tokens, layers, chosen = _ROUTED.unpack_from(data)
+        routed = cls((tokens, layers, chosen), data[_ROUTED.size :])
+        if min(tokens + 1, layers, chosen) < 1 or len(routed.data) not in (math.prod(routed.shape) * k for k in (1, 2)):
+            raise ValueError(f"a record of experts [{tokens}, {layers}, {chosen}] cannot have {len(data)} bytes")
+        if (least := routed.array().min(initial=0)) < -1:
+            raise ValueError(f"a record of experts has expert {least}; valid: from 0, and -1 where none was recorded")
+        return routed
+
     def array(self) -> Any:
         """As a NumPy array [tokens, layers, K]."""
         import numpy as np
@@ -34,6 +51,23 @@ class RoutedExperts:
         kind = "int8" if len(self.data) == math.prod(self.shape) else "<i2"
         return np.frombuffer(self.data, kind).reshape(self.shape)
 
+
+@dataclass(frozen=True)
+class RoutingShape:
+    """How the routers of a mixture choose: the layers that have one, the experts that each chooses for a token, and of
+    how many."""
+
+    layers: int
+    chosen: int
+    experts: int
+
+    def has(self, routed: RoutedExperts) -> bool:
+        """Whether these can be experts of such a model."""
+        return routed.shape[1:] == (self.layers, self.chosen) and routed.array().max(initial=-1) < self.experts
+
+
+_ROUTED = struct.Struct("<4siii")  # mark, tokens, layers, experts of a token
+_ROUTED_MARK = b"expt"
 
 MaskEntry = tuple[int, Any]  # of one token in a `SamplingMask`: its kind, and a NumPy array of 32-bit words
 KEPT, DROPPED, BITMAP = 0, 1, 2

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
+from cli_project import save_model
 from groupwise.config.run import RunConfig
 from groupwise.errors import StorageError
 from groupwise.run.display import LineDisplay
@@ -71,6 +73,36 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, sections: dict) -> None:
     assert rollouts_of(first) == rollouts_of(whole)
     assert adapter_bytes(first) == adapter_bytes(whole) != {}
     assert sidecars_of(first) == sidecars_of(whole)
+
+
+@pytest.fixture(scope="module")
+def mixture(make_base, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Sections of a run of a mixture in bfloat16, whose routers hesitate."""
+    base = make_base("qwen3_moe", dtype=torch.bfloat16, context=256, num_experts=16, num_experts_per_tok=4)
+    model = save_model(base, tmp_path_factory.mktemp("mixture") / "model")
+    return {"model": str(model), "dtype": "bfloat16", "rewards": [{"function": "running_jobs:says_a"}]}
+
+
+def replayed_of(run_dir: Path) -> list[float]:
+    """Of every step, the share of its tokens that were trained with the experts that they were sampled with."""
+    return [record["router/recorded_frac"] for record in metrics_of(run_dir)]
+
+
+def test_with_routing_replay_it_goes_on_bit_for_bit(tmp_path: Path, mixture: dict) -> None:
+    """The groups of the replay buffer, carried over from steps before the death, keep their experts."""
+    train = {**ALL["train"], "lora": {"rank": 2, "targets": ["all-linear", "experts"]}, "router_replay": True}
+    rollout = {**ALL["rollout"], "refill": 1.0}  # and no KL: groups of equal rewards make room for others
+    sections = {**mixture, **KEPT, "train": train, "rollout": rollout}
+    whole = run_loop(config(tmp_path / "whole", **sections)).run_dir
+    first = died(tmp_path, 5, **sections)
+    assert run_loop(config(tmp_path, resume="auto", **sections)).run_dir == first
+    assert metrics_of(first) == metrics_of(whole)
+    assert adapter_bytes(first) == adapter_bytes(whole) != {}
+    assert rollouts_of(first) == rollouts_of(whole)
+    assert min(replayed_of(whole)) > 0.95 and any(each["router/mismatch_frac"] > 0 for each in metrics_of(whole))
+    assert any(each["replay/groups"] > 0 for each in metrics_of(whole)[4:])
+    unlike = run_loop(config(tmp_path / "unlike", **{**sections, "train": {**train, "router_replay": False}})).run_dir
+    assert adapter_bytes(unlike) != adapter_bytes(whole)
 
 
 def test_it_dies_before_the_first_checkpoint_and_twice(tmp_path: Path, plain: Path) -> None:
@@ -163,3 +195,17 @@ def test_overlapped_every_prompt_is_trained_once(tmp_path: Path, rollout: dict) 
     drawn = Counter(group["prompt"]["id"] for group in rollouts_of(first))
     assert max(drawn.values()) == 1 and len(drawn) >= 24
     assert [record["step"] for record in metrics_of(first)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("rollout", [{"max_staleness": 2}, {"max_staleness": 2, "in_flight_updates": True}])
+def test_groups_that_were_under_way_are_replayed(tmp_path: Path, mixture: dict, rollout: dict) -> None:
+    """Overlapped, what was being sampled when the run died is sampled again, and trained with its experts."""
+    sections = {
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 8, "refill": 1.0, **rollout},
+        **mixture,
+    }
+    first = died(tmp_path, 3, **sections)
+    assert run_loop(config(tmp_path, resume="auto", **sections)).run_dir == first
+    assert len(replayed_of(first)) == 6 and min(replayed_of(first)) > 0.95
+    turns = [turn for group in rollouts_of(first) for rollout in group["rollouts"] for turn in rollout["turns"]]
+    assert turns and all("routed_experts" in turn for turn in turns)

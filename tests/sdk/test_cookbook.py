@@ -109,6 +109,7 @@ def test_fields_in_our_words(configure, monkeypatch):
         grad_accumulation_normalization="NUM_SEQUENCES",
         weight_sync=WeightSyncConfig(weight_sync_interval=3, dcp_save_interval=20),
         warm_start_from_adapter="adapters/x",
+        router_replay=True,
         wandb=WandBConfig(project="p", entity="team", run_name="first"),
         infra=InfraConfig(training_shape_id="shape"),
         concurrency=ConcurrencyConfig(max_window=64),
@@ -118,6 +119,7 @@ def test_fields_in_our_words(configure, monkeypatch):
     assert config.train.lora is not None and config.train.lora.rank == 8
     assert config.rollout.max_prompt_tokens == 1500 - 1024
     assert (config.algo.clip_low, config.algo.dual_clip, config.algo.reduction) == (0.1, 3.0, "sequence_sum")
+    assert config.train.router_replay is True and configure().train.router_replay is False
     assert config.adapters.start == "adapters/x" and config.rollout.batch_rows == 64 and config.resume == "auto"
     tracking = config.tracking
     assert (tracking.wandb, tracking.wandb_entity, tracking.wandb_name) == ("p", "team", "first")
@@ -147,7 +149,6 @@ def test_fields_in_our_words(configure, monkeypatch):
         ({"tis": TISConfig(level="sequence")}, "tis.level='sequence' is not here"),
         ({"grad_accumulation_normalization": "X"}, "is not one of NUM_LOSS_TOKENS"),
         ({"max_seq_len": 1024}, "leaves no room for a prompt"),
-        ({"router_replay": True}, "router_replay=True is not here"),
         ({"init_from_checkpoint": "job:1"}, "a run goes on with resume=auto"),
         ({"prompt_groups_per_step": 3, "ppo_n_minibatches": 2}, "2 minibatches cannot share"),
     ],

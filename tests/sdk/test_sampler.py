@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +14,20 @@ import numpy as np
 import pytest
 import torch
 
+from cli_project import save_model
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.rows import Row
 from groupwise.errors import ConfigError, DataError, GrammarError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel
-from groupwise.recorded import SamplingMask
-from groupwise.sdk.datums import build_grpo_datums
+from groupwise.recorded import RoutedExperts, SamplingMask
+from groupwise.sdk.config import LoopConfig
+from groupwise.sdk.cookbook_config import DeployConfig
+from groupwise.sdk.datums import Datum, build_grpo_datums
 from groupwise.sdk.deployment import Deployment
+from groupwise.sdk.infra import setup_infra
 from groupwise.sdk.sampler import AdaptiveConcurrency, DeploymentSampler, SampledCompletion, Status
+from groupwise.sdk.trainer import TrainingService
 from groupwise.store.adapters import AdapterStore
 from groupwise.types import Completion, Grammar, Message, PolicyVersion, Prompt, SamplingRequest
 
@@ -102,6 +108,47 @@ def test_what_is_drawn_from_a_part_of_the_vocabulary_carries_that_part(sampler: 
         datum.having(target_tokens=targets)
     with pytest.raises(DataError, match=r"kept is of 1 tokens and model_input has"):
         replace(datum, kept=SamplingMask.whole(9, 1))
+
+
+def other_experts(routed: RoutedExperts | None, *, of: int) -> RoutedExperts:
+    """The next expert in place of each."""
+    assert routed is not None
+    return RoutedExperts.of((routed.array() + 1) % of)
+
+
+def test_a_datum_of_a_mixture_is_trained_with_the_experts_that_it_was_sampled_with(make_base, tmp_path: Path) -> None:
+    """Which the sampler of `setup_infra` records; and with others, where the datum says others."""
+    base = make_base("qwen3_moe", dtype=torch.float32, context=256, num_experts=16, num_experts_per_tok=4)
+    model = str(save_model(base, tmp_path / "model"))
+    deployment = DeployConfig(tokenizer_model=model)
+    config = LoopConfig(log_path=str(tmp_path / "log"), base_model=model, deployment=deployment)
+    with setup_infra(config, needs_reference=True, needs_inference=True) as infra:
+        assert infra.sampler is not None and infra.reference is not None
+        entries = sample(infra.sampler, max_tokens=24, seed=1)
+        values = [entry.inference_logprobs for entry in entries]
+        plain, policy = [entry.datum() for entry in entries], infra.policy
+        data = build_grpo_datums(plain, [1.0, -1.0, 0.5, -0.5], values, entries[0].prompt_len)
+        for entry, datum in zip(entries, data, strict=True):
+            assert entry.routed_experts is not None and datum.routed_experts == entry.routed_experts
+            assert entry.routed_experts.shape == (len(datum.model_input), 2, 4)
+            assert entry.datum().sample("weights").routed_experts is None
+        others = [replace(datum, routed_experts=other_experts(datum.routed_experts, of=16)) for datum in data]
+        replayed, otherwise, anew = (
+            policy.forward_backward(each, "ppo").result().metrics
+            for each in (data, others, [replace(datum, routed_experts=None) for datum in data])
+        )
+        for metrics, recorded in ((replayed, 1), (otherwise, 1), (anew, 0)):
+            assert metrics["router/recorded_frac"] == pytest.approx(recorded)
+        assert replayed["router/mismatch_frac"] < 0.02 and otherwise["router/mismatch_frac"] > 0.9
+        assert replayed["mismatch/kl"] < 1e-6 < otherwise["mismatch/kl"]
+        for client in (policy, infra.reference):
+            mine, theirs = (client.forward(each).result().logprobs for each in (data, others))
+            assert all(list(a) != pytest.approx(list(b), abs=1e-3) for a, b in zip(mine, theirs, strict=True))
+    with pytest.raises(DataError, match=r"routed_experts is of \d+ tokens and model_input has 2"):
+        Datum(model_input=[1, 2], loss_fn_inputs={"target_tokens": [2, 3]}, routed_experts=data[0].routed_experts)
+    dense = TrainingService(make_base("qwen3", dtype=torch.float32, context=256))
+    with closing(dense), pytest.raises(DataError, match="tiny-qwen3 has no routers"):
+        dense.create_training_client().forward(data)
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 3}])
@@ -305,11 +352,11 @@ def test_a_stop_text_is_one_and_what_is_no_token_is_told_so(sampler: DeploymentS
             asyncio.run(sampler.sample(ids))  # pyright: ignore[reportArgumentType]
 
 
-def test_completions_are_text_of_a_grammar_with_what_it_left_of_the_vocabulary(sampler: DeploymentSampler) -> None:
+def test_completions_are_text_of_a_grammar_which_their_log_probabilities_are_under(sampler: DeploymentSampler) -> None:
     for each in sample(sampler, grammar=Grammar.choice(["apples", "pears"]), n=6):
         assert each.status is Status.OK and each.text.rpartition("</think>")[2].strip() in ("apples", "pears")
-        assert each.kept is not None
-        assert all(logprob is not None and logprob <= 0 for logprob in each.inference_logprobs[-len(each.kept) :])
+        assert each.kept is not None and each.datum().kept is not None
+        assert None not in each.inference_logprobs[each.prompt_len :]
     with pytest.raises(GrammarError, match="unclosed"):
         sample(sampler, grammar=Grammar.regex("("))
     assert all(each.sampled for each in sample(sampler))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from groupwise.errors import DataError
-from groupwise.recorded import KEPT, SamplingMask
+from groupwise.recorded import KEPT, RoutedExperts, SamplingMask
 from groupwise.store.job_payload import EncodedCompletion, EncodedGroup, GrpoPayload, dump_payload, parse_payload
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -21,7 +21,12 @@ def completions(draw) -> EncodedCompletion:
     ids = tuple(draw(st.lists(st.integers(0, 1 << 20), max_size=4)))
     logprobs = draw(st.none() | st.lists(numbers, min_size=len(ids), max_size=len(ids)).map(tuple))
     kept = b64encode(SamplingMask.whole(1 << 21, len(ids)).to_bytes()) if logprobs and draw(st.booleans()) else None
-    return EncodedCompletion(ids=ids, logprobs=logprobs, reward=draw(numbers), kept=kept)
+    experts = draw(st.lists(st.integers(-1, 300), min_size=2 * len(ids), max_size=2 * len(ids)))
+    routed = RoutedExperts.of(np.array(experts, "int16").reshape(len(ids), 1, 2)) if draw(st.booleans()) else None
+    data = None if routed is None else b64encode(routed.to_bytes())
+    one = EncodedCompletion(ids=ids, logprobs=logprobs, reward=draw(numbers), kept=kept, routed_experts=data)
+    assert one.routing == routed
+    return one
 
 
 @given(st.lists(completions(), max_size=3), st.floats(0.01, 10))
@@ -68,3 +73,25 @@ def test_what_was_kept_is_of_the_tokens(ids, logprobs, why):
     assert EncodedCompletion(ids=(3, 2), logprobs=(0.0, 0.0), reward=1.0, kept=b64encode(mask.to_bytes()))
     with pytest.raises(ValidationError, match=why):
         EncodedCompletion(ids=ids, logprobs=logprobs, reward=1.0, kept=b64encode(mask.to_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "no record of experts"),
+        (b"kept" + bytes(12), "no record of experts"),
+        (RoutedExperts((3, 1, 2), bytes(5)).to_bytes(), r"\[3, 1, 2\] cannot have 21 bytes"),
+        (RoutedExperts((3, 0, 2), b"").to_bytes(), "cannot have"),
+        (RoutedExperts((-1, 1, 2), b"").to_bytes(), "cannot have"),
+        (RoutedExperts((1, 1, 2), b"\x80\x00").to_bytes(), "expert -128"),
+        (RoutedExperts((4, 1, 2), bytes(8)).to_bytes(), "of 4 tokens, and prompt and ids are 3"),
+    ],
+)
+def test_routed_experts_are_of_the_tokens(data, why):
+    def group(data: bytes) -> EncodedGroup:
+        completion = EncodedCompletion(ids=(3, 2), reward=1.0, routed_experts=b64encode(data))
+        return EncodedGroup(prompt_ids=(1,), completions=(completion,))
+
+    assert group(RoutedExperts((2, 1, 2), bytes(4)).to_bytes()).completions[0].routing.shape == (2, 1, 2)
+    with pytest.raises(ValidationError, match=why):
+        group(data)

@@ -25,6 +25,7 @@ from groupwise.errors import (
     QueueFullError,
     StorageError,
 )
+from groupwise.recorded import RoutedExperts
 from groupwise.store import ledger, ledger_schema
 from groupwise.store import ledger as ledger_attempts
 from groupwise.store.ledger import Job, JobState, Lease, Ledger, RolloutRecord, kept_rollouts
@@ -581,6 +582,11 @@ def test_rollouts_are_kept_up_to_so_many_bytes(tmp_path, clock):
     assert book.rollouts(["first", "long"]).keys() == {"long"}
     book.save_rollouts([replace(long, id="longer")])
     assert book.rollouts(["first", "long", "longer"]).keys() == {"longer"}
+    routed = RoutedExperts((501, 3, 2), bytes(3_006))
+    shorter = replace(long, completion_ids=(1,), logprobs=(-1.0,), routed_experts=routed)  # 3,000 bytes and more
+    book.save_rollouts([replace(shorter, id=f"routed-{i}") for i in range(3)])
+    found = book.rollouts(["longer", *(f"routed-{i}" for i in range(3))])
+    assert found.keys() == {"routed-1", "routed-2"} and found["routed-2"].routed_experts == routed
     book.save_rollouts([rollout(f"short-{i}") for i in range(20)])
     assert len(book.rollouts([f"short-{i}" for i in range(20)])) == 20
     book.prune()

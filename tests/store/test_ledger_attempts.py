@@ -172,6 +172,7 @@ def test_a_ledger_of_the_first_version_is_brought_forward(tmp_path: Path) -> Non
     Ledger(path, rollout_bytes=16).prune()  # they have 16 bytes each
     book = Ledger(path)
     assert list(book.rollouts(["r0", "r1", "r2"])) == ["r2"] and book.rollouts(["r2"])["r2"].reshaped == ()
+    assert book.rollouts(["r2"])["r2"].routed_experts is None
     lease = take(book)
     assert lease.job.id == "a" * 32 and lease.job.micro_tokens is None
     for _ in range(MAX_SERVER_DEATHS - 1):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -14,9 +17,19 @@ import torch
 from cli_project import Project, cli, save_model
 from groupwise.algo.loss import resolve_loss
 from groupwise.algo.samples import samples_of, segments_of
+from groupwise.config.job import GrpoJobConfig
 from groupwise.config.lora import LoraSpec
+from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
+from groupwise.errors import DataError, RequestError
 from groupwise.recorded import RoutedExperts
+from groupwise.run.update import check_routing, make_task
+from groupwise.server import rollouts
+from groupwise.server.assemble import open_engine
+from groupwise.server.bodies import parse_body
+from groupwise.server.schema import GrpoRequest
+from groupwise.server.submit import Submission, prepare_grpo
+from groupwise.store.job_payload import GrpoPayload, parse_payload
 from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.train.learner import Learner
 from groupwise.types import (
@@ -30,6 +43,8 @@ from groupwise.types import (
     SamplingRequest,
     Turn,
 )
+from job_place import Place
+from serving import Served, served
 
 PADDED = pytest.mark.filterwarnings("ignore:.*(in packed rows|recurrent layers).*:UserWarning")
 PROMPTS = [(3, 4, 5, 6, 7), (9, 8, 7), (11, 12, 13, 14)]
@@ -192,3 +207,109 @@ def test_a_run(make_base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     dense = save_model(make_base("qwen3", dtype=torch.float32, context=256), tmp_path / "dense")
     refused = cli("run", config, f"model={dense}", "run_dir=other", "train.router_replay=true")
     assert refused.exit_code != 0 and "Qwen3ForCausalLM has no routers of experts" in refused.output
+
+
+# ---- jobs ----
+
+EXPERTS = {"target_modules": ["experts"]}
+
+
+@pytest.fixture(scope="module")
+def api(make_base, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of a mixture in bfloat16, whose routers hesitate, with the engine that `groupwise serve` opens."""
+    base = make_base("qwen3_moe", dtype=torch.bfloat16, context=256, num_experts=16, num_experts_per_tok=4)
+    directory = tmp_path_factory.mktemp("served")
+    engine = cast(LocalEngine, open_engine(ServeConfig(state_dir=directory, batch_rows=8), base))
+    with closing(engine), served(directory, [rollouts.router], base=base, engine=engine) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def place(api: Served, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("jobs"), api.server.base)
+
+
+def posted(api: Served, **body: Any) -> dict[str, Any]:
+    """Groups of two prompts as a client posts them, by the ids of what the server samples."""
+    prompts = [[{"role": "user", "content": f"What is {i}?"}] for i in (7, 12)]
+    body = {"prompts": prompts, "n": 3, "max_tokens": 24, "seed": 3, **body}
+    answer = httpx2.post(f"{api.url}/v1/completions/batch", json=body, timeout=120).json()
+    groups: list[dict[str, Any]] = [{"messages": prompt, "completions": []} for prompt in prompts]
+    for one in answer["completions"]:
+        reward = float(one["completion_index"] == 1)
+        groups[one["prompt_index"]]["completions"].append({"rollout_id": one["rollout_id"], "reward": reward})
+    return {"groups": groups}
+
+
+def submitted(api: Served, body: dict[str, Any], base: Any = None, **config: Any) -> Submission:
+    options = {"lora_rank": 2, "learning_rate": 0.01, "base_adapter": "base", **config}
+    request = parse_body(json.dumps({**body, "config": options}).encode(), GrpoRequest)
+    server = api.server
+    return prepare_grpo(request, base=base or server.base, store=server.store, rollouts=server.ledger.rollouts)
+
+
+def payload_of(submission: Submission) -> GrpoPayload:
+    payload = parse_payload(submission.kind, submission.payload)
+    assert isinstance(payload, GrpoPayload)
+    return payload
+
+
+def trained(place: Place, submission: Submission, *, error: str | None = None) -> tuple[dict[str, float], bytes]:
+    """Does the job: the metrics of its step, and the weights of its version."""
+    fields = ("kind", "adapter", "config", "summary", "payload", "steps", "auto_load")
+    place.ledger.submit(**{name: getattr(submission, name) for name in fields})
+    job = place.do()
+    assert (job.error and job.error["message"]) == error
+    return dict(job.metrics), b"" if error else place.weights(job)
+
+
+def test_a_job_trains_what_the_server_sampled_with_the_experts_that_it_was_sampled_with(api: Served, place: Place):
+    body = posted(api)
+    ids = [one["rollout_id"] for group in body["groups"] for one in group["completions"]]
+    records = api.server.ledger.rollouts(ids)
+    for record in records.values():
+        assert record.routed_experts is not None
+        assert record.routed_experts.shape == (len(record.prompt_ids) + len(record.completion_ids) - 1, 2, 4)
+        assert record.routed_experts.array().min() >= -1 and record.routed_experts.array()[-1].min() >= 0
+    found = {}
+    for replay in (None, True, False):
+        submission = submitted(api, body, router_replay=replay, output_name=f"replay-{replay}", **EXPERTS)
+        completions = [one for group in payload_of(submission).groups for one in group.completions]
+        assert [one.routing for one in completions] == [records[id].routed_experts for id in ids]
+        found[replay] = trained(place, submission)
+    for metrics, _ in found.values():
+        assert metrics["router/recorded_frac"] > 0.5 and 0 < metrics["router/mismatch_frac"] < 0.5
+    assert found[None][1] == found[True][1] != found[False][1]
+    assert found[True][0]["mismatch/kl"] < found[False][0]["mismatch/kl"]
+
+
+def test_completions_that_are_posted_as_token_ids_are_routed_anew(api: Served, place: Place):
+    body = posted(api)
+    for group in body["groups"]:
+        for one in group["completions"]:
+            record = api.server.ledger.rollouts([id := one.pop("rollout_id")])[id]
+            one["token_ids"], one["logprobs"] = list(record.completion_ids), list(record.logprobs)
+    submission = submitted(api, body, output_name="anew")
+    assert all(one.routing is None for group in payload_of(submission).groups for one in group.completions)
+    metrics, _ = trained(place, submission)
+    assert metrics["router/recorded_frac"] == 0 and "router/mismatch_frac" not in metrics
+    with pytest.raises(RequestError, match="experts of none of the completions are recorded") as refused:
+        submitted(api, body, router_replay=True)
+    assert refused.value.field == "config.router_replay"
+
+
+def test_experts_of_another_model_are_refused(api: Served, make_base):
+    """When the job is posted; and by the worker, for a payload that waited while the model was exchanged."""
+    body = posted(api)
+    dense = make_base("qwen3", dtype=torch.float32, context=256)
+    for base in (dense, make_base("qwen3_moe", dtype=torch.float32, context=256)):
+        with pytest.raises(RequestError, match=r"completions\[0\] was sampled from another model than tiny-"):
+            submitted(api, body, base)
+    text = [{"text": "a", "reward": 0.0}, {"text": "b", "reward": 1.0}]
+    plain = {"groups": [{"messages": [{"role": "user", "content": "x"}], "completions": text}]}
+    with pytest.raises(RequestError, match="router_replay is true, but tiny-qwen3 has no routers of experts"):
+        submitted(api, plain, dense, router_replay=True)
+    payload = payload_of(submitted(api, body))
+    samples = make_task(GrpoJobConfig(), payload, base=api.server.base).samples
+    with pytest.raises(DataError, match=r"have 4 experts of 2 layers .* tiny-qwen3 has no routers"):
+        check_routing(samples, dense)

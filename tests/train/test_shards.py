@@ -3,17 +3,21 @@ with another number of processes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from learner_cases import LORA, SPECS, parameters
-from parallel_cases import RATE, UNEVEN, assert_alike, everything, near_policy, start, whole, with_strategy
+from parallel_cases import RATE, UNEVEN, Seen, assert_alike, everything, near_policy, start, whole, with_strategy
 from torch.distributed.tensor import DTensor
 
 from groupwise.errors import ConfigError, StorageError
-from groupwise.train.distributed import FullySharded
+from groupwise.recorded import RoutedExperts, RoutingShape
+from groupwise.train.distributed import DataParallel, FullySharded
 from groupwise.train.learner import Learner
+from groupwise.types import Sample
 from rank_pairs import Pair, on_ranks
 
 fsdp_learner = with_strategy(FullySharded)
@@ -133,3 +137,38 @@ def test_what_cannot_be_is_refused(make_base, options, message) -> None:
 
     for error in Pair(work).results():
         assert isinstance(error, ConfigError) and message in error.message
+
+
+@pytest.mark.filterwarnings("ignore:.*in packed rows:UserWarning")
+@pytest.mark.parametrize("strategy", [DataParallel, FullySharded])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_adapters_of_experts_with_routing_replay(make_base, make_samples, strategy, family: str) -> None:
+    """Two ranks train what one process trains, with the experts that were recorded of two of four groups, which here
+    are not those that the routers choose. The shares of those are means over micro-batches, which are cut otherwise."""
+    lora = LORA.model_copy(update={"targets": ["all-linear", "experts"]})
+    samples, shape = near_policy(make_base(family), make_samples(UNEVEN), lora=lora), make_base(family).routing
+    recorded = [experts_of(sample, shape) if len(sample.prompt_ids) in (3, 5) else None for sample in samples]
+    samples = [replace(sample, routed_experts=each) for sample, each in zip(samples, recorded, strict=True)]
+
+    def run(make, samples, **options) -> list[Seen]:
+        learner = start(make, make_base(family), lora=lora, **options)
+        return everything(learner, samples, steps_only=True)
+
+    def comparable(seen: list[Seen]) -> list[Seen]:
+        shares = ("router/recorded_frac", "router/mismatch_frac")
+        return [replace(s, numbers={key: v for key, v in s.numbers.items() if key not in shares}) for s in seen]
+
+    alone = run(Learner, samples)
+    assert 0.3 < alone[0].numbers["router/recorded_frac"] < 1 and alone[0].numbers["router/mismatch_frac"] > 0.3
+    anew = run(Learner, [replace(sample, routed_experts=None) for sample in samples])
+    assert max(float((a - b).abs().max()) for a, b in zip(alone[0].parameters, anew[0].parameters, strict=True)) > 1e-3
+    for seen in on_ranks(lambda ranks: run(with_strategy(strategy), samples, ranks=ranks)):
+        assert_alike(comparable(seen), comparable(alone))
+
+
+def experts_of(sample: Sample, shape: RoutingShape) -> RoutedExperts:
+    """Any experts, of every token but the last; where samples begin alike, the same."""
+    ids = (*sample.prompt_ids, *sample.completion_ids)
+    size = (shape.layers, shape.experts)
+    scores = [np.random.default_rng(ids[: t + 1]).random(size) for t in range(len(ids) - 1)]
+    return RoutedExperts.of(np.array(scores).argsort(-1)[..., : shape.chosen])

@@ -151,6 +151,9 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     per completion."""
     temperature: Temperature | None = None
     """The one the completions were sampled at; null is what was recorded with them, else 1."""
+    router_replay: bool | None = None
+    """In a mixture of experts, train each token with the experts that it was sampled with (docs/mixtures.md): null,
+    where they are recorded, which is for rollouts of the local engine; true, or refuse the job; false, never."""
 
     def loss_overrides(self) -> dict[str, Any]:
         """The loss options, with `clip_epsilon` as the two it stands for and `kl_coeff` with its estimator."""

@@ -34,7 +34,7 @@ from groupwise.config.lora import ALL_LINEAR, EXPERTS
 from groupwise.errors import FieldError, ModelError
 from groupwise.model.attention import ATTENTION
 from groupwise.model.chat import stop_ids
-from groupwise.model.mixture import fused_parameters, is_router
+from groupwise.model.mixture import fused_parameters, is_router, routing_shape
 from groupwise.model.quantized import (
     PACKAGE,
     QuantizedLinear,
@@ -44,6 +44,7 @@ from groupwise.model.quantized import (
     take_over,
 )
 from groupwise.model.recurrence import pack_recurrent_layers
+from groupwise.recorded import RoutingShape
 
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
@@ -80,6 +81,11 @@ class LoadedModel:
     def adaptable(self) -> AdaptableModules:
         """What adapters of this model can change."""
         return AdaptableModules.of(self.model)
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """How its routers choose experts; None of a model that is no mixture."""
+        return routing_shape(self.model)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

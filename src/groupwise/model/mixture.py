@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from groupwise.config.lora import EXPERT_PARAMETERS
 from groupwise.errors import ModelError
+from groupwise.recorded import RoutingShape
 
 
 def fused_parameters(module: nn.Module) -> list[str]:
@@ -114,6 +115,16 @@ def low_rank(x_N: Tensor, a_EIR: Tensor, b_ERO: Tensor, counts: list[int]) -> Te
 
 
 # -- routers -----------------------------------------------------------------------------------------------------------
+
+
+def routing_shape(model: nn.Module) -> RoutingShape | None:
+    """How a model's routers choose; None of one that has none, or whose layers choose so many experts each that nothing
+    is recorded of them."""
+    routers: list[Any] = [module for module in model.modules() if is_router(module)]
+    if len(chosen := {int(router.top_k) for router in routers}) != 1:
+        return None
+    return RoutingShape(len(routers), chosen.pop(), max(router.num_experts for router in routers))
+
 
 RouterDelta = Callable[[Tensor], Tensor | None]  # x [S, hidden] -> what is added to the logits [S, E]
 

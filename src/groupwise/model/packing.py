@@ -146,7 +146,7 @@ class MicroBatch:
         copies = torch.zeros(len(self.input_ids_S))
         for parts in self.places:
             for part in parts:
-                copies[torch.as_tensor(part)] += 1
+                copies[torch.as_tensor(part, dtype=torch.long)] += 1
             last = [place for part in parts for place in part[-1:]][-1:]
             copies[last] -= 1
         if isinstance(self.layout, Padded):

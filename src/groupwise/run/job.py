@@ -26,7 +26,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from groupwise.algo.metrics import Metrics
-from groupwise.config.job import CHECKPOINT_INTERVAL, JobConfig, parse_job_config
+from groupwise.config.job import CHECKPOINT_INTERVAL, GrpoJobConfig, JobConfig, parse_job_config
 from groupwise.config.lora import LoraSpec
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
 from groupwise.model.load import LoadedModel
@@ -242,6 +242,7 @@ def _new_learner(config: JobConfig, lora: LoraSpec, base: LoadedModel) -> Learne
         micro_tokens=config.micro_tokens,
         gradient_checkpointing=config.gradient_checkpointing,
         seed=config.seed,
+        router_replay=not isinstance(config, GrpoJobConfig) or config.router_replay is not False,
     )
 
 

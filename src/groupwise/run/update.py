@@ -407,6 +407,7 @@ def _rollouts(index: int, group: EncodedGroup) -> RolloutGroup:
             finish_reason=FinishReason.STOP,
             kept=each.sampling_mask,
             kept_logprobs=() if each.kept is None else logprobs,
+            routed_experts=each.routing,
         )
         turn = Turn(group.prompt_ids, completion)
         rollouts.append(Rollout(turns=(turn,), rewards={_REWARD: each.reward}, reward=each.reward))
@@ -451,6 +452,22 @@ def check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
                 hint="shorten the prompt or the completion",
             )
     check_ids(samples, base)
+    check_routing(samples, base)
+
+
+def check_routing(samples: Sequence[Sample], base: LoadedModel) -> None:
+    """Raise DataError unless the experts that are recorded, where they are, can be the model's."""
+    recorded = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+    routing = base.routing if recorded else None
+    for routed in recorded:
+        if routing is None or not routing.has(routed):
+            own = "no routers" if routing is None else f"{routing.layers} routers that choose {routing.chosen} "
+            own += "" if routing is None else f"of {routing.experts} experts"
+            raise DataError(
+                f"routed_experts have {routed.shape[2]} experts of {routed.shape[1]} layers for each token, up to "
+                f"number {routed.array().max(initial=-1)}; {base.name} has {own}",
+                hint="train what this model sampled, or leave routed_experts out",
+            )
 
 
 def check_ids(samples: Sequence[Sample], base: LoadedModel) -> None:

@@ -262,7 +262,7 @@ IDLE = {
     "policy_base_url": "there is no service to reach; it is ignored there too",
     "reference_base_url": "there is no service to reach; it is ignored there too",
     "gspo.kl_beta": "gspo has no KL term; nothing reads it there either",
-    "router_replay_completion_only": "routing of experts is not replayed",
+    "router_replay_completion_only": "where routing is replayed, it is of prompts and completions",
     "concurrency.initial_window": "the engine takes completions as it has room for them, up to max_window",
     "concurrency.min_window": "the engine takes completions as it has room for them, up to max_window",
     "concurrency.prefill_queue_target": "the engine takes completions as it has room for them, up to max_window",
@@ -297,7 +297,6 @@ IDLE = {
 """Fields that change nothing in `main`, and why."""
 
 NOT_HERE = {
-    "router_replay": "routing of experts is not replayed",
     "init_from_checkpoint": "a run goes on with resume=auto; an adapter to start from is warm_start_from_adapter",
     "output_model_id": "nothing is uploaded",
     "policy_job_id": "there is no service to attach to",
@@ -355,6 +354,7 @@ def run_config(config: Config, *, reward_fn: Callable[[str, dict[str, Any]], flo
                 "weight_decay": 0.01,
                 "minibatches": config.ppo_n_minibatches,
                 "lora": {"rank": config.lora_rank} if config.lora_rank else None,
+                "router_replay": config.router_replay,
             },
             "adapters": {"start": config.warm_start_from_adapter},
             "checkpoint": {"every": config.weight_sync.dcp_save_interval},

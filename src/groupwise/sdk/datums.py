@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -28,7 +28,7 @@ from groupwise.algo.advantage import advantages
 from groupwise.config.algo import AdvantageConfig
 from groupwise.config.yaml import Document, validate
 from groupwise.errors import DataError
-from groupwise.recorded import SamplingMask
+from groupwise.recorded import RoutedExperts, SamplingMask
 from groupwise.types import Sample
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -105,14 +105,20 @@ class Datum:
     (`SampledCompletion.kept`), [N - 1]: its log-probabilities, the sampler's and the trainer's, are then under the
     policy restricted to that. The loss cross_entropy is of the whole vocabulary all the same.
 
+    `routed_experts` [N - 1, layers, K] are those that the routers of a mixture chose for each input when it was
+    sampled (`SampledCompletion.routed_experts`): the trainer computes log-probabilities and policy losses with the same
+    (routing replay), cross_entropy with its own routers' choice. Inputs after the last of them are routed anew.
+
     Raises:
         DataError: empty, of different lengths, an unknown name, a token id that is none, a value that is not finite
-            where a token is trained, or a trained target that is not in its part of the vocabulary.
+            where a token is trained, a trained target that is not in its part of the vocabulary, or experts of more
+            tokens than there are inputs.
     """
 
     model_input: Sequence[int]
     loss_fn_inputs: Mapping[str, Sequence[float]]
     kept: SamplingMask | None = None
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss_fn_inputs, Mapping):
@@ -138,6 +144,15 @@ class Datum:
                 raise DataError(f"{token!r} is not a token id; ids are whole numbers from 0")
         self._check_values()
         self._check_kept()
+        self._check_routed()
+
+    def _check_routed(self) -> None:
+        if self.routed_experts is not None and self.routed_experts.shape[0] > len(self.model_input):
+            raise DataError(
+                f"routed_experts is of {self.routed_experts.shape[0]} tokens and model_input has "
+                f"{len(self.model_input)}",
+                hint="datum() of what was sampled has it of every input",
+            )
 
     def _check_kept(self) -> None:
         if self.kept is None:
@@ -195,7 +210,7 @@ class Datum:
         """A copy of the datum with some of its `loss_fn_inputs` replaced; None removes one."""
         inputs = {**self.loss_fn_inputs, **values}
         present = {name: each for name, each in inputs.items() if each is not None}
-        return Datum(model_input=self.model_input, loss_fn_inputs=present, kept=self.kept)
+        return replace(self, loss_fn_inputs=present)
 
     @property
     def skipped(self) -> int:
@@ -204,7 +219,8 @@ class Datum:
 
     def sample(self, weights: str) -> Sample:
         """The datum as a `types.Sample` for the learner; `weights` names the entry that weighs its tokens. With
-        "weights", those of cross-entropy, `kept` is left out: what is imitated is the text, whatever drew it.
+        "weights", those of cross-entropy, `kept` and `routed_experts` are left out: what is imitated is the text,
+        whatever drew it.
 
         All before the first trained token counts as the prompt, which adjacent datums with the same prompt share."""
         first, inputs = self.skipped, self.loss_fn_inputs
@@ -218,6 +234,7 @@ class Datum:
             behaviour_logprobs=None if behaviour is None else tuple(behaviour[first:]),
             targets=self.targets[first:],
             kept=None if self.kept is None or weights == "weights" else self.kept.cut(first),
+            routed_experts=None if weights == "weights" else self.routed_experts,
         )
 
     def whole(self) -> Sample:
@@ -229,17 +246,25 @@ class Datum:
             mask=(1,) * (len(ids) - 1),
             targets=self.targets,
             kept=self.kept,
+            routed_experts=self.routed_experts,
         )
 
 
-def datum_of(tokens: Sequence[int], *, prompt_len: int, kept: SamplingMask | None = None) -> Datum:
+def datum_of(
+    tokens: Sequence[int],
+    *,
+    prompt_len: int,
+    kept: SamplingMask | None = None,
+    routed_experts: RoutedExperts | None = None,
+) -> Datum:
     """A datum of N tokens whose `weights` are 0 on the first `prompt_len` tokens (the prompt) and 1 on the
-    completion, whose tokens were drawn from what was `kept`."""
+    completion, whose tokens were drawn from what was `kept`. `routed_experts` are of the first N - 1 tokens."""
     ids = tuple(tokens)
     weights = [float(j + 1 >= prompt_len) for j in range(len(ids) - 1)]
     if kept is not None:
         kept = SamplingMask.join([SamplingMask.whole(kept.vocabulary, prompt_len - 1), kept])
-    return Datum(model_input=ids[:-1], loss_fn_inputs={TARGETS: ids[1:], "weights": weights}, kept=kept)
+    inputs = {TARGETS: ids[1:], "weights": weights}
+    return Datum(model_input=ids[:-1], loss_fn_inputs=inputs, kept=kept, routed_experts=routed_experts)
 
 
 def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8, ddof: int = 1) -> list[float | None]:

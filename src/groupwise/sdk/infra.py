@@ -283,7 +283,7 @@ class _Opening:
             store = Path(deploy.store or f"deployments/{name}")
 
         def open_it() -> Deployment:
-            engine = LocalEngine(self._model(), max_rows=self.profile.batch_rows)
+            engine = LocalEngine(self._model(), max_rows=self.profile.batch_rows, record_routing=True)
             try:
                 return Deployment(name, base=self._model(), engine=engine, store=AdapterStore(store))
             except BaseException:

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from groupwise.errors import ConfigError, ContextLengthError, DataError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_tokenizer
-from groupwise.recorded import SamplingMask
+from groupwise.recorded import RoutedExperts, SamplingMask
 from groupwise.sdk.cookbook_config import require_tokenizer
 from groupwise.sdk.datums import Datum, datum_of
 from groupwise.sdk.deployment import Deployment
@@ -187,6 +187,8 @@ class SampledCompletion:
     `kept` is the part of the vocabulary that each token of the completion was drawn from, with top_p or top_k; its
     log-probabilities are then under the policy restricted to that, which is what the trainer computes for `datum()`.
     Where the engine does not record it (vLLM) all are None, and a policy loss refuses the completion.
+    `routed_experts` are those that the routers of a mixture chose for the first N - 1 tokens, which `datum()` takes
+    over, so that the trainer computes with the same; None where the engine does not record them.
     """
 
     status: Status
@@ -198,6 +200,7 @@ class SampledCompletion:
     version: PolicyVersion = field(default_factory=PolicyVersion)
     error: str | None = None
     kept: SamplingMask | None = None
+    routed_experts: RoutedExperts | None = None
 
     @property
     def completion_len(self) -> int:
@@ -215,7 +218,9 @@ class SampledCompletion:
             raise DataError(
                 f"the entry is {self.status} and has no completion: {self.error}", hint="leave it out: entry.sampled"
             )
-        return datum_of(self.full_tokens, prompt_len=self.prompt_len, kept=self.kept)
+        return datum_of(
+            self.full_tokens, prompt_len=self.prompt_len, kept=self.kept, routed_experts=self.routed_experts
+        )
 
 
 class DeploymentSampler:
@@ -375,6 +380,7 @@ def _entry(request: SamplingRequest, completion: Completion, before: tuple[float
         version=completion.version,
         error="it was cancelled" if status is Status.FAILED else None,
         kept=completion.kept,
+        routed_experts=completion.routed_experts,
     )
 
 

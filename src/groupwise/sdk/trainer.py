@@ -44,7 +44,7 @@ from groupwise.config.loss import LossSpec
 from groupwise.errors import ConfigError, ContextLengthError, DataError, StorageError, TrainingError
 from groupwise.model.load import LoadedModel
 from groupwise.model.packing import MicroBatch, count_sequences
-from groupwise.run.update import check_ids, learner_thread
+from groupwise.run.update import check_ids, check_routing, learner_thread
 from groupwise.sdk.datums import UNKNOWN, Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, LossFn, built_in, check_inputs, checked_custom, rows_of, weights_of
 from groupwise.store import files
@@ -535,6 +535,7 @@ def _check_readable(data: Sequence[Datum], samples: Sequence[Sample], base: Load
                 hint="shorten model_input",
             )
     check_ids(samples, base)
+    check_routing(samples, base)
 
 
 def _forward(

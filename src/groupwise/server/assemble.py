@@ -133,4 +133,5 @@ def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:
         reserved_rows=config.batch_rows // RESERVED,
         prefix_cache_mb=config.prefix_cache_mb,
         draft_tokens=config.draft_tokens,
+        record_routing=True,
     )

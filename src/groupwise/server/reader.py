@@ -33,6 +33,7 @@ from starlette.requests import Request
 
 from groupwise.config.serve import MIB, ServeConfig
 from groupwise.errors import BodyTooLargeError, GroupwiseError, NotReadyError
+from groupwise.recorded import RoutingShape
 from groupwise.server.bodies import check_content_type
 from groupwise.server.listen import INCOMING
 from groupwise.server.sampling import while_connected
@@ -68,6 +69,7 @@ class TextModel:
     context_length: int
     vocabulary: int
     adaptable: AdaptableModules
+    routing: RoutingShape | None
 
     @classmethod
     def of(cls, base: LoadedModel) -> TextModel:
@@ -78,6 +80,7 @@ class TextModel:
             context_length=base.context_length,
             vocabulary=base.vocabulary,
             adaptable=base.adaptable,
+            routing=base.routing,
         )
 
 

@@ -117,6 +117,7 @@ def _records(asked: Admission, groups: Sequence[Sequence[Completion]]) -> list[R
             reshaped=request.params.reshaped,
             kept=completion.kept,
             kept_logprobs=completion.kept_logprobs,
+            routed_experts=completion.routed_experts,
         )
         for request, group in zip(asked.requests, groups, strict=True)
         for completion in group

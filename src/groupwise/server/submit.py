@@ -36,7 +36,6 @@ from groupwise.errors import (
     RequestError,
 )
 from groupwise.model import chat
-from groupwise.recorded import SamplingMask
 from groupwise.server.bodies import parse_body
 from groupwise.server.schema import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
 from groupwise.server.schema_openai import TemplateOptions, Tool, as_messages
@@ -175,11 +174,10 @@ def _encode_completion(
     """The prompt's ids as this completion knows them, if it does, and the completion."""
     if completion.rollout_id is not None:
         record = records[completion.rollout_id]
-        if max((*record.prompt_ids, *record.completion_ids)) >= base.vocabulary:
+        if max((*record.prompt_ids, *record.completion_ids)) >= base.vocabulary or not _routes(record, base):
             message = f"{at} was sampled from another model than {base.name}"
             raise RequestError(message, hint="sample it again", field=f"{at}.rollout_id")
-        logprobs = record.logprobs if record.kept is None else record.kept_logprobs
-        return record.prompt_ids, _scored(record.completion_ids, logprobs, completion.reward, kept=record.kept)
+        return record.prompt_ids, _sampled(record, completion.reward)
     if completion.token_ids is not None:
         ids = _checked_ids(completion.token_ids, f"{at}.token_ids", base)
         logprobs = _checked_logprobs(completion.logprobs, len(ids), f"{at}.logprobs")
@@ -190,11 +188,24 @@ def _encode_completion(
     return None, _scored(texts.encode(completion.text, at), None, completion.reward)
 
 
-def _scored(
-    ids: Ids, logprobs: tuple[float, ...] | None, reward: float, *, kept: SamplingMask | None = None
-) -> job_payload.EncodedCompletion:
-    data = None if kept is None else b64encode(kept.to_bytes())
-    return job_payload.EncodedCompletion(ids=ids, logprobs=logprobs, reward=reward, kept=data)
+def _routes(record: RolloutRecord, base: TextModel) -> bool:
+    """Whether the experts that are recorded, if any are, can be those of this model."""
+    return record.routed_experts is None or (base.routing is not None and base.routing.has(record.routed_experts))
+
+
+def _sampled(record: RolloutRecord, reward: float) -> job_payload.EncodedCompletion:
+    kept, routed = record.kept, record.routed_experts
+    return job_payload.EncodedCompletion(
+        ids=record.completion_ids,
+        logprobs=record.logprobs if kept is None else record.kept_logprobs,
+        reward=reward,
+        kept=None if kept is None else b64encode(kept.to_bytes()),
+        routed_experts=None if routed is None else b64encode(routed.to_bytes()),
+    )
+
+
+def _scored(ids: Ids, logprobs: tuple[float, ...] | None, reward: float) -> job_payload.EncodedCompletion:
+    return job_payload.EncodedCompletion(ids=ids, logprobs=logprobs, reward=reward)
 
 
 def _checked_ids(ids: Sequence[int], at: str, base: TextModel) -> Ids:
@@ -308,6 +319,7 @@ def prepare_grpo(
     start, effective = _continued(config, base=base, store=store, pending=pending)
     records = _found(groups, rollouts)
     temperature = _temperature(config, groups, records)
+    _check_replay(config, records, base)
     recorded = any(c.logprobs is not None or c.rollout_id is not None for _, c in _completions(groups))
     left_out = set() if config.trains_flat(recorded=recorded) else set(flat)
     trained = sum(len(group.completions) for i, group in enumerate(groups) if i not in left_out)
@@ -591,6 +603,17 @@ def _temperature(config: GrpoJobConfig, groups: Sequence[ScoredGroup], records: 
         message = f"config.temperature is {config.temperature:g}, but {first[0]} was sampled at {first[1]:g}"
         raise RequestError(message, hint="leave temperature out: rollouts know theirs", field="config.temperature")
     return first[1]
+
+
+def _check_replay(config: GrpoJobConfig, records: Mapping[str, RolloutRecord], base: TextModel) -> None:
+    """Raise RequestError where `router_replay` is true and cannot act."""
+    if not config.router_replay or any(record.routed_experts is not None for record in records.values()):
+        return
+    why, hint = f"{base.name} has no routers of experts", "leave it out"
+    if base.routing is not None:
+        why = "the experts of none of the completions are recorded"
+        hint = "give the rollout_id of what this server sampled with engine local, or leave it out"
+    raise RequestError(f"config.router_replay is true, but {why}", hint=hint, field="config.router_replay")
 
 
 def _warnings(

@@ -1,12 +1,13 @@
 """A training job's payload: the token ids that it trains on, as the server writes them and the worker reads them.
 
     grpo   {"groups": [{"prompt_ids": [..], "completions": [{"ids": [..], "logprobs": [..] | null, "reward": r,
-            "kept": null}]}], "temperature": 1.0}
+            "kept": null, "routed_experts": null}]}], "temperature": 1.0}
     sft    {"examples": [{"prompt_ids": [..], "completion_ids": [..], "mask": [..]}]}
 
 `logprobs` are those of the policy that sampled, at `temperature`; null where nobody recorded them. `kept` is the part
 of the vocabulary that each token was drawn from, and `logprobs` are of the policy restricted to it; null is all of it
-(`types.SamplingMask`, its bytes in base64). No torch here.
+(`recorded.SamplingMask`, its bytes in base64). `routed_experts` are those that the routers of a mixture chose for the
+tokens of prompt and completion (`recorded.RoutedExperts`, likewise); null where nobody recorded them. No torch here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pydantic import Base64Bytes, Field, ValidationError, model_validator
 
 from groupwise.config.yaml import Section
 from groupwise.errors import DataError
-from groupwise.recorded import SamplingMask
+from groupwise.recorded import RoutedExperts, SamplingMask
 
 Id = Annotated[int, Field(ge=0)]
 Ids = Annotated[tuple[Id, ...], Field(strict=False)]
@@ -34,11 +35,17 @@ class EncodedCompletion(Section):
     logprobs: Logprobs | None = None
     reward: float
     kept: Base64Bytes | None = None
+    routed_experts: Base64Bytes | None = None
 
     @property
     def sampling_mask(self) -> SamplingMask | None:
         """`kept`, read."""
         return None if self.kept is None else SamplingMask.from_bytes(self.kept)
+
+    @property
+    def routing(self) -> RoutedExperts | None:
+        """`routed_experts`, read."""
+        return None if self.routed_experts is None else RoutedExperts.from_bytes(self.routed_experts)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -59,6 +66,14 @@ class EncodedGroup(Section):
 
     prompt_ids: PromptIds
     completions: Annotated[tuple[EncodedCompletion, ...], Field(strict=False)]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for completion in self.completions:
+            tokens = len(self.prompt_ids) + len(completion.ids)
+            if (routing := completion.routing) is not None and routing.shape[0] > tokens:
+                raise ValueError(f"routed_experts is of {routing.shape[0]} tokens, and prompt and ids are {tokens}")
+        return self
 
 
 class GrpoPayload(Section):

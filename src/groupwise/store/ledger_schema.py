@@ -35,7 +35,7 @@ from groupwise.errors import (
     NotReadyError,
     StorageError,
 )
-from groupwise.recorded import SamplingMask
+from groupwise.recorded import RoutedExperts, SamplingMask
 
 BUSY_SECONDS = 5.0
 KEEP_SECONDS = 7 * 24 * 3600.0  # finished jobs and rollouts
@@ -132,9 +132,13 @@ MIGRATIONS = (
     CREATE INDEX rollout_upto ON rollout (upto)
     """,
     """
-    -- types.SamplingMask.to_bytes, and a float64 for each token (null where it is not recorded)
+    -- recorded.SamplingMask.to_bytes, and a float64 for each token (null where it is not recorded)
     ALTER TABLE rollout ADD COLUMN kept BLOB;
     ALTER TABLE rollout ADD COLUMN kept_logprobs BLOB
+    """,
+    """
+    -- recorded.RoutedExperts.to_bytes (null where it is not recorded)
+    ALTER TABLE rollout ADD COLUMN routed_experts BLOB
     """,
 )
 
@@ -144,7 +148,8 @@ JOBS = """
     FROM job
 """
 _ROLLOUT_COLUMNS = (
-    "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, kept, kept_logprobs"
+    "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, kept, "
+    "kept_logprobs, routed_experts"
 )
 
 _DISK = {  # the error of the file system that SQLite's stands for; 0 where it does not say
@@ -259,7 +264,7 @@ class RolloutRecord:
 
     `logprobs` are the policy's own at this temperature. `reshaped` names the sampling parameters by which its tokens
     were drawn from another distribution (`SamplingParams.reshaped`); none for an on-policy sample of all of the policy.
-    `kept` and `kept_logprobs` are those of the completion (`types.Completion`), where it has them.
+    `kept`, `kept_logprobs` and `routed_experts` are those of the completion (`types.Completion`), where it has them.
     """
 
     id: str
@@ -273,6 +278,7 @@ class RolloutRecord:
     reshaped: tuple[str, ...] = ()
     kept: SamplingMask | None = None
     kept_logprobs: tuple[float, ...] = ()
+    routed_experts: RoutedExperts | None = None
 
 
 class Database:
@@ -546,9 +552,10 @@ def write_rollouts(db: sqlite3.Connection, records: Iterable[RolloutRecord]) -> 
         kept = None if record.kept is None else record.kept.to_bytes()
         own = None if record.kept is None else array("d", record.kept_logprobs).tobytes()
         upto += len(prompt) + len(completion) + len(logprobs) + len(record.text.encode())
-        upto += len(kept or b"") + len(own or b"")
+        routed = None if record.routed_experts is None else record.routed_experts.to_bytes()
+        upto += len(kept or b"") + len(own or b"") + len(routed or b"")
         rest = (record.version, record.temperature, record.finish_reason, record.text, " ".join(record.reshaped))
-        db.execute(statement, (record.id, prompt, completion, logprobs, *rest, kept, own, now, upto))
+        db.execute(statement, (record.id, prompt, completion, logprobs, *rest, kept, own, routed, now, upto))
 
 
 def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, RolloutRecord]:
@@ -565,6 +572,8 @@ def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, Rollo
                 values["reshaped"] = tuple(values["reshaped"].split())
                 values["kept"] = None if values["kept"] is None else SamplingMask.from_bytes(values["kept"])
                 values["kept_logprobs"] = tuple(array("d", values["kept_logprobs"] or b""))
+                if (routed := values["routed_experts"]) is not None:
+                    values["routed_experts"] = RoutedExperts.from_bytes(routed)
                 found[values["id"]] = RolloutRecord(**values)
     return found
 

@@ -100,8 +100,8 @@ def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
         raw["reward"] = plain(turn.reward)
     if not turn.trained:
         raw["trained"] = False
-    if (routed := completion.routed_experts) is not None:
-        raw["routed_experts"] = {"shape": routed.shape, "data": b64encode(routed.data).decode()}
+    if completion.routed_experts is not None:
+        raw["routed_experts"] = b64encode(completion.routed_experts.to_bytes()).decode()
     if completion.kept is not None:
         raw["kept"] = b64encode(completion.kept.to_bytes()).decode()
         raw["kept_logprobs"] = plain(completion.kept_logprobs)
@@ -137,7 +137,7 @@ def _turn_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Turn:
         top_logprobs=tuple(
             tuple((id, _exact(value)) for id, value in likeliest) for likeliest in raw.get("top_logprobs", ())
         ),
-        routed_experts=None if routed is None else RoutedExperts(tuple(routed["shape"]), b64decode(routed["data"])),
+        routed_experts=None if routed is None else RoutedExperts.from_bytes(b64decode(routed, validate=True)),
         kept=None if "kept" not in raw else SamplingMask.from_bytes(b64decode(raw["kept"], validate=True)),
         kept_logprobs=tuple(_exact(value) for value in raw.get("kept_logprobs", ())),
     )

@@ -2665,6 +2665,12 @@ export interface components {
              * @description The one the completions were sampled at; null is what was recorded with them, else 1.
              */
             temperature?: number | null;
+            /**
+             * Router Replay
+             * @description In a mixture of experts, train each token with the experts that it was sampled with (docs/mixtures.md): null,
+             *     where they are recorded, which is for rollouts of the local engine; true, or refuse the job; false, never.
+             */
+            router_replay?: boolean | null;
         };
         /**
          * GrpoRequest
