@@ -26,17 +26,16 @@ LATENT = {  # multi-head latent attention
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
-DEEPSEEK = {
+SHARED_EXPERTS = {
     "moe_intermediate_size": 16,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
     "n_group": 2,
     "topk_group": 1,
-    "q_lora_rank": 16,
     "first_k_dense_replace": 1,
-    **LATENT,
 }
+DEEPSEEK = {**SHARED_EXPERTS, "q_lora_rank": 16, **LATENT}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 
 
@@ -112,16 +111,7 @@ FAMILIES: dict[str, Family] = _families(
     Family(
         "GLM-4.5 (MoE)",
         "glm4_moe",
-        {
-            "head_dim": 8,
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
+        {"head_dim": 8, **SHARED_EXPERTS},
     ),
     Family(
         "gpt-oss",

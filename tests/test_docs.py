@@ -22,7 +22,7 @@ from groupwise.config.yaml import key_paths
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.wire import Unsupported
 from groupwise.tasks.dialects.anthropic import MessagesRequest
-from groupwise.tasks.dialects.form import PASSED_ON, Request
+from groupwise.tasks.dialects.form import PASSED_ON, DialectRequest
 from groupwise.tasks.dialects.responses import ResponsesRequest
 
 ROOT = Path(__file__).parent.parent
@@ -179,7 +179,9 @@ DIALECTS = [("With Anthropic's clients", MessagesRequest), ("OpenAI's Responses"
 
 
 @pytest.mark.parametrize(("section", "request_model"), DIALECTS)
-def test_the_guide_says_what_happens_to_each_parameter_of_a_dialect(section: str, request_model: type[Request]) -> None:
+def test_the_guide_says_what_happens_to_each_parameter_of_a_dialect(
+    section: str, request_model: type[DialectRequest]
+) -> None:
     honoured, refused, ignored = parameters(section)
     fields = request_model.model_fields.keys()
     assert fields <= honoured | refused | ignored, fields - honoured - refused - ignored

@@ -190,7 +190,7 @@ class SamplingMask:
             if kind not in (KEPT, DROPPED, BITMAP):
                 raise ValueError(f"token {t} of a sampling mask is of kind {kind}; valid: 0, 1, 2")
             if kind == BITMAP:
-                valid = len(words) == _words_of(self.vocabulary) and _mask_row(kind, words, self.vocabulary).any()
+                valid = len(words) == words_of(self.vocabulary) and _mask_row(kind, words, self.vocabulary).any()
             else:
                 ascending = (np.diff(np.concatenate(([-1], words, [self.vocabulary]))) > 0).all()
                 valid = ascending and (len(words) > 0 if kind == KEPT else len(words) < self.vocabulary)
@@ -200,7 +200,7 @@ class SamplingMask:
                 )
 
 
-def _words_of(vocabulary: int) -> int:
+def words_of(vocabulary: int) -> int:
     """How many words a bit for each id needs."""
     return -(-vocabulary // 32)
 
@@ -210,9 +210,9 @@ def mask_entry(kept_V: Any, *, most: int | None = None) -> MaskEntry:
     import numpy as np
 
     count, vocabulary = int(kept_V.sum()), len(kept_V)
-    most = _words_of(vocabulary) if most is None else most
+    most = words_of(vocabulary) if most is None else most
     if min(count, vocabulary - count) > most:
-        bits = np.zeros(_words_of(vocabulary) * 32, bool)
+        bits = np.zeros(words_of(vocabulary) * 32, bool)
         bits[:vocabulary] = kept_V
         return BITMAP, np.packbits(bits, bitorder="little").view("<i4")
     few = count <= vocabulary - count

@@ -151,6 +151,25 @@ class Grammar:
         """Text of a context-free grammar, in Lark or GBNF."""
         return cls(GrammarKind.LARK, source, field=field)
 
+    @classmethod
+    def of_option(cls, name: str, value: Any, *, field: str = "grammar") -> Grammar:
+        """What vLLM's `structured_outputs` asks for with one key: `json` (a schema, also as a string), `regex`,
+        `choice`, `grammar` or `json_object`."""
+        match name:
+            case "json" if isinstance(value, str):
+                return cls(GrammarKind.JSON_SCHEMA, value, field=field)
+            case "json":
+                return cls.of_json(value, field=field)
+            case "regex":
+                return cls.regex(value, field=field)
+            case "choice":
+                return cls.choice(value, field=field)
+            case "grammar":
+                return cls.lark(value, field=field)
+            case "json_object":
+                return cls.of_json(field=field)
+        raise ValueError(f"{name!r} is no form of structured outputs")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:

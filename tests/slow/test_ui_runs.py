@@ -25,7 +25,7 @@ from run_place import group, make_run, scored, write_line
 from serving import running
 from whole_server import whole
 
-from .chromium import CHROMIUM, UI, expect, launched, serious, watched
+from .chromium import CHROMIUM, UI, expect, serious, watched
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
 
@@ -80,12 +80,6 @@ def url(place: Path) -> Iterator[str]:
     app = build_run_app(open_runs([path for path in sorted(place.iterdir()) if path.is_dir()]), ServeConfig())
     with running(app) as port:
         yield f"http://127.0.0.1:{port}"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with launched() as browser:
-        yield browser
 
 
 @pytest.fixture

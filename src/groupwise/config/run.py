@@ -33,7 +33,7 @@ from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
 from groupwise.config.yaml import AdapterName, Document, Name, Section, Text, Texts, conflict, to_yaml, validate
 from groupwise.errors import ConfigError
-from groupwise.types import NARROWING, Grammar, GrammarKind, SamplingParams
+from groupwise.types import NARROWING, Grammar, SamplingParams
 
 
 def _betas(betas: tuple[float, float]) -> tuple[float, float]:
@@ -377,7 +377,7 @@ class RerollConfig(Section):
     """The reward function that tells failure, where others would hide it (format, length); null is the weighted sum."""
 
 
-class StructuredOutputs(Section):
+class StructuredOutputsConfig(Section):
     """What completions must be, as vLLM says it: one of these keys."""
 
     schema_: Text | dict[str, Any] | None = Field(default=None, alias="json")
@@ -392,7 +392,7 @@ class StructuredOutputs(Section):
     """Any JSON object."""
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> StructuredOutputs:
+    def _one_of_them(self) -> StructuredOutputsConfig:
         given = list(self._given())
         if len(given) != 1:
             said = "nothing is given" if not given else f"{' and '.join(given)} exclude each other"
@@ -408,23 +408,10 @@ class StructuredOutputs(Section):
     def as_grammar(self, path: str) -> Grammar:
         """The same as a `Grammar`, which errors call by `path` and the key."""
         ((name, given),) = self._given().items()
-        field = f"{path}.{name}"
-        match name:
-            case "json" if isinstance(given, str):
-                return Grammar(GrammarKind.JSON_SCHEMA, given, field=field)
-            case "json":
-                return Grammar.of_json(given, field=field)
-            case "regex":
-                return Grammar.regex(given, field=field)
-            case "choice":
-                return Grammar.choice(given, field=field)
-            case "grammar":
-                return Grammar.lark(given, field=field)
-            case _:
-                return Grammar.of_json(field=field)
+        return Grammar.of_option(name, given, field=f"{path}.{name}")
 
 
-_FORMS = ("regex", "choice", "grammar", "json_object")  # of `StructuredOutputs`, besides `json`
+_FORMS = ("regex", "choice", "grammar", "json_object")  # of `StructuredOutputsConfig`, besides `json`
 
 
 class RolloutConfig(Section):
@@ -448,7 +435,7 @@ class RolloutConfig(Section):
     """Drop tokens less likely than this fraction of the likeliest; 0 is off. As top_p, with the local engine only."""
     stop: Texts = ()
     """Strings that end a completion; they are cut from its text."""
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsConfig | None = None
     """What completions must be, as vLLM says it: only tokens are drawn that lead there, and training is of that
     distribution. Thoughts are free, and tool calls have their own form (docs/recipe.md). With the local engine only, as
     top_p."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.recorded import DROPPED, KEPT, MaskEntry, mask_entry
+from groupwise.recorded import DROPPED, KEPT, MaskEntry, mask_entry, words_of
 from groupwise.types import SamplingParams
 
 COLDEST = 1e-5  # a lower temperature is this one: the division must not overflow
@@ -109,7 +109,7 @@ def mask_entries(kept_SV: Tensor) -> list[MaskEntry]:
     count_S = kept_SV.sum(-1)
     few_S = count_S <= vocabulary - count_S
     size_S = torch.where(few_S, count_S, vocabulary - count_S)
-    listed_S = size_S <= -(-vocabulary // 32)
+    listed_S = size_S <= words_of(vocabulary)
     ids = (kept_SV[listed_S] == few_S[listed_S, None]).nonzero()[:, 1].to("cpu", torch.int32).numpy()
     ends = size_S[listed_S].cumsum(0).tolist()
     ids_of_row, bits_of_row = iter(np.split(ids, ends[:-1])), iter(kept_SV[~listed_S].cpu().numpy())

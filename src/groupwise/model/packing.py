@@ -49,7 +49,7 @@ from groupwise.errors import TrainingError
 from groupwise.model.attention import Layout, PrefixTree, SharedPrompts
 from groupwise.model.flex import Forest
 from groupwise.model.load import widest_float
-from groupwise.recorded import BITMAP, DROPPED, KEPT, MaskEntry, SamplingMask
+from groupwise.recorded import BITMAP, DROPPED, KEPT, MaskEntry, SamplingMask, words_of
 from groupwise.types import Sample
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class KeptRanges:
         dropped_nV[row[listed], words[listed].long()] = kind_n[row[listed]] == DROPPED
         if BITMAP in kinds:
             places = torch.arange(32, dtype=torch.int32, device=self._device)
-            bits = (words[~listed].view(-1, -(-vocabulary // 32), 1) >> places) & 1
+            bits = (words[~listed].view(-1, words_of(vocabulary), 1) >> places) & 1
             dropped_nV[kind_n == BITMAP] = bits.flatten(1)[:, :vocabulary] == 0
         return dropped_nV
 

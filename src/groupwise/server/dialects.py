@@ -24,8 +24,7 @@ from groupwise.server.sampling import PING as COMMENT
 from groupwise.server.sampling import Admission, EventStream, admit, while_connected
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.state import server_of
-from groupwise.tasks.dialects.form import Event, Writer, ending_of, grammar_of, renamed
-from groupwise.tasks.dialects.form import Request as Asked
+from groupwise.tasks.dialects.form import DialectRequest, StreamEvent, Writer, bytes_of, ending_of, grammar_of, renamed
 from groupwise.tasks.reply import ReplyPart
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def read_form(
-    asked: Asked, form: dict[str, Any], base: TextModel, config: ServeConfig, *, context: int
+    asked: DialectRequest, form: dict[str, Any], base: TextModel, config: ServeConfig, *, context: int
 ) -> tuple[ChatRequest, ChatPrompt]:
     """The chat `form` of the body `asked` as a checked request, and its prompt. Raises RequestError in the dialect's
     words, ChatError, ContextLengthError."""
@@ -74,9 +73,7 @@ async def answer(
     """Sample, and answer as the body asks: whole or streamed. `keep` is told a whole answer before it is sent."""
     server = server_of(http)
     most, room = body.most_tokens, server.engine.context_length - len(prompt.ids)
-    if (
-        most is not None and most > room > 0
-    ):  # these dialects' clients ask for more than there is room, and mean as much
+    if most is not None and most > room > 0:  # clients of these dialects ask for more than there is room for
         body = body.model_copy(update={"max_tokens": room})
     async with AsyncExitStack() as resources:
         asked = await admit(
@@ -140,12 +137,12 @@ class Spoken:
     async def events(self, keep: Callable[[dict[str, Any]], None]) -> AsyncGenerator[bytes, None]:
         """The stream; its first event waits for the first token."""
         said, tokens = self._asked.said(), await self._asked.next()
-        yield joined(self._open())
+        yield bytes_of(self._open())
         while tokens is not None:
             for token in tokens:
                 said.hear(token)
             said.take_tokens()
-            added = joined(self._writer.push(parts_of(self._reply.push(said.take_text()))))
+            added = bytes_of(self._writer.push(parts_of(self._reply.push(said.take_text()))))
             if event := added if tokens else self._dialect.ping:
                 yield event
             tokens = await self._asked.next()
@@ -154,16 +151,16 @@ class Spoken:
         events = self._writer.push(parts_of(rest)) + self._close(completion)
         self._asked.finished([[completion]], finish_reason=self.finish_reason)
         keep(self._writer.answer)
-        yield joined(events)
+        yield bytes_of(events)
 
     def fail(self, error: GroupwiseError) -> bytes:
         """The stream ends before the reply does."""
-        return joined(self._writer.fail(error))
+        return bytes_of(self._writer.fail(error))
 
-    def _open(self) -> list[Event]:
+    def _open(self) -> list[StreamEvent]:
         return self._writer.open(len(self._asked.requests[0].prompt_ids))
 
-    def _close(self, completion: Completion) -> list[Event]:
+    def _close(self, completion: Completion) -> list[StreamEvent]:
         ending = ending_of(
             completion,
             called=bool(self._reply.calls),
@@ -176,10 +173,6 @@ class Spoken:
         )
         self.finish_reason = self._reply.finish_reason(completion)
         return self._writer.close(ending)
-
-
-def joined(events: Sequence[Event]) -> bytes:
-    return b"".join(event.bytes for event in events)
 
 
 def parts_of(deltas: Sequence[ChatDelta]) -> list[ReplyPart]:

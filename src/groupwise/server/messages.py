@@ -27,7 +27,7 @@ CODES = ("unsupported_content", "unsupported_parameter", "limit_exceeded")
 router = APIRouter(tags=["Anthropic"])
 
 
-class TokenCount(Answer):
+class InputTokens(Answer):
     """How many tokens the policy would be shown."""
 
     input_tokens: int
@@ -46,14 +46,14 @@ async def messages(http: Request) -> Response:
     return await answer(http, DIALECT, body, prompt, writer=lambda asked: MessageWriter(id=asked.id, model=asked.model))
 
 
-@router.post("/v1/messages/count_tokens", **documented(CountRequest, TokenCount, errors=SAMPLING_ERRORS, codes=CODES))
-async def count_tokens(http: Request) -> TokenCount:
+@router.post("/v1/messages/count_tokens", **documented(CountRequest, InputTokens, errors=SAMPLING_ERRORS, codes=CODES))
+async def count_tokens(http: Request) -> InputTokens:
     """How many tokens such a request has, as the chat template renders it."""
     server = server_of(http)
     _, prompt = await server.reader.read_json(
         http, read_messages, context=server.engine.context_length, model=CountRequest
     )
-    return TokenCount(input_tokens=len(prompt.ids))
+    return InputTokens(input_tokens=len(prompt.ids))
 
 
 def read_messages(

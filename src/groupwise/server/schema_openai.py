@@ -276,34 +276,21 @@ class StructuredOutputs(NullIsAbsent, Part):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> StructuredOutputs:
-        given = [name for name, value in self._kinds() if value]
+        given = list(self._given())
         if len(given) != 1:
             said = " and ".join(given) if given else "none"
             raise fault("invalid_value", "has {said}; give one of json, regex, choice, grammar, json_object", said=said)
         return self
 
-    def _kinds(self) -> tuple[tuple[str, Any], ...]:
-        json = self.schema_ if self.schema_ is None else True  # {} allows everything, and is given
+    def _given(self) -> dict[str, Any]:
+        given = {} if self.schema_ is None else {"json": self.schema_}  # also {}, which allows everything
         rest = ("regex", "choice", "grammar", "json_object")
-        return (("json", json), *((name, getattr(self, name)) for name in rest))
+        return given | {name: value for name in rest if (value := getattr(self, name))}
 
     def as_grammar(self, field: str) -> types.Grammar:
         """The same as a `Grammar`, which errors call by `field`."""
-        if self.schema_ is not None:
-            return _grammar_of_json(self.schema_, f"{field}.json")
-        if self.regex is not None:
-            return types.Grammar.regex(self.regex, field=f"{field}.regex")
-        if self.choice is not None:
-            return types.Grammar.choice(self.choice, field=f"{field}.choice")
-        if self.grammar is not None:
-            return types.Grammar.lark(self.grammar, field=f"{field}.grammar")
-        return types.Grammar.of_json(field=f"{field}.json_object")
-
-
-def _grammar_of_json(schema: str | Mapping[str, Any], field: str) -> types.Grammar:
-    if isinstance(schema, str):
-        return types.Grammar(types.GrammarKind.JSON_SCHEMA, schema, field=field)
-    return types.Grammar.of_json(schema, field=field)
+        ((name, given),) = self._given().items()
+        return types.Grammar.of_option(name, given, field=f"{field}.{name}")
 
 
 MAX_COMPOSED = 16
@@ -383,6 +370,7 @@ Stop = Annotated[
 ]
 
 
+_OLDER = {"guided_json": "json", "guided_choice": "choice", "guided_grammar": "grammar"}  # the others are regex
 _FORMAT = "use response_format or structured_outputs"
 _ON_POLICY = "what is sampled for training is drawn from the policy itself; /v1/chat/completions has it for other text"
 _SCORE = "POST /v1/completions with echo: true, logprobs and max_tokens: 0 gives those of a prompt's tokens"
@@ -514,11 +502,7 @@ class Sampling(PolicyChoice):
                 return format_grammar(value.type, schema, strict=strict)
             if isinstance(value, StructuredOutputs):
                 return value.as_grammar(name)
-            if name == "guided_json":
-                return _grammar_of_json(value, name)
-            if name == "guided_choice":
-                return types.Grammar.choice(value, field=name)
-            return (types.Grammar.lark if name == "guided_grammar" else types.Grammar.regex)(value, field=name)
+            return types.Grammar.of_option(_OLDER.get(name, "regex"), value, field=name)
         return None
 
     @property

@@ -34,14 +34,14 @@ from groupwise.errors import AuthenticationError, GrammarError, GroupwiseError, 
 from groupwise.tasks import openai as protocol
 from groupwise.tasks.agents import AgentSession, Conversations
 from groupwise.tasks.dialects import anthropic, responses
-from groupwise.tasks.dialects.form import read, renamed
+from groupwise.tasks.dialects.form import bytes_of, read, renamed
 from groupwise.tasks.openai import MODEL
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
     from transformers import PreTrainedTokenizerBase
 
-    from groupwise.tasks.dialects.form import Event, Writer
+    from groupwise.tasks.dialects.form import Writer
     from groupwise.tasks.openai import AgentChatRequest
     from groupwise.tasks.reply import ReplyPart
 
@@ -311,16 +311,16 @@ class _Stream:
     async def events(self, parts: Sequence[ReplyPart] | None) -> AsyncIterator[bytes]:
         """The stream, whose first parts are `parts`."""
         try:
-            yield _bytes(self._writer.open(self._prompt_tokens))
+            yield bytes_of(self._writer.open(self._prompt_tokens))
             while parts is not None:
                 if added := self._writer.push(parts):
-                    yield _bytes(added)
+                    yield bytes_of(added)
                 parts = await self.next()
             last = self._writer.close(self._answer.result().ending)
             self._keep(self._writer.answer)
-            yield _bytes(last) + self._done
+            yield bytes_of(last) + self._done
         except GroupwiseError as error:
-            yield _bytes(self._writer.fail(error)) + self._done
+            yield bytes_of(self._writer.fail(error)) + self._done
         finally:
             self.cancel()
 
@@ -328,10 +328,6 @@ class _Stream:
 def _json(answer: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
     """In ASCII: the policy may write half of a character in the arguments of a call."""
     return Response(json.dumps(answer), media_type="application/json", headers=dict(headers or {}))
-
-
-def _bytes(events: Sequence[Event]) -> bytes:
-    return b"".join(event.bytes for event in events)
 
 
 async def _while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T:

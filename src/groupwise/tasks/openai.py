@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.errors import GroupwiseError, RequestError
-from groupwise.tasks.dialects.form import Ending, Event, Request, read, renamed
+from groupwise.tasks.dialects.form import DialectRequest, Ending, StreamEvent, read, renamed
 from groupwise.tasks.structured import format_grammar, reply_grammar, thoughts_of
 from groupwise.tasks.tool_calls import format_of
 from groupwise.types import NARROWING, Completion, Grammar, Message, SamplingParams
@@ -255,13 +255,13 @@ def read_request(body: bytes) -> AgentChatRequest:
     return checked(read(body, AgentChatRequest))
 
 
-def read_other(body: bytes, model: type[Request]) -> tuple[AgentChatRequest, Request]:
+def read_other(body: bytes, model: type[DialectRequest]) -> tuple[AgentChatRequest, DialectRequest]:
     """A body of another dialect as a chat request, and as what it is. Raises RequestError in the dialect's words."""
     asked = read(body, model)
     return translated(asked, asked.chat()), asked
 
 
-def translated(asked: Request, form: dict[str, Any]) -> AgentChatRequest:
+def translated(asked: DialectRequest, form: dict[str, Any]) -> AgentChatRequest:
     """The chat request that `asked` is, as its chat form says. Raises RequestError in the dialect's words."""
     try:
         return checked(read(json.dumps(form).encode(), AgentChatRequest))
@@ -324,21 +324,21 @@ class ChatWriter:
         self._calls: list[dict[str, Any]] = []
         self._ending: Ending | None = None
 
-    def open(self, prompt_tokens: int) -> list[Event]:
+    def open(self, prompt_tokens: int) -> list[StreamEvent]:
         return [self._chunk({"role": "assistant", "content": ""})]
 
-    def push(self, parts: Sequence[ReplyPart]) -> list[Event]:
+    def push(self, parts: Sequence[ReplyPart]) -> list[StreamEvent]:
         return [self._chunk(self._delta(part)) for part in parts]
 
-    def close(self, ending: Ending) -> list[Event]:
+    def close(self, ending: Ending) -> list[StreamEvent]:
         self._ending = ending
         events = [self._chunk({}, logprobs=self._logprobs(), finish_reason=ending.finish_reason)]
         if self._request.stream_options is not None and self._request.stream_options.include_usage:
-            events.append(Event(None, {**self._head, "choices": [], "usage": self._usage()}))
+            events.append(StreamEvent(None, {**self._head, "choices": [], "usage": self._usage()}))
         return events
 
-    def fail(self, error: GroupwiseError) -> list[Event]:
-        return [Event(None, error_of(error))]
+    def fail(self, error: GroupwiseError) -> list[StreamEvent]:
+        return [StreamEvent(None, error_of(error))]
 
     @property
     def answer(self) -> dict[str, Any]:
@@ -362,9 +362,9 @@ class ChatWriter:
         self._said[key] = self._said.get(key, "") + part.text
         return {key: part.text}
 
-    def _chunk(self, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None) -> Event:
+    def _chunk(self, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None) -> StreamEvent:
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return Event(None, {**self._head, "choices": [choice]})
+        return StreamEvent(None, {**self._head, "choices": [choice]})
 
     def _logprobs(self) -> dict[str, Any] | None:
         if not self._request.logprobs or self._ending is None:

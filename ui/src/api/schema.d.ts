@@ -2774,6 +2774,14 @@ export interface components {
             content: string | (components["schemas"]["TextBlock"] | components["schemas"]["ThinkingBlock"] | components["schemas"]["RedactedThinkingBlock"] | components["schemas"]["ToolUseBlock"] | components["schemas"]["ToolResultBlock"])[];
         };
         /**
+         * InputTokens
+         * @description How many tokens the policy would be shown.
+         */
+        InputTokens: {
+            /** Input Tokens */
+            input_tokens: number;
+        };
+        /**
          * JobError
          * @description Why a job failed.
          */
@@ -3925,14 +3933,6 @@ export interface components {
             signature?: string | null;
         };
         /**
-         * TokenCount
-         * @description How many tokens the policy would be shown.
-         */
-        TokenCount: {
-            /** Input Tokens */
-            input_tokens: number;
-        };
-        /**
          * TokenLogprob
          * @description A sampled token, and the likeliest ones in its place.
          */
@@ -5075,7 +5075,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["TokenCount"];
+                    "application/json": components["schemas"]["InputTokens"];
                 };
             };
             /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `unsupported_parameter`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */

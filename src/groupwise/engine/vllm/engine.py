@@ -564,7 +564,7 @@ def read_launch(config: RunConfig, *, port: int) -> ServerLaunch:
     return launch_of(config.vllm, _shape(config, model), port=port)
 
 
-class StreamedCompletion:
+class CompletionStream:
     """One completion of a request as it is streamed, from the server that has it to the next."""
 
     def __init__(self, engine: VllmEngine, job: QueuedRequest, index: int, on_token: TokenSink):
@@ -603,7 +603,7 @@ class StreamedCompletion:
         tell(self._on_token, self._index, piece.token_ids, piece.logprobs, piece.tops)
 
 
-class _FollowedCompletion(StreamedCompletion):
+class _FollowedCompletion(CompletionStream):
     """One completion that goes on under newer versions (`VllmEngine.replace`). `version` samples it now, `asking` is
     its request, and `spans` say from which token on which version drew it."""
 
@@ -622,7 +622,7 @@ class _FollowedCompletion(StreamedCompletion):
             self.asking.cancel()
 
     async def ask(self, server: VllmServer, model: str, hear: Callable[[Sampled], None] | None = None) -> Sampled:
-        """As `StreamedCompletion.ask`, of the version that samples now."""
+        """As `CompletionStream.ask`, of the version that samples now."""
         return await super().ask(server, model, hear or partial(self._heard_of, self.version))
 
     def _heard_of(self, version: PolicyVersion, piece: Sampled) -> None:

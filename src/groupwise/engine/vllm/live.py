@@ -32,7 +32,7 @@ from typing import Any
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.client import structured_outputs
-from groupwise.engine.vllm.engine import QueuedRequest, StreamedCompletion, VllmEngine, shape_of, tell
+from groupwise.engine.vllm.engine import CompletionStream, QueuedRequest, VllmEngine, shape_of, tell
 from groupwise.engine.vllm.handshake import (
     FILES,
 )
@@ -93,7 +93,7 @@ class LiveVllm(VllmEngine):
             for index, each in enumerate(completions):
                 tell(on_token, index, each.token_ids, each.logprobs, each.top_logprobs)
             return completions
-        rows = [StreamedCompletion(self, job, index, on_token) for index in range(request.n)]
+        rows = [CompletionStream(self, job, index, on_token) for index in range(request.n)]
         sending = [asyncio.create_task(self._fleet.send(job.name, row.ask)) for row in rows]
         try:
             return [self._completion(each, request) for each in await asyncio.gather(*sending)]

@@ -21,14 +21,14 @@ from groupwise.errors import GroupwiseError
 from groupwise.tasks.dialects.form import (
     MOST_MESSAGES,
     TEXT_OR_PARTS,
+    BodyPart,
     CallId,
+    DialectRequest,
     Ending,
-    Event,
     FunctionName,
-    Part,
     Refused,
-    Request,
     StopString,
+    StreamEvent,
     assistant,
     call,
     fault,
@@ -40,7 +40,7 @@ from groupwise.tasks.dialects.form import (
 if TYPE_CHECKING:
     from groupwise.tasks.reply import ReplyPart
 
-PING = Event("ping", {"type": "ping"})
+PING = StreamEvent("ping", {"type": "ping"})
 ONLY_TEXT = "is a block of type {kind}; this model reads text only"
 ERRORS = {
     400: "invalid_request_error",
@@ -55,14 +55,14 @@ ERRORS = {
 
 
 # ---- requests ----
-class TextBlock(Part):
+class TextBlock(BodyPart):
     """Text. `cache_control` and `citations` beside it change nothing."""
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Part):
+class ThinkingBlock(BodyPart):
     """A thought of an earlier turn; the chat template decides whether the model sees it again."""
 
     type: Literal["thinking"]
@@ -70,14 +70,14 @@ class ThinkingBlock(Part):
     signature: str | None = None
 
 
-class RedactedThinkingBlock(Part):
+class RedactedThinkingBlock(BodyPart):
     """A thought that only its author could read; it is left out."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
-class ToolUseBlock(Part):
+class ToolUseBlock(BodyPart):
     """A tool call of an earlier turn."""
 
     type: Literal["tool_use"]
@@ -101,7 +101,7 @@ def _text(content: str | Sequence[TextBlock] | None) -> str:
     return content if isinstance(content, str) else joined([block.text for block in content or ()])
 
 
-class ToolResultBlock(Part):
+class ToolResultBlock(BodyPart):
     """What a tool call came to. `is_error` is not shown to the model: say it in the content."""
 
     type: Literal["tool_result"]
@@ -134,7 +134,7 @@ SPEAKS = {
 }  # which blocks a message of a role has
 
 
-class InputMessage(Part):
+class InputMessage(BodyPart):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
@@ -194,7 +194,7 @@ def _own_tool(value: Any) -> Any:
     )
 
 
-class ToolDefinition(Part):
+class ToolDefinition(BodyPart):
     """A tool that the model may call."""
 
     name: FunctionName
@@ -209,14 +209,14 @@ class ToolDefinition(Part):
         return {"type": "function", "function": function | ({"strict": True} if self.strict else {})}
 
 
-class AutoChoice(Part):
+class AutoChoice(BodyPart):
     """The model decides whether it calls a tool (`auto`), or must not (`none`), or must call some tool (`any`)."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
-class NamedChoice(Part):
+class NamedChoice(BodyPart):
     """The model must call the tool of this name."""
 
     type: Literal["tool"]
@@ -224,28 +224,28 @@ class NamedChoice(Part):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Part):
+class Thinking(BodyPart):
     """Whether the model is to think, where its chat template reads that. No budget is kept: `max_tokens` ends all."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
 
 
-class JsonFormat(Part):
+class JsonFormat(BodyPart):
     """JSON of a schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(Part):
+class OutputConfig(BodyPart):
     """What the reply is to look like. `effort` changes nothing."""
 
     effort: str | None = None
     format: JsonFormat | None = None
 
 
-class ContextEdit(Part):
+class ContextEdit(BodyPart):
     """An edit of the context. Which earlier thoughts stay is the chat template's affair; all others are refused."""
 
     type: str
@@ -259,11 +259,11 @@ class ContextEdit(Part):
         return self
 
 
-class ContextManagement(Part):
+class ContextManagement(BodyPart):
     edits: Annotated[list[ContextEdit], Field(max_length=64)] | None = None
 
 
-class CountRequest(Request):
+class CountRequest(DialectRequest):
     """The body of POST /v1/messages/count_tokens."""
 
     names: ClassVar = {
@@ -353,15 +353,15 @@ class MessageWriter:
         self._open = False  # whether the last block may go on
         self._ended: dict[str, Any] = {}
 
-    def open(self, prompt_tokens: int) -> list[Event]:
+    def open(self, prompt_tokens: int) -> list[StreamEvent]:
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [_event("message_start", message=message)]
 
-    def push(self, parts: Sequence[ReplyPart]) -> list[Event]:
+    def push(self, parts: Sequence[ReplyPart]) -> list[StreamEvent]:
         return [event for part in parts for event in self._added(part)]
 
-    def close(self, ending: Ending) -> list[Event]:
+    def close(self, ending: Ending) -> list[StreamEvent]:
         cut = "model_context_window_exceeded" if ending.full else "max_tokens"
         reasons = {"length": cut, "tool_calls": "tool_use"}
         reason = reasons.get(ending.finish_reason, "end_turn" if ending.stop is None else "stop_sequence")
@@ -377,15 +377,15 @@ class MessageWriter:
         last = _event("message_delta", delta=stopped, usage=usage)
         return [*self._closing(), last, _event("message_stop")]
 
-    def fail(self, error: GroupwiseError) -> list[Event]:
-        return [Event("error", error_of(error))]
+    def fail(self, error: GroupwiseError) -> list[StreamEvent]:
+        return [StreamEvent("error", error_of(error))]
 
     @property
     def answer(self) -> dict[str, Any]:
         blocks = [_whole(block) for block in self._blocks]
         return {**self._head, "content": blocks, **self._ended}
 
-    def _added(self, part: ReplyPart) -> list[Event]:
+    def _added(self, part: ReplyPart) -> list[StreamEvent]:
         if part.kind == "tool_call":
             use = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
             events = self._opening(use)
@@ -399,13 +399,13 @@ class MessageWriter:
         self._blocks[-1][key] += part.text
         return [*events, self._delta({"type": f"{kind}_delta", key: part.text})]
 
-    def _opening(self, block: Mapping[str, Any]) -> list[Event]:
+    def _opening(self, block: Mapping[str, Any]) -> list[StreamEvent]:
         events = self._closing()
         self._blocks.append(dict(block))
         self._open = True
         return [*events, _event("content_block_start", index=len(self._blocks) - 1, content_block=dict(block))]
 
-    def _closing(self) -> list[Event]:
+    def _closing(self) -> list[StreamEvent]:
         """The end of the block that is open."""
         if not self._open:
             return []
@@ -414,12 +414,12 @@ class MessageWriter:
         events = [self._delta(signed)] if block["type"] == "thinking" else []
         return [*events, _event("content_block_stop", index=len(self._blocks) - 1)]
 
-    def _delta(self, delta: Mapping[str, Any]) -> Event:
+    def _delta(self, delta: Mapping[str, Any]) -> StreamEvent:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
 
-def _event(name: str, **fields: Any) -> Event:
-    return Event(name, {"type": name, **fields})
+def _event(name: str, **fields: Any) -> StreamEvent:
+    return StreamEvent(name, {"type": name, **fields})
 
 
 def _whole(block: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What the dialects share: a request in one form (OpenAI's chat completions), and a reply as parts and an ending.
 
-    a body of a dialect  ->  `Request.chat()`: the same as a body of /v1/chat/completions  ->  the policy
+    a body of a dialect  ->  `DialectRequest.chat()`: the same as a body of /v1/chat/completions  ->  the policy
     the policy's reply   ->  `ReplyPart`s and an `Ending`  ->  a `Writer`: events of the dialect, and the whole answer
 
 The chat form is what the live server and the endpoint of episodes check, render and sample, each by its own rules; a
@@ -44,7 +44,7 @@ CallId = Annotated[str, Field(max_length=256)]
 
 
 # ---- requests ----
-class Part(BaseModel):
+class BodyPart(BaseModel):
     """A piece of a body. What it does not know is ignored: blocks come from many clients."""
 
     model_config = ConfigDict(
@@ -64,7 +64,7 @@ class Refused(NamedTuple):
     hint: str = "leave it out"
 
 
-class Request(Part):
+class DialectRequest(BodyPart):
     """A body of a dialect. Fields that it does not know are ignored, but not misspelt ones."""
 
     model_config = ConfigDict(extra="allow")
@@ -76,7 +76,7 @@ class Request(Part):
     """Fields of the chat form -> what they are called in the dialect."""
 
     @model_validator(mode="after")
-    def _nothing_refused(self) -> Request:
+    def _nothing_refused(self) -> DialectRequest:
         given = self.model_extra or {}
         for name in islice((each for each in given if each not in self.refused), MOST_SLIPS):
             meant = difflib.get_close_matches(name[:LONGEST_SHOWN], type(self).model_fields, n=1, cutoff=NEARLY)
@@ -230,7 +230,7 @@ class Ending:
     completion: Completion
 
 
-class Event(NamedTuple):
+class StreamEvent(NamedTuple):
     """A server-sent event. Without a `name` it is data alone."""
 
     name: str | None
@@ -242,22 +242,27 @@ class Event(NamedTuple):
         return f"{head}data: {json.dumps(self.data)}\n\n".encode()
 
 
+def bytes_of(events: Sequence[StreamEvent]) -> bytes:
+    """Events as they are sent."""
+    return b"".join(event.bytes for event in events)
+
+
 class Writer(Protocol):
     """One reply in a dialect: the events of its stream, and what they add up to."""
 
-    def open(self, prompt_tokens: int) -> list[Event]:
+    def open(self, prompt_tokens: int) -> list[StreamEvent]:
         """Before the first token."""
         ...
 
-    def push(self, parts: Sequence[ReplyPart]) -> list[Event]:
+    def push(self, parts: Sequence[ReplyPart]) -> list[StreamEvent]:
         """More of the reply."""
         ...
 
-    def close(self, ending: Ending) -> list[Event]:
+    def close(self, ending: Ending) -> list[StreamEvent]:
         """The reply is whole; `answer` is set from here on."""
         ...
 
-    def fail(self, error: GroupwiseError) -> list[Event]:
+    def fail(self, error: GroupwiseError) -> list[StreamEvent]:
         """The stream ends without the rest of the reply."""
         ...
 

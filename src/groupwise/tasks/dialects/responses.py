@@ -22,13 +22,13 @@ from groupwise.errors import GroupwiseError, RequestError
 from groupwise.tasks.dialects.form import (
     MOST_MESSAGES,
     TEXT_OR_PARTS,
+    BodyPart,
     CallId,
+    DialectRequest,
     Ending,
-    Event,
     FunctionName,
-    Part,
     Refused,
-    Request,
+    StreamEvent,
     assistant,
     call,
     joined,
@@ -46,14 +46,14 @@ STATUSES = {429: "rate_limit_exceeded"}  # HTTP statuses -> `code` of a response
 
 
 # ---- items ----
-class TextContent(Part):
+class TextContent(BodyPart):
     """Text of a message; `annotations` and `logprobs` beside it change nothing."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
 
 
-class RefusalContent(Part):
+class RefusalContent(BodyPart):
     """What the assistant said when it refused."""
 
     type: Literal["refusal"]
@@ -80,7 +80,7 @@ Texts = Annotated[
 ]
 
 
-class MessageItem(Part):
+class MessageItem(BodyPart):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -88,7 +88,7 @@ class MessageItem(Part):
     content: Texts
 
 
-class FunctionCallItem(Part):
+class FunctionCallItem(BodyPart):
     """A tool call that the assistant made."""
 
     type: Literal["function_call"]
@@ -97,7 +97,7 @@ class FunctionCallItem(Part):
     arguments: str
 
 
-class FunctionOutputItem(Part):
+class FunctionOutputItem(BodyPart):
     """What a tool call came to."""
 
     type: Literal["function_call_output"]
@@ -105,7 +105,7 @@ class FunctionOutputItem(Part):
     output: Texts
 
 
-class ReasoningItem(Part):
+class ReasoningItem(BodyPart):
     """A thought of an earlier turn: its content, or else its summary. What is encrypted is left out."""
 
     type: Literal["reasoning"]
@@ -169,7 +169,7 @@ def _own_tool(value: Any) -> Any:
     return unknown_kind(value, ["function"], says, hint, code="unsupported_parameter")
 
 
-class FunctionTool(Part):
+class FunctionTool(BodyPart):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -184,7 +184,7 @@ class FunctionTool(Part):
         return {"type": "function", "function": function | ({"strict": True} if self.strict else {})}
 
 
-class FunctionChoice(Part):
+class FunctionChoice(BodyPart):
     """The model must call the tool of this name."""
 
     type: Literal["function"]
@@ -209,13 +209,13 @@ ToolChoice = Annotated[
 ]
 
 
-class Reasoning(Part):
+class Reasoning(BodyPart):
     """`effort: none` asks the model not to think and any other to think, where its chat template reads that."""
 
     effort: str | None = None
 
 
-class TextFormat(Part):
+class TextFormat(BodyPart):
     """`text`, `json_object`, or `json_schema` with its name and schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -232,12 +232,12 @@ class TextFormat(Part):
         return {"type": "json_schema", "json_schema": given}
 
 
-class TextConfig(Part):
+class TextConfig(BodyPart):
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class ResponsesRequest(Request):
+class ResponsesRequest(DialectRequest):
     """The body of POST /v1/responses."""
 
     names: ClassVar = {
@@ -332,15 +332,15 @@ class ResponseWriter:
         self._number = -1
         self._suffix = id.partition("_")[2]
 
-    def open(self, prompt_tokens: int) -> list[Event]:
+    def open(self, prompt_tokens: int) -> list[StreamEvent]:
         return [
             self._event(f"response.{name}", response=self._now("in_progress")) for name in ("created", "in_progress")
         ]
 
-    def push(self, parts: Sequence[ReplyPart]) -> list[Event]:
+    def push(self, parts: Sequence[ReplyPart]) -> list[StreamEvent]:
         return [event for part in parts for event in self._added(part)]
 
-    def close(self, ending: Ending) -> list[Event]:
+    def close(self, ending: Ending) -> list[StreamEvent]:
         status = "incomplete" if ending.finish_reason == "length" else "completed"
         events = [] if self._output else self._opening(self._empty("content"))
         events += self._closing(status)
@@ -349,7 +349,7 @@ class ResponseWriter:
         self._response |= {"output": self._output, "completed_at": int(time.time())}
         return [*events, self._event(f"response.{status}", response=self._response)]
 
-    def fail(self, error: GroupwiseError) -> list[Event]:
+    def fail(self, error: GroupwiseError) -> list[StreamEvent]:
         told = {"code": STATUSES.get(error.status, "server_error"), "message": error.message}
         return [self._event("response.failed", response=self._now("failed") | {"error": told})]
 
@@ -360,7 +360,7 @@ class ResponseWriter:
     def _now(self, status: str) -> dict[str, Any]:
         return {**self._response, "status": status, "output": list(self._output)}
 
-    def _added(self, part: ReplyPart) -> list[Event]:
+    def _added(self, part: ReplyPart) -> list[StreamEvent]:
         if part.kind == "tool_call":
             item = self._item("fc", type="function_call", call_id=part.id, name=part.name, arguments="")
             events = self._opening(item)
@@ -384,7 +384,7 @@ class ResponseWriter:
         number = len(self._output)
         return {"id": f"{kind}_{self._suffix}_{number}", "status": "in_progress", **fields}
 
-    def _opening(self, item: dict[str, Any]) -> list[Event]:
+    def _opening(self, item: dict[str, Any]) -> list[StreamEvent]:
         events = self._closing()
         self._output.append(item)
         self._open = True
@@ -396,7 +396,7 @@ class ResponseWriter:
             item["content"] = [dict(part)]
         return events
 
-    def _closing(self, status: str = "completed") -> list[Event]:
+    def _closing(self, status: str = "completed") -> list[StreamEvent]:
         """The end of the item that is open."""
         if not self._open:
             return []
@@ -408,22 +408,22 @@ class ResponseWriter:
             events.append(self._of_item("response.content_part.done", content_index=0, part=part))
         return [*events, self._event("response.output_item.done", output_index=self._last, item=item)]
 
-    def _of_text(self, what: str, **fields: Any) -> Event:
+    def _of_text(self, what: str, **fields: Any) -> StreamEvent:
         said = self._output[-1]["type"] == "message"
         extra = {"logprobs": []} if said else {}
         name = f"response.{'output_text' if said else 'reasoning_text'}.{what}"
         return self._of_item(name, content_index=0, **fields, **extra)
 
-    def _of_item(self, name: str, **fields: Any) -> Event:
+    def _of_item(self, name: str, **fields: Any) -> StreamEvent:
         return self._event(name, item_id=self._output[-1]["id"], output_index=self._last, **fields)
 
     @property
     def _last(self) -> int:
         return len(self._output) - 1
 
-    def _event(self, name: str, **fields: Any) -> Event:
+    def _event(self, name: str, **fields: Any) -> StreamEvent:
         self._number += 1
-        return Event(name, json.loads(json.dumps({"type": name, "sequence_number": self._number, **fields})))
+        return StreamEvent(name, json.loads(json.dumps({"type": name, "sequence_number": self._number, **fields})))
 
 
 def _head(request: ResponsesRequest) -> dict[str, Any]:
