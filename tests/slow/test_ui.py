@@ -386,6 +386,17 @@ def test_back_on_a_phone_closes_what_was_opened(browser: Any, place: Place) -> N
     context.close()
 
 
+def test_on_a_phone_nothing_lies_beside_the_view(browser: Any, place: Place) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    go(page, place, "jobs")
+    table = page.get_by_role("region", name="Jobs, a table")
+    expect(table.get_by_role("link").first).to_be_visible()
+    assert table.evaluate("box => box.scrollWidth - box.clientWidth") == 0
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    context.close()
+
+
 def test_the_palette_goes_anywhere_by_typing_and_says_the_keys(page: Any, place: Place) -> None:
     go(page, place, "now")
     page.keyboard.press("Control+k")

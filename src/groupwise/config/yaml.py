@@ -87,12 +87,12 @@ class Document:
             raise ConfigError(
                 f"cannot read the configuration {path}: {error.strerror or error}", hint=_beside(path)
             ) from None
-        data = _parse(text, source=str(path))
+        data, root = _parse(text, source=str(path))
         if data is None:
             raise ConfigError(f"{path} is empty", hint="a run needs at least `data` and `rewards`")
         if not isinstance(data, dict):
             raise ConfigError(f"{path} holds a {_kind(data)} at the top level; it must be a mapping such as `name: x`")
-        return cls(data, path.name, _yaml().compose(text))
+        return cls(data, path.name, root)
 
     def override(self, text: str, *, shorthand: Mapping[str, str]) -> None:
         """Apply `a.b=c`. A string in the list `key` of `shorthand` stands for the mapping {shorthand[key]: string}."""
@@ -102,7 +102,7 @@ class Document:
                 f"{text!r} is not an override; write key=value, such as train.steps=10 or rewards[0].weight=2"
             )
         keys = parse_keys(match[1])
-        value = _parse(match[2], source=f"the value of {text!r}")
+        value, _ = _parse(match[2], source=f"the value of {text!r}")
         target: Any = self.data
         for depth, key in enumerate(keys[:-1]):
             empty: Any = [] if isinstance(keys[depth + 1], int) else {}
@@ -148,9 +148,12 @@ def _beside(path: Path) -> str | None:
     return f"did you mean {folder / similar[0]}?" if similar and not path.exists() else None
 
 
-def _parse(text: str, *, source: str) -> Any:
+def _parse(text: str, *, source: str) -> tuple[Any, Node | None]:
+    """What the text says, and its nodes, which know their lines."""
+    yaml = _yaml()
     try:
-        return _yaml().load(text)
+        root: Node | None = yaml.compose(text)
+        return (None if root is None else yaml.constructor.construct_document(root)), root
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -265,7 +268,7 @@ def _correction(details: ErrorDetails, keys: Keys, model: type[BaseModel]) -> st
     """How a value of the wrong kind is written, where it can be guessed."""
     given, kind, name = details["input"], details["type"], keys[-1] if keys else ""
     if isinstance(given, str) and kind in ("int_type", "float_type", "bool_type"):
-        value = _parse(given, source=str(name))
+        value, _ = _parse(given, source=str(name))
         wanted = {"int_type": int, "float_type": (int, float), "bool_type": bool}[kind]
         right = isinstance(value, wanted) and (kind == "bool_type") == isinstance(value, bool)
         return f"; write it without quotes: {name}: {given}" if right else ""
