@@ -26,6 +26,7 @@ from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Sample
 from model_families import family_config
 from seed_page import Live, serving
+from slow_cases import slow_but
 
 torch.set_num_threads(1)
 
@@ -114,7 +115,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return starter_tokenizer()
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=slow_but(set(ARCHITECTURES) - {"llama"}, of=ARCHITECTURES))
 def architecture(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -18,6 +18,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterNotFoundError, ConfigError
 from groupwise.train.learner import Learner
 from groupwise.types import Completion, PolicyVersion, Sample, SamplingParams, SamplingRequest
+from slow_cases import slow_but
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("math", 1), PolicyVersion("math", 2)
 pytestmark = pytest.mark.filterwarnings("ignore:.*(packed rows|recurrent layers).*:UserWarning")
@@ -143,7 +144,7 @@ def check(policies, requests, groups, *, recompute: bool) -> None:
 
 @pytest.mark.parametrize("plain", [False, True], ids=["packed", "plain"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", slow_but({"qwen3"}, of=("qwen3", "gemma3", "gpt2")))
 def test_a_new_version_takes_over(open_engine, make_base, make_adapter, family: str, recompute: bool, plain: bool):
     """Every token's log-probability is that of the version that is written beside it: on a fresh prefix, or on the keys
     and values that were there. The same tokens under a fresh prefix tell the two apart."""

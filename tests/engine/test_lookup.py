@@ -142,6 +142,7 @@ def test_whatever_is_drafted_the_draws_are_the_same(open_pair: OpenPair, archite
     assert 0.2 * drafted < accepted < 0.9 * drafted
 
 
+@pytest.mark.slow
 def test_lookups_stand_and_fail_at_every_temperature(open_pair: OpenPair):
     """With waits, and with the least that is checked; colder is more predictable."""
     plain, drafting = open_pair()

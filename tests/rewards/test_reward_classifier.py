@@ -170,6 +170,7 @@ def test_a_run_whose_reward_model_cannot_be_loaded_ends_before_its_first_step(pr
     assert not list(project.folder.glob("runs/*/metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_reward_model_that_can_be_loaded_scores_the_run(qwen, project):
     rewards = json.dumps([{"function": "groupwise.rewards.classifier:reward_model", "args": {"model": str(qwen)}}])
     result = cli("run", project.config, f"rewards={rewards}", "train.steps=1", "scoring.workers=1")

@@ -22,6 +22,7 @@ from groupwise.rewards.base import RewardFunction, RewardLog, TrainerState, load
 from groupwise.rewards.pool import Patience, RewardPool
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from processes import becomes, descendants, running
+from slow_cases import slow_but
 
 HERE = Path(__file__).parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks things up in /proc")
@@ -265,7 +266,7 @@ WRONGS = {
 }
 
 
-@pytest.mark.parametrize("function", ["by_kind", "by_kind_async"])
+@pytest.mark.parametrize("function", slow_but({"by_kind"}, of=("by_kind", "by_kind_async")))
 def test_only_the_group_that_does_it_fails(function, pool_of):
     pool, log = pool_of(function, timeout_s=0.75), RewardLog()
     bad = [group("a", "b", id=kind, kind=kind) for kind in WRONGS]
@@ -299,6 +300,7 @@ def test_one_function_of_several_fails_alone(pool_of):
     assert [rollout.reward for rollout in good.rollouts] == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_batch_in_which_everything_hangs_ends_after_three_deadlines(pool_of):
     pool, log = pool_of("by_kind", timeout_s=0.5), RewardLog()
     groups = [group("a", kind="hang", id=str(i)) for i in range(12)]

@@ -197,7 +197,6 @@ def test_a_run_outlives_environments_that_loop_and_that_end_their_process(env_pr
     """One of four cases ends its process, one never returns: the others are trained, run and evaluation come to their
     end, and health says what it was."""
     options = ("env.environment=my_envs:Deadly", "env.workers=2", "env.step_timeout_s=0.5", "rollout.group_size=2")
-    options += ("rollout.prompts_per_step=8",)  # so many groups in a row that fail end a run, whatever their order
     run(env_project, *options, "eval=null", "rollout.max_tokens=3", "train.steps=1")
     groups = [*read_rollouts(Path("out/rollouts/step_000001.jsonl"))]
     by_case: dict[int, set[str | None]] = {}

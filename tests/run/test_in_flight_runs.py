@@ -58,6 +58,7 @@ def test_every_token_has_the_version_that_drew_it(tmp_path: Path, cache: str):
             assert line["rollout/token_age_mean"] == pytest.approx(mean)
 
 
+@pytest.mark.slow
 def test_tokens_are_fresher_than_without(tmp_path: Path):
     """The same limit on staleness; each group's newest tokens are of a newer version."""
 

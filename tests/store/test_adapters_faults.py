@@ -220,7 +220,7 @@ SCENARIOS = {
     ("scenario", "at_least"),
     [
         ("kill_at_every_call", 40),
-        ("kill_at_random_times", 25),
+        pytest.param("kill_at_random_times", 25, marks=pytest.mark.slow),
         ("limit_every_file_size", 30),
         ("rivals", 32),
     ],

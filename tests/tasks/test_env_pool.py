@@ -19,6 +19,7 @@ from groupwise.tasks.env_pool import EnvPool
 from groupwise.tasks.episode import EpisodeRollouts, play_all
 from groupwise.types import PolicyVersion, Prompt, Rollout, SamplingParams
 from processes import becomes, descendants
+from slow_cases import slow_but
 
 HERE = Path(__file__).parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks things up in /proc")
@@ -67,7 +68,7 @@ def told(rollout: Rollout) -> Any:
 # ---- the same with and without ----
 
 
-@pytest.mark.parametrize("name", ["Steady", "Aio", "Shop", "Odd", "Broken"])
+@pytest.mark.parametrize("name", slow_but({"Steady", "Odd"}, of=("Steady", "Aio", "Shop", "Odd", "Broken")))
 def test_episodes_are_the_same_in_processes_and_here(rollouts: Play, name: str) -> None:
     cases = [{}, {}, {"kind": "raise"}, {"kind": "raise", "when": 1}]
     ours, theirs = rollouts(name, *cases, n=2), rollouts(name, *cases, n=2, here=True)
@@ -96,9 +97,10 @@ WRONG = {
 
 
 @linux
-@pytest.mark.parametrize(("kind", "cause"), WRONG.values(), ids=WRONG)
-def test_it_costs_its_own_episode_and_no_other(rollouts: Play, kind: str, cause: str) -> None:
+@pytest.mark.parametrize("name", slow_but({"crash", "loop", "raise"}, of=WRONG))
+def test_it_costs_its_own_episode_and_no_other(rollouts: Play, name: str) -> None:
     """The others, which were in the same process, are what they are without it."""
+    kind, cause = WRONG[name]
     cases: list[dict[str, Any]] = [{} for _ in range(4)]
     whole = rollouts("Steady", *cases, here=True)
     cases[1] = {"kind": kind}

@@ -15,6 +15,7 @@ from groupwise.model.load import load_model
 from groupwise.tasks.structured import answer_grammars, reply_grammar, thoughts_of
 from groupwise.tasks.tool_calls import ToolCallFormat, format_of, parse
 from groupwise.types import Completion, Grammar, SamplingParams, SamplingRequest
+from slow_cases import slow_but
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -61,7 +62,7 @@ def calls_in(text: str, form: ToolCallFormat) -> list[str]:
     return [call["function"]["name"] for call in reply.calls]
 
 
-@pytest.mark.parametrize("form", list(ToolCallFormat))
+@pytest.mark.parametrize("form", slow_but({ToolCallFormat.HERMES}, of=ToolCallFormat))
 def test_forced_calls(engine: LocalEngine, form: ToolCallFormat) -> None:
     def names(**how: Any) -> list[list[str]]:
         grammar = reply_grammar(form, [MOVE, WAIT], engine._base.tokenizer, choice="required", **how)

@@ -17,6 +17,7 @@ from groupwise.model.load import LoadedModel
 from groupwise.train.learner import Learner
 from groupwise.train.reference import Reference
 from groupwise.types import Sample, SamplingParams, SamplingRequest
+from slow_cases import slow_but
 from trl_peer import MAX_LENGTH, trl_loss
 
 
@@ -43,7 +44,7 @@ def test_minibatches(make_learner, make_samples, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("preset", ["gspo", "luspo"])
+@pytest.mark.parametrize("preset", slow_but({"gspo"}, of=("gspo", "luspo")))
 def test_rounding_clips_nothing_on_policy(make_base, preset: str, dtype: torch.dtype):
     """What the engine samples from the very policy that is trained. Its 16-bit log-probabilities are off by more than
     these losses bound the ratio by: against them a fifth of the tokens and more would be clipped."""

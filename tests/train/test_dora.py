@@ -23,6 +23,7 @@ from groupwise.store.files import check_adapter
 from groupwise.store.rundir import Located, TrainedPolicy
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
+from slow_cases import slow_but
 
 FAMILIES = ("qwen3", "llama", "gemma3", "gpt2")
 DORA, RSLORA = LoraSpec(rank=3, alpha=6.0, use_dora=True), LoraSpec(rank=4, alpha=6.0, use_rslora=True)
@@ -47,7 +48,7 @@ def saved(learner: Learner, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but({"qwen3"}, of=FAMILIES))
 def test_peft_loads_what_was_trained(make_base, make_samples, family: str, spec: LoraSpec, tmp_path: Path) -> None:
     base, samples = make_base(family), make_samples(((4, (6,)),), holes=False)
     learner = moved(base, spec)

@@ -18,6 +18,7 @@ from groupwise.model.load import load_model, share_weights
 from groupwise.model.packing import FLEX, MERGED
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
+from slow_cases import slow_but
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
@@ -34,12 +35,14 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("dense")
-@pytest.mark.parametrize("architecture", ["gemma2", "gpt2"])  # with windows, softcaps and fewer keys, and without
+@pytest.mark.parametrize("architecture", slow_but({"gemma2"}, of=("gemma2", "gpt2")))
 def test_there_is_no_trouble(make_base, architecture: str):
+    """With windows, softcaps and fewer keys, and without."""
     assert trouble(share_weights(make_base(architecture).model), checkpointing=False) is None
 
 
 @pytest.mark.usefixtures("dense")
+@pytest.mark.slow
 def test_there_is_no_trouble_in_16_bits(make_base):
     assert trouble(share_weights(make_base("qwen3", dtype=torch.bfloat16).model), checkpointing=False) is None
 
@@ -73,6 +76,7 @@ def test_wrong_gradients_are_found(make_base, monkeypatch):
 
 
 @pytest.mark.usefixtures("dense")
+@pytest.mark.slow
 def test_a_model_whose_forward_differs_is_found(make_base, monkeypatch):
     monkeypatch.setattr(flex_trial, "packed_tolerance", lambda model: 0.0)
     found = trouble(share_weights(make_base(dtype=torch.float32).model), checkpointing=False)
@@ -80,6 +84,7 @@ def test_a_model_whose_forward_differs_is_found(make_base, monkeypatch):
 
 
 @pytest.mark.usefixtures("dense")
+@pytest.mark.slow
 def test_a_checkpoint_is_part_of_the_trial(make_base):
     """Uncompiled, torch traces a softcap together with the hooks of a checkpoint."""
     gemma, qwen = (share_weights(make_base(architecture).model) for architecture in ("gemma2", "qwen3"))
@@ -133,7 +138,7 @@ def test_a_model_that_cannot_be_packed_has_neither(make_learner, monkeypatch):
 @pytest.mark.parametrize(
     ("architecture", "checkpointing"),
     [
-        ("gemma2", False),
+        pytest.param("gemma2", False, marks=pytest.mark.slow),
         pytest.param("qwen3", False, marks=pytest.mark.slow),
         pytest.param("qwen3", True, marks=pytest.mark.slow),
     ],

@@ -21,6 +21,7 @@ from groupwise.store.files import adapted_names, check_adapter
 from groupwise.train.learner import Learner
 from groupwise.train.lora import adapter_off, add_lora, load_lora, lora_tensors, save_lora
 from groupwise.types import PolicyVersion
+from slow_cases import slow_but
 
 
 def an_adapted_model(base, *, seed: int = 0, spec: LoraSpec = LoraSpec(rank=3, alpha=7.0)):
@@ -209,7 +210,7 @@ EXPERT_TARGETS = [
 
 
 @PADDED
-@pytest.mark.parametrize("family", [family for family in DEFAULT if family != "llama4_text"])
+@pytest.mark.parametrize("family", slow_but({"qwen3_moe", "gpt_oss"}, of=sorted(DEFAULT.keys() - {"llama4_text"})))
 @pytest.mark.parametrize("targets", EXPERT_TARGETS, ids=str)
 def test_peft_loads_an_adapter_of_experts_and_of_routers(make_base, make_samples, tmp_path: Path, family: str, targets):
     """In PEFT, the learner and the engine: the same log-probabilities, also after it was loaded again."""

@@ -17,6 +17,7 @@ from groupwise.errors import ConfigError, RankLostError, RewardError, TrainingEr
 from groupwise.train.distributed import end, follow, strategy_of
 from groupwise.train.learner import Learner
 from rank_pairs import Pair, on_ranks
+from slow_cases import slow_but
 
 SHARDED = {"ddp": False, "fsdp": True}
 
@@ -100,7 +101,7 @@ def test_an_error_of_rank_0_ends_the_others(make_base) -> None:
     assert "rank 0 ended: RewardError: no completion could be scored" in error.message
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", slow_but({signal.SIGKILL}, of=(signal.SIGKILL, signal.SIGSTOP)))
 def test_rank_0_may_take_its_time_and_not_die(make_base, how) -> None:
     """It samples for longer than the deadline; then it is killed, or stands still."""
 

@@ -16,6 +16,7 @@ from groupwise.errors import ConfigError, RankLostError
 from groupwise.train.distributed import DataParallel
 from groupwise.train.learner import Learner
 from rank_pairs import Pair, on_ranks
+from slow_cases import slow_but
 
 ddp_learner = with_strategy(DataParallel)
 NAMES = {"lora": LORA, "all parameters": None}
@@ -65,7 +66,7 @@ def test_ranks_with_different_models_are_told_apart(make_base) -> None:
         assert f"rank {1 - rank} has other the weights of the model than rank {rank}" in str(error)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", slow_but({signal.SIGKILL}, of=(signal.SIGKILL, signal.SIGSTOP)))
 def test_a_lost_rank_ends_the_others_with_its_name_within_the_deadline(make_base, make_samples, how) -> None:
     samples, deadline = near_policy(make_base(), make_samples(UNEVEN), lora=LORA), 4.0
 

@@ -129,6 +129,7 @@ def test_losses_and_gradients_of_the_learner(make_learner, apart, spec: str, che
         assert shared[0][name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
+@pytest.mark.slow
 def test_other_losses_and_logprobs(make_learner, apart):
     """Supervised, a function of all log-probabilities, and these themselves, of policy and reference."""
     learner = make_learner()

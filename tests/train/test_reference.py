@@ -142,7 +142,9 @@ def test_dropout_is_off_in_the_reference(make_learner, make_samples, monkeypatch
         assert values.tolist() == pytest.approx(flat, abs=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "lora"), [*((kind, LORA) for kind in KINDS), ("ema", None)])
+@pytest.mark.parametrize(
+    ("kind", "lora"), [*((kind, LORA) for kind in KINDS), pytest.param("ema", None, marks=pytest.mark.slow)]
+)
 def test_resumed_bit_for_bit(make_learner, make_samples, tmp_path: Path, kind: str, lora):
     samples = make_samples(GROUPS)
     whole, first, second = (

@@ -19,9 +19,11 @@ from groupwise.train.distributed import DataParallel, FullySharded
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 from rank_pairs import Pair, on_ranks
+from slow_cases import slow_but
 
 fsdp_learner = with_strategy(FullySharded)
 NAMES = {"lora": LORA, "all parameters": None}
+ARCHITECTURES = ("llama", "gemma3", "gpt2", "gpt_oss", "llama4_text", "lfm2", "qwen3_5_text")
 
 
 @pytest.mark.parametrize("lora", NAMES.values(), ids=NAMES.keys())
@@ -47,7 +49,7 @@ def test_ranks_train_what_one_process_trains(make_base, make_samples, lora) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be trained in packed rows:UserWarning")
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "gpt_oss", "llama4_text", "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("architecture", slow_but({"llama", "qwen3_5_text"}, of=ARCHITECTURES))
 def test_other_architectures_checkpointing_and_dropout(make_base, make_samples, architecture) -> None:
     """What is not the Qwen3 of the other tests: untied heads, windows, another attention, sinks, padded rows,
     recurrent layers; and activations made twice."""
@@ -141,7 +143,7 @@ def test_what_cannot_be_is_refused(make_base, options, message) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*in packed rows:UserWarning")
 @pytest.mark.parametrize("strategy", [DataParallel, FullySharded])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", slow_but({"qwen3_moe"}, of=("qwen3_moe", "deepseek_v3")))
 def test_adapters_of_experts_with_routing_replay(make_base, make_samples, strategy, family: str) -> None:
     """Two ranks train what one process trains, with the experts that were recorded of two of four groups, which here
     are not those that the routers choose. The shares of those are means over micro-batches, which are cut otherwise."""
