@@ -458,6 +458,9 @@ class Sample:
 
     `continues` marks a further segment of the episode that the sample before it is of: where a loss counts sequences,
     or averages over one, all segments of an episode are one sequence.
+
+    `group` is a number that the samples of one prompt have in common, and stand together; None: not known. A loss that
+    averages over prompts reads it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -468,6 +471,7 @@ class Sample:
     weights: tuple[float, ...] | None = None
     targets: tuple[int, ...] | None = None
     continues: bool = False
+    group: int | None = None
     routed_experts: RoutedExperts | None = field(default=None, compare=False)
     kept: SamplingMask | None = None
 

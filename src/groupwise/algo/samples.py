@@ -120,10 +120,11 @@ def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False) 
             advantage=rollout.advantage,
             behaviour_logprobs=segment.logprobs,
             continues=number > 0,
+            group=index,
             routed_experts=segment.routed_experts,
             kept=segment.kept,
         )
-        for group in groups
+        for index, group in enumerate(groups)
         for rollout in group.rollouts
         if rollout.advantage is not None
         for number, segment in enumerate(segments_of(rollout.turns))

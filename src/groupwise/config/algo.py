@@ -57,7 +57,7 @@ class LossConfig(Section):
     kl_coeff: float | None = None
     """Its weight."""
     reduction: Text | None = None
-    """How token losses become one number: token_mean, sequence_mean, constant, sequence_sum, sum."""
+    """How token losses become one number: token_mean, sequence_mean, prompt_mean, constant, sequence_sum, sum."""
     reduction_length: float | None = None
     """Tokens that `constant` divides by."""
     entropy_coeff: float | None = None
