@@ -383,13 +383,19 @@ class Completion:
 class Turn:
     """One call of the policy inside a rollout: everything it saw, and what it answered.
 
-    `reward` is what an environment gave for this turn; a turn that is not `trained` is only seen by later ones.
+    `reward` is what an environment gave for this turn; a turn that is not `trained` is only seen by later ones. `state`
+    names the situation in which the policy spoke, equal for equal situations (GiGPO's anchor states); None: what it
+    heard since its last turn tells. `role` says for whom the policy spoke, where an episode has several players.
+    `advantage` is the turn's own; None: the episode's.
     """
 
     prompt_ids: tuple[int, ...]
     completion: Completion
     reward: float | None = None
     trained: bool = True
+    state: str | None = None
+    role: str | None = None
+    advantage: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,6 +407,10 @@ class Rollout:
     Of an episode in an environment `messages` are all that was said after the prompt, `stop` is why it ended and `info`
     what there was to count; it has no turns if the environment failed before the first. `columns` are for reward
     functions, as those of the prompt are, but its own: what a rollout function returned besides.
+
+    Of an episode with several players `role_rewards` are those of each, and `reward` is their mean; the turns of one
+    stand together, in the order in which they were taken. Where turns have advantages of their own, `advantage` is the
+    mean of those that are trained.
     """
 
     turns: tuple[Turn, ...]
@@ -413,6 +423,7 @@ class Rollout:
     stop: str | None = None
     info: Mapping[str, float] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
+    role_rewards: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def completion(self) -> Completion:
