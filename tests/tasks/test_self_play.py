@@ -158,8 +158,8 @@ SMALL += (
 
 
 def test_nim_is_played_trained_and_goes_on_bit_for_bit(tmp_path):
-    """From its YAML alone, its environments in processes; a run that died in its second step and goes on has the numbers of
-    one that did not."""
+    """From its YAML alone, its environments in processes; a run that died in its second step and goes on has the
+    numbers of one that did not."""
     whole = run_loop(nim(*SMALL, f"output_dir={tmp_path}/whole")).run_dir
     again = nim(*SMALL, f"output_dir={tmp_path}/parts", "resume=auto")
     with pytest.raises(Dies.Now):
