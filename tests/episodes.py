@@ -9,7 +9,7 @@ from typing import Any
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.tasks.env import EnvFactory, Observation, StepResult
-from groupwise.tasks.episode import EpisodeRollouts, play_all
+from groupwise.tasks.episode import EpisodeRollouts, Player, play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 
@@ -114,11 +114,12 @@ def play(
     seed: int = 0,
     params: SamplingParams | None = None,
     env: EnvConfig | None = None,
+    player: Callable[..., Player] | None = None,
     **args: Any,
 ) -> list[RolloutGroup]:
     """Groups of `n` episodes, played to their ends with the base model."""
     prompts = prompts or cases({})
-    episodes = EpisodeRollouts(engine, tokenizer, factory(made, **args), env or config())
+    episodes = EpisodeRollouts(engine, tokenizer, factory(made, **args), env or config(), player=player)
     return asyncio.run(
         play_all(
             episodes,

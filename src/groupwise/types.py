@@ -383,13 +383,19 @@ class Completion:
 class Turn:
     """One call of the policy inside a rollout: everything it saw, and what it answered.
 
-    `reward` is what an environment gave for this turn; a turn that is not `trained` is only seen by later ones.
+    `reward` is what an environment gave for this turn; a turn that is not `trained` is only seen by later ones. `state`
+    names the situation in which the policy spoke, equal for equal situations (GiGPO's anchor states); None: what it
+    heard since its last turn tells. `role` says for whom the policy spoke, where an episode has several players.
+    `advantage` is the turn's own; None: the episode's.
     """
 
     prompt_ids: tuple[int, ...]
     completion: Completion
     reward: float | None = None
     trained: bool = True
+    state: str | None = None
+    role: str | None = None
+    advantage: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,6 +407,10 @@ class Rollout:
     Of an episode in an environment `messages` are all that was said after the prompt, `stop` is why it ended and `info`
     what there was to count; it has no turns if the environment failed before the first. `columns` are for reward
     functions, as those of the prompt are, but its own: what a rollout function returned besides.
+
+    Of an episode with several players `role_rewards` are those of each, and `reward` is their mean; the turns of one
+    stand together, in the order in which they were taken. Where turns have advantages of their own, `advantage` is the
+    mean of those that are trained.
     """
 
     turns: tuple[Turn, ...]
@@ -413,6 +423,7 @@ class Rollout:
     stop: str | None = None
     info: Mapping[str, float] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
+    role_rewards: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def completion(self) -> Completion:
@@ -458,6 +469,9 @@ class Sample:
 
     `continues` marks a further segment of the episode that the sample before it is of: where a loss counts sequences,
     or averages over one, all segments of an episode are one sequence.
+
+    `group` is a number that the samples of one prompt have in common, and stand together; None: not known. A loss that
+    averages over prompts reads it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -468,6 +482,7 @@ class Sample:
     weights: tuple[float, ...] | None = None
     targets: tuple[int, ...] | None = None
     continues: bool = False
+    group: int | None = None
     routed_experts: RoutedExperts | None = field(default=None, compare=False)
     kept: SamplingMask | None = None
 

@@ -13,6 +13,7 @@ from learner_cases import GROUPS, LORA, SPECS, assert_same, gradients, on_policy
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
+from groupwise.errors import ConfigError
 from groupwise.model.load import LoadedModel
 from groupwise.train.learner import Learner
 from groupwise.train.reference import Reference
@@ -91,15 +92,24 @@ EPISODES = [  # (prompt, completion, mask, continues): a forked episode, a plain
     ((5, 9, 9), (7, 7), (0, 0), True),
 ]
 LENGTHS = [4, 4, 2, 6, 6, 6, 0, 0]  # trained tokens of the whole episode
+PROMPTS = [0, 0, 1, 1, 1, 1, 2, 2]  # the prompt that each is of, whatever it begins with
+PROMPT_LENGTHS = [4, 4, 8, 8, 8, 8, 0, 0]  # trained tokens of all episodes of the prompt
 
 
 def forked_episodes() -> list[Sample]:
     advantages = iter([1.0, -0.5, 0.25, 2.0])
     samples: list[Sample] = []
-    for prompt, completion, mask, continues in EPISODES:
+    for group, (prompt, completion, mask, continues) in zip(PROMPTS, EPISODES, strict=True):
         advantage = samples[-1].advantage if continues else next(advantages)
         samples.append(
-            Sample(prompt_ids=prompt, completion_ids=completion, mask=mask, advantage=advantage, continues=continues)
+            Sample(
+                prompt_ids=prompt,
+                completion_ids=completion,
+                mask=mask,
+                advantage=advantage,
+                continues=continues,
+                group=group,
+            )
         )
     return samples
 
@@ -111,19 +121,20 @@ def forked_episodes() -> list[Sample]:
         ("sequence_sum", lambda length: 1 / 3),
         ("constant", lambda length: 1 / (3 * 8.0)),
         ("token_mean", lambda length: 1 / 12),
+        ("prompt_mean", lambda length: 1 / (length * 2)),
     ],
 )
 @pytest.mark.parametrize("micro_tokens", [1, 8192])
 def test_an_episode_counts_once_however_often_it_was_forked(make_learner, reduction, weight, micro_tokens):
     """Three episodes with trained tokens, in six segments, which may be in different micro-batches."""
-    samples = forked_episodes()
+    samples, lengths = forked_episodes(), PROMPT_LENGTHS if reduction == "prompt_mean" else LENGTHS
     length = {"reduction_length": 8.0} if reduction == "constant" else {}
     spec = resolve_loss("reinforce", reduction=reduction, **length)
 
     def by_hand(rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         losses = [
             -weight(length) * sample.advantage * (row * torch.tensor(sample.mask)).sum()
-            for sample, row, length in zip(samples, rows, LENGTHS, strict=True)
+            for sample, row, length in zip(samples, rows, lengths, strict=True)
             if length
         ]
         return torch.stack(losses).sum(), {}
@@ -136,10 +147,16 @@ def test_an_episode_counts_once_however_often_it_was_forked(make_learner, reduct
     assert_same(ours, gradients(learner), atol=1e-7)
     if reduction != "token_mean":
         stream = learner.begin_step(spec)
-        for part in (samples[:3], samples[3:]):
+        for part in (samples[:2], samples[2:]):
             stream.accumulate(part)
         learner.divide_gradients(spec.denominator(tokens=stream.tokens, rows=stream.rows))
         assert_same(ours, gradients(learner), atol=1e-7)
+
+
+def test_samples_that_do_not_say_their_prompt_have_no_mean_of_prompts(make_learner):
+    lost = [replace(sample, group=None) for sample in forked_episodes()]
+    with pytest.raises(ConfigError, match=r"reduction 'prompt_mean'.*which prompt they are of"):
+        make_learner().forward_backward(lost, resolve_loss("reinforce", reduction="prompt_mean"))
 
 
 def test_no_episode_is_cut_in_two_by_minibatches(make_learner, monkeypatch):

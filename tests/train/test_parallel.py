@@ -6,12 +6,14 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from learner_cases import LORA, SPECS
-from parallel_cases import RATE, UNEVEN, assert_alike, everything, near_policy, start, with_strategy
+from parallel_cases import RATE, UNEVEN, Seen, assert_alike, everything, near_policy, start, with_strategy
 
+from groupwise.algo.loss import resolve_loss
 from groupwise.errors import ConfigError, RankLostError
 from groupwise.train.distributed import DataParallel
 from groupwise.train.learner import Learner
@@ -36,6 +38,28 @@ def test_ranks_train_what_one_process_trains(make_base, make_samples, lora) -> N
     for mine, theirs in zip(first, second, strict=True):  # not nearly: what ranks decide by is one number
         assert all(torch.equal(a, b) for a, b in zip(mine.parameters, theirs.parameters, strict=True))
         assert repr(mine.numbers) == repr(theirs.numbers)
+
+
+def test_advantages_of_tokens_and_a_mean_of_prompts_are_the_same_on_two_ranks(make_base, make_samples) -> None:
+    """The first prompt's completions are on both ranks, and their mean is over all of its tokens."""
+    samples = near_policy(make_base(), make_samples(UNEVEN), lora=LORA)
+    groups = [g for g, (_, lengths) in enumerate(UNEVEN) for _ in lengths]
+    samples = [
+        replace(each, group=g, advantage=1.0, weights=tuple(0.5 - (t % 3) for t in range(len(each.mask))))
+        for g, each in zip(groups, samples, strict=True)
+    ]
+    spec = resolve_loss("grpo", reduction="prompt_mean")
+
+    def run(make, **options):
+        learner = start(make, make_base(), lora=LORA, **options)
+        metrics = learner.step(samples, spec, learning_rate=RATE)
+        return [Seen("a step", metrics, [each.detach().clone() for each in learner.parameters])]
+
+    alone = run(Learner)
+    first, second = on_ranks(lambda ranks: run(ddp_learner, ranks=ranks))
+    assert alone[0].numbers["optim/grad_norm"] > 0
+    assert_alike(first, alone, atol=1e-9)
+    assert_alike(second, first, atol=0)
 
 
 def test_dropout_is_another_on_each_rank_and_the_same_again(make_base, make_samples) -> None:

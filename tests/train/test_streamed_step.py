@@ -43,7 +43,7 @@ def test_the_update_is_that_of_the_whole(make_learner, make_samples, name: str, 
             torch.testing.assert_close(streamed.optimizer.state[mine][moment], whole.optimizer.state[its][moment])
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant", "sequence_sum", "sum"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean", "constant", "sequence_sum", "sum"])
 def test_the_gradient_of_every_reduction(make_learner, make_samples, monkeypatch, reduction: str):
     """Before AdamW, which hides a factor: with all terms that a loss can have."""
     length = {"reduction_length": 9} if reduction == "constant" else {}
@@ -51,6 +51,7 @@ def test_the_gradient_of_every_reduction(make_learner, make_samples, monkeypatch
     spec = resolve_loss("grpo", reduction=reduction, kl="k3", correction="tis_token", **length, **entropy)
     learner = make_learner()
     samples = on_policy(learner, make_samples(GROUPS))
+    samples = [replace(each, group=g) for g, part in enumerate(parts_of(samples, CUTS[0])) for each in part]
     learner.forward_backward(samples, spec)
     expected = gradients(learner)
     seen: list[list[torch.Tensor]] = []

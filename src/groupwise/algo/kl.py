@@ -39,7 +39,7 @@ from groupwise.algo.prefixes import groups_of
 from groupwise.algo.samples import segments_of
 from groupwise.config.algo import AdvantageConfig
 from groupwise.errors import ConfigError
-from groupwise.types import RolloutGroup, Sample
+from groupwise.types import Rollout, RolloutGroup, Sample
 
 MEASURED_SHARE = 0.1  # of a batch's completion tokens, where its KL is only watched
 MAX_ERROR = 0.2  # the relative error that one step of the controller reacts to
@@ -80,11 +80,18 @@ def with_kl_penalty(
         scored = [rollout for rollout in group.rollouts if rollout.advantage is not None]
         totals = [math.fsum(islice(per_segment, segments[id(rollout)])) for rollout in scored]
         penalties = iter(_centred(totals, spec, coeff=coeff))
-        rollouts = tuple(
-            r if r.advantage is None else replace(r, advantage=r.advantage - next(penalties)) for r in group.rollouts
-        )
+        rollouts = tuple(r if r.advantage is None else _less(r, next(penalties)) for r in group.rollouts)
         result.append(replace(group, rollouts=rollouts))
     return result
+
+
+def _less(rollout: Rollout, penalty: float) -> Rollout:
+    """The rollout with the penalty taken off its advantage, and off those of its turns that have their own."""
+    assert rollout.advantage is not None
+    turns = tuple(
+        turn if turn.advantage is None else replace(turn, advantage=turn.advantage - penalty) for turn in rollout.turns
+    )
+    return replace(rollout, advantage=rollout.advantage - penalty, turns=turns)
 
 
 def kl_metrics(samples: Sequence[Sample], reference: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -62,9 +62,9 @@ class LossInputs:
     behaviour_N: Tensor | None = None  # logprobs under the policy that sampled, from the engine
     old_N: Tensor | None = None  # logprobs under the trainer's snapshot; None: the current policy is the snapshot
     reference_N: Tensor | None = None  # logprobs under the reference
-    length_N: Tensor | None = None  # loss tokens of the token's sequence; None: of its row
+    length_N: Tensor | None = None  # loss tokens of the token's sequence (prompt_mean: prompt); None: of its row
     total_tokens: float  # loss tokens of the whole global batch: all micro-batches, all ranks
-    total_rows: float  # sequences with loss tokens of the whole global batch
+    total_rows: float  # sequences (prompt_mean: prompts) with loss tokens of the whole global batch
 
     def __post_init__(self) -> None:
         for name in ("advantages_N", "behaviour_N", "old_N", "reference_N", "length_N"):
@@ -556,6 +556,7 @@ def _scale(t: Tokens, inputs: LossInputs, spec: LossSpec) -> Tensor:
 
     token_mean      1 / total_tokens                                      DAPO
     sequence_mean   1 / (tokens of its sequence * total_rows)             GRPO
+    prompt_mean     1 / (tokens of its prompt * total_rows)               ScaleRL, arXiv 2510.13786
     constant        1 / (total_rows * reduction_length)                   Dr. GRPO
     sequence_sum    1 / total_rows                                        LUSPO
     sum             1
@@ -564,7 +565,7 @@ def _scale(t: Tokens, inputs: LossInputs, spec: LossSpec) -> Tensor:
     match spec.reduction:
         case "token_mean":
             return ones_N / tokens
-        case "sequence_mean":
+        case "sequence_mean" | "prompt_mean":  # the lengths are of sequences, or of prompts
             return ones_N / (t.length_N * rows)
         case "constant":
             assert spec.reduction_length is not None

@@ -2,7 +2,7 @@
 
     rollout_metrics   of the groups that a step sampled and trained on  reward/*, rollout/*, sampling/*, replay/groups,
                                                                         data/*
-                      and, of episodes in an environment, besides       env/*
+                      and, of episodes in an environment, besides       env/*, turn/*, gigpo/*, role/*
     sample_metrics    of what the learner was given                     train/*
     time_metrics      of how long its parts took                        time/*, perf/*
 
@@ -32,8 +32,8 @@ from typing import Any
 
 import ruamel.yaml
 
-from groupwise.algo.advantage import differ, has_signal
-from groupwise.config.algo import AdvantageConfig
+from groupwise.algo.advantage import comparisons, differ, has_signal, has_turn_advantages
+from groupwise.config.algo import AdvantageConfig, CreditConfig
 from groupwise.types import FinishReason, PolicyVersion, Rollout, RolloutGroup, Sample
 
 Metrics = dict[str, float]
@@ -104,7 +104,8 @@ def rollout_metrics(
         too_long: prompts that were passed over.
     """
     metrics = _rewards(sampled, advantage, weights) | _by_function(sampled, advantage, weights) | _lengths(sampled)
-    metrics |= _episodes(sampled) | _kept(sampled)
+    metrics |= _episodes(sampled) | _roles(sampled) | _kept(sampled)
+    metrics |= {} if advantage is None else _credit(sampled, trained, advantage)
     rollouts = [rollout for group in sampled for rollout in group.rollouts]
     metrics |= {
         "rollout/count": float(len(rollouts)),
@@ -135,8 +136,16 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     """What the learner trains on: completions, and tokens that are not masked."""
     metrics = {"train/samples": float(len(samples)), "train/tokens": float(sum(sum(s.mask) for s in samples))}
     if samples:
-        metrics["train/advantage_abs_mean"] = fmean(abs(sample.advantage) for sample in samples)
+        metrics["train/advantage_abs_mean"] = fmean(map(_advantage_size, samples))
     return metrics
+
+
+def _advantage_size(sample: Sample) -> float:
+    """|A| of a sample, or its mean over the trained tokens where they have weights."""
+    if sample.weights is None:
+        return abs(sample.advantage)
+    trained = [abs(sample.advantage * w) for w, m in zip(sample.weights, sample.mask, strict=True) if m]
+    return fmean(trained) if trained else 0.0
 
 
 def time_metrics(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> Metrics:
@@ -348,6 +357,43 @@ def _episodes(groups: Sequence[RolloutGroup]) -> Metrics:
     calls = math.fsum(info.get("tool_calls", 0.0) + info.get("tool_malformed", 0.0) for info in counted)
     if calls:
         metrics["env/tool_error_frac"] = math.fsum(info["tool_errors"] for info in counted) / calls
+    return metrics
+
+
+def _roles(groups: Sequence[RolloutGroup]) -> Metrics:
+    """`role/<role>/reward` and `role/<role>/std`, of episodes with several players."""
+    by_role: dict[str, list[list[float]]] = {}
+    for group in groups:
+        scored = [rollout.role_rewards for rollout in group.rollouts if _finite(rollout.reward) is not None]
+        for role in sorted({role for rewards in scored for role in rewards}):
+            by_role.setdefault(role, []).append([rewards[role] for rewards in scored if role in rewards])
+    metrics: Metrics = {}
+    for role, by_group in sorted(by_role.items()):
+        metrics[f"role/{_plain(role)}/reward"] = fmean(value for values in by_group for value in values)
+        if spreads := _spreads(by_group):
+            metrics[f"role/{_plain(role)}/std"] = fmean(spreads)
+    return metrics
+
+
+def _credit(sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], advantage: AdvantageConfig) -> Metrics:
+    """`turn/*` and `gigpo/*`; nothing where turns have the advantage of their episode."""
+    if not any(has_turn_advantages(group, advantage) for group in sampled):
+        return {}
+    metrics: Metrics = {}
+    turns = [turn for group in trained for rollout in group.rollouts for turn in rollout.turns]
+    values = [turn.advantage for turn in turns if turn.advantage is not None]
+    if len(values) > 1:
+        metrics["turn/advantage_std"] = _spread(values)
+    if not isinstance(advantage, CreditConfig) or advantage.credit == "episode":
+        return metrics
+    compared = [sets for group in sampled if (terms := comparisons(group, advantage)) for sets in terms[-1][1]]
+    if not (total := sum(map(len, compared))):
+        return metrics
+    metrics["turn/compared_share"] = sum(len(each) for each in compared if len(each) > 1) / total
+    metrics["turn/signal_share"] = sum(len(s) for s in compared if differ([part.value for part in s])) / total
+    if advantage.credit == "gigpo":
+        metrics["gigpo/anchor_share"] = metrics.pop("turn/compared_share")
+        metrics["gigpo/anchor_size"] = total / len(compared)
     return metrics
 
 

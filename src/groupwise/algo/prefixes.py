@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from groupwise.types import Sample
 
@@ -66,10 +67,12 @@ def tree_of(samples: Sequence[Sample], rows: Sequence[int]) -> list[Line]:
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Runs of adjacent samples that belong to one group: their prompts are equal or a history forked from the prompt.
 
-    Nothing says which group a sample is of. A forked history goes on where the group's prompt ends, or `TAIL` tokens
-    before that; prompts of two groups differ before and are about as long as each other. What continues an episode is
-    of its group in any case.
+    Where samples say which group they are of (`Sample.group`) that is it. Otherwise a forked history goes on where the
+    group's prompt ends, or `TAIL` tokens before that; prompts of two groups differ before and are about as long as each
+    other. What continues an episode is of its group in any case.
     """
+    if all(sample.group is not None for sample in samples):
+        return [list(mine) for _, mine in groupby(samples, key=lambda sample: sample.group)]
     groups: list[list[Sample]] = []
     for run in _runs(samples, range(len(samples)), _forked):
         mine = [samples[row] for row in run]

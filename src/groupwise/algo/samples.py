@@ -6,8 +6,9 @@
     one segment   prompt 1 2    completion 3 4 9 9 5    mask 1 1 0 0 1
 
 A turn that does not extend what came before it (a template that drops earlier <think> blocks rewrites history) begins
-another segment, whose prompt is all that this turn saw. The segments of an episode have its advantage. So a token is
-trained once, in the context in which it was sampled, and nothing is decoded and encoded again.
+another segment, whose prompt is all that this turn saw. The segments of an episode have its advantage, or, where turns
+have advantages of their own, the tokens of each turn have that. So a token is trained once, in the context in which it
+was sampled, and nothing is decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from groupwise.types import RolloutGroup, Sample, Turn
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A prompt and what follows it. The other three have one entry per completion token: `mask` is 1 on what is
-    trained, `logprobs` (nats) are those under the distribution that the sampler drew from, 0 where nothing was sampled.
+    """A prompt and what follows it. The others have one entry per completion token: `mask` is 1 on what is trained,
+    `logprobs` (nats) are those under the distribution that the sampler drew from, 0 where nothing was sampled,
+    `advantages` those of the turns, 0 between them (None where turns have none of their own).
     `routed_experts` are of all tokens; `kept` is what each completion token was drawn from, where that is recorded."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     mask: tuple[int, ...]
     logprobs: tuple[float, ...]
+    advantages: tuple[float, ...] | None = None
     routed_experts: RoutedExperts | None = None
     kept: SamplingMask | None = None
 
@@ -61,9 +64,11 @@ def _segment(run: Sequence[Turn]) -> Segment | None:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
+    advantages: list[float] = []
     for turn in run:
         between = turn.prompt_ids[start + len(ids) :]
         said = turn.completion
+        advantages += [0.0] * len(between) + [turn.advantage or 0.0] * len(said.token_ids)
         ids += [*between, *said.token_ids]
         mask += [0] * len(between) + [int(turn.trained)] * len(said.token_ids)
         logprobs += [0.0] * len(between) + list(said.behaviour_logprobs)
@@ -72,6 +77,7 @@ def _segment(run: Sequence[Turn]) -> Segment | None:
         completion_ids=tuple(ids),
         mask=tuple(mask),
         logprobs=tuple(logprobs),
+        advantages=None if all(turn.advantage is None for turn in run) else tuple(advantages),
         routed_experts=_routed(run, tokens=start + len(ids)),
         kept=_kept(run),
     )
@@ -117,13 +123,15 @@ def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False) 
             prompt_ids=segment.prompt_ids,
             completion_ids=segment.completion_ids,
             mask=(0,) * len(segment.mask) if mask_truncated and rollout.truncated else segment.mask,
-            advantage=rollout.advantage,
+            advantage=rollout.advantage if segment.advantages is None else 1.0,
             behaviour_logprobs=segment.logprobs,
+            weights=segment.advantages,
             continues=number > 0,
+            group=index,
             routed_experts=segment.routed_experts,
             kept=segment.kept,
         )
-        for group in groups
+        for index, group in enumerate(groups)
         for rollout in group.rollouts
         if rollout.advantage is not None
         for number, segment in enumerate(segments_of(rollout.turns))

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from groupwise.cli.frame import finite, print_line, print_pairs
-from groupwise.config.algo import AdvantageConfig
+from groupwise.config.algo import CreditConfig
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.config.yaml import inline
 from groupwise.run.display import before_after_table, said, side_by_side
@@ -198,7 +198,7 @@ def check_as_json(report: CheckReport, loaded: LoadedRun) -> dict[str, Any]:
         "micro_tokens": report.micro_tokens,
         "longest_prompt": report.longest_prompt,
         "loss": {name: value for name, value in asdict(report.plan.loss).items() if value is not None},
-        "advantage": report.plan.config.algo.model_dump(include=set(AdvantageConfig.model_fields)),
+        "advantage": report.plan.config.algo.model_dump(include=set(CreditConfig.model_fields)),
         "completions": [
             {
                 "prompt": group.prompt.id,

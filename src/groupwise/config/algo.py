@@ -57,7 +57,7 @@ class LossConfig(Section):
     kl_coeff: float | None = None
     """Its weight."""
     reduction: Text | None = None
-    """How token losses become one number: token_mean, sequence_mean, constant, sequence_sum, sum."""
+    """How token losses become one number: token_mean, sequence_mean, prompt_mean, constant, sequence_sum, sum."""
     reduction_length: float | None = None
     """Tokens that `constant` divides by."""
     entropy_coeff: float | None = None
@@ -96,9 +96,46 @@ class AlgoConfig(AdvantageConfig, LossConfig):  # the loss's fields come first: 
     """Advantages and the policy loss."""
 
 
-class RunAlgoConfig(AlgoConfig):
-    """The algorithm options that only a run has, not a job: the reference policy, adaptive KL, masking of truncated
-    completions."""
+class CreditConfig(AdvantageConfig):
+    """Credit inside an episode of several turns, which a run has and a posted job has not: what is posted is one turn.
+    `groupwise.algo.advantage` has the equations."""
+
+    credit: Literal["episode", "turn", "gigpo"] = "episode"
+    """Credit inside an episode of several turns: each turn has the episode's advantage; or that of its own return, what
+    it and later turns were given (turn); or the episode's and that of its return among turns of the group that were
+    taken in the same state (gigpo)."""
+    turn_discount: float | None = Field(default=None, gt=0, le=1)
+    """gamma, by which a later turn's reward counts less in a turn's return; null is 1, and with gigpo 0.95."""
+    turn_baseline: Literal["index", "group"] = "index"
+    """With credit turn, what a turn's return is compared with: the returns of the group's turns of the same number, or
+    of all its turns."""
+    step_advantage_weight: float = Field(default=1.0, gt=0)
+    """With credit gigpo, the weight of the advantage among turns in the same state, beside the episode's."""
+
+    @property
+    def gamma(self) -> float:
+        """`turn_discount`, or its default."""
+        default = 0.95 if self.credit == "gigpo" else 1.0
+        return default if self.turn_discount is None else self.turn_discount
+
+    @model_validator(mode="after")
+    def _credit_acts(self) -> CreditConfig:
+        for key, needed in (
+            ("turn_discount", ("turn", "gigpo")),
+            ("turn_baseline", ("turn",)),
+            ("step_advantage_weight", ("gigpo",)),
+        ):
+            if (value := getattr(self, key)) != CreditConfig.model_fields[key].default and self.credit not in needed:
+                raise conflict(key, f"{value!r} does not act with credit {self.credit!r}; set credit: {needed[-1]}")
+        if self.credit != "episode" and self.aggregation == "normalize_then_sum":
+            message = f"{self.credit!r} does not go with aggregation normalize_then_sum: a turn has one reward"
+            raise conflict("credit", f"{message}; set aggregation: sum_then_normalize")
+        return self
+
+
+class RunAlgoConfig(CreditConfig, AlgoConfig):
+    """The algorithm options that only a run has, not a job: credit of turns, the reference policy, adaptive KL, masking
+    of truncated completions."""
 
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the divergence acts: a term of the loss, or taken off the reward before advantages."""

@@ -43,7 +43,7 @@ Ratio = Literal["token", "sequence", "none"]
 Anchor = Literal["behaviour", "old"]
 Correction = Literal["none", "tis_token", "tis_sequence", "mask_token", "mask_sequence", "mask_geometric"]
 KL = Literal["none", "k1", "k2", "k3", "k3_unbiased"]
-Reduction = Literal["token_mean", "sequence_mean", "constant", "sequence_sum", "sum"]
+Reduction = Literal["token_mean", "sequence_mean", "prompt_mean", "constant", "sequence_sum", "sum"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "surrogate": get_args(Surrogate),
@@ -147,6 +147,11 @@ class LossSpec:
         return self.entropy_coeff != 0.0
 
     @property
+    def by_prompt(self) -> bool:
+        """Whether the reduction averages over the tokens of a prompt's completions, and counts prompts."""
+        return self.reduction == "prompt_mean"
+
+    @property
     def streams(self) -> bool:
         """Whether gradients can be accumulated before the batch is complete: all terms must share one `denominator`.
 
@@ -155,7 +160,8 @@ class LossSpec:
         return not self.reads_entropy or self.reduction == "token_mean"
 
     def denominator(self, *, tokens: float, rows: float) -> float:
-        """The part of the reduction's divisor that only the whole batch knows: its loss tokens, or its rows."""
+        """The part of the reduction's divisor that only the whole batch knows: its loss tokens, its rows, or (with
+        `by_prompt`) its prompts, given as `rows`."""
         return {"token_mean": max(tokens, 1.0), "sum": 1.0}.get(self.reduction, max(rows, 1.0))
 
     def needs_flat(self, steps_per_batch: int, *, stale: bool = False) -> bool:

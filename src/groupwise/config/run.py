@@ -206,6 +206,10 @@ OTHER_NAMES = {
     "max_new_tokens": "rollout.max_tokens",
     "beta": "algo.kl_coeff",
     "loss_type": "algo.policy_loss",
+    "loss_agg_mode": "algo.reduction",
+    "adv_estimator": "algo.credit",
+    "gamma": "algo.turn_discount",
+    "step_advantage_w": "algo.step_advantage_weight",
     "epsilon": "algo.clip_low",
     "epsilon_high": "algo.clip_high",
     "reward_funcs": "rewards",
@@ -700,6 +704,11 @@ class RunConfig(Section):
             raise conflict("data", "required and missing: name the prompts (data.source), or an environment (env)")
         if not self.rewards:
             raise conflict("rewards", "required and missing: name a reward function, or an environment (env)")
+        if self.algo.credit != "episode":
+            message = (
+                f"{self.algo.credit!r} needs episodes of several turns; name an environment (env), or leave it out"
+            )
+            raise conflict("algo", "credit", message)
         if self.eval is not None and self.eval.data is None:
             raise conflict("eval", "data", "required and missing: name the held-out prompts")
 

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.prefixes import Line, cut, families, tree_of
-from groupwise.errors import TrainingError
+from groupwise.errors import ConfigError, TrainingError
 from groupwise.model.attention import Layout, PrefixTree, SharedPrompts
 from groupwise.model.flex import Forest
 from groupwise.model.load import widest_float
@@ -222,21 +222,33 @@ def count_loss_tokens(samples: Sequence[Sample]) -> int:
     return sum(sum(sample.mask) for sample in samples)
 
 
-def count_sequences(samples: Sequence[Sample]) -> int:
-    """Sequences with loss tokens: the denominator of their means. One that is masked whole is not in the batch."""
-    return sum(any(any(sample.mask) for sample in sequence) for sequence in _sequences(samples))
+def count_sequences(samples: Sequence[Sample], *, by_prompt: bool = False) -> int:
+    """Sequences with loss tokens: the denominator of their means. One that is masked whole is not in the batch. With
+    `by_prompt`, prompts with loss tokens.
+
+    Raises:
+        ConfigError: a sample does not say which prompt it is of.
+    """
+    return sum(any(any(sample.mask) for sample in sequence) for sequence in _sequences(samples, by_prompt))
 
 
-def sequence_lengths(samples: Sequence[Sample]) -> list[int]:
-    """For each sample the loss tokens of its sequence: its own, and those of the other segments of its episode."""
-    return [count_loss_tokens(sequence) for sequence in _sequences(samples) for _ in sequence]
+def sequence_lengths(samples: Sequence[Sample], *, by_prompt: bool = False) -> list[int]:
+    """For each sample the loss tokens of its sequence: its own, and those of the other segments of its episode; with
+    `by_prompt` those of all samples of its prompt."""
+    return [count_loss_tokens(sequence) for sequence in _sequences(samples, by_prompt) for _ in sequence]
 
 
-def _sequences(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Samples one by one, the segments of an episode together."""
+def _sequences(samples: Sequence[Sample], by_prompt: bool) -> Iterator[list[Sample]]:
+    """Samples one by one, the segments of an episode together; or those of a prompt."""
+    if by_prompt and any(sample.group is None for sample in samples):
+        raise ConfigError(
+            "reduction 'prompt_mean' averages over prompts, and these samples do not say which prompt they are of",
+            hint="use sequence_mean or token_mean; runs and posted groups know their prompts",
+            field="reduction",
+        )
     sequence: list[Sample] = []
     for sample in samples:
-        if sequence and not sample.continues:
+        if sequence and (sample.group != sequence[0].group if by_prompt else not sample.continues):
             yield sequence
             sequence = []
         sequence.append(sample)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +42,7 @@ from groupwise.tasks.env import EnvFactory
 from groupwise.tasks.env_pool import EnvPool
 from groupwise.tasks.episode import Environments, EpisodeRollouts, RolloutSource, SingleTurnRollouts
 from groupwise.tasks.prompts import PromptStream
+from groupwise.tasks.self_play import Match
 from groupwise.train.learner import Learner
 from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt, Sampler, UpdatesInFlight
@@ -306,7 +308,9 @@ def open_envs(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Environ
         return None
     if remote is not None and remote.envs is not None:
         return remote.envs(plan.config, env)
-    return EnvPool(config, name=env.name, folder=plan.config.folder) if config.workers else env
+    if not config.workers:
+        return env
+    return EnvPool(config, name=env.name, folder=plan.config.folder, players=env.players)
 
 
 def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environments | None) -> RolloutSource:
@@ -323,7 +327,9 @@ def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environme
         recorded = plan.config.engine == "local"
         return AgentRollouts(engine, base.tokenizer, env, config, scored=bool(plan.rewards), recorded=recorded)
     assert envs is not None
-    return EpisodeRollouts(engine, base.tokenizer, envs, config)
+    players = env.players if isinstance(env, EnvFactory) else ()
+    player = partial(Match, players=players) if players else None
+    return EpisodeRollouts(engine, base.tokenizer, envs, config, player=player)
 
 
 def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None) -> Learner:

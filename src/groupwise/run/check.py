@@ -166,7 +166,7 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
     """Train on the groups, publish, load, and sample with what came of it."""
     config, rollout = plan.config, plan.config.rollout
     weighed = with_advantages(groups, plan.config.algo, weights=plan.reward_weights)
-    made_up = not any(rollout.advantage for group in weighed for rollout in group.rollouts)
+    made_up = not any(any(sample.weights or (sample.advantage,)) for sample in samples_of(weighed))
     if made_up:
         weighed = [
             replace(group, rollouts=tuple(map(_made_up, range(COMPLETIONS), group.rollouts))) for group in groups

@@ -114,11 +114,28 @@ def _env(config: RunConfig) -> Env | None:
     if config.env.agent is not None:
         return load_agent(config.env, folder=config.folder)
     env = load_env(config.env, folder=config.folder)
+    if env.players:
+        _check_self_play(config, env)
     if not env.legacy:
         return env
     from groupwise.model.load import load_tokenizer  # one of three methods makes its dataset with the tokenizer
 
     return LegacyEnv(env, config.env, load_tokenizer(config.model))
+
+
+def _check_self_play(config: RunConfig, env: EnvFactory) -> None:
+    """Raise ConfigError for what reads one reward of an episode, where each player has its own."""
+    wrong = {
+        "rewards": bool(config.rewards),
+        "algo.aggregation": config.algo.aggregation != "sum_then_normalize",
+        "rollout.reroll": config.rollout.reroll.max_groups > 0,
+    }
+    for field in (field for field, given in wrong.items() if given):
+        raise ConfigError(
+            f"{field} does not go with {env.name}, whose players ({', '.join(env.players)}) each have a reward",
+            hint="leave it out; rewards come from step and score",
+            field=field,
+        )
 
 
 def _source(config: RunConfig, env: Env | None) -> PromptSource:

@@ -28,10 +28,10 @@ from groupwise.rewards.base import AT_START, FailureKind, GroupScores, RewardFun
 from groupwise.rewards.pool import RewardPool, pickled
 from groupwise.run.assemble import open_engine
 from groupwise.run.ray_actors import Actor, Place, enter, seen_here, this_machine
-from groupwise.tasks.env import EnvFactory, Episode, Observation, StepResult, load_env
+from groupwise.tasks.env import EnvFactory, MoveResult, Observation, StepResult, load_env
 from groupwise.tasks.env_pool import PATIENCE_S, EnvPool, PooledEnv
 from groupwise.tasks.env_worker import EnvHost, EpisodeGone, HostedEnv
-from groupwise.types import Completion, Message, PolicyVersion, SamplingRequest
+from groupwise.types import Completion, PolicyVersion, SamplingRequest
 
 SEEN_S, LOOK_S = 10.0, 0.1  # until a network's file system shows a new directory; between two looks
 
@@ -197,20 +197,22 @@ class EnvActor:
         enter(folder)
         factory = load_env(env, folder=env_folder)
         self._host = EnvHost(env, factory)
-        self._pool = EnvPool(env, name=factory.name, folder=env_folder) if env.workers else None
+        self._pool = (
+            EnvPool(env, name=factory.name, folder=env_folder, players=factory.players) if env.workers else None
+        )
         self._played: dict[int, PooledEnv | HostedEnv] = {}
 
-    async def reset(self, episode: int, case: Mapping[str, Any], seed: int) -> Observation:
+    async def reset(self, episode: int, case: Mapping[str, Any], seed: int) -> Observation | dict[str, Observation]:
         """Make the environment of a new episode, and begin it. Raises EnvError, as the others do."""
         made = HostedEnv(self._host, episode) if self._pool is None else await self._pool.make()
         self._played[episode] = made
         return await made.reset(case, seed)
 
-    async def step(self, episode: int, message: Message) -> StepResult:
+    async def step(self, episode: int, *said: Any) -> StepResult | MoveResult:
         """The answer to what the policy said."""
-        return await self._of(episode).step(message)
+        return await self._of(episode).step(*said)
 
-    async def score(self, episode: int, said: Episode) -> float | None:
+    async def score(self, episode: int, said: Any) -> float | dict[str, float] | None:
         """What `score` returns; None where there is no such method."""
         return await self._of(episode).score(said)
 
@@ -272,13 +274,13 @@ class RemoteEnv:
     def __init__(self, workers: WorkerGroup, episode: int, *, closed: Callable[[], None]):
         self._workers, self._episode, self._closed = workers, episode, closed
 
-    async def reset(self, case: Mapping[str, Any], seed: int) -> Observation:
+    async def reset(self, case: Mapping[str, Any], seed: int) -> Observation | dict[str, Observation]:
         return await self._ask("reset", case, seed)
 
-    async def step(self, message: Message) -> StepResult:
-        return await self._ask("step", message)
+    async def step(self, *said: Any) -> StepResult | MoveResult:
+        return await self._ask("step", *said)
 
-    async def score(self, said: Episode) -> float | None:
+    async def score(self, said: Any) -> float | dict[str, float] | None:
         return await self._ask("score", said)
 
     async def close(self) -> None:

@@ -2,7 +2,9 @@
 
 `ReplayBuffer` keeps the groups with the strongest signal,
 
-    score = sum_i |A_i| x std(r)        over the scored rollouts i of the group; std with n - 1 in its denominator
+    score = sum_i |A_i| x std(r)        over the scored rollouts i of the group; std with n - 1 in its denominator;
+                                        where turns have advantages, the mean of theirs is |A_i|, and std is of
+                                        what they were given, where that is more
 
 and lends them to later batches that have room, drawn in proportion to their score (prioritised replay, after
 arXiv 1511.05952, with the advantage in place of the TD error). It keeps what the engine sampled: token ids, behaviour
@@ -137,14 +139,22 @@ class ReplayBuffer:
 
 def signal(group: RolloutGroup) -> float:
     """sum |A| x std(r) over the rollouts with a finite reward and advantage; 0 where fewer than two have them."""
-    scored = [
-        (rollout.advantage, rollout.reward)
-        for rollout in group.rollouts
-        if rollout.advantage is not None and rollout.reward is not None
-    ]
+    known = [rollout for rollout in group.rollouts if rollout.advantage is not None and rollout.reward is not None]
+    scored = [(_size(rollout), rollout.reward or 0.0) for rollout in known]
     if len(scored) < 2 or not all(math.isfinite(value) for pair in scored for value in pair):
         return 0.0
-    return math.fsum(abs(a) for a, _ in scored) * statistics.stdev(reward for _, reward in scored)
+    spread = statistics.stdev(reward for _, reward in scored)
+    turns = [turn for rollout in known for turn in rollout.turns if turn.advantage is not None]
+    given = [turn.reward or 0.0 for turn in turns] + [value for r in known for value in r.role_rewards.values()]
+    if turns and len(given) > 1:
+        spread = max(spread, statistics.stdev(given))
+    return math.fsum(size for size, _ in scored) * spread
+
+
+def _size(rollout: Rollout) -> float:
+    """How large its advantages are: its own, or the mean of its turns'."""
+    own = [abs(turn.advantage) for turn in rollout.turns if turn.advantage is not None]
+    return statistics.fmean(own) if own else abs(rollout.advantage or 0.0)
 
 
 def _identity(group: RolloutGroup) -> Hashable:

@@ -398,7 +398,7 @@ class TrainingClient:
             for row, sample in zip(batch.rows, batch.samples, strict=True):
                 rows[row] = [next(values) if trained else UNKNOWN for trained in sample.mask]
 
-        tokens, loss_rows = sum(datum.loss_tokens for datum in data), count_sequences(samples)
+        tokens, loss_rows = sum(datum.loss_tokens for datum in data), count_sequences(samples, by_prompt=spec.by_prompt)
         metrics = self.learner.forward_backward(
             samples,
             spec,

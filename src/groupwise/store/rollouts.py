@@ -80,6 +80,7 @@ def _episode_to_json(rollout: Rollout) -> dict[str, Any]:
     if rollout.stop is None:
         return {}
     raw = {"messages": plain(rollout.messages), "stop": rollout.stop, "info": plain(rollout.info)}
+    raw |= {"role_rewards": plain(rollout.role_rewards)} if rollout.role_rewards else {}
     return raw | ({"columns": plain(rollout.columns)} if rollout.columns else {})
 
 
@@ -100,6 +101,9 @@ def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
         raw["reward"] = plain(turn.reward)
     if not turn.trained:
         raw["trained"] = False
+    raw |= {name: value for name in ("state", "role") if (value := getattr(turn, name)) is not None}
+    if turn.advantage is not None:
+        raw["advantage"] = plain(turn.advantage)
     if completion.routed_experts is not None:
         raw["routed_experts"] = b64encode(completion.routed_experts.to_bytes()).decode()
     if completion.kept is not None:
@@ -122,6 +126,7 @@ def _rollout_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Rollout:
         stop=raw.get("stop"),
         info={name: _exact(value) for name, value in raw.get("info", {}).items()},
         columns=raw.get("columns", {}),
+        role_rewards={name: _exact(value) for name, value in raw.get("role_rewards", {}).items()},
     )
 
 
@@ -146,6 +151,9 @@ def _turn_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Turn:
         completion,
         reward=_exact(raw.get("reward")),
         trained=raw.get("trained", True),
+        state=raw.get("state"),
+        role=raw.get("role"),
+        advantage=_exact(raw.get("advantage")),
     )
 
 

@@ -49,23 +49,44 @@ SAYING = ("system", "developer", "user", "tool")  # the assistant's turns are th
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """How an episode begins: messages up to where the assistant speaks, and tools it may call, in OpenAI's form."""
+    """How an episode begins: messages up to where the assistant speaks, and tools it may call, in OpenAI's form.
+
+    `state` names the state in which the policy now speaks, for `algo.credit: gigpo`: episodes of a group are compared
+    turn by turn where they are in the same one. None: what it was told is its name.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
+    state: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What came of a turn: messages that the policy hears next, a reward for the turn, whether the episode is over.
 
-    `info` are numbers to log, by name; their means over episodes are the metrics `env/<name>`.
+    `info` are numbers to log, by name; their means over episodes are the metrics `env/<name>`. `state` is the name of
+    the state that the policy speaks in next, as `Observation.state`.
     """
 
     messages: Sequence[Message] = ()
     reward: float | None = None
     done: bool = False
     info: Mapping[str, float] = field(default_factory=dict)
+    state: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveResult:
+    """What came of a player's turn in a game of several (`self_play`), each by player: what it is told next, and its
+    reward, which counts for the last turn that it took. `next` speaks next (None: whoever is next in `players`), in the
+    state `state` (as `Observation.state`)."""
+
+    messages: Mapping[str, Any] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    next: str | None = None
+    done: bool = False
+    info: Mapping[str, float] = field(default_factory=dict)
+    state: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +116,16 @@ class Episode:
 def observation_of(value: Any, *, limit: int) -> Observation:
     """Check what `reset` returned; `limit` is the most characters of all its messages. Raises EnvError."""
     if isinstance(value, Observation):
-        messages, tools = value.messages, value.tools
+        messages, tools, state = value.messages, value.tools, state_of(value.state, "reset")
     else:
-        messages, tools = value, ()
+        messages, tools, state = value, (), None
     checked = messages_of(messages, "reset", limit=limit, roles=ROLES)
     if not checked:
         raise EnvError("reset returned no messages", hint="return at least one: what the policy is asked")
     for tool in tools:
         if not isinstance(tool, Mapping) or not tool:
             raise EnvError(f"reset returned the tool {tool!r}; a tool is an object with a name and parameters")
-    return Observation(messages=checked, tools=tuple(dict(tool) for tool in tools))
+    return Observation(messages=checked, tools=tuple(dict(tool) for tool in tools), state=state)
 
 
 def step_result_of(value: Any, *, limit: int) -> StepResult:
@@ -125,13 +146,57 @@ def step_result_of(value: Any, *, limit: int) -> StepResult:
             result = StepResult(messages=value)  # type: ignore[arg-type]
         case _:
             raise EnvError(f"step returned {_short(value)}; return a StepResult, messages or a text")
-    if not isinstance(result.done, bool | int) or isinstance(result.done, float):
-        raise EnvError(f"step returned done={_short(result.done)}; it is true or false")
+    done = done_of(result.done)
     messages = messages_of(result.messages, "step", limit=limit, roles=SAYING)
-    if not messages and not result.done:
+    if not messages and not done:
         raise EnvError("step returned no messages and is not done: there is nothing the policy could answer to")
     reward = None if result.reward is None else reward_of(result.reward, "step")
-    return StepResult(messages=messages, reward=reward, done=bool(result.done), info=_numbers(result.info))
+    return StepResult(
+        messages=messages,
+        reward=reward,
+        done=done,
+        info=numbers_of(result.info),
+        state=state_of(result.state, "step"),
+    )
+
+
+def openings_of(value: Any, players: Sequence[str], *, limit: int) -> dict[str, Observation]:
+    """Check what `reset` of a game returned: what each player is told. Raises EnvError."""
+    if not isinstance(value, Mapping) or not value:
+        raise EnvError(f"reset returned {_short(value)}; return what each player is told, by its name")
+    return {_player(player, players, "reset"): observation_of(told, limit=limit) for player, told in value.items()}
+
+
+def move_result_of(value: Any, players: Sequence[str], *, limit: int) -> MoveResult:
+    """Check what `step` of a game returned. Raises EnvError."""
+    if not isinstance(value, MoveResult):
+        raise EnvError(f"step returned {_short(value)}; return a MoveResult")
+    told = {
+        _player(player, players, "step"): messages_of(messages, "step", limit=limit, roles=SAYING)
+        for player, messages in value.messages.items()
+    }
+    return replace(
+        value,
+        messages=told,
+        rewards=rewards_of(value.rewards, players, "step"),
+        next=None if value.next is None else _player(value.next, players, "step"),
+        done=done_of(value.done),
+        info=numbers_of(value.info),
+        state=state_of(value.state, "step"),
+    )
+
+
+def rewards_of(value: Any, players: Sequence[str], method: str) -> dict[str, float]:
+    """Check rewards by player; None gives none. Raises EnvError."""
+    if not isinstance(value, Mapping | None):
+        raise EnvError(f"{method} returned {_short(value)}; rewards are an object, a number by player")
+    return {_player(player, players, method): reward_of(reward, method) for player, reward in (value or {}).items()}
+
+
+def _player(name: Any, players: Sequence[str], method: str) -> str:
+    if name not in players:
+        raise EnvError(f"{method} named the player {_short(name)}; the players are {', '.join(players)}")
+    return name
 
 
 def messages_of(value: Any, method: str, *, limit: int, roles: Sequence[str]) -> tuple[Message, ...]:
@@ -159,6 +224,13 @@ def messages_of(value: Any, method: str, *, limit: int, roles: Sequence[str]) ->
     return tuple(checked)
 
 
+def state_of(value: Any, method: str) -> str | None:
+    """Check the name of a state. Raises EnvError."""
+    if value is not None and not isinstance(value, str):
+        raise EnvError(f"{method} returned the state {_short(value)}; a state's name is a text")
+    return value
+
+
 def reward_of(value: Any, method: str) -> float:
     """Check a reward: a finite float of sensible size. Raises EnvError."""
     try:
@@ -171,7 +243,15 @@ def reward_of(value: Any, method: str) -> float:
     return number
 
 
-def _numbers(info: Any) -> dict[str, float]:
+def done_of(value: Any) -> bool:
+    """Check whether an episode is over. Raises EnvError."""
+    if not isinstance(value, bool | int) or isinstance(value, float):
+        raise EnvError(f"step returned done={_short(value)}; it is true or false")
+    return bool(value)
+
+
+def numbers_of(info: Any) -> dict[str, float]:
+    """The numbers of `info` that are finite. Raises EnvError where it is no object."""
     if not isinstance(info, Mapping):
         raise EnvError(f"step returned info={_short(info)}; it is an object of numbers by name")
     numbers = {str(name): value for name, value in info.items() if isinstance(value, int | float)}
@@ -225,6 +305,11 @@ class EnvFactory:
     legacy: bool = False
     patience_s: float = 0.0
 
+    @property
+    def players(self) -> tuple[str, ...]:
+        """The players of its episodes, where they are several (`self_play`)."""
+        return tuple(getattr(self.make_one, "players", ()))
+
     def close(self) -> None:
         """Does nothing: instances share no state."""
 
@@ -261,6 +346,7 @@ def load_env(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFacto
     made = load_object(config.environment, folder=folder)
     if inspect.isclass(made):
         _check_methods(made, config.environment)
+    _check_players(made, config)
     _check_arguments(made, config)
     args = config.args
     if folder is not None and "folder" in parameters_of(made):  # it loads something itself
@@ -310,6 +396,15 @@ def _check_methods(made: type, reference: str) -> None:
         f"env.environment {reference!r} has no {' and no '.join(missing)}; it has {', '.join(held) or 'no methods'}",
         hint="an environment has reset(case, seed) and step(message), or build_dataset and score_episode",
     )
+
+
+def _check_players(made: Any, config: EnvConfig) -> None:
+    if (players := getattr(made, "players", None)) is None:
+        return
+    valid = isinstance(players, tuple | list) and len({each for each in players if isinstance(each, str) and each}) > 1
+    if not valid or len(set(players)) != len(players):
+        message = f"env.environment {config.environment!r} has players = {_short(players)}"
+        raise ConfigError(message, hint='players is a tuple of two or more names, as ("first", "second")')
 
 
 def _check_arguments(made: Callable[..., Any], config: EnvConfig) -> None:

@@ -26,7 +26,7 @@ import itertools
 import json
 import pickle
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,9 +36,8 @@ from typing import Any
 from groupwise.config.run import EnvConfig
 from groupwise.errors import EnvError
 from groupwise.rewards.workers import START_S, Lane, Loss, WorkerProcess
-from groupwise.tasks.env import Episode, Observation, StepResult
+from groupwise.tasks.env import MoveResult, Observation, StepResult
 from groupwise.tasks.env_worker import decode_answer
-from groupwise.types import Message
 
 GRACE_S = 1.0  # beyond the time of a method, for its process to give it up by itself
 AGAIN = 3  # times that an episode is played again
@@ -60,8 +59,8 @@ class EnvPool:
 
     patience_s = PATIENCE_S
 
-    def __init__(self, config: EnvConfig, *, name: str, folder: str | Path | None = None):
-        self.name = name
+    def __init__(self, config: EnvConfig, *, name: str, folder: str | Path | None = None, players: Sequence[str] = ()):
+        self.name, self.players = name, tuple(players)
         self._config = config
         self._setup = {"env": config, "folder": None if folder is None else str(folder)}
         self._numbers = itertools.count()
@@ -212,15 +211,19 @@ class PooledEnv:
         self._suspected: EnvError | None = None  # for a process whose loss may have been this episode's doing
         self._said: list[tuple[str, tuple[Any, ...], bytes]] = []  # method, arguments, digest of what came of it
 
-    async def reset(self, case: Mapping[str, Any], seed: int) -> Observation:
+    async def reset(self, case: Mapping[str, Any], seed: int) -> Observation | dict[str, Observation]:
         value = await self._ask("reset", dict(case), seed)
-        return Observation(messages=tuple(value["messages"]), tools=tuple(value["tools"]))
+        if self._pool.players:
+            return {player: _observation(told) for player, told in value.items()}
+        return _observation(value)
 
-    async def step(self, message: Message) -> StepResult:
-        value = await self._ask("step", message)
+    async def step(self, *said: Any) -> StepResult | MoveResult:
+        value = await self._ask("step", *said)
+        if self._pool.players:
+            return MoveResult(**value)
         return StepResult(**{**value, "messages": tuple(value["messages"])})
 
-    async def score(self, said: Episode) -> float | None:
+    async def score(self, said: Any) -> float | dict[str, float] | None:
         return await self._ask("score", said)
 
     async def close(self) -> None:
@@ -297,6 +300,10 @@ class PooledEnv:
         if "error" in answer:
             raise EnvError(answer["error"], hint=answer.get("hint"), field=answer.get("field"), kind=answer.get("kind"))
         return answer["value"]
+
+
+def _observation(value: Mapping[str, Any]) -> Observation:
+    return Observation(messages=tuple(value["messages"]), tools=tuple(value["tools"]), state=value["state"])
 
 
 def _digest(value: Any) -> bytes:

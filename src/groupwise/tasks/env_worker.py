@@ -26,17 +26,19 @@ from groupwise.rewards.sandbox import Channel
 from groupwise.rewards.workers import LONGEST_MESSAGE
 from groupwise.tasks.env import (
     EnvFactory,
-    Episode,
+    MoveResult,
     Observation,
     OwnThread,
     StepResult,
     ToolEnv,
     load_env,
+    move_result_of,
     observation_of,
+    openings_of,
     reward_of,
+    rewards_of,
     step_result_of,
 )
-from groupwise.types import Message
 
 
 class EpisodeGone(EnvError):
@@ -52,21 +54,28 @@ class EnvHost:
         self._played: dict[int, _Played] = {}
         self.stuck = False  # a method that was given up is still being run
 
-    async def reset(self, episode: int, case: Mapping[str, Any], seed: int) -> Observation:
+    async def reset(self, episode: int, case: Mapping[str, Any], seed: int) -> Observation | dict[str, Observation]:
         """Make the environment of a new episode, and begin it."""
         self._played[episode] = played = _Played(self, self._factory.name, self._config)
         await played.make(self._factory)
-        return observation_of(await played.call("reset", dict(case), seed), limit=self._config.max_characters)
+        value, limit = await played.call("reset", dict(case), seed), self._config.max_characters
+        if players := self._factory.players:
+            return openings_of(value, players, limit=limit)
+        return observation_of(value, limit=limit)
 
-    async def step(self, episode: int, message: Message) -> StepResult:
-        """The answer to what the policy said."""
-        value = await self._of(episode).call("step", message)
-        return step_result_of(value, limit=self._config.max_characters)
+    async def step(self, episode: int, *said: Any) -> StepResult | MoveResult:
+        """The answer to what the policy said: a message, in a game after the name of its player."""
+        value, limit = await self._of(episode).call("step", *said), self._config.max_characters
+        if players := self._factory.players:
+            return move_result_of(value, players, limit=limit)
+        return step_result_of(value, limit=limit)
 
-    async def score(self, episode: int, said: Episode) -> float | None:
+    async def score(self, episode: int, said: Any) -> float | dict[str, float] | None:
         """What `score` returns; None where there is no such method."""
-        value = await self._of(episode).call("score", said)
-        return None if value is None else reward_of(value, f"{self._factory.name}.score")
+        value, method = await self._of(episode).call("score", said), f"{self._factory.name}.score"
+        if players := self._factory.players:
+            return rewards_of(value, players, method)
+        return None if value is None else reward_of(value, method)
 
     async def close(self, episode: int) -> None:
         """Let go of an episode, if it is here."""
@@ -85,13 +94,13 @@ class HostedEnv:
     def __init__(self, host: EnvHost, episode: int):
         self._host, self._episode = host, episode
 
-    async def reset(self, case: Mapping[str, Any], seed: int) -> Observation:
+    async def reset(self, case: Mapping[str, Any], seed: int) -> Observation | dict[str, Observation]:
         return await self._host.reset(self._episode, case, seed)
 
-    async def step(self, message: Message) -> StepResult:
-        return await self._host.step(self._episode, message)
+    async def step(self, *said: Any) -> StepResult | MoveResult:
+        return await self._host.step(self._episode, *said)
 
-    async def score(self, said: Episode) -> float | None:
+    async def score(self, said: Any) -> float | dict[str, float] | None:
         return await self._host.score(self._episode, said)
 
     async def close(self) -> None:
@@ -194,11 +203,10 @@ class _CallServer:
         self._channel.send(json.dumps({"number": number, "stuck": self._host.stuck} | answer).encode())
 
 
-def encoded(value: Observation | StepResult | float | None) -> Any:
+def encoded(value: Any) -> Any:
     """What a method of the host returned, as JSON takes it. Raises EnvError for what cannot be written."""
     try:
-        plain = asdict(value) if isinstance(value, Observation | StepResult) else value
-        return json.loads(json.dumps(plain, allow_nan=False, default=_plain))
+        return json.loads(json.dumps(value, allow_nan=False, default=_plain))
     except (TypeError, ValueError) as error:
         raise EnvError(
             f"an answer cannot be sent: {error}", hint="messages, tools and info are what JSON has"
@@ -206,7 +214,10 @@ def encoded(value: Observation | StepResult | float | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Values of NumPy and of tensors of one element as Python's, mappings as dicts; anything else as its text."""
+    """Observations and results as dicts, values of NumPy and of tensors of one element as Python's, mappings as dicts;
+    anything else as its text."""
+    if isinstance(value, Observation | StepResult | MoveResult):
+        return asdict(value)
     if callable(item := getattr(value, "item", None)):
         return item()
     return dict(value) if isinstance(value, Mapping) else str(value)

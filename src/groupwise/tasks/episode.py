@@ -113,6 +113,7 @@ class Player:
     error_kind: str | None = None
     _env: Any = None
     _thread: OwnThread = field(default_factory=OwnThread)
+    _state: str | None = None  # in which the policy speaks next
     _calls: int = 0
     _rewards: list[float | None] = field(default_factory=list)
     _info: dict[str, list[float]] = field(default_factory=dict)
@@ -127,6 +128,7 @@ class Player:
             seen: Observation = observation_of(value, limit=self.config.max_characters)
             tools: list[dict[str, Any]] = [dict(tool) for tool in seen.tools]
             self.transcript = Transcript(seen.messages, self.tokenizer, tools=tools)
+            self._state = seen.state
         except ClusterError:  # there will be no environments any more
             raise
         except GroupwiseError as error:
@@ -172,7 +174,7 @@ class Player:
                 if room <= 0:
                     return "max_tokens" if self._spent() else "context"
                 completion = await self._ask(room)
-            message = self.transcript.speak(completion, trained=self._trains())
+            message = self.transcript.speak(completion, trained=self._trains(), state=self._state)
             self._rewards.append(None)
             if completion.finish_reason is FinishReason.ABORT:
                 raise EnvError("the completion was aborted")
@@ -184,14 +186,14 @@ class Player:
                 return "max_tool_calls"
             if (ended := await self._step(message)) is not None:
                 return ended
-            if len(self.transcript.turns) >= self.config.max_turns:
+            if self.taken >= self.config.max_turns:
                 return "max_turns"
             completion = None
 
     async def _ask(self, room: int) -> Completion:
         assert self.transcript is not None
         try:
-            return await self.speak(self.transcript.prompt_ids, room, len(self.transcript.turns))
+            return await self.speak(self.transcript.prompt_ids, room, self.taken)
         except Exception as error:
             raise PolicyError(error) from error
 
@@ -207,39 +209,60 @@ class Player:
         if result.done:
             self.transcript.messages += result.messages
             return "done"
+        forks, self._state = self.transcript.forks, result.state
         try:
             self.transcript.hear(result.messages)
         except ChatError:
             if len(message.get("tool_calls") or ()) > 1:  # Llama 3's template takes one call a message
                 return "template"
             raise
+        if self._state is None and self.transcript.forks > forks:  # its ids begin with a history that was rewritten
+            self._state = "\n".join(f"{each['role']}: {each.get('content')}" for each in result.messages)
         return None
 
+    @property
+    def opening(self) -> Transcript | None:
+        """The transcript that begins with what the policy was asked first."""
+        return self.transcript
+
+    @property
+    def taken(self) -> int:
+        """Turns so far."""
+        return 0 if self.transcript is None else len(self.transcript.turns)
+
+    @property
+    def said(self) -> int:
+        """Tokens that the policy said so far."""
+        return 0 if self.transcript is None else self.transcript.said
+
     def _trains(self) -> bool:
-        assert self.transcript is not None
-        return self.config.train_turns == "all" or not self.transcript.turns
+        return self.config.train_turns == "all" or not self.taken
 
     def _room(self) -> int:
         """Tokens that the policy may still say, in the context and in its budget."""
         assert self.transcript is not None
         room = self.context - len(self.transcript.prompt_ids)
-        return room if self.config.max_tokens is None else min(room, self.config.max_tokens - self.transcript.said)
+        return room if self.config.max_tokens is None else min(room, self.config.max_tokens - self.said)
 
     def _spent(self) -> bool:
-        assert self.transcript is not None
-        return self.config.max_tokens is not None and self.transcript.said >= self.config.max_tokens
+        return self.config.max_tokens is not None and self.said >= self.config.max_tokens
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    async def _reward(self, stop: str) -> float:
+    def _check_turns(self, stop: str) -> None:
+        """Raise EnvError where the policy could say nothing."""
         assert self.transcript is not None
-        if not self.transcript.turns and stop == "timeout":
+        if not self.taken and stop == "timeout":
             limit = f"env.timeout_s = {self.config.timeout_s:g} s"
             raise EnvError(f"the policy said nothing within {limit}", kind="timeout")
-        if not self.transcript.turns:
+        if not self.taken:
             size = len(self.transcript.prompt_ids)
             method, context = f"{self.name}.reset", self.context
             raise EnvError(f"{method} returned {size} tokens, and the model's context is {context}", field=method)
+
+    async def _reward(self, stop: str) -> float:
+        assert self.transcript is not None
+        self._check_turns(stop)
         given = [reward for reward in self._rewards if reward is not None]
         if callable(score := getattr(self._env, "score", None)):
             episode = Episode(
@@ -372,7 +395,8 @@ class Environments(Protocol):
 
 
 class EpisodeRollouts:
-    """Multi-turn tasks: each prompt is a case of an environment, in which `n` episodes are played."""
+    """Multi-turn tasks: each prompt is a case of an environment, in which `n` episodes are played, each by a `player`
+    (`Player`, or `self_play.Match` where an environment has several players)."""
 
     def __init__(
         self,
@@ -380,8 +404,11 @@ class EpisodeRollouts:
         tokenizer: PreTrainedTokenizerBase,
         factory: Environments,
         config: EnvConfig,
+        *,
+        player: Callable[..., Player] | None = None,
     ):
         self._sampler, self._tokenizer, self._factory = sampler, tokenizer, factory
+        self._kind = player or Player
         self._config = config.model_copy(update={"step_timeout_s": config.step_timeout_s + factory.patience_s})
         self._cache = config.max_turns > 1
         self._rounds = Lockstep(sampler) if config.lockstep else None
@@ -414,7 +441,7 @@ class EpisodeRollouts:
             await asyncio.gather(*(player.begin() for player in players))
             first = await self._first_turns(players, seed=seed, params=params, version=version)
             rollouts = await together([_played(each, said, party) for each, said in zip(players, first, strict=True)])
-        seen = next((player.transcript for player in players if player.transcript is not None), None)
+        seen = next((player.opening for player in players if player.opening is not None), None)
         if seen is not None:
             ids = seen.turns[0].prompt_ids if seen.turns else ()
             prompt = replace(prompt, messages=tuple(seen.messages[: seen.begun]), tools=seen.tools, token_ids=ids)
@@ -431,7 +458,7 @@ class EpisodeRollouts:
             (completion,) = await self._sample(request)
             return completion
 
-        player = Player(
+        player = self._kind(
             make=self._factory.make,
             name=self._factory.name,
             case=case_of(prompt),

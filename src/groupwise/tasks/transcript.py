@@ -65,9 +65,9 @@ class Transcript:
         """Tokens that the policy said."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
-    def speak(self, completion: Completion, *, trained: bool = True) -> Message:
-        """The policy said `completion`; returns it as a message, its tool calls parsed."""
-        self.turns.append(Turn(self.prompt_ids, completion, trained=trained))
+    def speak(self, completion: Completion, *, trained: bool = True, state: str | None = None) -> Message:
+        """The policy said `completion` in this state; returns it as a message, its tool calls parsed."""
+        self.turns.append(Turn(self.prompt_ids, completion, trained=trained, state=state))
         message = self._message(completion)
         if self.messages[-1]["role"] == "assistant":
             self._continued = (*self._continued, len(self.messages))

@@ -77,6 +77,7 @@ from groupwise.types import Sample
 #
 #     token_mean                     D = its loss tokens
 #     sequence_mean, sequence_sum    D = its rows            (a row's own length is known with the row)
+#     prompt_mean                    D = its prompts         (all samples of a prompt come together)
 #     constant                       D = its rows            (times a constant)
 #     sum                            D = 1
 #
@@ -111,7 +112,7 @@ class StreamedStep:
         metrics = self._learner.forward_backward(samples, self._spec, temperature=self._temperature, totals=SUMS)
         self._parts.append(metrics)
         self.tokens += count_loss_tokens(samples)
-        self.rows += count_sequences(samples)
+        self.rows += count_sequences(samples, by_prompt=self._spec.by_prompt)
 
     def finish(self, *, learning_rate: float) -> dict[str, float]:
         """The optimizer step -> the metrics of the whole; nothing is done, and none returned, without any loss token.
@@ -351,8 +352,11 @@ class Learner:
             totals: loss tokens and rows of the batch that `samples` are a part of; None: they are all of it.
             on_logprobs: is shown each micro-batch and the log-probabilities of its loss tokens.
         """
-        total_tokens, total_rows = totals or (float(count_loss_tokens(samples)), float(count_sequences(samples)))
-        lengths = sequence_lengths(samples) if any(sample.continues for sample in samples) else None
+        by_prompt = spec.by_prompt
+        counted = float(count_loss_tokens(samples)), float(count_sequences(samples, by_prompt=by_prompt))
+        total_tokens, total_rows = totals or counted
+        several = by_prompt or any(sample.continues for sample in samples)
+        lengths = sequence_lengths(samples, by_prompt=by_prompt) if several else None
 
         def term(batch: MicroBatch, reference_N: Tensor | None) -> TokenLoss:
             inputs = LossInputs(
@@ -369,7 +373,7 @@ class Learner:
             return lambda logprobs_N, entropy_N: policy_loss(logprobs_N, inputs, spec, entropy_N=entropy_N)
 
         def share(batch: MicroBatch) -> tuple[float, float]:
-            tokens, rows = len(batch.target_N), count_sequences(batch.samples)
+            tokens, rows = len(batch.target_N), count_sequences(batch.samples, by_prompt=by_prompt)
             whole = spec.denominator(tokens=total_tokens, rows=total_rows)
             part = tokens if spec.reduction == "sum" else spec.denominator(tokens=tokens, rows=rows)
             return part / whole, tokens / total_tokens

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from groupwise.config.run import DatasetConfig, EnvConfig
-from groupwise.errors import EnvError
+from groupwise.errors import ConfigError, EnvError
 from groupwise.model.chat import decode, stop_ids
 from groupwise.model.load import LoadedModel, load_model, load_tokenizer
 from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
@@ -592,6 +592,9 @@ def opened(
 
 
 def _modern(wanted: CheckRequest, factory: EnvFactory, base: LoadedModel | None, say: Callable[[str], None]) -> Opened:
+    if factory.players:
+        hint = "try it in a short run: groupwise run CONFIG train.steps=2"
+        raise ConfigError(f"env check plays one player, and {factory.name} has {len(factory.players)}", hint=hint)
     watch = Watch()
     factory = watch.of(factory)
     tokenizer = load_tokenizer(wanted.model) if base is None else base.tokenizer
