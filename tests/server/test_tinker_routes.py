@@ -66,6 +66,28 @@ def test_losses_are_those_of_the_published_tables(wire: Wire) -> None:
                 np.testing.assert_allclose(logprobs[i][read], p[i][read], atol=1e-5)
 
 
+def test_stable_reinforce_is_trained_as_the_loss_that_the_owner_named(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = [datum([9, 8, 7, 6], logprobs=[-1.0, -2.0, -3.0], advantages=[0.5, -1.0, 2.0])]
+    with tinker_site(tmp_path, model_dir, tinker_stable_reinforce="cispo") as site:
+        wire = Wire(site)
+        named, asked = wire.model(0), wire.model(1)
+        expected = wire.backward_answer(named, 1, data, "cispo")
+        assert "cispo" not in caplog.text
+        for seq in (1, 2):
+            rows, metrics = wire.backward_answer(asked, seq, data, "stable_reinforce")
+            assert metrics == expected[1] and np.array_equal(rows, expected[0])
+            if seq == 1:
+                assert np.array_equal(wire.gradient(named), wire.gradient(asked))
+        assert caplog.text.count(f"{asked} asks for stable_reinforce, and trains cispo") == 1
+        config = {"clip_high_threshold": 2.0}  # a knob of cispo's: of stable_reinforce nobody knows what it would mean
+        failed = wire.backward_answer(asked, 3, data, "stable_reinforce", config=config)
+        assert failed["category"] == "user" and "another meaning" in failed["error"], failed
+        sampler = wire.ok("create_sampling_session", session_id=wire.session, sampling_session_seq_id=1)
+        assert sample(wire, sampler["sampling_session_id"], 1, record_stability_info=True).sequences
+
+
 def test_a_custom_loss_through_signed_weights_is_the_built_in_one(wire: Wire) -> None:
     """forward_backward_custom sends cross_entropy with weights -dL/dp: the same gradient as the loss itself."""
     builtin, custom = wire.model(0), wire.model(1)

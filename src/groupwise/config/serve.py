@@ -158,6 +158,9 @@ class ServeConfig(Section):
     """How long a request waits for one that was numbered before it."""
     tinker_idle_s: Seconds = 600.0
     """A Tinker session that is not heard of for this long ends, and its models with it."""
+    tinker_stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = None
+    """The loss that is trained where a Tinker client asks for `stable_reinforce`, whose formula is not published: not
+    the same loss, and the log says so. null refuses it."""
     engine: Engine = "local"
     """What samples: `local`, in this process over the model's own weights, or `vllm` (docs/vllm.md)."""
     vllm: VllmConfig = VllmConfig()

@@ -25,8 +25,14 @@ from groupwise.server.errors import echo
 from groupwise.server.tinker.schema import BFLOAT16, FLOAT32, INT32, INT64, ForwardBackwardOutput
 
 SEQUENCE_MASK = "sequence_ratio_mask"
+STABLE_REINFORCE = "stable_reinforce"
 ANCHORED = ("dro", "gspo")  # these read the log-probabilities of every position, so that padding is left out
 MOST_TARGETS = 32  # a position: the LM head runs once for each
+UNOFFERED = {  # losses that tinker 0.38 names and that are not here, and why
+    STABLE_REINFORCE: "its formula is not published: use importance_sampling or cispo, or name the loss to train in "
+    "its place when starting the server (tinker_stable_reinforce)",
+    "custom": "code of a client's does not run in this server: forward_backward_custom runs it in the client",
+}
 COUNTED = ("mismatch/dropped_tokens",)
 MOST_TOKENS = 1 << 22  # of one sequence, before anybody looks at the model's context
 
@@ -38,8 +44,8 @@ def loss_config(message: Any) -> dict[str, float]:
     name = message.loss_fn
     if name not in BUILT_IN:
         hint = f"use one of {', '.join(BUILT_IN)}, or forward_backward_custom with a function of yours"
-        if name == "stable_reinforce":
-            hint = "its formula is not published: use importance_sampling or cispo; " + hint
+        if name in UNOFFERED:
+            hint = f"{UNOFFERED[name]}; {hint}"
         raise RequestError(f"there is no loss {echo(name)}", hint=hint, field="loss_fn")
     config: dict[str, float] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
@@ -47,6 +53,23 @@ def loss_config(message: Any) -> dict[str, float]:
             raise RequestError(f"{echo(key)} of {name} is a text; its knobs are numbers", field="loss_fn_config")
         config[key] = value.number
     return config
+
+
+def stand_in(message: Any, loss: str | None) -> bool:
+    """Have a request for `stable_reinforce` train `loss`, if the server's owner named one, with the defaults of its
+    knobs; returns whether it was done. Raises RequestError: the request has knobs, which are of the loss that it names.
+    """
+    if message.loss_fn != STABLE_REINFORCE or loss is None:
+        return False
+    if knobs := sorted({*message.loss_fn_config, *message.loss_fn_config_v2}):
+        raise RequestError(
+            f"loss_fn_config has {echo(knobs[0])}; this server trains {loss} in place of {STABLE_REINFORCE}, whose "
+            "formula is not published, and would give the value another meaning",
+            hint=f"leave loss_fn_config out, or ask for {loss} by its name",
+            field="loss_fn_config",
+        )
+    message.loss_fn = loss
+    return True
 
 
 def datums_of(message: Any, *, most: int = MOST_TOKENS) -> list[Datum]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConflictError, GroupwiseError, OverloadedError, RequestError
 from groupwise.sdk.trainer import TrainingClient
 from groupwise.server.errors import echo
@@ -219,8 +220,8 @@ class Samplers:
 
     def _request(self, body: bodies.SampleBody) -> Callable[[PolicyVersion], SamplingRequest]:
         """What the engine is asked for, but for the version. Raises RequestError for what is not supported."""
-        _check_supported(body, most_top=self._server.config.max_top_logprobs)
         given, config = body.sampling_params, self._server.config
+        _check_supported(body, config)
         stops = (given.stop,) if isinstance(given.stop, str) else given.stop or ()
         try:
             params = SamplingParams(
@@ -304,11 +305,15 @@ class Samplers:
         return True
 
 
-def _check_supported(body: bodies.SampleBody, *, most_top: int) -> None:
+def _check_supported(body: bodies.SampleBody, config: ServeConfig) -> None:
+    most_top, stability = config.max_top_logprobs, bool(body.record_stability_info)
     unsupported = {
         "target_prompt_logprobs": (body.target_prompt_logprobs is not None, "ask for topk_prompt_logprobs"),
         "prompt_alt_tokens_k": (body.prompt_alt_tokens_k > 0, "ask for topk_prompt_logprobs"),
-        "record_stability_info": (bool(body.record_stability_info), "train with importance_sampling or cispo"),
+        "record_stability_info": (  # the loss that stands in for stable_reinforce reads none
+            stability and config.tinker_stable_reinforce is None,
+            "train with importance_sampling or cispo, or start the server with tinker_stable_reinforce",
+        ),
     }
     for name, (asked, hint) in unsupported.items():
         if asked:
