@@ -139,6 +139,7 @@ class Models:
     ):
         self.base, self.name, self.tokenizer = base, config.served_name, tokenizer_of(base.name)
         self._most, self._gap_s, self._make_room = config.tinker_models, config.tinker_gap_s, make_room
+        self._others = config.tinker_other_models
         self._threads, self._stable_reinforce = config.worker_threads, config.tinker_stable_reinforce
         self._futures, self._checkpoints = futures, checkpoints
         self._by_id: dict[str, TrainedModel] = {}
@@ -186,9 +187,15 @@ class Models:
             service.close()
 
     def check_base(self, name: str | None) -> None:
-        """Raise RequestError unless `name` is the model that is served."""
+        """Raise RequestError unless `name` is the model that is served, the one whose adapters there are."""
         if name is not None and name != self.name and tokenizer_of(name) != self.tokenizer:
             hint = f"this server has {self.name!r} ({self.base.name})"
+            if name in self._others:
+                raise RequestError(
+                    f"{name!r} is only sampled from (tinker_other_models)", hint=hint, field="base_model"
+                )
+            if self._others:
+                hint += f"; to sample from also {', '.join(self._others)}"
             raise RequestError(f"there is no base model {echo(name)}", hint=hint, field="base_model")
 
     # -- requests --------------------------------------------------------------------------------------------------
