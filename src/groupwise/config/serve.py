@@ -154,6 +154,9 @@ class ServeConfig(Section):
     """Requests of Tinker clients whose answers are not there yet; further ones are told to try again."""
     tinker_body_bytes: Bytes = 64 * MIB
     """Largest body of /api/v1/forward_backward and /api/v1/forward."""
+    tinker_mask_bytes: Bytes = 256 * MIB
+    """Memory for what the tokens of completions could be that Tinker clients sampled with top_p or top_k, with which
+    these are trained when they come back; the oldest go first."""
     tinker_gap_s: Seconds = 120.0
     """How long a request waits for one that was numbered before it."""
     tinker_idle_s: Seconds = 600.0

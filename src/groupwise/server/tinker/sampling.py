@@ -227,6 +227,8 @@ class Samplers:
             asked = request(leased)
             scored = await asyncio.to_thread(_scored, sampler.engine, body, asked)
             completions = await self._completions(sampler.engine, asked, scored=scored is not None)
+        for completion in completions:
+            self._models.masks.remember(asked.prompt_ids, completion)
         return FutureResult(await asyncio.to_thread(encode_samples, completions, scored, body), as_json=samples_as_json)
 
     async def _completions(self, engine: LiveEngine, asked: SamplingRequest, *, scored: bool) -> Sequence[Completion]:
@@ -381,7 +383,7 @@ def encode_samples(
     for completion in completions:
         reason = LENGTH if completion.finish_reason == FinishReason.LENGTH else STOP
         sequence = message.sequences.add(stop_reason=reason, tokens=np.asarray(completion.token_ids, "<i4").tobytes())
-        sequence.logprobs = np.asarray(completion.logprobs, "<f4").tobytes()
+        sequence.logprobs = np.asarray(completion.behaviour_logprobs, "<f4").tobytes()
         if body.topk_sample_logprobs:
             _encode_top(sequence.topk_sampled_logprobs, completion.top_logprobs, body.topk_sample_logprobs)
     if scored is not None and body.prompt_logprobs:

@@ -37,6 +37,7 @@ from groupwise.server.tinker import schema as bodies
 from groupwise.server.tinker.checkpoints import WEIGHTS, Checkpoint, TinkerCheckpoints, check_checkpoint_name
 from groupwise.server.tinker.datums import (
     STABLE_REINFORCE,
+    SampledMasks,
     datums_of,
     encode_output,
     loss_config,
@@ -139,6 +140,7 @@ class Models:
     ):
         self.base, self.name, self.tokenizer = base, config.served_name, tokenizer_of(base.name)
         self._most, self._gap_s, self._make_room = config.tinker_models, config.tinker_gap_s, make_room
+        self.masks = SampledMasks(most=config.tinker_mask_bytes)
         self._others = config.tinker_other_models
         self._threads, self._stable_reinforce = config.worker_threads, config.tinker_stable_reinforce
         self._futures, self._checkpoints = futures, checkpoints
@@ -370,7 +372,7 @@ class Models:
         return answer(type="load_weights", path=saved.path, model_id=model.id)
 
     def _forward(self, trainer: TrainingClient, message: Any) -> bytes:
-        config, data = loss_config(message), datums_of(message, most=self.base.context_length)
+        config, data = loss_config(message), self._datums(message)
         rows = trainer.forward(data).result().logprobs
         if message.loss_fn == CROSS_ENTROPY:
             weights = [datum.loss_fn_inputs["weights"] for datum in data]
@@ -379,9 +381,12 @@ class Models:
             loss = float(datum_loss(data, [torch.tensor(row) for row in rows], message.loss_fn, config)[0])
         return encode_output(rows, wire_metrics({}, loss=loss), widths_of(message))
 
+    def _datums(self, message: Any) -> list[Datum]:
+        return [self.masks.attach(datum) for datum in datums_of(message, most=self.base.context_length)]
+
     def _backward(self, trainer: TrainingClient, message: Any) -> bytes:
         config = loss_config(message)
-        data = datums_of(message, most=self.base.context_length)
+        data = self._datums(message)
         output = trainer.forward_backward(data, message.loss_fn, config).result()
         metrics = wire_metrics(
             _metrics(data, output.logprobs, message.loss_fn, config), loss=output.metrics.get("loss/policy", 0.0)
