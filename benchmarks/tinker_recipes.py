@@ -25,7 +25,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ SECOND = ("Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B", "Qwen/Q
 CONTEXT = 16384
 PAGE, BEGIN, END = Path(__file__).parents[1] / "docs" / "tinker.md", "<!-- recipes -->", "<!-- /recipes -->"
 UNIFORM = "; the starter's rewards were alike in every group, so that gradients were 0"
+NONE = "no result yet"
 NETWORK = "needs the network: "
 console = Console(stderr=True)
 
@@ -69,18 +72,19 @@ class Result:
     seconds: float = 0.0
 
 
-RL: Mapping[str, object] = {"max_steps": 2, "eval_every": 0, "save_every": 0, "learning_rate": 1e-4}
+RL: Mapping[str, object] = {"max_steps": 1, "eval_every": 0, "save_every": 0, "learning_rate": 1e-4}
 GROUPS: Mapping[str, object] = {**RL, "groups_per_batch": 4, "group_size": 4, "max_tokens": 12}
 ARITHMETIC: Mapping[str, object] = {
     **GROUPS,
+    "max_steps": 2,
     "env": "arithmetic",
     "renderer_name": "qwen3",
     "groups_per_batch": 8,
     "group_size": 8,
     "max_tokens": 24,
 }
-BATCH: Mapping[str, object] = {**RL, "batch_size": 4, "group_size": 4, "max_tokens": 8}
-SL: Mapping[str, object] = {"max_steps": 2, "batch_size": 8, "learning_rate": 1e-4, "save_every": 0, "eval_every": 0}
+BATCH: Mapping[str, object] = {**RL, "batch_size": 2, "group_size": 2, "max_tokens": 8}
+SL: Mapping[str, object] = {"max_steps": 1, "batch_size": 8, "learning_rate": 1e-4, "save_every": 0, "eval_every": 0}
 RECIPES = (
     Recipe("math_rl.train", ARITHMETIC, "`arithmetic`, its default loss", model=True),
     Recipe("math_rl.train", {**ARITHMETIC, "max_steps_off_policy": 1}, "asynchronous", model=True),
@@ -143,7 +147,7 @@ RECIPES = (
     Recipe("multiplayer_rl.twenty_questions.train", BATCH, "the answerer is the second model"),
     Recipe(
         "multiplayer_rl.text_arena.train",
-        {**RL, "batch_size": 4, "num_train_datapoints": 16, "num_test_datapoints": 4, "max_tokens": 8},
+        {**RL, "batch_size": 4, "num_train_datapoints": 4, "num_test_datapoints": 4, "max_tokens": 8},
     ),
     Recipe(
         "distillation.on_policy_distillation",
@@ -387,7 +391,7 @@ def run(recipe: Recipe, python: Path, folder: Path, url: str, *, seconds: float)
         )
         words, ended = ran.stdout + ran.stderr, ran.returncode == 0
     except subprocess.TimeoutExpired as late:
-        words, ended = f"{late.stderr!r}", False
+        words, ended = f"{late.stderr!r}\nno end within {seconds:.0f} s", False
     log.parent.mkdir(exist_ok=True)
     Path(f"{log}.txt").write_text(" ".join(command) + "\n" + words)
     rows = metrics_of(log)
@@ -409,7 +413,7 @@ def is_uniform(rows: Sequence[Mapping[str, Any]]) -> bool:
     return any("env/all/reward/total" in row or "reward/total" in row for row in rows) and not any(norms)
 
 
-def run_all(recipes: Sequence[Recipe], python: Path, place: Path, *, seconds: float) -> Iterator[Result]:
+def run_all(recipes: Sequence[Recipe], python: Path, place: Path, *, seconds: float, jobs: int) -> Iterator[Result]:
     found = "import tinker_cookbook; print(tinker_cookbook.__path__[0])"
     cookbook = Path(subprocess.run([python, "-c", found], capture_output=True, text=True, check=True).stdout.strip())
     folder, port = place / "folder", free_port()
@@ -426,8 +430,9 @@ def run_all(recipes: Sequence[Recipe], python: Path, place: Path, *, seconds: fl
     ):
         command += ["--set", setting]
     with process(command, f"http://127.0.0.1:{port}", ready="/api/v1/healthz", log=place / "server.log"):
-        for recipe in recipes:
-            yield run(recipe, python, folder, f"http://127.0.0.1:{port}", seconds=seconds)
+        one = partial(run, python=python, folder=folder, url=f"http://127.0.0.1:{port}", seconds=seconds)
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from pool.map(one, recipes)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -465,6 +470,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="recipes whose names begin so; default: all")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="has tinker-cookbook")
     parser.add_argument("--seconds", type=float, default=300, help="longest that one may take")
+    parser.add_argument("--jobs", type=int, default=1, help="recipes at once, on the one server")
     parser.add_argument("--place", type=Path, help="a new directory to keep, with logs; default: a temporary one")
     parser.add_argument("--json", type=Path, help="write the results as JSON")
     parser.add_argument("--of", type=Path, nargs="+", help="run nothing: read these results of earlier calls")
@@ -481,9 +487,11 @@ def main() -> None:
 
 
 def in_order(results: Sequence[Result]) -> list[Result]:
-    """Those of several calls, the last of each, as `RECIPES` has them."""
+    """Those of several calls, the last of each, as `RECIPES` has them, and what there is no result of."""
     last = {(each.name, each.shown): each for each in results}
-    return [last[recipe.name, recipe.shown] for recipe in RECIPES if (recipe.name, recipe.shown) in last]
+    return [
+        last.get((each.name, each.shown)) or Result(each.name, each.shown, None, each.why or NONE) for each in RECIPES
+    ]
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
@@ -492,7 +500,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
     with tempfile.TemporaryDirectory() as temporary:
         place = args.place or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
-        for result in run_all(chosen, args.python, place, seconds=args.seconds):
+        for result in run_all(chosen, args.python, place, seconds=args.seconds, jobs=args.jobs):
             console.print(f"{result.name} ({result.shown}): {result.passed} {result.text}, {result.seconds:.0f} s")
             results.append(result)
             if args.json:
