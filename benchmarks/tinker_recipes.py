@@ -188,7 +188,13 @@ RECIPES = (
     Recipe("prompt_distillation.train", {**SL, "file_path": "talk.jsonl"}, model=True),
     Recipe(
         "rubric.train",
-        {**GROUPS, "train_group_size": 4, "train_jsonl_path": "rubric.jsonl", "test_jsonl_path": "rubric.jsonl"},
+        {
+            **RL,
+            "groups_per_batch": 4,
+            "train_group_size": 4,
+            "train_jsonl_path": "rubric.jsonl",
+            "test_jsonl_path": "rubric.jsonl",
+        },
         "the grader is the second model",
     ),
     Recipe(
