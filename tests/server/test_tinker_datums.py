@@ -1,6 +1,6 @@
 """Datums of the wire as those of the SDK: what is padding, what each loss reads, and what is refused."""
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -8,7 +8,15 @@ import pytest
 pytest.importorskip("google.protobuf")
 
 from groupwise.errors import GroupwiseError, RequestError
-from groupwise.server.tinker.datums import datums_of, encode_output, loss_config, widths_of, wire_metrics
+from groupwise.sdk.losses import BUILT_IN
+from groupwise.server.tinker.datums import (
+    UNOFFERED,
+    datums_of,
+    encode_output,
+    loss_config,
+    widths_of,
+    wire_metrics,
+)
 from groupwise.server.tinker.schema import ForwardBackwardRequest
 from tinker_wire import datum, read_output, request
 
@@ -163,6 +171,15 @@ def test_losses_and_knobs() -> None:
     text.loss_fn_config_v2["x"].text = "y"
     with pytest.raises(RequestError, match="is a text"):
         loss_config(text)
+
+
+def test_every_loss_of_the_package_is_here_or_refused_with_a_reason() -> None:
+    tinker = pytest.importorskip("tinker")
+    assert {*get_args(tinker.types.LossFnType)} == {*BUILT_IN, *UNOFFERED}
+    for name, reason in UNOFFERED.items():
+        with pytest.raises(RequestError) as refused:
+            loss_config(request("m", 1, [], name))
+        assert reason in (refused.value.hint or "") and ", ".join(BUILT_IN) in (refused.value.hint or "")
 
 
 def test_output_goes_back_and_says_how_metrics_combine() -> None:

@@ -7,6 +7,7 @@ import random
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -14,11 +15,17 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 
+import torch
+
+from cli_project import save_model
+from conftest import MakeBase
 from groupwise.config.lora import LoraSpec
+from groupwise.engine.local import LocalEngine
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.trainer import AdamParams, TrainingService
 from groupwise.server.tinker.routes import NOT_OFFERED
 from groupwise.server.tinker.training import ALPHA
+from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from raw_http import connect
 from serving import running
 from tinker_wire import PROTOBUF, Wire, datum, read_samples, request, sample, snapshot, supervised, tinker_site
@@ -64,6 +71,76 @@ def test_losses_are_those_of_the_published_tables(wire: Wire) -> None:
             for i in range(2):
                 read = np.array(masks[i], bool) if loss == "gspo" else slice(None)
                 np.testing.assert_allclose(logprobs[i][read], p[i][read], atol=1e-5)
+
+
+def test_stable_reinforce_is_trained_as_the_loss_that_the_owner_named(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = [datum([9, 8, 7, 6], logprobs=[-1.0, -2.0, -3.0], advantages=[0.5, -1.0, 2.0])]
+    with tinker_site(tmp_path, model_dir, tinker_stable_reinforce="cispo") as site:
+        wire = Wire(site)
+        named, asked = wire.model(0), wire.model(1)
+        expected = wire.backward_answer(named, 1, data, "cispo")
+        assert "cispo" not in caplog.text
+        for seq in (1, 2):
+            rows, metrics = wire.backward_answer(asked, seq, data, "stable_reinforce")
+            assert metrics == expected[1] and np.array_equal(rows, expected[0])
+            if seq == 1:
+                assert np.array_equal(wire.gradient(named), wire.gradient(asked))
+        assert caplog.text.count(f"{asked} asks for stable_reinforce, and trains cispo") == 1
+        config = {"clip_high_threshold": 2.0}  # a knob of cispo's: of stable_reinforce nobody knows what it would mean
+        failed = wire.backward_answer(asked, 3, data, "stable_reinforce", config=config)
+        assert failed["category"] == "user" and "another meaning" in failed["error"], failed
+        sampler = wire.ok("create_sampling_session", session_id=wire.session, sampling_session_seq_id=1)
+        assert sample(wire, sampler["sampling_session_id"], 1, record_stability_info=True).sequences
+
+
+def test_other_models_are_sampled_from_and_not_trained(model_dir: Path, make_base: MakeBase, tmp_path: Path) -> None:
+    other = make_base("llama", dtype=torch.float32, context=128, seed=3)
+    names = {"Big/Teacher": str(save_model(other, tmp_path / "teacher")), "same/one": str(model_dir)}
+    with tinker_site(tmp_path / "state", model_dir, tinker_other_models=names) as site:
+        wire = Wire(site)
+        told = {
+            each["model_name"]: each for each in wire.http.get("/api/v1/get_server_capabilities").json().popitem()[1]
+        }
+        assert told["Big/Teacher"] == {
+            "model_name": "Big/Teacher",
+            "max_context_length": 128,
+            "trainable": False,
+            "sampleable": True,
+        }
+
+        def sampled(number: int, **base: str) -> Any:
+            about = {"session_id": wire.session, "sampling_session_seq_id": number, **base}
+            made = wire.ok("create_sampling_session", **about)["sampling_session_id"]
+            found = sample(wire, made, 1, num_samples=2, prompt_logprobs=True)
+            return wire.http.get(f"/api/v1/samplers/{made}").json()["base_model"], found
+
+        tokenizer, found = sampled(1, base_model="Big/Teacher")
+        assert tokenizer == names["Big/Teacher"]
+        engine = LocalEngine(other, max_rows=4)
+        try:
+            params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+            expected = engine.submit([SamplingRequest(prompt_ids=(5, 6, 7), params=params, n=2)])[0].result()
+            scores = engine.score((5,), (6, 7), PolicyVersion.base())
+        finally:
+            engine.close()
+        for mine, theirs in zip(found.sequences, expected, strict=True):
+            assert np.frombuffer(mine.tokens, "<i4").tolist() == list(theirs.token_ids)
+            np.testing.assert_allclose(np.frombuffer(mine.logprobs, "<f4"), theirs.logprobs, atol=1e-5)
+        np.testing.assert_allclose(np.frombuffer(found.prompt_logprobs, "<f4")[1:], scores, atol=1e-5)
+        assert sampled(2, base_model="same/one") == sampled(3)
+        assert site.app.state.tinker.samplers.others["same/one"].engine is site.server.engine
+
+        lora = {"rank": 4}
+        made = wire.post(
+            "create_model", session_id=wire.session, model_seq_id=1, base_model="Big/Teacher", lora_config=lora
+        )
+        assert made.status_code == 400 and "only sampled from" in made.json()["error"]["message"], made.text
+        made = wire.post(
+            "create_sampling_session", session_id=wire.session, sampling_session_seq_id=9, base_model="none"
+        )
+        assert made.status_code == 400 and "Big/Teacher" in made.text, made.text
 
 
 def test_a_custom_loss_through_signed_weights_is_the_built_in_one(wire: Wire) -> None:

@@ -154,10 +154,20 @@ class ServeConfig(Section):
     """Requests of Tinker clients whose answers are not there yet; further ones are told to try again."""
     tinker_body_bytes: Bytes = 64 * MIB
     """Largest body of /api/v1/forward_backward and /api/v1/forward."""
+    tinker_mask_bytes: Bytes = 256 * MIB
+    """Memory for what the tokens of completions could be that Tinker clients sampled with top_p or top_k, with which
+    these are trained when they come back; the oldest go first."""
     tinker_gap_s: Seconds = 120.0
     """How long a request waits for one that was numbered before it."""
     tinker_idle_s: Seconds = 600.0
     """A Tinker session that is not heard of for this long ends, and its models with it."""
+    tinker_other_models: dict[Annotated[str, Field(pattern=r"^[\w./:-]{1,128}$")], Text] = Field(default_factory=dict)
+    """Further base models that Tinker clients can sample from, such as teachers, opponents and graders, and do not
+    train: the name by which they ask for one -> the model, as `model`. Each has its weights in memory, but the served
+    model under another name, which costs nothing."""
+    tinker_stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = None
+    """The loss that is trained where a Tinker client asks for `stable_reinforce`, whose formula is not published: not
+    the same loss, and the log says so. null refuses it."""
     engine: Engine = "local"
     """What samples: `local`, in this process over the model's own weights, or `vllm` (docs/vllm.md)."""
     vllm: VllmConfig = VllmConfig()

@@ -11,7 +11,12 @@ Losses are those of `sdk.losses`, sums over all positions. What is not supported
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -19,16 +24,27 @@ from typing import Any
 import numpy as np
 
 from groupwise.errors import ContextLengthError, DataError, RequestError
+from groupwise.recorded import DROPPED, MaskEntry, SamplingMask
 from groupwise.sdk.datums import TARGETS, Datum
 from groupwise.sdk.losses import BUILT_IN, CROSS_ENTROPY
 from groupwise.server.errors import echo
 from groupwise.server.tinker.schema import BFLOAT16, FLOAT32, INT32, INT64, ForwardBackwardOutput
+from groupwise.types import Completion
 
 SEQUENCE_MASK = "sequence_ratio_mask"
+STABLE_REINFORCE = "stable_reinforce"
 ANCHORED = ("dro", "gspo")  # these read the log-probabilities of every position, so that padding is left out
 MOST_TARGETS = 32  # a position: the LM head runs once for each
+UNOFFERED = {  # losses that tinker 0.38 names and that are not here, and why
+    STABLE_REINFORCE: "its formula is not published: use importance_sampling or cispo, or name the loss to train in "
+    "its place when starting the server (tinker_stable_reinforce)",
+    "custom": "code of a client's does not run in this server: forward_backward_custom runs it in the client",
+}
 COUNTED = ("mismatch/dropped_tokens",)
 MOST_TOKENS = 1 << 22  # of one sequence, before anybody looks at the model's context
+
+ENTRY = 512  # bytes of one remembered completion besides its arrays
+log = logging.getLogger(__name__)
 
 _TYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 
@@ -38,8 +54,8 @@ def loss_config(message: Any) -> dict[str, float]:
     name = message.loss_fn
     if name not in BUILT_IN:
         hint = f"use one of {', '.join(BUILT_IN)}, or forward_backward_custom with a function of yours"
-        if name == "stable_reinforce":
-            hint = "its formula is not published: use importance_sampling or cispo; " + hint
+        if name in UNOFFERED:
+            hint = f"{UNOFFERED[name]}; {hint}"
         raise RequestError(f"there is no loss {echo(name)}", hint=hint, field="loss_fn")
     config: dict[str, float] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
@@ -47,6 +63,23 @@ def loss_config(message: Any) -> dict[str, float]:
             raise RequestError(f"{echo(key)} of {name} is a text; its knobs are numbers", field="loss_fn_config")
         config[key] = value.number
     return config
+
+
+def stand_in(message: Any, loss: str | None) -> bool:
+    """Have a request for `stable_reinforce` train `loss`, if the server's owner named one, with the defaults of its
+    knobs; returns whether it was done. Raises RequestError: the request has knobs, which are of the loss that it names.
+    """
+    if message.loss_fn != STABLE_REINFORCE or loss is None:
+        return False
+    if knobs := sorted({*message.loss_fn_config, *message.loss_fn_config_v2}):
+        raise RequestError(
+            f"loss_fn_config has {echo(knobs[0])}; this server trains {loss} in place of {STABLE_REINFORCE}, whose "
+            "formula is not published, and would give the value another meaning",
+            hint=f"leave loss_fn_config out, or ask for {loss} by its name",
+            field="loss_fn_config",
+        )
+    message.loss_fn = loss
+    return True
 
 
 def datums_of(message: Any, *, most: int = MOST_TOKENS) -> list[Datum]:
@@ -197,6 +230,110 @@ def _from_csr(csr: Any, kind: np.dtype, shape: list[int], where: str) -> Any:
     raise RequestError(
         f"{where} is not a sparse tensor of shape {shape}",
         hint=f"give CSR [N, K] of at most {MOST_TOKENS} entries with their gaps, or a dense tensor",
+    )
+
+
+# ---- what was sampled with top_p or top_k ----
+@dataclass(frozen=True, eq=False)
+class _Sampled:
+    """One completion: its tokens, the log-probabilities that the client was told, and what each token could be."""
+
+    prompt: bytes  # its digest
+    prompt_len: int
+    ids_T: Any
+    logprobs_T: Any
+    kept: SamplingMask
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory, about."""
+        kept = self.kept
+        return ENTRY + self.ids_T.nbytes + self.logprobs_T.nbytes + len(kept.kinds + kept.lengths + kept.words)
+
+
+class SampledMasks:
+    """What the tokens of completions could be that were sampled with top_p or top_k, until these completions come back
+    in datums to be trained: the wire has no field for it.
+
+    A completion is known by its prompt, its tokens and the log-probabilities that were told with them, all exactly, so
+    that nothing else is taken for it. The oldest go when all take more than `most` bytes. For threads.
+    """
+
+    def __init__(self, *, most: int):
+        self._most, self._size, self._forgotten = most, 0, False
+        self._by_prompt: dict[bytes, list[_Sampled]] = {}
+        self._in_order: deque[_Sampled] = deque()
+        self._lengths: Counter[int] = Counter()  # of the prompts
+        self._lock = threading.Lock()
+
+    def remember(self, prompt_ids: Sequence[int], completion: Completion) -> None:
+        """Keep what the tokens of a completion could be, if they could not be everything."""
+        if completion.kept is None or not completion.token_ids:
+            return
+        (prompt,) = _digests(np.asarray(prompt_ids, "<i4"), [len(prompt_ids)])
+        ids_T, logprobs_T = np.asarray(completion.token_ids, "<i4"), np.asarray(completion.kept_logprobs, "<f4")
+        made = _Sampled(prompt, len(prompt_ids), ids_T, logprobs_T, completion.kept)
+        with self._lock:
+            self._by_prompt.setdefault(prompt, []).append(made)
+            self._in_order.append(made)
+            self._lengths[made.prompt_len] += 1
+            self._size += made.size
+            while self._size > self._most:
+                self._forget()
+
+    def _forget(self) -> None:
+        oldest = self._in_order.popleft()
+        self._size -= oldest.size
+        self._lengths[oldest.prompt_len] -= 1
+        alike = self._by_prompt[oldest.prompt]
+        alike.remove(oldest)
+        if not alike:
+            del self._by_prompt[oldest.prompt]
+        if not self._forgotten:
+            self._forgotten = True
+            log.warning(
+                "what completions sampled with top_p or top_k could be is being forgotten, the oldest first "
+                "(tinker_mask_bytes is %d): those that are trained later are trained as if drawn from everything",
+                self._most,
+            )
+
+    def attach(self, datum: Datum) -> Datum:
+        """The datum with what each of its targets could be (`Datum.kept`), where it has completions that are known: of
+        one turn or of several, whole or cut."""
+        with self._lock:
+            lengths = sorted(length for length, count in self._lengths.items() if count)
+            if not lengths or "logprobs" not in datum.loss_fn_inputs:
+                return datum
+            ids_N, targets_J = np.asarray(datum.tokens, "<i4"), np.asarray(datum.targets)
+            told_J = np.asarray(datum.loss_fn_inputs["logprobs"], "<f4")
+            lengths = [length for length in lengths if length < len(ids_N)]
+            known = [each for key in _digests(ids_N, lengths) for each in self._by_prompt.get(key, ())]
+        entries: list[MaskEntry] = [(DROPPED, np.zeros(0, "<i4"))] * len(targets_J)
+        found = [each for each in known if _is_in(each, targets_J, ids_N[1:], told_J)]
+        for each in found:
+            first = each.prompt_len - 1
+            mine = each.kept.entries()[: len(entries) - first]
+            entries[first : first + len(mine)] = mine
+        return replace(datum, kept=SamplingMask.of_entries(found[0].kept.vocabulary, entries)) if found else datum
+
+
+def _digests(ids_N: Any, lengths: Sequence[int]) -> Iterator[bytes]:
+    """Of the first `length` tokens, for each of the ascending lengths."""
+    digest, done = blake2b(digest_size=16), 0
+    for length in lengths:
+        digest.update(ids_N[done:length].tobytes())
+        done = length
+        yield digest.copy().digest()
+
+
+def _is_in(sampled: _Sampled, *rows_J: Any) -> bool:
+    """Whether the targets, the tokens that are read next and the log-probabilities of a datum are, from the end of the
+    prompt on, those of a completion, as far as both go."""
+    first = sampled.prompt_len - 1
+    count = min(len(sampled.ids_T), len(rows_J[0]) - first)
+    expected = (sampled.ids_T, sampled.ids_T, sampled.logprobs_T)
+    return all(
+        np.array_equal(row[first : first + count], mine[:count]) for row, mine in zip(rows_J, expected, strict=True)
     )
 
 

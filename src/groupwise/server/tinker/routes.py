@@ -168,11 +168,18 @@ async def telemetry(http: Request) -> Any:
 
 @router.get("/get_server_capabilities")
 async def capabilities(http: Request) -> Any:
-    """The one model, by all its names: the last is where a client on this machine finds its tokenizer."""
-    models = tinker_of(http).models
-    about = {"max_context_length": models.base.context_length, "trainable": True, "sampleable": True}
-    names = dict.fromkeys((models.name, models.base.name, models.tokenizer))
-    return {"supported_models": [{"model_name": name, **about} for name in names]}
+    """The model that is trained, by all its names: the last is where a client on this machine finds its tokenizer; then
+    those that are only sampled from."""
+    models, others = tinker_of(http).models, tinker_of(http).samplers.others
+    lengths = dict.fromkeys((models.name, models.base.name, models.tokenizer), models.base.context_length)
+    about = {"sampleable": True, "trainable": True}
+    trained = [{"model_name": name, "max_context_length": most, **about} for name, most in lengths.items()]
+    sampled = [
+        {**about, "model_name": name, "max_context_length": other.engine.context_length, "trainable": False}
+        for name, other in others.items()
+        if name not in lengths
+    ]
+    return {"supported_models": trained + sampled}
 
 
 @router.post("/create_session")

@@ -24,7 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from groupwise.config.serve import ServeConfig
+from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConflictError, GroupwiseError, OverloadedError, RequestError
+from groupwise.model.load import load_model
 from groupwise.sdk.trainer import TrainingClient
 from groupwise.server.errors import echo
 from groupwise.server.policies import Policies
@@ -36,10 +39,10 @@ from groupwise.server.tinker.futures import FutureResult, Futures, answer
 from groupwise.server.tinker.json_requests import samples_as_json
 from groupwise.server.tinker.schema import LENGTH, STOP, SampleResponse
 from groupwise.server.tinker.sessions import GO_ON, SessionGoneError
-from groupwise.server.tinker.training import Models, TrainedModel
+from groupwise.server.tinker.training import Models, TrainedModel, tokenizer_of
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
-from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.types import Completion, FinishReason, LiveEngine, PolicyVersion, SamplingParams, SamplingRequest
 
 NO_TOKEN, NO_LOGPROB = 0, -99999.0  # where a place has fewer alternatives than were asked for
 SNAPSHOT, INFLIGHT = "snapshot", "inflight"
@@ -50,6 +53,15 @@ log = logging.getLogger(__name__)
 Top = Sequence[tuple[int, float]]
 
 
+@dataclass(frozen=True)
+class SampledModel:
+    """A base model that is sampled from: its engine, its policies, and the name by which clients load its tokenizer."""
+
+    engine: LiveEngine
+    policies: Policies
+    tokenizer: str
+
+
 @dataclass(eq=False)
 class SamplingSession:
     """A sampling session. `version` changes for `inflight` ones only, which follow their model. `used` is when it was
@@ -57,6 +69,7 @@ class SamplingSession:
 
     id: str
     session: str
+    engine: LiveEngine
     policies: Policies
     version: PolicyVersion
     base_model: str  # by which the client loads the tokenizer
@@ -82,6 +95,7 @@ class Samplers:
             served_name=server.config.served_name,
             max_loaded=server.config.max_loaded_adapters,
         )
+        self.others = _other_models(server, self._store)
         self._by_id: dict[str, SamplingSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -101,12 +115,17 @@ class Samplers:
         id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         if id in self._by_id:
             return self._by_id[id]
-        self._models.check_base(body.base_model)
-        policies, version = self._server.policies, PolicyVersion.base()
+        other = self.others.get(body.base_model or "") if body.model_path is None else None
+        if other is None:
+            self._models.check_base(body.base_model)
+            other = SampledModel(self._server.engine, self._server.policies, self._models.tokenizer)
+        version = PolicyVersion.base()
         if body.model_path is not None:
             found = await asyncio.to_thread(self._checkpoints.find_sampler, body.model_path)
-            version = policies.resolve(adapter=found.version)
-        sampler = SamplingSession(id, body.session_id, policies, version, self._models.tokenizer, body.model_path)
+            version = other.policies.resolve(adapter=found.version)
+        sampler = SamplingSession(
+            id, body.session_id, other.engine, other.policies, version, other.tokenizer, body.model_path
+        )
         return self._by_id.setdefault(id, sampler)
 
     async def snapshot(self, model: TrainedModel, body: bodies.SaveForSampler) -> FutureResult:
@@ -124,7 +143,8 @@ class Samplers:
         policies, id = (self._snapshots if path is None else self._server.policies), None
         if body.sampling_session_seq_id is not None:
             id = f"{model.session}:sample:{body.sampling_session_seq_id}"
-            made = SamplingSession(id, model.session, policies, version, self._models.tokenizer, path)
+            engine, tokenizer = self._server.engine, self._models.tokenizer
+            made = SamplingSession(id, model.session, engine, policies, version, tokenizer, path)
             made.model, made.follows = model.id, body.kind == INFLIGHT
             if not self._models.is_there(model):
                 await self._discard(made)
@@ -149,6 +169,10 @@ class Samplers:
         for task in self._tasks.values():
             task.cancel()
         self._snapshots.close()
+        for other in self.others.values():
+            if other.engine is not self._server.engine:
+                other.policies.close()
+                other.engine.close()
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
@@ -201,16 +225,18 @@ class Samplers:
         version = None if sampler.version.is_base else str(sampler.version)
         async with sampler.policies.lease(adapter=version or "base") as leased:
             asked = request(leased)
-            scored = await asyncio.to_thread(self._scored, body, asked)
-            completions = await self._completions(asked, scored=scored is not None)
+            scored = await asyncio.to_thread(_scored, sampler.engine, body, asked)
+            completions = await self._completions(sampler.engine, asked, scored=scored is not None)
+        for completion in completions:
+            self._models.masks.remember(asked.prompt_ids, completion)
         return FutureResult(await asyncio.to_thread(encode_samples, completions, scored, body), as_json=samples_as_json)
 
-    async def _completions(self, asked: SamplingRequest, *, scored: bool) -> Sequence[Completion]:
+    async def _completions(self, engine: LiveEngine, asked: SamplingRequest, *, scored: bool) -> Sequence[Completion]:
         """Where a prompt that is to be scored leaves no room, they are empty and cut."""
-        if scored and len(asked.prompt_ids) == self._server.engine.context_length:
+        if scored and len(asked.prompt_ids) == engine.context_length:
             cut = {"text": "", "finish_reason": FinishReason.LENGTH, "version": asked.version}
             return [Completion(token_ids=(), logprobs=(), **cut)] * asked.n
-        generation = Generation(self._server.engine, [asked], timeout_s=self._server.config.request_timeout_s)
+        generation = Generation(engine, [asked], timeout_s=self._server.config.request_timeout_s)
         try:
             (completions,) = await generation.completions()
         finally:
@@ -219,8 +245,8 @@ class Samplers:
 
     def _request(self, body: bodies.SampleBody) -> Callable[[PolicyVersion], SamplingRequest]:
         """What the engine is asked for, but for the version. Raises RequestError for what is not supported."""
-        _check_supported(body, most_top=self._server.config.max_top_logprobs)
         given, config = body.sampling_params, self._server.config
+        _check_supported(body, config)
         stops = (given.stop,) if isinstance(given.stop, str) else given.stop or ()
         try:
             params = SamplingParams(
@@ -238,17 +264,6 @@ class Samplers:
             raise RequestError(str(error), field="sampling_params") from None
         ids = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
         return lambda version: SamplingRequest(prompt_ids=ids, params=params, n=body.num_samples, version=version)
-
-    def _scored(self, body: bodies.SampleBody, asked: SamplingRequest) -> list[tuple[float, Top]] | None:
-        """Log-probabilities of the prompt's tokens and of the likeliest in their places; NaN where not asked for."""
-        if not body.prompt_logprobs and not body.topk_prompt_logprobs:
-            return None
-        ids, top = asked.prompt_ids, body.topk_prompt_logprobs
-        last = min(body.prompt_logprobs_last_n or len(ids), len(ids) - 1)
-        first = len(ids) - last
-        rows = self._server.engine.score_top(ids[:first], ids[first:], asked.version, top=top)
-        unknown: list[tuple[float, Top]] = [(math.nan, ())] * first
-        return [*unknown, *rows]
 
     # -- snapshots -------------------------------------------------------------------------------------------------
 
@@ -304,11 +319,45 @@ class Samplers:
         return True
 
 
-def _check_supported(body: bodies.SampleBody, *, most_top: int) -> None:
+def _scored(engine: LiveEngine, body: bodies.SampleBody, asked: SamplingRequest) -> list[tuple[float, Top]] | None:
+    """Log-probabilities of the prompt's tokens and of the likeliest in their places; NaN where not asked for."""
+    if not body.prompt_logprobs and not body.topk_prompt_logprobs:
+        return None
+    ids, top = asked.prompt_ids, body.topk_prompt_logprobs
+    last = min(body.prompt_logprobs_last_n or len(ids), len(ids) - 1)
+    first = len(ids) - last
+    rows = engine.score_top(ids[:first], ids[first:], asked.version, top=top)
+    unknown: list[tuple[float, Top]] = [(math.nan, ())] * first
+    return [*unknown, *rows]
+
+
+def _other_models(server: Server, store: AdapterStore) -> dict[str, SampledModel]:
+    """The models of `tinker_other_models`, by the names that clients ask for; `store` has no adapter of theirs.
+
+    Raises ModelError, EngineError: one cannot be loaded, or sampled from.
+    """
+    config, others = server.config, dict[str, SampledModel]()
+    served = SampledModel(server.engine, server.policies, tokenizer_of(server.base.name))
+    by_source = {config.model: served, served.tokenizer: served}
+    for name, source in config.tinker_other_models.items():
+        if (found := by_source.get(source) or by_source.get(tokenizer_of(source))) is None:
+            base = load_model(source, device=config.device, dtype=config.dtype)
+            engine = LocalEngine(base, max_rows=config.batch_rows, prefix_cache_mb=config.prefix_cache_mb)
+            policies = Policies(store, engine, base=base, served_name=name)
+            found = by_source[source] = SampledModel(engine, policies, tokenizer_of(source))
+        others[name] = found
+    return others
+
+
+def _check_supported(body: bodies.SampleBody, config: ServeConfig) -> None:
+    most_top, stability = config.max_top_logprobs, bool(body.record_stability_info)
     unsupported = {
         "target_prompt_logprobs": (body.target_prompt_logprobs is not None, "ask for topk_prompt_logprobs"),
         "prompt_alt_tokens_k": (body.prompt_alt_tokens_k > 0, "ask for topk_prompt_logprobs"),
-        "record_stability_info": (bool(body.record_stability_info), "train with importance_sampling or cispo"),
+        "record_stability_info": (  # the loss that stands in for stable_reinforce reads none
+            stability and config.tinker_stable_reinforce is None,
+            "train with importance_sampling or cispo, or start the server with tinker_stable_reinforce",
+        ),
     }
     for name, (asked, hint) in unsupported.items():
         if asked:
@@ -334,7 +383,7 @@ def encode_samples(
     for completion in completions:
         reason = LENGTH if completion.finish_reason == FinishReason.LENGTH else STOP
         sequence = message.sequences.add(stop_reason=reason, tokens=np.asarray(completion.token_ids, "<i4").tobytes())
-        sequence.logprobs = np.asarray(completion.logprobs, "<f4").tobytes()
+        sequence.logprobs = np.asarray(completion.behaviour_logprobs, "<f4").tobytes()
         if body.topk_sample_logprobs:
             _encode_top(sequence.topk_sampled_logprobs, completion.top_logprobs, body.topk_sample_logprobs)
     if scored is not None and body.prompt_logprobs:

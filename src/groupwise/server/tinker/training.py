@@ -10,6 +10,7 @@ base is small, so that a micro-batch leaves room for others, else all in one, on
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import threading
@@ -34,7 +35,16 @@ from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
 from groupwise.server.errors import echo
 from groupwise.server.tinker import schema as bodies
 from groupwise.server.tinker.checkpoints import WEIGHTS, Checkpoint, TinkerCheckpoints, check_checkpoint_name
-from groupwise.server.tinker.datums import datums_of, encode_output, loss_config, widths_of, wire_metrics
+from groupwise.server.tinker.datums import (
+    STABLE_REINFORCE,
+    SampledMasks,
+    datums_of,
+    encode_output,
+    loss_config,
+    stand_in,
+    widths_of,
+    wire_metrics,
+)
 from groupwise.server.tinker.futures import Future, FutureResult, Futures, Turns, answer
 from groupwise.server.tinker.json_requests import output_as_json
 from groupwise.server.tinker.sessions import GO_ON, SessionGoneError
@@ -45,6 +55,8 @@ PLACE_S = 75.0  # a while more than a session that is gone is given
 NICE = 10  # below what is served
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -60,6 +72,7 @@ class TrainedModel:
     user_metadata: dict[str, str] | None = None
     client: TrainingClient | None = None
     has_place: bool = False
+    has_stand_in: bool = False  # another loss is trained than it asked for, and the log says so
     last_seen: float = field(default_factory=time.time)
 
     @property
@@ -127,7 +140,9 @@ class Models:
     ):
         self.base, self.name, self.tokenizer = base, config.served_name, tokenizer_of(base.name)
         self._most, self._gap_s, self._make_room = config.tinker_models, config.tinker_gap_s, make_room
-        self._threads = config.worker_threads
+        self.masks = SampledMasks(most=config.tinker_mask_bytes)
+        self._others = config.tinker_other_models
+        self._threads, self._stable_reinforce = config.worker_threads, config.tinker_stable_reinforce
         self._futures, self._checkpoints = futures, checkpoints
         self._by_id: dict[str, TrainedModel] = {}
         self._shared: TrainingService | None = None
@@ -174,9 +189,15 @@ class Models:
             service.close()
 
     def check_base(self, name: str | None) -> None:
-        """Raise RequestError unless `name` is the model that is served."""
+        """Raise RequestError unless `name` is the model that is served, the one whose adapters there are."""
         if name is not None and name != self.name and tokenizer_of(name) != self.tokenizer:
             hint = f"this server has {self.name!r} ({self.base.name})"
+            if name in self._others:
+                raise RequestError(
+                    f"{name!r} is only sampled from (tinker_other_models)", hint=hint, field="base_model"
+                )
+            if self._others:
+                hint += f"; to sample from also {', '.join(self._others)}"
             raise RequestError(f"there is no base model {echo(name)}", hint=hint, field="base_model")
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -233,6 +254,9 @@ class Models:
 
     async def forward_backward(self, model: TrainedModel, message: Any) -> FutureResult:
         """Log-probabilities and, unless `forward_only`, a gradient that is added to what there is."""
+        if stand_in(message, self._stable_reinforce) and not model.has_stand_in:
+            model.has_stand_in = True
+            log.warning("%s asks for %s, and trains %s", model.id, STABLE_REINFORCE, self._stable_reinforce)
         run = self._forward if message.forward_only else self._backward
         return FutureResult(await asyncio.to_thread(run, model.trainer, message), as_json=output_as_json)
 
@@ -348,7 +372,7 @@ class Models:
         return answer(type="load_weights", path=saved.path, model_id=model.id)
 
     def _forward(self, trainer: TrainingClient, message: Any) -> bytes:
-        config, data = loss_config(message), datums_of(message, most=self.base.context_length)
+        config, data = loss_config(message), self._datums(message)
         rows = trainer.forward(data).result().logprobs
         if message.loss_fn == CROSS_ENTROPY:
             weights = [datum.loss_fn_inputs["weights"] for datum in data]
@@ -357,9 +381,12 @@ class Models:
             loss = float(datum_loss(data, [torch.tensor(row) for row in rows], message.loss_fn, config)[0])
         return encode_output(rows, wire_metrics({}, loss=loss), widths_of(message))
 
+    def _datums(self, message: Any) -> list[Datum]:
+        return [self.masks.attach(datum) for datum in datums_of(message, most=self.base.context_length)]
+
     def _backward(self, trainer: TrainingClient, message: Any) -> bytes:
         config = loss_config(message)
-        data = datums_of(message, most=self.base.context_length)
+        data = self._datums(message)
         output = trainer.forward_backward(data, message.loss_fn, config).result()
         metrics = wire_metrics(
             _metrics(data, output.logprobs, message.loss_fn, config), loss=output.metrics.get("loss/policy", 0.0)
