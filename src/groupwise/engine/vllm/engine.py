@@ -555,6 +555,7 @@ def open_vllm(
     if config.vllm.mode == "colocate":
         from groupwise.engine.vllm.colocate import InProcess
 
+        _spare(base.model)
         colocated = InProcess(config.vllm, shape)
     elif not config.vllm.urls:
         launches = [launch_of(config.vllm, shape)]
@@ -569,6 +570,15 @@ def open_vllm(
         in_flight_updates=config.rollout.in_flight_updates,
         say=say,
     )
+
+
+def _spare(model: PreTrainedModel) -> None:
+    """Keep the trainer's model and its copies as they are beside a colocated vLLM, which changes the classes of models
+    that it runs by transformers' own code: every instance is then compiled that does not say that it is not to be."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            kind: Any = type(module)
+            kind.do_not_compile = True
 
 
 def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
