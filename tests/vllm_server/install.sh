@@ -24,7 +24,7 @@ $pip download --no-deps --dest "$wheels" "$vllm"
 "$venv/bin/python" "$here/requirements_of.py" "$wheels"/*.whl \
     torch torchvision torchaudio torchcodec setuptools > "$wheels/requirements.txt"
 $pip install --requirement "$wheels/requirements.txt"
-$pip uninstall --yes torchvision torchaudio torchcodec
+$pip uninstall --yes triton torchvision torchaudio torchcodec
 $pip install --no-deps "$wheels"/*.whl
 $pip install --editable "$root"  # for vllm.mode: colocate, where both are in one process
 "$venv/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "in", vllm.__path__[0])'
