@@ -42,7 +42,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/learning.py
 
 vllm: $(VENV)/.installed-dev .venv-vllm/.installed
-	$(BIN)/pytest -q -s -m slow tests/vllm_server
+	$(BIN)/pytest -q -s -m slow tests/vllm_server/test_real_vllm.py
 
 .venv-vllm/.installed: tests/vllm_server/install.sh
 	tests/vllm_server/install.sh $(PYTHON)

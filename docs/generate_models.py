@@ -1,4 +1,5 @@
-"""The tables of docs/models.md, made from docs/models.json, which `tests/slow/test_models.py` measures and writes.
+"""The tables of docs/models.md, made from docs/models.json, which `tests/slow/test_models.py` measures and writes, and
+docs/models_vllm.json, which `tests/vllm_server/test_families.py` does.
 
     python docs/generate_models.py    write the tables into docs/models.md
 
@@ -14,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-TARGET, DATA = FOLDER / "models.md", FOLDER / "models.json"
-TRIED_IN_VLLM = ("Qwen3ForCausalLM",)  # tests/vllm_server, on its CPU build
+TARGET, DATA, OF_VLLM = FOLDER / "models.md", FOLDER / "models.json", FOLDER / "models_vllm.json"
 LISTED_BY_VLLM = """
     ApertusForCausalLM BambaForCausalLM Cohere2ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
     Ernie4_5ForCausalLM Exaone4ForCausalLM FalconH1ForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM Gemma2ForCausalLM
@@ -35,11 +35,12 @@ def families(rows: Families) -> Iterator[str]:
     """How each is sampled and trained, and what of its chat is read."""
     yield "| models | class | sampled | trained | tool calls | thoughts | vLLM |"
     yield "|---|---|---|---|---|---|---|"
-    for row in rows.values():
+    tried = json.loads(OF_VLLM.read_text(encoding="utf-8"))["families"]
+    for key, row in rows.items():
         calls, thoughts = row["tool_calls"], row["thinking"]
         thoughts = re.sub(r"<\S+>", lambda tag: f"`{tag[0]}`", thoughts).replace("|", r"\|")
         cells = [row["name"], f"`{row['class']}`", row["sampled"], row["trained"], FORMATS.get(calls, calls), thoughts]
-        yield f"| {' | '.join([*cells, vllm(row['class'])])} |"
+        yield f"| {' | '.join([*cells, vllm(row['class'], tried.get(key, {}))])} |"
 
 
 def agreement(rows: Families) -> Iterator[str]:
@@ -59,15 +60,28 @@ def reasons(rows: Families) -> Iterator[str]:
         yield f"| {why} | {', '.join(names)} |"
 
 
-def vllm(name: str) -> str:
-    """Whether vLLM has sampled such a model here."""
-    return "tried" if name in TRIED_IN_VLLM else "listed, not tried" if name in LISTED_BY_VLLM.split() else "not tried"
+def vllm(name: str, tried: Mapping[str, Any]) -> str:
+    """Whether vLLM has sampled such a model here, and how far from the trainer."""
+    if "gap" in tried:
+        return f"{tried['gap']:.0e} nats"
+    if "refused" in tried:
+        return "not on a CPU"
+    return "listed, not tried" if name in LISTED_BY_VLLM.split() else "not tried"
+
+
+def refusals(rows: Families) -> Iterator[str]:
+    """Why vLLM does not sample what it was tried with."""
+    yield from ("| class | what vLLM says |", "|---|---|")
+    for key, found in json.loads(OF_VLLM.read_text(encoding="utf-8"))["families"].items():
+        if "refused" in found:
+            yield f"| `{rows[key]['class']}` | `{found['refused'].replace('|', ' ')}` |"
 
 
 TABLES: dict[str, Callable[[Families], Iterator[str]]] = {
     "families": families,
     "agreement": agreement,
     "reasons": reasons,
+    "refusals": refusals,
 }
 BLOCK = re.compile(rf"(<!-- ({'|'.join([*TABLES, 'versions'])}) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -78,7 +92,8 @@ def page(text: str) -> str:
 
     def block(found: re.Match[str]) -> str:
         if found[2] == "versions":
-            said = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
+            of_vllm = {"vLLM": json.loads(OF_VLLM.read_text(encoding="utf-8"))["vllm"]}
+            said = ", ".join(f"{name} {number}" for name, number in (data["versions"] | of_vllm).items())
             return f"{found[1]}Measured with {said}, on a CPU.\n{found[3]}"
         return "\n".join([found[1], *TABLES[found[2]](data["families"]), "", found[3]])
 

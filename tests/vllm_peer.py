@@ -45,6 +45,7 @@ class Faults:
     cut_stream: int | None = None  # the next stream ends after so many tokens, without a last word
     hold_stream: int | None = None  # streams stop after so many tokens and wait
     other_template: bool = False
+    keeps_to: str | None = None  # another grammar than it is asked for
     keeps_weights: bool = False  # a checkpoint that it is told to read changes nothing
     slow_s: float = 0.0  # before a completion is sampled
 
@@ -217,7 +218,7 @@ class Peer:
     def _request(
         self, body: dict[str, Any], prompt: tuple[int, ...], version: PolicyVersion, j: int
     ) -> SamplingRequest:
-        eos = set(self.base.eos_ids)
+        eos, grammar = set(self.base.eos_ids), body["structured_outputs"]
         params = SamplingParams(
             max_tokens=body["max_tokens"],
             temperature=body["temperature"],
@@ -231,7 +232,7 @@ class Peer:
             frequency_penalty=body["frequency_penalty"],
             logit_bias=tuple((int(token), bias) for token, bias in (body["logit_bias"] or {}).items()),
             min_tokens=body["min_tokens"],
-            grammar=body["structured_outputs"] and _grammar(**body["structured_outputs"]),
+            grammar=grammar and Grammar.lark(self.faults.keeps_to or grammar["grammar"]),
             seed=(body["seed"] + j) & (2**63 - 1),
         )
         return SamplingRequest(prompt_ids=prompt, version=version, params=params)
@@ -240,7 +241,7 @@ class Peer:
         requests = [self._request(body, prompt, version, j) for j in range(body["n"])]
         choices = []
         for j, (completion,) in enumerate(self.engine.generate(requests)):
-            logprobs = completion.logprobs
+            logprobs = completion.behaviour_logprobs
             if self.faults.raw_logprobs:
                 logprobs = self.engine.score(prompt, completion.token_ids, version)
             if body["repetition_penalty"] != 1:
@@ -255,15 +256,6 @@ class Peer:
     def _narrowed(self, prompt: Any, ids: Any, version: PolicyVersion, body: dict[str, Any]) -> list[float]:
         scored = self.engine.score_top(prompt, ids, version, temperature=body["temperature"], top=body["top_k"])
         return [logprob - math.log(sum(math.exp(each) for _, each in top)) for logprob, top in scored]
-
-
-def _grammar(**asked: Any) -> Grammar:
-    ((kind, value),) = asked.items()
-    if kind == "json_object":
-        return Grammar.of_json()
-    return {"json": Grammar.of_json, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.lark}[kind](
-        value
-    )
 
 
 def _choice(index: int, ids: Any, logprobs: Any, tops: Any, reason: str | None) -> dict[str, Any]:

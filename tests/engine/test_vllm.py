@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from groupwise.config.engine import VllmConfig
+from groupwise.config.lora import LoraSpec
 from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.client import VllmServer, server_url
@@ -28,7 +29,16 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.load import LoadedModel
-from groupwise.types import FinishReason, Grammar, PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.train.learner import Learner
+from groupwise.types import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    PolicyVersion,
+    Sample,
+    SamplingParams,
+    SamplingRequest,
+)
 from processes import becomes
 from vllm_peer import Faults, Peer, serving
 
@@ -164,7 +174,7 @@ def test_what_cannot_be_is_refused_before_it_is_sent(attach, tiny):
             (request(min_p=0.1), ConfigError, "min_p is 0.1"),
             (request(repetition_penalty=1.1), ConfigError, "repetition_penalty is 1.1"),
             (request(min_tokens=2), ConfigError, "min_tokens is 2"),
-            (request(grammar=Grammar.regex("a"), ignore_eos=False), ConfigError, "grammar is regex"),
+            (request(grammar=Grammar.of_json({"a": 1}), ignore_eos=False, top_k=2), ConfigError, "top_k is 2"),
         ):
             with pytest.raises(error, match=said):
                 engine.submit([request(), asked])
@@ -450,6 +460,61 @@ def test_a_cancelled_request_and_a_closed_engine(attach, peer):
     waiting = engine.submit([request()])[0]
     engine.close()
     assert waiting.cancelled() or waiting.exception(1) is not None
+
+
+# ---- structured outputs ----
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.of_json(SCHEMA),
+        Grammar.regex(r"\d/[a-c]{3}"),
+        Grammar.choice(["x", 'y"z']),
+        Grammar.lark('root ::= "a" [bc]'),
+        Grammar(GrammarKind.CHOICE, '["x", "yz"]', thoughts="begun"),
+        Grammar(GrammarKind.LARK, 'start: "@a" @a', parts=(("a", Grammar.choice(["x", "yz"])),)),
+    ],
+    ids=["json", "regex", "choice", "gbnf", "thought", "parts"],
+)
+def test_what_a_grammar_left_is_recorded_and_trained(attach, peer, make_base, tiny_engine, grammar):
+    """As it is by the local engine, by which each completion could have been sampled."""
+    asked = request(n=3, max_tokens=16, grammar=grammar, ignore_eos=False, temperature=0.7)
+    group = attach(peer).generate([asked])[0]
+    learner = Learner(make_base("qwen3", dtype=torch.float32, context=192), lora=LoraSpec(rank=2), threads=1)
+    matcher = tiny_engine.prepare(grammar).result()
+    for each in group:
+        ids = each.token_ids
+        assert matcher.deep_copy().validate_tokens(list(ids)) == len(ids) and all(each.kept.has(ids))
+        sample = Sample(
+            prompt_ids=asked.prompt_ids, completion_ids=ids, mask=(1,) * len(ids), advantage=1.0, kept=each.kept
+        )
+        (trained,) = learner.forward([sample], temperature=0.7)
+        assert each.behaviour_logprobs == pytest.approx(trained, abs=1e-4)
+        whole = tiny_engine.score(asked.prompt_ids, ids, BASE, temperature=0.7)
+        assert each.logprobs == pytest.approx(whole, abs=1e-4) and sum(each.logprobs) < sum(trained)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept_to", "says"),
+    [("[ad]", "[bc]", "does not allow it"), ("[a-d]", "[abc]", r"off by \S+ nats.*another grammar than is recorded")],
+)
+def test_a_server_that_keeps_to_another_grammar_is_found_out(attach, peer, asked: str, kept_to: str, says: str):
+    engine, grammar = attach(peer), Grammar.lark(f"start: /{asked}/")
+    peer.faults.keeps_to = f"start: /{kept_to}/"
+    with pytest.raises(EngineError, match=says):
+        engine.generate([request(grammar=grammar, ignore_eos=False)])
+
+
+def test_a_completion_with_a_grammar_ends_under_its_version(attach, peer, adapters):
+    engine = attach(peer, in_flight_updates=True)
+    engine.load(FIRST, adapters[0])
+    peer.faults.slow_s = 0.3
+    (future,) = engine.submit([request(grammar=Grammar.choice(["x", "yz"]), ignore_eos=False)])
+    engine.replace(BASE, FIRST, recompute=True)
+    assert future.result(20)[0].spans[0][0] == BASE and not peer.seen[-1].get("stream")
 
 
 # ---- in-flight updates ----

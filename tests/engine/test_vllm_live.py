@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections import defaultdict
@@ -127,42 +126,32 @@ def test_a_draw_with_penalties_is_vllms_and_has_the_policys_logprobs(attach, pee
     assert sent.items() <= peer.seen[-1].items()
 
 
-@pytest.mark.parametrize(
-    ("grammar", "sent"),
-    [
-        (Grammar.of_json({"enum": [1, 22]}), {"json": {"enum": [1, 22]}}),
-        (Grammar.regex("[a-c]{4}"), {"regex": "[a-c]{4}"}),
-        (Grammar(GrammarKind.CHOICE, '["x", "yz"]', thoughts="optional"), {"choice": ["x", "yz"]}),
-        (Grammar.lark('start: "a" "b"'), {"grammar": 'start: "a" "b"'}),
-        (Grammar.of_json(), {"json_object": True}),
-    ],
-)
-def test_a_grammar_is_vllms_and_the_logprobs_are_the_policys(attach, peer, tiny_engine, grammar, sent):
-    engine, asked = attach(peer), request(grammar=grammar, ignore_eos=False, max_tokens=12)
-    engine.prepare(grammar).result()
-    heard, (each,) = streamed(engine, asked)
-    assert peer.seen[-1]["structured_outputs"] == sent and heard.ids() == each.token_ids
-    assert each.logprobs == pytest.approx(tiny_engine.score(PROMPT, each.token_ids, BASE), abs=1e-4)
-    if grammar.kind is not GrammarKind.JSON_OBJECT:
-        assert re.fullmatch(r"1|22|[a-c]{4}|x|yz|ab", each.text)
+def test_a_grammar_is_kept_to_and_the_logprobs_are_the_policys(attach, peer, tiny_engine):
+    engine = attach(peer)
+    for grammar in (Grammar.regex("[a-c]{4}"), Grammar(GrammarKind.CHOICE, '["x", "yz"]', thoughts="optional")):
+        asked = request(grammar=grammar, ignore_eos=False, max_tokens=12)
+        engine.prepare(grammar).result()
+        heard, (each,) = streamed(engine, asked)
+        assert peer.seen[-1]["structured_outputs"]["grammar"].startswith("%llguidance {}\n")
+        assert heard.ids() == each.token_ids and each.kept is not None
+        assert each.logprobs == pytest.approx(tiny_engine.score(PROMPT, each.token_ids, BASE), abs=1e-4)
+    cold = request(
+        grammar=Grammar.choice(["x", "yz"]), ignore_eos=False, max_tokens=12, temperature=0.0, top_logprobs=2
+    )
+    assert engine.generate([cold])[0][0].text == tiny_engine.generate([cold])[0][0].text
 
 
-@pytest.mark.parametrize(
-    ("grammar", "says"),
-    [
-        (Grammar(GrammarKind.CHOICE, '["x"]', thoughts="begun"), "behind a thought"),
-        (Grammar(GrammarKind.LARK, "start: @a", parts=(("a", Grammar.of_json()),), field="tools"), "tools: tool calls"),
-        (Grammar(GrammarKind.JSON_SCHEMA, "{"), "not JSON"),
-    ],
-)
-def test_a_grammar_that_vllm_cannot_keep_to_is_refused_before_it_is_sent(attach, peer, grammar, says):
+def test_a_grammar_that_is_none_is_refused_before_it_is_sent(attach, peer):
     engine, sent = attach(peer), len(peer.seen)
-    for ask in (
-        lambda: engine.prepare(grammar).result(),
-        lambda: engine.submit([request(grammar=grammar, ignore_eos=False)]),
+    for grammar, says in (
+        (Grammar(GrammarKind.JSON_SCHEMA, "{", field="response_format"), "response_format is not JSON"),
+        (Grammar.regex("(a", field="guided_regex"), "guided_regex cannot be compiled"),
+        (Grammar.of_json({"properties": {"a": {"type": "strin"}}}), r"grammar\.properties\.a"),
     ):
         with pytest.raises(GrammarError, match=says):
-            ask()
+            engine.prepare(grammar).result()
+    with pytest.raises(GrammarError, match="is not JSON"):
+        engine.submit([request(grammar=Grammar(GrammarKind.JSON_SCHEMA, "{"), ignore_eos=False)])
     assert len(peer.seen) == sent
 
 

@@ -205,7 +205,7 @@ def test_a_model_that_cannot_be_kept_to_it_is_refused_when_it_is_loaded(settings
     def no_tokenizer(self: GrammarCompiler) -> None:
         raise GrammarError("this model has no fast tokenizer")
 
-    monkeypatch.setattr(GrammarCompiler, "_tokenizer", property(no_tokenizer))
+    monkeypatch.setattr(GrammarCompiler, "tokenizer", property(no_tokenizer))
     plan = make_plan(parse_config(settings(rollout={"structured_outputs_regex": "a"})))
     with pytest.raises(ConfigError, match="no fast tokenizer") as refused:
         open_components(plan)
@@ -216,13 +216,6 @@ def test_an_environment_that_generates_as_it_likes_is_refused(settings):
     env = {"environment": "my_code:ThreeMethods"}
     with pytest.raises(ConfigError, match=r"structured_outputs_regex does not go with ThreeMethods, which generates"):
         make_plan(parse_config(settings(env=env, rollout={"structured_outputs_regex": "a"})))
-
-
-@pytest.mark.parametrize("key", ["structured_outputs", "structured_outputs_regex"])
-def test_vllm_does_not_tell_what_a_form_left(settings, key: str):
-    asked = {key: "a" if key.endswith("regex") else {"regex": "a"}}
-    with pytest.raises(ConfigError, match=rf"rollout\.{key}: leaves a part of the vocabulary.*engine: local"):
-        parse_config(settings(rollout=asked, engine="vllm"))
 
 
 @pytest.mark.parametrize(

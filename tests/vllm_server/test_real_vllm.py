@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 from transformers import AutoModelForCausalLM
 
 from groupwise.config.engine import VllmConfig
@@ -32,11 +35,21 @@ from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.engine import VllmEngine
 from groupwise.engine.vllm.handshake import linear_names
 from groupwise.engine.vllm.server import free_port
-from groupwise.errors import EngineError
+from groupwise.errors import EngineError, GrammarError
 from groupwise.model.load import LoadedModel, load_model, wrap_model
 from groupwise.run.loop import run_loop
+from groupwise.tasks.structured import reply_grammar
+from groupwise.tasks.tool_calls import format_of
 from groupwise.train.learner import Learner
-from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.types import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    PolicyVersion,
+    Sample,
+    SamplingParams,
+    SamplingRequest,
+)
 from processes import becomes, descendants
 from seed_page import ROLLOUTS, SCORED, serving
 
@@ -51,6 +64,14 @@ VOWELS = """
 def vowels(completions, **columns):
     return [sum(each[0]["content"].count(vowel) for vowel in "aeiou") / 10 for each in completions]
 """
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 THINK = "What is 47 + 138? Think step by step."
 
 pytestmark = [
@@ -95,10 +116,10 @@ def is_up(url: str) -> bool:
 def attach(served: Served, starter: LoadedModel) -> Iterator[Callable[..., VllmEngine]]:
     with ExitStack() as opened:
 
-        def make(base: LoadedModel = starter) -> VllmEngine:
+        def make(base: LoadedModel = starter, **options: Any) -> VllmEngine:
             targets = linear_names(base.model, "all-linear")
             reference = LocalEngine(base, max_rows=1, prefix_cache_mb=0)
-            engine = VllmEngine(VllmConfig(urls=(f"{served.url}/v1",)), base, reference, targets=targets)
+            engine = VllmEngine(VllmConfig(urls=(f"{served.url}/v1",)), base, reference, targets=targets, **options)
             opened.callback(engine.close)
             return engine
 
@@ -173,6 +194,80 @@ def test_a_hot_swap_under_64_concurrent_requests_mixes_nothing(attach, adapters,
         (each,) = future.result(300)
         scored = judge.score(asked.prompt_ids, each.token_ids, asked.version, temperature=asked.params.temperature)
         assert max(abs(a - b) for a, b in zip(each.logprobs, scored, strict=True)) < CLOSE
+    judge.close()
+
+
+def test_versions_take_over_completions_under_way(attach, adapters, starter):
+    """In-flight updates: every token has the log-probability of a fresh forward of the version that drew it."""
+    engine, judge = attach(in_flight_updates=True), LocalEngine(starter, max_rows=1)
+    first, second = list(adapters)[:2]
+    for version in (first, second):
+        engine.load(version, adapters[version])
+        judge.load(version, adapters[version])
+    params = SamplingParams(max_tokens=200, temperature=0.8, ignore_eos=True)
+    asked = [
+        SamplingRequest(prompt_ids=request(140, i, BASE).prompt_ids, n=2, params=replace(params, seed=i))
+        for i in range(6)
+    ]
+    futures = engine.submit(asked)
+
+    def heard() -> int:
+        return min((len(row._ids) for row in list(engine._following)), default=0)
+
+    assert becomes(lambda: heard() >= 10, within_s=300)
+    engine.replace(BASE, first, recompute=True)
+    assert becomes(lambda: heard() >= 60, within_s=300)
+    engine.replace(first, second, recompute=True)
+    for each, future in zip(asked, futures, strict=True):
+        for said in future.result(300):
+            assert len(said.token_ids) == 200 and [version for version, _ in said.spans] == [BASE, first, second]
+            fresh: list[float] = []
+            for version, count in said.spans:
+                scored = judge.score(each.prompt_ids, said.token_ids, version, temperature=0.8)
+                fresh += scored[len(fresh) : len(fresh) + count]
+            assert max(abs(a - b) for a, b in zip(said.logprobs, fresh, strict=True)) < CLOSE
+    assert engine.generate([request(40, 1, BASE, n=1)])[0][0].version == second
+    judge.close()
+
+
+def test_structured_outputs_are_text_of_the_grammar_and_are_trained(attach, starter):
+    """Of every kind: what the local engine's matchers accept, with the log-probabilities that the trainer computes."""
+    engine, judge = attach(), LocalEngine(starter, max_rows=1)
+    learner = Learner(load_model("starter", device="cpu", dtype="float32"), lora=LoraSpec())
+    form = format_of(starter.tokenizer)
+    call = reply_grammar(form, [TOOL], starter.tokenizer, choice="required")
+    either = reply_grammar(form, [TOOL], starter.tokenizer, answer=Grammar.of_json({"type": "boolean"}))
+    assert call is not None and either is not None
+    texts = {
+        Grammar.of_json(SCHEMA): lambda text: Draft202012Validator(SCHEMA).is_valid(json.loads(text)),
+        Grammar.of_json({"allOf": [{"type": "integer", "maximum": 900}, {"minimum": 3, "multipleOf": 5}]}): (
+            lambda text: 3 <= int(text) <= 900 and int(text) % 5 == 0
+        ),
+        Grammar.of_json(): lambda text: isinstance(json.loads(text), dict),
+        Grammar.regex(r"\d/[a-c]{4}"): lambda text: re.fullmatch(r"\d/[a-c]{4}", text),
+        Grammar.choice(["yes", 'no "z"']): lambda text: text in ("yes", 'no "z"'),
+        Grammar.lark('root ::= "a" [bc]'): lambda text: text in ("ab", "ac"),
+        call: lambda text: "<tool_call>" in text,
+        either: lambda text: text in ("true", "false") or "<tool_call>" in text,
+        Grammar(GrammarKind.CHOICE, '["yes"]', thoughts="optional"): lambda text: text.endswith("yes"),
+    }
+    for i, (grammar, is_valid) in enumerate(texts.items()):
+        params = SamplingParams(max_tokens=64, temperature=0.8, seed=i, grammar=grammar)
+        asked = SamplingRequest(prompt_ids=(5, 6, 7, 8, 9), n=4, params=params)
+        matcher = judge.prepare(grammar).result()
+        for each in engine.generate([asked])[0]:
+            ids = each.token_ids
+            assert matcher.deep_copy().validate_tokens(list(ids)) == len(ids), (grammar, each.text)
+            assert each.finish_reason is FinishReason.LENGTH or is_valid(each.text), (grammar, each.text)
+            masked = {"completion_ids": ids, "mask": (1,) * len(ids), "kept": each.kept}
+            (trained,) = learner.forward(
+                [Sample(prompt_ids=asked.prompt_ids, advantage=0.0, **masked)], temperature=0.8
+            )
+            assert max(abs(a - b) for a, b in zip(each.behaviour_logprobs, trained, strict=True)) < CLOSE
+    for wrong in (Grammar.regex("(a"), Grammar.of_json({"type": "strin"})):  # as vLLM itself says it
+        params = SamplingParams(grammar=wrong)
+        with pytest.raises(GrammarError, match="is none that vLLM keeps to"):
+            engine.generate([SamplingRequest(prompt_ids=(5, 6), params=params)])
     judge.close()
 
 
@@ -254,9 +349,13 @@ def test_nothing_is_left_when_the_command_is_killed(served):
     assert becomes(lambda: not any(cmdline(pid) for pid in below), within_s=20)
 
 
-def test_a_run_with_vllm_in_its_own_process(tmp_path):
-    """By vLLM's interpreter, whose environment has Groupwise too."""
+@pytest.mark.parametrize(
+    "form", [None, "{regex: '[0-9]{1,3}'}", "{json: {type: integer, maximum: 200, multipleOf: 2}}"]
+)
+def test_a_run_with_vllm_in_its_own_process(tmp_path, form):
+    """By vLLM's interpreter, whose environment has Groupwise too; also where all completions are of a grammar."""
     short = ["train.steps=2", "train.warmup_steps=1", "rollout.prompts_per_step=8", "eval=null", "dtype=float32"]
+    short += [] if form is None else [f"rollout.structured_outputs={form}"]
     where = ["device=cpu", f"run_dir={tmp_path / 'run'}", "engine=vllm", "vllm.mode=colocate"]
     words = [str(PYTHON), "-m", "groupwise", "run", str(RECIPE), *short, *where]
     done = subprocess.run(words, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900)
@@ -264,6 +363,12 @@ def test_a_run_with_vllm_in_its_own_process(tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     gaps = [each["mismatch/logprob_diff_max"] for each in steps if "mismatch/logprob_diff_max" in each]
     assert len(gaps) == 2 and max(gaps) < CLOSE
+    lines = [line for file in (tmp_path / "run" / "rollouts").glob("*.jsonl") for line in file.read_text().splitlines()]
+    turns = [each["turns"][0] for line in lines for each in json.loads(line)["rollouts"]]
+    ended = [each["text"].rpartition("</think>")[2].strip() for each in turns if each["finish_reason"] == "stop"]
+    assert ended
+    if form is not None:
+        assert all(re.fullmatch(r"[0-9]{1,3}" if "regex" in form else r"-?[0-9]*[02468]", text) for text in ended)
     print("colocated, largest mismatch", max(gaps))
 
 

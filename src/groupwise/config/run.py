@@ -441,8 +441,7 @@ class RolloutConfig(Section):
     """Strings that end a completion; they are cut from its text."""
     structured_outputs: StructuredOutputsConfig | None = None
     """What completions must be, as vLLM says it: only tokens are drawn that lead there, and training is of that
-    distribution. Thoughts are free, and tool calls have their own form (docs/recipe.md). With the local engine only, as
-    top_p."""
+    distribution. Thoughts are free, and tool calls have their own form (docs/recipe.md)."""
     structured_outputs_regex: Text | None = None
     """`structured_outputs.regex`, as TRL calls it."""
     refill: float = Field(default=2.0, ge=1, le=64)
@@ -683,11 +682,6 @@ class RunConfig(Section):
             if (value := getattr(self.rollout, key)) != off:
                 message = f"{value:g} draws from a part of the vocabulary, and vLLM does not tell which part that was"
                 hint = f"trained as drawn from all of it, what is learned would be biased. Set it to {off:g} (off), or"
-                raise conflict("rollout", key, f"{message}: {hint} engine: local")
-        for key in ("structured_outputs", "structured_outputs_regex"):
-            if getattr(self.rollout, key) is not None:
-                message = "leaves a part of the vocabulary in every place, and vLLM does not tell which part that was"
-                hint = "trained as drawn from all of it, what is learned would be biased. Leave it out, or set"
                 raise conflict("rollout", key, f"{message}: {hint} engine: local")
         if self.rollout.in_flight_updates and self.vllm.mode == "colocate":
             message = "has no effect with vllm.mode colocate, which hands completions out when they are whole"

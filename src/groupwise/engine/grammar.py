@@ -20,6 +20,7 @@ Shapes: C rows with a grammar, V vocabulary.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ PROBED = 256  # parts of a schema that are compiled alone to find which of them 
 TOGETHER = 4  # rows from which on llguidance's own threads share the work
 
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Values of `format` that are kept to. All others only describe, as by JSON Schema's default all do."""
 
@@ -95,8 +97,8 @@ class GrammarCompiler:
 
     # ---- in a thread ----
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        """The tokenizer as llguidance has it; a second for a large vocabulary."""
+    def tokenizer(self) -> LLTokenizer:
+        """As llguidance has it; a second for a large vocabulary. Raises GrammarError where it can have none."""
         from llguidance.hf import from_tokenizer
         from transformers import PreTrainedTokenizerFast
 
@@ -109,7 +111,7 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         _check_length(grammar)
         with self._building:
-            tokenizer = self._tokenizer
+            tokenizer = self.tokenizer
         return _compiled(grammar, tokenizer)
 
 
@@ -217,13 +219,45 @@ def _definitions(grammar: Grammar, tokenizer: LLTokenizer) -> list[dict[str, Any
     return [{"name": "reply", "lark_grammar": _with_thought(grammar, tokenizer)}, answer, *parts]
 
 
-def _definition(grammar: Grammar) -> dict[str, Any]:
+def lark_text(grammar: Grammar, tokenizer: LLTokenizer) -> str:
+    """A grammar, its parts and its thoughts as one text in llguidance's Lark: vLLM takes no list of grammars.
+
+    Only llguidance reads its first line, by which vLLM tells it from grammars of its other libraries. JSON stands on
+    one line, with or without a space between two of its parts: versions of llguidance before 1.9 (vLLM 0.32 asks for
+    1.7) do not heed a pattern of whitespace.
+
+    Raises:
+        GrammarError: what is to be JSON, or Lark, is none.
+    """
+    header = "%llguidance {}"
+    if grammar.thoughts == "none":
+        source = _one_source(grammar)
+        return source if "%llguidance" in source else f"{header}\n{source}"
+    thought = _with_thought(grammar, tokenizer).replace("@answer", "answer")
+    return f"{header}\n{thought}\nanswer: %lark {{\n{_one_source(grammar)}\n}}"
+
+
+_REFERENCE = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|@([a-z_0-9]+)')  # texts and patterns are passed over
+
+
+def _one_source(grammar: Grammar) -> str:
+    """A grammar with its parts, whose thoughts are another's affair, as Lark with a rule `start`."""
+    definition = _definition(grammar, _ONE_LINE)
+    if "json_schema" in definition:
+        return f"start: %json {json.dumps(definition['json_schema'])}"
+    rules = [_REFERENCE.sub(lambda found: found[1] or found[0], definition["lark_grammar"])]
+    rules += [f"{name}: %lark {{\n{_one_source(part)}\n}}" for name, part in grammar.parts]
+    return "\n".join(rules) if grammar.parts else definition["lark_grammar"]
+
+
+def _definition(grammar: Grammar, written: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """In llguidance's terms; JSON is `written` as said there, or as models write it."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
-            return {"json_schema": {"type": "object", "x-guidance": _options(lenient=False)}}
+            return {"json_schema": {"type": "object", "x-guidance": _options(written, lenient=False)}}
         case GrammarKind.JSON_SCHEMA:
             schema = _without_formats(_schema(grammar))
-            return {"json_schema": {**schema, "x-guidance": _options(lenient=grammar.lenient)}}
+            return {"json_schema": {**schema, "x-guidance": _options(written, lenient=grammar.lenient)}}
         case GrammarKind.REGEX:
             from llguidance import regex_to_lark
 
@@ -235,8 +269,8 @@ def _definition(grammar: Grammar) -> dict[str, Any]:
             return {"lark_grammar": _lark(grammar)}
 
 
-def _options(*, lenient: bool) -> dict[str, Any]:
-    return {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
+def _options(written: Mapping[str, Any] | None, *, lenient: bool) -> dict[str, Any]:
+    return {**(written or {"whitespace_pattern": WHITESPACE}), "lenient": lenient, "coerce_one_of": lenient}
 
 
 def _lark(grammar: Grammar) -> str:

@@ -31,14 +31,18 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from groupwise.errors import ConfigError, EngineError, GrammarError
-from groupwise.types import Grammar, GrammarKind, SamplingParams
+from groupwise.errors import ConfigError, EngineError
+from groupwise.types import SamplingParams
 
 HEALTH_S = 5.0  # for an answer to /health
 CONNECT_S = 5.0
 ASK_S = 60.0  # for what samples nothing
 SAID = 300  # characters of an answer that are quoted
-_KINDS = {"already_loaded": "already been loaded", "not_loaded": "cannot be found"}  # kind -> what vLLM says of it
+_KINDS = {  # kind -> what vLLM says of it
+    "already_loaded": "already been loaded",
+    "not_loaded": "cannot be found",
+    "grammar": "Grammar error",
+}
 
 
 class ServerLost(EngineError):
@@ -87,9 +91,17 @@ def server_url(text: str) -> str:
 
 
 def sampling_body(
-    prompt_ids: Sequence[int], params: SamplingParams, *, n: int, max_tokens: int, seed: int, eos_ids: Sequence[int]
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    n: int,
+    max_tokens: int,
+    seed: int,
+    eos_ids: Sequence[int],
+    structured_outputs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The options of /v1/completions. Completion j draws from `seed` + j. Raises GrammarError."""
+    """The options of /v1/completions. Completion j draws from `seed` + j; `structured_outputs` are `params.grammar` as
+    vLLM takes it."""
     narrowed = params.temperature > 0
     return {
         "prompt": list(prompt_ids),
@@ -104,7 +116,7 @@ def sampling_body(
         "repetition_penalty": params.repetition_penalty,
         "logit_bias": {str(token): bias for token, bias in params.logit_bias} or None,
         "min_tokens": params.min_tokens,
-        "structured_outputs": None if params.grammar is None else structured_outputs(params.grammar),
+        "structured_outputs": structured_outputs,
         "seed": seed,
         "stop": list(params.stop),
         "stop_token_ids": [*([] if params.ignore_eos else eos_ids), *params.stop_ids],
@@ -115,40 +127,6 @@ def sampling_body(
         "return_token_ids": True,
         "return_tokens_as_token_ids": params.top_logprobs > 0,  # so that alternatives have ids, not texts
     }
-
-
-def structured_outputs(grammar: Grammar) -> dict[str, Any]:
-    """A grammar as vLLM (0.11 or newer) takes it. An optional thought is left out: the reply is the answer alone.
-
-    Raises:
-        GrammarError: vLLM cannot keep to it here.
-    """
-    if grammar.parts or grammar.thoughts == "begun":
-        what = "tool calls" if grammar.parts else "an answer behind a thought that the prompt begins"
-        hint = "sample with engine: local"
-        if grammar.parts:
-            hint += ", or use tool_choice auto without strict tools"
-        raise GrammarError(
-            f"{grammar.field}: {what} cannot be kept to a grammar by vLLM here", hint=hint, field=grammar.field
-        )
-    match grammar.kind:
-        case GrammarKind.JSON_OBJECT:
-            return {"json_object": True}
-        case GrammarKind.JSON_SCHEMA:
-            return {"json": _loaded(grammar)}
-        case GrammarKind.REGEX:
-            return {"regex": grammar.source}
-        case GrammarKind.CHOICE:
-            return {"choice": json.loads(grammar.source)}
-        case GrammarKind.LARK:
-            return {"grammar": grammar.source}
-
-
-def _loaded(grammar: Grammar) -> Any:
-    try:
-        return json.loads(grammar.source)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"{grammar.field} is not JSON: {error}", field=grammar.field) from None
 
 
 class VllmServer:
@@ -300,8 +278,12 @@ class VllmServer:
             )
         if status == 404 and where.endswith("/collective_rpc"):
             hint = "start it with VLLM_SERVER_DEV_MODE=1, as `groupwise vllm-serve` does where train.lora is null"
-        kind = next((kind for kind, words in _KINDS.items() if words in said), None)
-        raise EngineError(f"{where} answered {status}: {said}", hint=hint, kind=kind)
+        raise EngineError(f"{where} answered {status}: {said}", hint=hint, kind=kind_of(said))
+
+
+def kind_of(said: str) -> str | None:
+    """Which of the kinds of refusals that are told apart this is."""
+    return next((kind for kind, words in _KINDS.items() if words in said), None)
 
 
 def likeliest(alternatives: Iterable[tuple[int, float]], top: int) -> tuple[tuple[int, float], ...]:

@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.config.engine import VllmConfig
-from groupwise.engine.vllm.client import Sampled, ServerFacts, VllmServer, likeliest
+from groupwise.engine.vllm.client import Sampled, ServerFacts, VllmServer, kind_of, likeliest
 from groupwise.engine.vllm.server import Shape, engine_options
 from groupwise.errors import EngineError, ModelError
 
@@ -149,7 +149,7 @@ class InProcess(VllmServer):
         try:
             return await asyncio.wrap_future(future)
         except Exception as error:  # vLLM's own, of many kinds
-            raise error if isinstance(error, EngineError) else EngineError(f"{self.url}: {error!r}") from error
+            raise error if isinstance(error, EngineError) else _refused(self.url, error) from error
 
     def _work(self) -> None:
         try:
@@ -192,6 +192,10 @@ def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
         future.set_result(function())
     except Exception as error:  # belongs to whoever asked
         future.set_exception(error)
+
+
+def _refused(url: str, error: Exception) -> EngineError:
+    return EngineError(f"{url}: {error!r}", kind=kind_of(str(error)))
 
 
 def _sampled(output: Any, *, top: int) -> Sampled:

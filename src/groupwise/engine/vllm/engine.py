@@ -10,12 +10,17 @@ anything is sent. A version is usable when every server has it and has proved it
 
 With in-flight updates each completion is a request of its own, whose tokens are heard as they come. When a version is
 replaced the request is given up and continued by the new version, which reads what was heard: keys and values are
-recomputed. (vLLM can read an adapter anew in place; 0.32 then goes on with the old one's cached prompts.)
+recomputed. (vLLM can read an adapter anew in place; 0.32 then goes on with the old one's cached prompts.) One with a
+grammar ends under its version: vLLM cannot begin in the midst of a grammar.
+
+What is sampled under a grammar is trained as by the local engine: from which tokens each was drawn is found here
+(`vllm.grammar`), and log-probabilities of the whole distribution are scored by the reference.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -35,6 +40,7 @@ from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.engine.sampling import completion_seed
 from groupwise.engine.vllm.client import Sampled, VllmServer, sampling_body
 from groupwise.engine.vllm.fleet import Fleet
+from groupwise.engine.vllm.grammar import VllmGrammars
 from groupwise.engine.vllm.handshake import (
     Accepted,
     Handshake,
@@ -53,6 +59,7 @@ from groupwise.errors import (
     ConfigError,
     ContextLengthError,
     EngineError,
+    GrammarError,
     GroupwiseError,
     ModelError,
 )
@@ -64,6 +71,7 @@ from groupwise.types import Completion, FinishReason, Grammar, PolicyVersion, Sa
 SEEDS = (1 << 62) - 1  # vLLM's are 63 bits wide, and completion j adds j
 CLOSE_S = 60.0
 ANOTHER = 1_000_003  # between the seed of a completion and those of its continuations
+CHECKED = 8  # tokens whose log-probabilities are compared when a kind of grammar is first used
 
 T = TypeVar("T")
 
@@ -118,6 +126,8 @@ class VllmEngine:
         self._tolerance = config.tolerance or packed_tolerance(base.model)
         self._shelf = Shelf(None if config.adapter_dir is None else Path(config.adapter_dir))
         self._leases = Leases()
+        self._grammars = VllmGrammars(base)
+        self._proven: set[tuple[Any, ...]] = set()  # kinds of grammars that vLLM keeps to as is thought here
         self._follows = in_flight_updates
         self._replaced: dict[PolicyVersion, PolicyVersion] = {}
         self._following: set[_FollowedCompletion] = set()  # in the loop's thread
@@ -166,7 +176,8 @@ class VllmEngine:
             if lease is None and not whole:
                 raise self._not_loaded(request.version)
             job = QueuedRequest(request=request, body=body, lease=lease)
-            future = asyncio.run_coroutine_threadsafe(answer(job), self._loop)
+            whole = self._answer if request.params.grammar is not None and answer == self._followed else answer
+            future = asyncio.run_coroutine_threadsafe(whole(job), self._loop)
             if lease is not None:
                 future.add_done_callback(lambda _, lease=lease: self._give_back(lease))
             futures.append(future)
@@ -278,15 +289,15 @@ class VllmEngine:
             max_tokens=min(params.max_tokens, self._context - length),
             seed=completion_seed(seed, 0) & SEEDS,
             eos_ids=self._eos_ids,
+            structured_outputs=None if params.grammar is None else self._grammars.option(params.grammar),
         )
 
     def _check_supported(self, params: SamplingParams) -> None:
         """Raises ConfigError for what no trainer can use."""
-        if params.reshaped:
-            name, value = params.reshaped[0], getattr(params, params.reshaped[0])
-            shown = value.kind if isinstance(value, Grammar) else value
+        if unknown := [name for name in params.reshaped if name != "grammar"]:
+            name = unknown[0]
             raise ConfigError(
-                f"{name} is {shown}: vLLM gives the log-probabilities of what it makes of the "
+                f"{name} is {getattr(params, name)}: vLLM gives the log-probabilities of what it makes of the "
                 "distribution, and does not report which tokens it leaves, so the trainer could not compute them",
                 hint=f"turn {name} off, or sample with engine: local",
             )
@@ -300,10 +311,53 @@ class VllmEngine:
         return AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded; loaded: {loaded}")
 
     async def _answer(self, job: QueuedRequest) -> list[Completion]:
-        request = job.request
-        sampled = await self._fleet.send(job.name, lambda server, model: server.complete(model, job.body))
+        request, grammar = job.request, job.request.params.grammar
+        try:
+            sampled = await self._fleet.send(job.name, lambda server, model: server.complete(model, job.body))
+        except EngineError as error:
+            if grammar is None:
+                raise
+            raise _grammar_refused(grammar, error) from error
         sampled = sampled * request.n if len(sampled) < request.n else sampled
-        return [self._completion(each, request) for each in sampled]
+        completions = [self._completion(each, request) for each in sampled]
+        if not request.params.reshaped:
+            return completions
+        return [await asyncio.to_thread(self._scored, request, each) for each in completions]
+
+    def _scored(self, request: SamplingRequest, drawn: Completion) -> Completion:
+        """With the log-probabilities of the whole distribution. Where a grammar alone changed it, vLLM's own are those
+        of the part that each token was drawn from, which is recorded. Raises EngineError."""
+        params, ids = request.params, drawn.token_ids
+        score = partial(self._reference.score_top, temperature=params.temperature, top=params.top_logprobs)
+        logprobs, tops = zip(*score(request.prompt_ids, ids, request.version), strict=True)
+        whole = replace(drawn, logprobs=logprobs, top_logprobs=tops if params.top_logprobs else ())
+        if params.grammar is None or params.reshaped != ("grammar",) or params.temperature <= 0:
+            return whole
+        said = replace(whole, kept=self._grammars.mask(params.grammar, ids), kept_logprobs=drawn.logprobs)
+        self._check_mask(params.grammar, request, said)
+        return said
+
+    def _check_mask(self, grammar: Grammar, request: SamplingRequest, said: Completion) -> None:
+        """Check that vLLM drew from the tokens that are recorded, once for each kind of grammar. Raises EngineError."""
+        kind = (grammar.kind, grammar.thoughts, grammar.lenient, bool(grammar.parts))
+        if kind in self._proven:
+            return
+        assert said.kept is not None
+        ids, vocabulary = said.token_ids[:CHECKED], self._base.vocabulary
+        score = partial(self._reference.score_top, temperature=request.params.temperature, top=vocabulary)
+        differences = []
+        rows = zip(score(request.prompt_ids, ids, request.version), said.kept.array(), said.kept_logprobs, strict=False)
+        for (logprob, every), kept_V, theirs in rows:
+            left = math.log(math.fsum(math.exp(each) for token, each in every if kept_V[token]))
+            differences.append(abs(logprob - left - theirs))
+        off = sum(differences) / len(differences)
+        if not off <= self._tolerance:
+            raise EngineError(
+                f"vLLM's log-probabilities under {grammar.field} ({grammar.kind}) are off by {off:.3g} nats in the "
+                f"mean (tolerance {self._tolerance:g}): it keeps to another grammar than is recorded",
+                hint="sample with engine: local, or use another llguidance in vLLM's environment",
+            )
+        self._proven.add(kind)
 
     async def _followed(self, job: QueuedRequest) -> list[Completion]:
         """As `_answer`, by the versions that stand for the one that was asked, as they come."""
@@ -482,6 +536,7 @@ class VllmEngine:
         self._thread.join(CLOSE_S)
         self._loop.close()
         self._reference.close()
+        self._grammars.close()
         self._shelf.close()
 
 
@@ -500,6 +555,7 @@ def open_vllm(
     if config.vllm.mode == "colocate":
         from groupwise.engine.vllm.colocate import InProcess
 
+        _spare(base.model)
         colocated = InProcess(config.vllm, shape)
     elif not config.vllm.urls:
         launches = [launch_of(config.vllm, shape)]
@@ -514,6 +570,15 @@ def open_vllm(
         in_flight_updates=config.rollout.in_flight_updates,
         say=say,
     )
+
+
+def _spare(model: PreTrainedModel) -> None:
+    """Keep the trainer's model and its copies as they are beside a colocated vLLM, which changes the classes of models
+    that it runs by transformers' own code: every instance is then compiled that does not say that it is not to be."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            kind: Any = type(module)
+            kind.do_not_compile = True
 
 
 def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
@@ -562,6 +627,18 @@ def read_launch(config: RunConfig, *, port: int) -> ServerLaunch:
         dtype = resolve_dtype(config.dtype, resolve_device(config.device))
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
     return launch_of(config.vllm, _shape(config, model), port=port)
+
+
+def _grammar_refused(grammar: Grammar, error: EngineError) -> GroupwiseError:
+    """What a failure of a request with a grammar is: of the grammar, or of a server whose first one was another's."""
+    if error.kind == "grammar":
+        message = f"{grammar.field} is none that vLLM keeps to: {error.message}"
+        return GrammarError(message, hint="sample with engine: local", field=grammar.field)
+    return EngineError(
+        f"a request with {grammar.field}: {error.message}",
+        hint="a vLLM server keeps to all grammars with the library of the first one that it was sent; start it with "
+        '--structured-outputs-config \'{"backend": "guidance"}\', as `groupwise vllm-serve` does',
+    )
 
 
 class CompletionStream:

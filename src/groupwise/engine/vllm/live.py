@@ -8,7 +8,8 @@ use it. A live server asks for more:
                    read stays read, and token by token the distribution is the same
     top_k, top_p,  vLLM gives the log-probabilities of what they make of the distribution. The tokens are scored once
     min_p,         more here, so that what is reported is that of the policy's own; such a stream comes in one piece
-    penalties
+    penalties,
+    grammars
     scoring        is the local engine's: of prompts, of canaries
     sums           of adapters are merged into one of all their ranks (`adapter_merge`), which is exact
 
@@ -23,7 +24,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +31,6 @@ from typing import Any
 
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.vllm.client import structured_outputs
 from groupwise.engine.vllm.engine import CompletionStream, QueuedRequest, VllmEngine, shape_of, tell
 from groupwise.engine.vllm.handshake import (
     FILES,
@@ -40,7 +39,6 @@ from groupwise.engine.vllm.server import launch_of, rank_of
 from groupwise.errors import (
     AdapterError,
     EngineError,
-    GrammarError,
     NotReadyError,
 )
 from groupwise.model.load import LoadedModel
@@ -72,19 +70,6 @@ class LiveVllm(VllmEngine):
 
     def _check_supported(self, params: SamplingParams) -> None:
         """Everything is."""
-
-    async def _answer(self, job: QueuedRequest) -> list[Completion]:
-        completions = await super()._answer(job)
-        if not job.request.params.reshaped:
-            return completions
-        return [await asyncio.to_thread(self._scored, job.request, each) for each in completions]
-
-    def _scored(self, request: SamplingRequest, completion: Completion) -> Completion:
-        """With the log-probabilities of the whole distribution."""
-        params, ids = request.params, completion.token_ids
-        score = partial(self._local.score_top, temperature=params.temperature, top=params.top_logprobs)
-        logprobs, tops = zip(*score(request.prompt_ids, ids, request.version), strict=True)
-        return replace(completion, logprobs=logprobs, top_logprobs=tops if params.top_logprobs else ())
 
     async def _streamed(self, on_token: TokenSink, job: QueuedRequest) -> list[Completion]:
         request = job.request
@@ -135,13 +120,8 @@ class LiveVllm(VllmEngine):
             raise NotReadyError(f"{version} cannot be loaded: {error.message}", hint=error.hint) from error
 
     def prepare(self, grammar: Grammar) -> Future[Any]:
-        """As `LiveEngine.prepare`: vLLM compiles it when it gets the request, and refuses then what it cannot."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(structured_outputs(grammar))
-        except GrammarError as error:
-            future.set_exception(error)
-        return future
+        """As `LiveEngine.prepare`: here. vLLM compiles what it is sent when it gets the request."""
+        return self._grammars.prepare(grammar)
 
     def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None:
         with TemporaryDirectory(prefix="groupwise-sum-") as place:

