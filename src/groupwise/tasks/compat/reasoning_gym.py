@@ -32,11 +32,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from groupwise.config.data import DataConfig, DatasetConfig
+from groupwise.config.data import REASONING_GYM, DataConfig, DatasetConfig
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.base import text_of
+from groupwise.tasks.env import StepResult
 from groupwise.tasks.prompts import Issued, PromptSource, Ticket, to_prompt
-from groupwise.types import Prompt, RolloutGroup
+from groupwise.types import Message, Prompt, RolloutGroup
 
 SIZE = 1000  # problems, where `data.size` does not say
 OWN = ("seed", "size")  # parameters of every generator that `data` says
@@ -183,6 +184,44 @@ def answer_of(reply: str, *, tag: str = "answer", strict: bool = False) -> str |
     if tagged:
         return tagged[-1].strip()
     return None if strict else said.strip()
+
+
+class ReasoningGymEnv:
+    """One task as an environment of one turn: `env: {environment: "reasoning-gym:chain_sum"}`.
+
+    Args:
+        task: the generator.
+        size: problems, of training and of evaluation.
+        parameters: the generator's.
+    """
+
+    def __init__(self, task: str, size: int = SIZE, **parameters: Any):
+        self._task, self._size, self._parameters = task, size, parameters
+
+    def cases(self) -> list[dict[str, Any]]:
+        """The problems of seed 0."""
+        return self._problems(0)
+
+    def eval_cases(self) -> list[dict[str, Any]]:
+        """The problems of seed 1."""
+        return self._problems(1)
+
+    def reset(self, case: Mapping[str, Any], seed: int) -> str:
+        """The question."""
+        self._case = dict(case)
+        return self._case["question"]
+
+    def step(self, message: Message) -> StepResult:
+        """The end, with the score of the answer."""
+        columns = {name: [self._case[name]] for name in ("task", "question", "answer", "metadata", "parameters")}
+        said = str(message.get("content") or "")
+        [reward] = score_answer([said], **columns, log_metric=lambda name, value: None)
+        return StepResult(reward=reward, done=True)
+
+    def _problems(self, seed: int) -> list[dict[str, Any]]:
+        tasks = {self._task: self._parameters}
+        config = DatasetConfig(source=REASONING_GYM, tasks=tasks, size=self._size, seed=seed)
+        return [{name: each for name, each in row.items() if name != "prompt"} for _, row in Problems(config).rows()]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
