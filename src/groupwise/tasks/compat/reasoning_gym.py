@@ -213,7 +213,9 @@ class ReasoningGymEnv:
 
     def step(self, message: Message) -> StepResult:
         """The end, with the score of the answer."""
-        columns = {name: [self._case[name]] for name in ("task", "question", "answer", "metadata", "parameters")}
+        columns: dict[str, Any] = {
+            name: [self._case[name]] for name in ("task", "question", "answer", "metadata", "parameters")
+        }
         said = str(message.get("content") or "")
         [reward] = score_answer([said], **columns, log_metric=lambda name, value: None)
         return StepResult(reward=reward, done=True)

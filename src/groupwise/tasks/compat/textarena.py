@@ -194,4 +194,5 @@ def _made(name: str, options: Mapping[str, Any]) -> Any:
 
 def _agent(reference: str, folder: str | None) -> Callable[[str], str]:
     made: Any = load_once(reference, folder=folder)
-    return made() if inspect.isclass(made) else made
+    agent: Any = made() if inspect.isclass(made) else made
+    return agent
