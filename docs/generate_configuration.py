@@ -59,8 +59,15 @@ def _default(field: Mapping[str, Any], *, section: bool) -> str:
 
 
 def _model_of(field: Mapping[str, Any]) -> str:
-    """The name of the model that a field holds: itself, or null, or a list of it."""
-    for each in (field, field.get("items", {}), *field.get("anyOf", ()), *field.get("allOf", ())):
+    """The name of the model that a field holds: itself, or null, or a list of it, or one for each name."""
+    named = field.get("additionalProperties", {})
+    for each in (
+        field,
+        field.get("items", {}),
+        named if isinstance(named, dict) else {},
+        *field.get("anyOf", ()),
+        *field.get("allOf", ()),
+    ):
         if "$ref" in each:
             return each["$ref"].rpartition("/")[2]
     return ""

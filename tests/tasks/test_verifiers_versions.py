@@ -9,6 +9,8 @@ import pytest
 
 from groupwise.errors import ConfigError
 from groupwise.tasks.compat.others import SUPPORTED, VerifiersAgent
+from groupwise.tasks.compat.verifiers import SUPPORTED as TASKSETS
+from groupwise.tasks.compat.verifiers import TasksetAgent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="it is installed")
@@ -16,6 +18,23 @@ def test_none_is_installed():
     with pytest.raises(ConfigError, match="verifiers is not installed") as caught:
         VerifiersAgent("wordle")
     assert SUPPORTED in str(caught.value.hint)
+    with pytest.raises(ConfigError, match="verifiers is not installed") as caught:
+        TasksetAgent("wordle-v1")
+    assert TASKSETS in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("version", ["0.3.1", "0.5.0"])
+def test_tasksets_of_a_version_that_is_not_known(tmp_path, monkeypatch, version):
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers" / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "verifiers", raising=False)
+    try:
+        with pytest.raises(ConfigError, match=f"verifiers {version} is not one of") as caught:
+            TasksetAgent("wordle-v1")
+    finally:
+        sys.modules.pop("verifiers", None)
+    assert "VerifiersAgent" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("environment", ["wordle", "my_environments:load_environment"])

@@ -43,7 +43,7 @@ def load_object(reference: str, *, folder: str | Path | None = None) -> Callable
     if of_file:
         path = _file(module_name, reference, folder)
         module_name, folder = path.stem, path.parent
-    with _IMPORTING, _first_on_path(module_name.partition(".")[0], folder):
+    with _IMPORTING, first_on_path(module_name.partition(".")[0], folder):
         target: Any = _import(module_name, reference, folder)
     for name in attributes.split("."):
         if not hasattr(target, name):
@@ -65,7 +65,7 @@ def _file(name: str, reference: str, folder: str | Path | None) -> Path:
 
 
 @contextmanager
-def _first_on_path(package: str, folder: str | Path | None) -> Iterator[None]:
+def first_on_path(package: str, folder: str | Path | None) -> Iterator[None]:
     """Import `package` from `folder` where it is there, even if another of that name is already imported."""
     if folder is None:
         yield

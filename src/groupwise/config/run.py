@@ -12,7 +12,6 @@ secrets: tokens come from the environment.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +27,7 @@ from pydantic import (
 )
 
 from groupwise.config.algo import RunAlgoConfig
+from groupwise.config.data import REASONING_GYM, SCORE_ANSWER, DataConfig, DatasetConfig
 from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
@@ -220,75 +220,6 @@ OTHER_NAMES = {
 }
 
 
-FILES = (".jsonl", ".json", ".csv", ".parquet")  # what a `data.source` that is a file ends with
-
-
-class DatasetConfig(Section):
-    """Where prompts come from."""
-
-    source: Text
-    """A `.jsonl`, `.json`, `.csv` or `.parquet` file (relative to the config's folder), `module:function` that returns
-    rows, a Hugging Face dataset's name, or a directory with a saved dataset."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function, or of `datasets.load_dataset`."""
-    split: Text | None = None
-    """The split of a Hugging Face dataset; null is `train`."""
-    prompt_key: Text | None = None
-    """The column with the prompt: a string, or a list of chat messages; null is `messages` or `prompt`."""
-    raw: bool = False
-    """A prompt that is a string is a user's message, in the model's chat template where it has one; true samples from
-    the text as it is, and gives rewards strings."""
-    system: Text | None = None
-    """A system message to put before every chat prompt."""
-    limit: int | None = Field(default=None, ge=1)
-    """Use only the first rows; null is all."""
-
-    @property
-    def kind(self) -> Literal["file", "function", "dataset"]:
-        """How `source` is read."""
-        if self.source.endswith(FILES):
-            return "file"
-        return "function" if re.fullmatch(r"([\w.]+|.+\.py):[\w.]+", self.source) else "dataset"
-
-    @model_validator(mode="after")
-    def _acts(self) -> DatasetConfig:
-        if self.split is not None and self.kind != "dataset":
-            raise conflict("split", f"{self.split!r} acts on Hugging Face datasets only; source is {self.source!r}")
-        if self.args and self.kind == "file":
-            builder = Path(self.source).suffix.removeprefix(".").replace("jsonl", "json")
-            instead = f"source {builder} with args.data_files and others reads it as load_dataset does"
-            raise conflict("args", f"a file takes no arguments; source is {self.source!r}; {instead}")
-        return self
-
-
-class CurriculumConfig(Section):
-    """Which prompts are drawn, by the share of their completions that succeeded so far (rewards scaled to 0..1)."""
-
-    filter: Annotated[tuple[float, float], Field(strict=False)] | None = None
-    """[low, high]: prompts whose rate is known and outside are passed over, and looked at again now and then."""
-    weight: bool = False
-    """Draw prompts in proportion to p (1 - p) of their rate p."""
-    min_seen: int = Field(default=1, ge=1)
-    """Groups of a prompt after which its rate counts as known."""
-
-    @model_validator(mode="after")
-    def _acts(self) -> CurriculumConfig:
-        if self.filter is None and not self.weight:
-            raise conflict("filter", "neither filter nor weight is set, so the curriculum would do nothing; set one")
-        if self.filter is not None and not 0 <= self.filter[0] < self.filter[1] <= 1:
-            raise conflict("filter", f"{list(self.filter)} is not valid; write [low, high] with 0 <= low < high <= 1")
-        return self
-
-
-class DataConfig(DatasetConfig):
-    """The prompts to train on."""
-
-    shuffle: bool = True
-    """Draw in a new order every epoch, fixed by `seed`; false keeps the order of the rows."""
-    curriculum: CurriculumConfig | None = None
-    """null draws every prompt once an epoch."""
-
-
 class EvalConfig(Section):
     """Evaluation on held-out prompts, before, during and after training."""
 
@@ -335,7 +266,8 @@ class RewardConfig(Section):
     """One reward function. In YAML, a plain string is `{function: <string>}`."""
 
     function: Text
-    """`module:function`, where the module may stand beside the config file; or `path/to/file.py:function`."""
+    """`module:function`, where the module may stand beside the config file; or `path/to/file.py:function`; or
+    `reasoning-gym`, the score of its tasks."""
     weight: float = 1.0
     """Its factor in the sum; 0 records the reward without using it."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -354,7 +286,10 @@ class ScoringConfig(Section):
 
 
 def _reward(entry: Any) -> Any:
-    return {"function": entry} if isinstance(entry, str) else entry
+    entry = {"function": entry} if isinstance(entry, str) else entry
+    if isinstance(entry, dict) and entry.get("function") == REASONING_GYM:
+        return {"name": REASONING_GYM, **entry, "function": SCORE_ANSWER}
+    return entry
 
 
 class ReplayConfig(Section):
@@ -635,6 +570,16 @@ class RunConfig(Section):
     """Where metrics go."""
     launcher: Launcher = LauncherConfig()
     """How `groupwise launch` starts several processes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scored_by_its_source(cls, values: Any) -> Any:
+        """Tasks of reasoning-gym bring their reward, where no other is named."""
+        data = values.get("data") if isinstance(values, dict) else None
+        source = data.get("source") if isinstance(data, dict) else getattr(data, "source", None)
+        if source == REASONING_GYM and not values.get("rewards") and values.get("env") is None:
+            return {**values, "rewards": [REASONING_GYM]}
+        return values
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:

@@ -36,6 +36,7 @@ from groupwise.run.evaluate import prepare_all
 from groupwise.run.plan import RunPlan
 from groupwise.run.replay import Curriculum, ReplayBuffer, RerollQueue, total_reward
 from groupwise.tasks.agents import Agent, AgentRollouts
+from groupwise.tasks.compat.reasoning_gym import AdaptiveDifficulty, score_answer
 from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
 from groupwise.tasks.compat.trl import RolloutFunc, RolloutFuncRollouts
 from groupwise.tasks.env import EnvFactory
@@ -114,9 +115,10 @@ def longest_allowed(config: RunConfig, *, context: int) -> int:
 
 
 def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: RolloutSource, *, context: int) -> int:
-    """Tokens of the longest prompt that a run trains on. An environment asks when it is played: anything that fits."""
+    """Tokens of the longest prompt that a run trains on. An environment asks when it is played, and
+    problems that become harder become longer: anything that fits."""
     allowed = longest_allowed(config, context=context)
-    if config.env is not None:
+    if config.env is not None or (config.data is not None and config.data.difficulty):
         return max(1, min(allowed, context - config.rollout.max_tokens))
     lengths = [len(play.prepare(prompt).token_ids) for prompt in heapq.nlargest(TOKENISED, prompts, key=_characters)]
     return max((length for length in lengths if length <= allowed), default=allowed)
@@ -394,6 +396,9 @@ def _batches(plan: RunPlan, engine: Sampler, play: RolloutSource, scorer: Scorer
     config, rollout = plan.config, plan.config.rollout
     curriculum = None if config.data is None else config.data.curriculum
     source: PromptStream = plan.source
+    if config.data is not None and config.data.difficulty:
+        score = next((each.name for each in plan.rewards if each.function is score_answer), None)
+        source = AdaptiveDifficulty(plan.source, config.data, reward=score)
     if curriculum is not None:
         source = Curriculum(
             plan.source,

@@ -295,6 +295,12 @@ def priced(played: Rollout, config: EnvConfig) -> Rollout:
 MODERN, THREE_METHODS = ("reset", "step"), ("build_dataset", "score_episode")
 
 
+NAMED = {  # environments of other packages by name, as in textarena:GuessTheNumber-v0; what they call the name
+    "textarena": ("groupwise.tasks.compat.textarena:TextArenaGame", "game"),
+    "reasoning-gym": ("groupwise.tasks.compat.reasoning_gym:ReasoningGymEnv", "task"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnvFactory:
     """Makes instances of a user's environment class with `env.args`; implements `tasks.episode.Environments`."""
@@ -314,16 +320,18 @@ class EnvFactory:
         """Does nothing: instances share no state."""
 
     def make(self) -> Any:
-        """An instance, for one episode. Raises EnvError."""
+        """An instance, for one episode. Raises EnvError, or ConfigError where the class itself does."""
         try:
             return self.make_one(**self.args)
+        except ConfigError:
+            raise
         except Exception as error:
             raise EnvError.raised(f"{self.name}()", error) from error
 
     def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
         """What its `cases` (or `eval_cases`) returns, as prompts whose columns the case is; None without the method.
 
-        Raises DataError, or EnvError where the method raises.
+        Raises DataError, or EnvError where the method raises; a ConfigError of its own as it is.
         """
         method = "eval_cases" if held_out else "cases"
         instance = self.make()
@@ -332,6 +340,8 @@ class EnvFactory:
         try:
             rows = function()
             rows = run_coroutine(_awaited(rows)) if inspect.isawaitable(rows) else rows
+        except ConfigError:
+            raise
         except Exception as error:
             raise EnvError.raised(f"{self.name}.{method}", error) from error
         return prompts_of(rows, f"{self.name}.{method}")
@@ -343,12 +353,14 @@ def load_env(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFacto
     Raises LoadError for what cannot be imported, ConfigError for what is no environment or takes other arguments.
     """
     assert config.environment is not None  # else `load_agent` is asked
-    made = load_object(config.environment, folder=folder)
+    package, _, name = config.environment.partition(":")
+    reference, argument = NAMED.get(package, (config.environment, None))
+    made = load_object(reference, folder=folder)
     if inspect.isclass(made):
         _check_methods(made, config.environment)
     _check_players(made, config)
-    _check_arguments(made, config)
-    args = config.args
+    args = config.args if argument is None else {**config.args, argument: name}
+    _check_arguments(made, args, config.environment)
     if folder is not None and "folder" in parameters_of(made):  # it loads something itself
         args = {"folder": str(folder), **args}
     return EnvFactory(
@@ -407,12 +419,12 @@ def _check_players(made: Any, config: EnvConfig) -> None:
         raise ConfigError(message, hint='players is a tuple of two or more names, as ("first", "second")')
 
 
-def _check_arguments(made: Callable[..., Any], config: EnvConfig) -> None:
+def _check_arguments(made: Callable[..., Any], args: Mapping[str, Any], reference: str) -> None:
     try:
-        inspect.signature(made).bind(**config.args)
+        inspect.signature(made).bind(**args)
     except TypeError as error:
         takes = ", ".join(inspect.signature(made).parameters) or "nothing"
-        raise ConfigError(f"env.args does not fit {config.environment!r}, which takes {takes}: {error}") from None
+        raise ConfigError(f"env.args does not fit {reference!r}, which takes {takes}: {error}") from None
     except ValueError:  # no signature to look at
         return
 

@@ -1,4 +1,4 @@
-"""Prompt sources (files, Hugging Face datasets, Python functions) as one endless stream of prompts that can be resumed.
+"""Prompt sources (files, Hugging Face datasets, functions, generators) as one endless stream that can be resumed.
 
 A row is a mapping with a prompt, a list of chat messages or a string (one message of the user), under `prompt` or
 `messages`. `tools` may hold tool definitions, and every other column goes to the rewards by its name:
@@ -24,9 +24,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from groupwise.config.data import FILES, DataConfig, DatasetConfig
 from groupwise.config.hub import reading
 from groupwise.config.load import load_object
-from groupwise.config.run import FILES, DataConfig, DatasetConfig
 from groupwise.errors import ConfigError, DataError
 from groupwise.types import Message, Prompt, RolloutGroup
 
@@ -54,7 +54,7 @@ class Issued:
 
 
 class PromptStream(Protocol):
-    """What a loop draws prompts from: a PromptSource, or a Curriculum around one."""
+    """What a loop draws prompts from: a PromptSource, or a Curriculum or an AdaptiveDifficulty around one."""
 
     def __len__(self) -> int: ...
 
@@ -204,7 +204,9 @@ def open_prompts(
 
     Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
     """
-    read = {"file": _file_rows, "function": _function_rows, "dataset": _dataset_rows}[config.kind]
+    read = {"file": _file_rows, "function": _function_rows, "dataset": _dataset_rows, "generated": _generated_rows}[
+        config.kind
+    ]
     rows = itertools.islice(read(config, Path(folder)), config.limit)
     prompts = [
         to_prompt(row, id=id, prompt_key=config.prompt_key, raw=config.raw, system=config.system, case=cases)
@@ -333,6 +335,12 @@ def _dataset_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, An
     elif config.split is not None and (local / "dataset_info.json").is_file():
         raise ConfigError(f"data.split {config.split!r} does not act: {config.source} was saved as a single split")
     yield from ((f"{config.source}:{index}", row) for index, row in enumerate(dataset))
+
+
+def _generated_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
+    from groupwise.tasks.compat.reasoning_gym import Problems
+
+    yield from Problems(config).rows()
 
 
 def to_prompt(

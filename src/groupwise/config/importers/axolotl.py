@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from groupwise.config.data import FILES
 from groupwise.config.hub import reading
 from groupwise.config.importers.base import Translation, run_name
 from groupwise.config.importers.chat_templates import why_not
@@ -31,7 +32,6 @@ from groupwise.config.importers.optimizer_args import (
 )
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.load import load_object
-from groupwise.config.run import FILES
 from groupwise.config.yaml import Document
 from groupwise.errors import DataError, GroupwiseError, LoadError
 

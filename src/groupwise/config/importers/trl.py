@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from groupwise.config.data import FILES
 from groupwise.config.importers.base import Key, Translation, run_name
 from groupwise.config.importers.grpo_args import (
     DEFAULTS_1_8,
@@ -38,7 +39,6 @@ from groupwise.config.importers.optimizer_args import (
     refuse_combinations,
 )
 from groupwise.config.importers.tables import keys_of
-from groupwise.config.run import FILES
 from groupwise.config.yaml import Document
 
 # ----------------------------------------------------------------------------------------------------------------------

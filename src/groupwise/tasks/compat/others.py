@@ -7,8 +7,7 @@
 Its dataset are the cases, its evaluation dataset the held-out ones. `Environment.run_rollout` plays each episode with
 the run's OpenAI client at our endpoint, and its rubric scores it; the rubric's other numbers are logged.
 Rubrics that compare the rollouts of a group cannot be asked for one episode and are refused. What the package calls
-`verifiers.v1`, and all of it from 0.4 on, are programs that a harness runs in containers: other environments, which
-are refused.
+`verifiers.v1`, all of it from 0.4 on, are other environments: `tasks.compat.verifiers` plays those of 0.4.
 """
 
 from __future__ import annotations
@@ -88,8 +87,8 @@ def _loader(environment: str, folder: str | None) -> Any:
     load: Any = getattr(verifiers, "load_environment", None)
     if load is None:
         raise ConfigError(
-            f"verifiers {verifiers.__version__} has no load_environment: its environments are programs in containers",
-            hint=f"pip install '{SUPPORTED}'",
+            f"verifiers {verifiers.__version__} has no load_environment: its environments are tasksets",
+            hint=f"groupwise.tasks.compat.verifiers:TasksetAgent plays those of 0.4; or pip install '{SUPPORTED}'",
         )
     return load_object(environment, folder=folder) if ":" in environment else lambda **args: load(environment, **args)
 

@@ -1,0 +1,142 @@
+"""A taskset as verifiers 0.4 documents it trains here unchanged, by its `null` and `bash` harnesses as processes.
+
+The package and what it needs beside this one, and `uv`, go into a virtual environment of their own, with this package:
+run `pytest tests/slow/test_verifiers_tasksets.py -m slow` with its Python. Harnesses fetch what they need with uv.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verifiers")
+if tuple(map(int, version("verifiers").split(".")[:2])) < (0, 4):
+    pytest.skip("verifiers before 0.4 has other environments", allow_module_level=True)
+if shutil.which("uv") is None:
+    pytest.skip("its harnesses need uv", allow_module_level=True)
+
+from groupwise.algo.samples import segments_of
+from groupwise.config.run import EnvConfig, parse_config
+from groupwise.errors import ConfigError
+from groupwise.run.loop import run_loop
+from groupwise.store.rollouts import group_from_json
+from groupwise.store.tracking import read_metrics
+from groupwise.tasks.agents import load_agent
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+AGENT = "groupwise.tasks.compat.verifiers:TasksetAgent"
+TASKSET = """
+import verifiers.v1 as vf
+
+
+class SumsData(vf.TaskData):
+    answer: str
+
+
+class SumsTask(vf.Task[SumsData]):
+    @vf.reward(weight=1.0)
+    async def even(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply) % 2)
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply))
+
+
+class SumsConfig(vf.TasksetConfig):
+    num_tasks: int = 5
+    first: int = 1
+
+
+class SumsTaskset(vf.Taskset[SumsTask, SumsConfig]):
+    def load(self) -> list[SumsTask]:
+        numbers = range(self.config.first, self.config.first + self.config.num_tasks)
+        return [SumsTask(SumsData(idx=n, prompt=f"What is {n} + 4?", answer=str(n + 4)), self.config.task)
+                for n in numbers]
+
+
+__all__ = ["SumsTaskset"]
+"""
+TWO_SEATS = (
+    TASKSET
+    + """
+
+class PairConfig(vf.EnvConfig):
+    first: vf.AgentConfig = vf.AgentConfig()
+    second: vf.AgentConfig = vf.AgentConfig()
+
+
+class PairEnv(vf.Env[PairConfig]):
+    async def run(self, task, agents):
+        await agents.first.run(task)
+        await agents.second.run(task)
+
+
+__all__ = ["SumsTaskset", "PairEnv"]
+"""
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sums_v1.py").write_text(TASKSET, encoding="utf-8")
+    (tmp_path / "pair_v1.py").write_text(TWO_SEATS, encoding="utf-8")
+    return tmp_path
+
+
+def test_its_tasks_are_the_cases(folder):
+    args = {"taskset": "sums-v1", "eval_config": {"taskset": {"first": 50, "num_tasks": 2}}}
+    agent = load_agent(EnvConfig(agent=AGENT, args=args), folder=folder)
+    cases, held_out = agent.cases(), agent.cases(held_out=True)
+    assert cases is not None and [case.columns["answer"] for case in cases] == ["5", "6", "7", "8", "9"]
+    assert held_out is not None and [case.columns["prompt"] for case in held_out] == [
+        "What is 50 + 4?",
+        "What is 51 + 4?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"taskset": "no-such-v1"}, "cannot load 'no-such-v1'"),
+        ({"taskset": "sums-v1", "config": {"taskset": {"nunber": 3}}}, "cannot load 'sums-v1'"),
+        ({"taskset": "pair-v1"}, "has 2 agents (first, second)"),
+    ],
+)
+def test_refusals(folder, args, message):
+    with pytest.raises(ConfigError) as caught:
+        load_agent(EnvConfig(agent=AGENT, args=args), folder=folder)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("harness", ["null", "bash"])
+def test_two_steps_with_the_starter(folder, harness):
+    config = {"taskset": {"num_tasks": 4}, "agent": {"harness": {"id": harness}}}
+    settings = {
+        "name": "vf4",
+        "model": "starter",
+        "dtype": "float32",
+        "device": "cpu",
+        "folder": str(folder),
+        "run_dir": str(folder / "run"),
+        "env": {"agent": AGENT, "args": {"taskset": "sums-v1", "config": config}, "concurrency": 4, "timeout_s": 600},
+        "rollout": {"prompts_per_step": 2, "group_size": 3, "max_tokens": 12, "refill": 1.0},
+        "train": {"steps": 2, "learning_rate": 1.0e-3},
+    }
+    result = run_loop(parse_config(settings))
+    rows = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "reward/mean" in row]
+    assert len(rows) == 2 and all(row["env/failed_frac"] == 0 and row["env/forks"] == 0 for row in rows)
+    lines = [line for path in (result.run_dir / "rollouts").iterdir() for line in path.read_text().splitlines()]
+    rollouts = [each for line in lines for each in group_from_json(json.loads(line)).rollouts]
+    for rollout in rollouts:
+        said = "".join(turn.completion.text for turn in rollout.turns)
+        assert rollout.error is None and rollout.reward is not None
+        [segment] = segments_of(rollout.turns)
+        sampled = tuple(id for turn in rollout.turns for id in turn.completion.token_ids)
+        trained = tuple(id for id, mask in zip(segment.completion_ids, segment.mask, strict=True) if mask)
+        assert trained == sampled and (said == "" or sampled)
