@@ -201,7 +201,7 @@ class AdapterBank:
         if self._rounded is None:
             outputs = [module(x) for module in modules]
         else:
-            widths = [module.weight.shape[0] for module in modules]
+            widths = [module.get_parameter("weight").shape[0] for module in modules]
             outputs = multiply([self._rounded.of(modules)], x).split(widths, -1)
         outputs = [self._adapted(self._names[id(m)], x, y) for m, y in zip(modules, outputs, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
