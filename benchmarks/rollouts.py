@@ -2,6 +2,7 @@
 
     python benchmarks/rollouts.py                        the starter and a model of 25M parameters
     python benchmarks/rollouts.py --models 150M          a larger one
+    python benchmarks/rollouts.py --dtypes int8          with rounded weights besides (`rollout.dtype`)
     python benchmarks/rollouts.py --quick                does it run?
 
 Both sides are given the same token ids, the same LoRA adapter (rank 16, all linear layers, no zeros; PEFT's files),
@@ -39,6 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,12 +51,14 @@ from step_vs_trl import machine
 from subjects import load, parameters_of, random_ids, save_adapter
 
 from groupwise.engine.local import LocalEngine
+from groupwise.engine.rounded import KINDS
 from groupwise.model.chat import decode
 from groupwise.model.load import LoadedModel
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest
 
 VERSION = PolicyVersion("bench", 1)
 TIE, CLOSE = 1e-4, 2e-3  # nats: tokens as likely as each other in float32; log-probabilities that are the same
+ROUGHLY = 1.0  # nats: log-probabilities of rounded weights
 SHORT = 2.0  # seconds of a trial that is worth another
 TAIL, SPREAD = 8, 1.0  # the longest over the median; the log-normal's sigma
 
@@ -206,15 +210,15 @@ def logprobs_of(model: PeftModel, prompt: tuple[int, ...], ids: tuple[int, ...],
     return (logits[0, len(prompt) - 1 : -1] / (temperature or 1.0)).log_softmax(-1)
 
 
-def check_logprobs(model: PeftModel, work: Work, rows: Sequence[Row], who: str) -> float:
-    """The largest difference, in a few rows, between what `who` reported and a forward. Exits if it is not rounding."""
+def check_logprobs(model: PeftModel, work: Work, rows: Sequence[Row], who: str, close: float = CLOSE) -> float:
+    """The largest difference, in a few rows, between what `who` reported and a forward. Exits if it is not `close`."""
     gap = 0.0
     for i in range(0, len(rows), max(1, len(rows) // 8)):
         ids, reported = rows[i]
         exact_TV = logprobs_of(model, work.prompts[i // work.group], ids, work.temperature)
         exact_T = exact_TV.gather(1, torch.tensor(ids)[:, None])[:, 0]
         gap = max(gap, float((exact_T - torch.tensor(reported)).abs().max()))
-    if not gap < CLOSE:
+    if not gap < close:
         sys.exit(f"{work.name}: the log-probabilities of {who} are {gap:.2g} nats off a forward of the PEFT model")
     return gap
 
@@ -270,8 +274,16 @@ def trials(run: Callable[[Peer, Work], list[Row]], work: Work, options: argparse
     return dict(sorted(tried.items(), key=lambda item: -item[1]))
 
 
-def compare(base: LoadedModel, engine: LocalEngine, model: PeftModel, work: Work, options: Any) -> dict[str, Any]:
-    """All sides by turns; seconds, tokens a second, ratios."""
+def compare(
+    base: LoadedModel,
+    engine: LocalEngine,
+    model: PeftModel,
+    work: Work,
+    options: Any,
+    *,
+    rounded: Mapping[str, LocalEngine] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """All sides by turns; seconds, tokens a second, ratios. `rounded` are engines with other types of weights."""
 
     def peer_rows(peer: Peer, work: Work) -> list[Row]:
         if not peer.merged:
@@ -287,20 +299,25 @@ def compare(base: LoadedModel, engine: LocalEngine, model: PeftModel, work: Work
     sides: dict[str, Side] = {"requests": lambda seed: by_requests(engine, work, seed)}
     if len(set(work.lengths)) > 1:
         sides["groups"] = lambda seed: by_groups(engine, work, seed)
+    for kind, other in rounded.items():
+        sides[kind] = partial(by_groups if "groups" in sides else by_requests, other, work)
     sides["generate"] = lambda seed: peer_rows(best, work)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    processor: dict[str, list[float]] = {name: [] for name in sides}  # seconds of all threads
     gaps: dict[str, float] = {}
-    for side in ("requests", "groups"):  # `generate` has been warmed up by the trials
-        if side in sides:
-            seconds_of(sides[side], work, 0)
+    for name, side in sides.items():
+        if name != "generate":  # it has been warmed up by the trials
+            seconds_of(side, work, 0)
     for repeat in range(options.repeats):
         for name in list(sides) if repeat % 2 == 0 else list(reversed(sides)):
+            started = time.process_time()
             took, rows = seconds_of(sides[name], work, 1000 * repeat)
             seconds[name].append(took)
+            processor[name].append(time.process_time() - started)
             if not repeat:
-                gaps[name] = check_logprobs(model, work, rows, name)
+                gaps[name] = check_logprobs(model, work, rows, name, ROUGHLY if name in rounded else CLOSE)
     about = {"peer": str(best), "trials_tokens_per_s": {str(peer): rate for peer, rate in tried.items()}}
-    return measured(work, seconds, gaps) | about
+    return measured(work, seconds, gaps) | about | {"processor_seconds": processor}
 
 
 def measured(work: Work, seconds: Mapping[str, Sequence[float]], gaps: Mapping[str, float]) -> dict[str, Any]:
@@ -337,10 +354,13 @@ def measure(name: str, options: argparse.Namespace, console: Console) -> list[di
     """Every case with one model."""
     base = load(name)
     base.model.generation_config.eos_token_id = None  # nothing ends a completion but its length
-    engine = LocalEngine(base, max_rows=options.prompts * options.group)
+    rows = options.prompts * options.group
+    engine = LocalEngine(base, max_rows=rows)
+    rounded = {kind: LocalEngine(base, max_rows=rows, dtype=kind) for kind in options.dtypes}
     with tempfile.TemporaryDirectory(prefix="rollouts-") as folder:
         save_adapter(base, Path(folder))
-        engine.load(VERSION, Path(folder))
+        for each in (engine, *rounded.values()):
+            each.load(VERSION, Path(folder))
         model: Any = PeftModel.from_pretrained(base.model, folder).eval()  # in place; the engine's modules are its own
     results = []
     try:
@@ -349,19 +369,20 @@ def measure(name: str, options: argparse.Namespace, console: Console) -> list[di
         ties = check_greedy(model, greedy, ours, Peer(len(ours), options.threads).run(model, base, greedy))
         console.print(f"{name}: {len(ours)} greedy rows are equal; {ties} of them part at a tie in float32")
         for work in works:
-            result = compare(base, engine, model, work, options)
+            result = compare(base, engine, model, work, options, rounded=rounded)
             results.append({"model": name, "parameters": parameters_of(engine._base), **result})
             for peer, rate in result["trials_tokens_per_s"].items():
                 console.print(f"  {work.name}, trial: {peer}: {rate:,.0f} tokens/s", style="dim")
     finally:
-        engine.close()
+        for each in (engine, *rounded.values()):
+            each.close()
     return results
 
 
 def table_of(results: Sequence[dict[str, Any]]) -> Table:
     """A line per model, case and side; a ratio is the engine's rate over that of `generate`."""
     table = Table("model", "case", "side", title="Rollouts", caption="useful tokens a second, medians")
-    for heading in ("seconds", "tokens/s", "ratio"):
+    for heading in ("seconds", "CPU s, least", "tokens/s", "ratio", "gap"):
         table.add_column(heading, justify="right")
     for result in results:
         rates = result["tokens_per_s"]
@@ -369,7 +390,9 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
             where = [result["model"], f"{result['case']}, {result['tokens']} tokens"] if i == 0 else ["", ""]
             label = result["peer"] if side == "generate" else f"Groupwise, {side}"
             ratio = "" if side == "generate" else f"{rate / rates['generate']:.2f}x"
-            table.add_row(*where, label, f"{statistics.median(result['seconds'][side]):.2f}", f"{rate:,.0f}", ratio)
+            seconds, least = statistics.median(result["seconds"][side]), min(result["processor_seconds"][side])
+            gap = f"{result['logprob_gap'][side]:.1g}"
+            table.add_row(*where, label, f"{seconds:.2f}", f"{least:.2f}", f"{rate:,.0f}", ratio, gap)
         table.add_section()
     return table
 
@@ -383,6 +406,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[16, 64], help="of `generate`, besides all rows at once"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="*", default=[], choices=sorted(KINDS), help="also measure the engine with rounded weights"
     )
     parser.add_argument("--merged", action="store_true", help="also try `generate` with merged weights")
     parser.add_argument("--quick", action="store_true", help="a smoke run: the starter, few and short completions")

@@ -176,13 +176,14 @@ class LossSpec:
 
     def off_policy_warnings(self, steps_per_batch: int, *, stale: bool, section: str = "algo.") -> list[str]:
         """What this loss does not account for where samples are not of the policy that is trained: in the optimizer
-        steps on a batch after the first, and in all of them where samples may be `stale`, of an older policy.
+        steps on a batch after the first, and in all of them where samples may be `stale`, of an older policy or
+        one of rounded weights.
         `section` stands before the names of options."""
         warnings: list[str] = []
         weigh = f"set {section}correction (tis_token, say), or take a loss with a bounded ratio (grpo, dapo, cispo)"
         if self.surrogate == "reinforce" and self.correction == "none":
             where = [f"all but the first of {steps_per_batch} optimizer steps on a batch"] * (steps_per_batch > 1)
-            where += ["samples that may be of an older policy"] * stale
+            where += ["samples that may be of another policy"] * stale
             if where:
                 warnings.append(
                     "the surrogate reinforce has no ratio: what another policy sampled is trained as if the present "
@@ -195,7 +196,7 @@ class LossSpec:
             )
         if stale and self.anchor == "old" and self.reads_anchor and self.correction == "none":
             warnings.append(
-                "anchor old compares with the trainer's snapshot, and samples may be of an older policy: that gap is "
+                "anchor old compares with the trainer's snapshot, and samples may be of another policy: that gap is "
                 f"not corrected; set {section}correction (tis_token, or tis_sequence with a sequence's ratio), or "
                 f"{section}anchor: behaviour"
             )

@@ -395,6 +395,12 @@ class RolloutConfig(Section):
     """Compile what the local engine computes in a step between attentions (torch.compile), on a GPU with CUDA graphs.
     It is meant for GPUs; on a CPU it brings nothing (docs/performance.md). The first steps wait for the compiler. Where
     it cannot be done a warning says why, and sampling goes on without."""
+    dtype: Literal["bfloat16", "int8"] | None = None
+    """Sample with the base's linear layers rounded to this type, which a CPU multiplies with in less time
+    (docs/performance.md), and train in float32 all the same; adapters are not rounded. Sampler and trainer differ then,
+    which `algo.correction` (tis_token, say) or the anchor `behaviour` accounts for; evaluations in the run sample so,
+    too. With the local engine, for the Llama family on a CPU with AVX512-BF16 (`bfloat16`) or AVX512-VNNI (`int8`).
+    null: as they are."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longer prompts are passed over and counted; null is what the model's context holds."""
     weight_sync_interval: int = Field(default=1, ge=0)
@@ -440,6 +446,8 @@ class RolloutConfig(Section):
             raise conflict("in_flight_updates", f"{message}; set max_staleness 1 or more")
         if self.in_flight_cache != "keep" and not self.in_flight_updates:
             raise conflict("in_flight_cache", f"{self.in_flight_cache} has no effect without in_flight_updates: true")
+        if self.dtype is not None and self.compile:
+            raise conflict("dtype", f"{self.dtype} does not go with compile: true, which compiles products in float32")
         if self.structured_outputs is not None and self.structured_outputs_regex is not None:
             message = "structured_outputs says already what completions must be; leave one of the two out"
             raise conflict("structured_outputs_regex", message)
@@ -460,8 +468,9 @@ class RolloutConfig(Section):
 
     @property
     def may_be_stale(self) -> bool:
-        """Whether a group may be trained that an older policy sampled: ahead of training, or to be replayed."""
-        return not self.on_policy or self.replay.size > 0
+        """Whether a group may be trained that another policy sampled: an older one (ahead of training, or to be
+        replayed), or one of rounded weights."""
+        return not self.on_policy or self.replay.size > 0 or self.dtype is not None
 
     def sampling(self) -> SamplingParams:
         """The training rollouts' sampling parameters (without a seed)."""
@@ -608,6 +617,9 @@ class RunConfig(Section):
             raise conflict("train", "lora", f"use_dora does not go with {why}")
         if kind and lora is None:
             raise conflict("quantization", f"{kind} weights cannot be trained; set train.lora")
+        if kind and self.rollout.dtype is not None:
+            message = f"{self.rollout.dtype} rounds float32 weights, and quantization is {kind}; leave one of them out"
+            raise conflict("rollout", "dtype", message)
         if kind and by_vllm:
             raise conflict("quantization", "vLLM would sample from other weights than train; set engine: local")
         if kind and self.train.parallel == "fsdp":
@@ -620,7 +632,7 @@ class RunConfig(Section):
                 raise conflict("vllm", "does nothing with engine local; set engine: vllm, or remove the section")
             return
         fields = RolloutConfig.model_fields
-        for key in ("draft_tokens", "prefix_cache_mb", "compile"):
+        for key in ("draft_tokens", "prefix_cache_mb", "compile", "dtype"):
             if getattr(self.rollout, key) != fields[key].default:
                 raise conflict("rollout", key, "is the local engine's, and engine is vllm; leave it out")
         for key, off in NARROWING.items():

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 
 from groupwise.engine.grammar import allowed_tokens, failed
 from groupwise.engine.multi_lora import AdapterBank, AdapterWeights
+from groupwise.engine.rounded import RoundedLayers
 from groupwise.engine.rows import PendingRequest, Row, Rows
 from groupwise.engine.sampling import KeptRows, mask_entries, reshape, sample_tokens, scaled_logprobs, uniforms
 from groupwise.model.chat import closing_ids, decode, stopped_text
@@ -44,14 +46,22 @@ Queue = deque[PendingRequest]
 class EngineModel:
     """What all decoders of an engine use: a module tree of the engine's own over the base model's weights, the LM head,
     the rows that there are, and the adapters (`bank`), as hooks where the model runs as transformers wrote it
-    (`hooked`)."""
+    (`hooked`). `dtype`: linear layers are multiplied with in this type (`rounded`)."""
 
     def __init__(
-        self, base: LoadedModel, model: PreTrainedModel, budget: RowBudget, *, hooked: bool, records: bool = False
+        self,
+        base: LoadedModel,
+        model: PreTrainedModel,
+        budget: RowBudget,
+        *,
+        hooked: bool,
+        records: bool = False,
+        dtype: str | None = None,
     ):
+        rounded = None if dtype is None else partial(RoundedLayers, dtype)
         self.routers = Routers(model) if records else None
         self.base, self.model, self.device, self.budget = base, model, base.device, budget
-        self.head, self.bank = Head.of(model), AdapterBank(model, hooked=hooked)
+        self.head, self.bank = Head.of(model), AdapterBank(model, hooked=hooked, rounded=rounded)
         self.vocabulary = int(self.head.weight_VH.shape[0])
         self.eos_ids = base.eos_ids
         self.eos = torch.tensor(self.eos_ids, dtype=torch.long, device=base.device)

@@ -34,6 +34,7 @@ from groupwise.engine.kv_cache import PrefixCache
 from groupwise.engine.multi_lora import AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.packed import PackedDecoder
 from groupwise.engine.plain import PlainDecoder
+from groupwise.engine.rounded import check_rounded
 from groupwise.engine.rows import PendingRequest
 from groupwise.engine.sampling import scaled_logprobs
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
@@ -78,6 +79,7 @@ class LocalEngine:
         prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
         draft_tokens: most tokens of a row that are guessed and checked in one step (`lookup`); 0 guesses none.
         compile: compile the dense parts of decode steps (`compiled`). A warning says where that cannot be.
+        dtype: multiply with the base's linear layers rounded to `bfloat16` or `int8` (`rounded`); None: as they are.
         threads: of torch, for all lanes together. None: as many as torch has here.
         record_routing: of a mixture, record the experts of each token (`Completion.routed_experts`).
         lanes: at most so many decoders side by side. None: as many as threads, on a CPU in packed rows.
@@ -86,7 +88,7 @@ class LocalEngine:
     (`model.recurrence`), and where the model can run by its own forward only (`packed_check.why_not_packed`).
 
     Raises:
-        ConfigError: reserved_rows, lanes or draft_tokens is out of range.
+        ConfigError: reserved_rows, lanes or draft_tokens is out of range, or dtype cannot be had here, or with compile.
         ModelError: the model's logits are not those of its LM head on its last hidden states.
     """
 
@@ -99,6 +101,7 @@ class LocalEngine:
         prefix_cache_mb: int = 1024,
         draft_tokens: int = 0,
         compile: bool = False,
+        dtype: str | None = None,
         threads: int | None = None,
         lanes: int | None = None,
         record_routing: bool = False,
@@ -107,12 +110,20 @@ class LocalEngine:
             raise ConfigError(f"reserved_rows is {reserved_rows}; it must be at least 0 and less than {max_rows}")
         if lanes is not None and not 1 <= lanes <= max_rows:
             raise ConfigError(f"lanes is {lanes}; it must be 1 to max_rows, which is {max_rows}")
+        if dtype is not None:
+            check_rounded(dtype, base.model)
+            if compile:
+                raise ConfigError("dtype cannot be had with compile: compiled steps take weights in float32")
         self._base, self._model = base, share_weights(base.model)
         self.max_rows, self.reserved_rows = max_rows, reserved_rows
         why = why_not_packed(self._model)
         self.packed = why is None
         self._budget = RowBudget(max_rows, reserved_rows)
-        self._shared = EngineModel(base, self._model, self._budget, hooked=not self.packed, records=record_routing)
+        if dtype is not None and why is not None:
+            raise ConfigError(f"rollout.dtype={dtype} cannot be had: {why}", hint="leave it out", field="rollout.dtype")
+        self._shared = EngineModel(
+            base, self._model, self._budget, hooked=not self.packed, records=record_routing, dtype=dtype
+        )
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
         self._replaced: dict[PolicyVersion, Replaced] = {}  # versions that newer ones sample for
         unused = [name for name, value in (("draft_tokens", draft_tokens), ("compile", compile)) if value]

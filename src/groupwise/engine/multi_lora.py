@@ -4,7 +4,8 @@
 
 Base rows cost nothing. When one policy has the whole batch, which is how training samples, its weights are merged and
 an adapter costs nothing either: W + scale (B A), in float32 and float64 only (16 bits would round the update away), for
-as many policies as fit in `MERGED_BYTES`. The base weights themselves are never written to.
+as many policies as fit in `MERGED_BYTES`. The base weights themselves are never written to. Over rounded copies of them
+(`rounded`) nothing is merged: adapters act beside, unrounded.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -35,6 +36,7 @@ from groupwise.store.adapter_config import adapted, check_config
 from groupwise.store.files import MAGNITUDE
 
 MERGED_BYTES = 1 << 30
+MOST_BESIDE = 64  # policies whose adapters are laid side by side for rounded weights
 
 _PREFIX = "base_model.model."
 
@@ -110,9 +112,11 @@ class _Selection(threading.local):
 class AdapterBank:
     """Applies the adapters of the current batch to a model's linear modules: as `project` where the model runs through
     the lean backbone, by forward hooks where it runs as transformers wrote it (`hooked`). Each thread has its own
-    batch."""
+    batch. `rounded` makes what is multiplied with in the place of the base's own weights."""
 
-    def __init__(self, model: PreTrainedModel, *, hooked: bool = False):
+    def __init__(
+        self, model: PreTrainedModel, *, hooked: bool = False, rounded: Callable[[], BaseProducts] | None = None
+    ):
         head = model.get_output_embeddings()  # applied without being called, so a hook would not hear of it
         self._modules = {name: module for name, module in model.named_modules() if module is not head}
         self._names = {id(module): name for name, module in self._modules.items()}
@@ -124,6 +128,9 @@ class AdapterBank:
         exact = all(weight.dtype in (torch.float32, torch.float64) for weight in linear)
         self._quantized = quantization_of(model) is not None  # whose weights nothing can be merged into
         self._most_merged = MERGED_BYTES // max(size, 1) if self._lean and exact and not self._quantized else 0
+        self._new_rounded, self._rounded = rounded, rounded and rounded()  # in the place of the base's own weights
+        if self._rounded is not None:
+            self._most_merged = MOST_BESIDE  # of which nothing is merged
         self._merged: OrderedDict[int, tuple[AdapterWeights | None, Products]] = OrderedDict()  # by id, oldest first
         self._unmerged: Products | None = None
 
@@ -166,6 +173,9 @@ class AdapterBank:
         """Drop merged weights of an adapter that is unloaded, or of base weights that have changed."""
         with self._lock:
             self._merged.pop(id(weights), None)
+            if weights is None and self._new_rounded is not None:
+                self._rounded = self._new_rounded()
+                self._merged.clear()
         self._unmerged = None
 
     def select(self, owners: Sequence[AdapterWeights | None]) -> None:
@@ -173,7 +183,8 @@ class AdapterBank:
         is the base."""
         distinct, now = {id(weights): weights for weights in owners}, self._now
         now.batch, now.alone, now.sole = [], None, owners[:1] if len(distinct) == 1 else ()
-        if now.sole and self._most_merged:
+        unfit = self._rounded is not None and now.sole and now.sole[0] is not None and now.sole[0].columns
+        if now.sole and self._most_merged and not unfit:
             now.alone = self._products(owners[0])
             return
         for key, weights in distinct.items():
@@ -187,7 +198,12 @@ class AdapterBank:
         products and each adapter's on its own rows."""
         if self._now.alone is not None:
             return self._now.alone.project(modules, x)
-        outputs = [self._adapted(self._names[id(module)], x, module(x)) for module in modules]
+        if self._rounded is None:
+            outputs = [module(x) for module in modules]
+        else:
+            widths = [module.get_parameter("weight").shape[0] for module in modules]
+            outputs = multiply([self._rounded.of(modules)], x).split(widths, -1)
+        outputs = [self._adapted(self._names[id(m)], x, y) for m, y in zip(modules, outputs, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def alone(self) -> Products | None:
@@ -208,7 +224,7 @@ class AdapterBank:
             if id(weights) not in self._merged:
                 while len(self._merged) >= self._most_merged:
                     self._merged.popitem(last=False)
-                self._merged[id(weights)] = weights, Products(self._names, weights)
+                self._merged[id(weights)] = weights, Products(self._names, weights, rounded=self._rounded)
             self._merged.move_to_end(id(weights))
             return self._merged[id(weights)][1]
 
@@ -267,10 +283,26 @@ class AdapterBank:
         return lambda module, args, output: self._adapted(name, args[0], output)
 
 
+class Matrix(Protocol):
+    """Weights [in, out] in another form than a tensor."""
+
+    def times(self, x: Tensor) -> Tensor:
+        """x W [S, out], in the type of x [S, in]."""
+        ...
+
+
+class BaseProducts(Protocol):
+    """What stands for the base's own weights."""
+
+    def of(self, modules: Sequence[Any]) -> Product:
+        """One product for all of `modules`, with their outputs side by side."""
+        ...
+
+
 class Product(NamedTuple):
     """What linear modules with the same input [S, in] do to it: x W^T + bias, and (x A) B where that is not in W."""
 
-    matrix: Tensor  # [in, out]
+    matrix: Tensor | Matrix  # [in, out]
     bias: Tensor | None
     pair: tuple[Tensor, Tensor] | None  # A [in, r] and B [r, out]
 
@@ -279,7 +311,10 @@ def multiply(products: Sequence[Product], x: Tensor) -> Tensor:
     """-> [S, sum of out]."""
     outputs = []
     for matrix, bias, pair in products:
-        output = x @ matrix if bias is None else torch.addmm(bias, x, matrix)
+        if isinstance(matrix, Tensor):
+            output = x @ matrix if bias is None else torch.addmm(bias, x, matrix)
+        else:
+            output = matrix.times(x) if bias is None else matrix.times(x).add_(bias)
         if pair is not None:
             output = (output + _delta(pair, x)).to(output.dtype)
         outputs.append(output)
@@ -293,10 +328,18 @@ def _delta(pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
 
 class Products:
     """What one policy's linear modules multiply with. Merged: W^T + A B of the modules that share an input, one matrix
-    [in, sum of out] for all of them. It has the inputs first: on a CPU the product is up to a third faster so."""
+    [in, sum of out] for all of them. It has the inputs first: on a CPU the product is up to a third faster so.
+    Over `rounded` weights: theirs, with A B beside."""
 
-    def __init__(self, names: Mapping[int, str], weights: AdapterWeights | None, *, merged: bool = True):
-        self.weights, self._names, self._merged = weights, names, merged
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        weights: AdapterWeights | None,
+        *,
+        merged: bool = True,
+        rounded: BaseProducts | None = None,
+    ):
+        self.weights, self._names, self._merged, self._rounded = weights, names, merged, rounded
         self._pairs = {} if weights is None else weights.pairs
         self._columns = {} if weights is None else weights.columns
         self._made: dict[int, tuple[Product, ...]] = {}  # by the first module's id
@@ -312,10 +355,29 @@ class Products:
         if made is None:
             with self._lock:  # threads that decode side by side need it at the same time
                 if id(modules[0]) not in self._made:
-                    apart = tuple(self._apart(module) for module in modules) if not self._merged else None
-                    self._made[id(modules[0])] = apart or (self._merge(modules),)
+                    self._made[id(modules[0])] = self._make(modules)
             made = self._made[id(modules[0])]
         return made
+
+    def _make(self, modules: Sequence[Any]) -> tuple[Product, ...]:
+        if self._rounded is not None:
+            return (self._rounded.of(modules)._replace(pair=self._side_by_side(modules)),)
+        if self._merged:
+            return (self._merge(modules),)
+        return tuple(self._apart(module) for module in modules)
+
+    def _side_by_side(self, modules: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+        """The adapters of modules that share an input as one: A [in, sum of r] and B [sum of r, sum of out], in which
+        each module's has its own columns."""
+        pairs = [self._pairs.get(self._names[id(module)]) for module in modules]
+        there = [pair for pair in pairs if pair is not None]
+        if not there:
+            return None
+        blocks = [
+            there[0][1].new_zeros(0, module.weight.shape[0]) if pair is None else pair[1]
+            for module, pair in zip(modules, pairs, strict=True)
+        ]
+        return torch.cat([a for a, _ in there], 1).contiguous(), torch.block_diag(*blocks)
 
     def _apart(self, module: Any) -> Product:
         return Product(module.weight.T, module.bias, self._pairs.get(self._names[id(module)]))

@@ -247,6 +247,7 @@ def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = 
         prefix_cache_mb=rollout.prefix_cache_mb,
         draft_tokens=rollout.draft_tokens,
         compile=rollout.compile,
+        dtype=rollout.dtype,
         threads=threads,
         record_routing=True,
     )
