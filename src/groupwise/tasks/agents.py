@@ -83,12 +83,23 @@ NEEDED = ("base_url", "api_key")  # or the client
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """A loaded agent; `takes` are the keyword arguments, of those in `OFFERED`, that it is called with."""
+    """A loaded agent; `takes` are the keyword arguments, of those in `OFFERED`, that it is called with.
+
+    Args:
+        extra_s: seconds that a call may take beyond `env.timeout_s`, which it then keeps itself.
+        columns: names of the `Rollout.columns` that it adds for reward functions.
+        on_scored: is told of each rollout once the reward functions have seen it.
+        on_close: is called when no more episodes are played for now.
+    """
 
     name: str
     function: Callable[..., Any]
     takes: tuple[str, ...]
     args: Mapping[str, Any] = field(default_factory=dict)
+    extra_s: float = 0.0
+    columns: tuple[str, ...] = ()
+    on_scored: Callable[[Rollout], None] = lambda rollout: None
+    on_close: Callable[[], None] = lambda: None
 
     def bound(self, **offered: Any) -> Callable[[], Any]:
         """The call of one episode, without arguments; a coroutine function where the agent is async."""
@@ -108,10 +119,21 @@ class Agent:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentResult:
-    """What an agent returned."""
+    """What an agent returned.
+
+    Args:
+        columns: what reward functions get of it by name.
+        stop: why the episode ended, where that was not the agent's own doing.
+        failure: it failed, and is worth what `env.on_error` says.
+        ending: how it ended, for messages.
+    """
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    stop: str | None = None
+    failure: EnvError | None = None
+    ending: str = ""
 
 
 def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
@@ -135,6 +157,8 @@ def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
 
 def outcome_of(value: Any, agent: str) -> AgentResult:
     """Check what an agent returned. Raises EnvError."""
+    if isinstance(value, AgentResult):
+        return value
     if value is None:
         return AgentResult()
     if not isinstance(value, Mapping):
@@ -486,11 +510,13 @@ class AgentEpisode:
             except EnvError as failure:
                 error = failure
             said = await self.endpoint.end(session)
-        reward = outcome.reward
+        session.stop = session.stop or outcome.stop
+        reward, error = outcome.reward, error or outcome.failure
         if session.stop is not None:
             reward, error = reward or 0.0, None
         if error is None and not said.answered:
-            error = EnvError(f"{self.agent.name} never asked the policy: there is nothing to train")
+            told = f"; {outcome.ending}" if outcome.ending else ""
+            error = EnvError(f"{self.agent.name} never asked the policy: there is nothing to train{told}")
         if error is None and reward is None and not self.scored:
             error = EnvError(f"{self.agent.name} returned no reward, and the configuration has no reward functions")
         return priced(self._rollout(said, outcome, reward, error), session.config), said.first_request
@@ -511,11 +537,12 @@ class AgentEpisode:
             messages=said.latest,
             stop=self.session.stop or "done",
             info={**outcome.metrics, **info},
+            columns=outcome.columns,
         )
 
     async def _outcome(self, key: str) -> AgentResult:
         """What the agent returns. Raises EnvError for all that is its fault."""
-        limit_s, failed = self.session.config.timeout_s, asyncio.wrap_future(self.session.failed)
+        limit_s, failed = self.session.config.timeout_s + self.agent.extra_s, asyncio.wrap_future(self.session.failed)
         agent = asyncio.ensure_future(self._call(key))
         try:
             await asyncio.wait({agent, failed}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -614,6 +641,7 @@ class AgentRollouts:
 
     def close(self) -> None:
         """Close the endpoint."""
+        self._agent.on_close()
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
