@@ -56,8 +56,8 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     tokenizer, draw = AutoTokenizer.from_pretrained(STARTER_DIR), random.Random(options.seed)
-    system = {"role": "system", "content": words(draw, options.system)}
-    first = {"role": "user", "content": words(draw, options.heard)}
+    system: Message = {"role": "system", "content": words(draw, options.system)}
+    first: Message = {"role": "user", "content": words(draw, options.heard)}
     talks = [episode(tokenizer, random.Random(number), options, system, first) for number in range(options.episodes)]
     rollouts = tuple(Rollout(turns=talk.turns(), advantage=1.0) for talk in talks)
     samples = samples_of([RolloutGroup(prompt=Prompt(id="0"), rollouts=rollouts)])
@@ -93,7 +93,7 @@ def episode(
         if options.every and turn % options.every == 0 and turn < options.turns:
             summary = answered([*messages, {"role": "user", "content": "Sum up what was done."}])
             kept = messages[len(messages) - (2 * options.keep - 1) :] if options.keep else []
-            messages = [system, {"role": "user", "content": f"Until now: {summary['content']}"}, *kept]
+            messages = [system, {"role": "user", "content": f"Until now: {summary.get('content')}"}, *kept]
         messages.append({"role": "user", "content": words(draw, options.heard)})
     return talk
 

@@ -71,7 +71,9 @@ def test_each_token_that_was_sampled_is_trained_once_where_it_was_sampled(group,
         for t, token in enumerate(said.token_ids)
     )
     assert trained(samples) == sampled and sum(sampled.values()) == sum(sum(each.mask) for each in samples)
-    said = {logprob for each in samples for logprob, on in zip(each.behaviour_logprobs, each.mask, strict=True) if on}
+    said = {
+        logprob for each in samples for logprob, on in zip(each.behaviour_logprobs or (), each.mask, strict=True) if on
+    }
     assert said == {logprob for _, completion in recorder.turns for logprob in completion.logprobs}
 
 
