@@ -266,3 +266,14 @@ def test_an_invalid_answer_is_counted_by_its_kind(script: Any) -> None:
         [("a", number, "1", False), ("b", number, "1.5", False), ("b", number, "{", False), ("c", number, "", True)]
     )
     assert (found["ended"], found["valid"], found["cut"]) == (3, 1, 1) and found["wrong"] == {"b": 2}
+
+
+# ---- compaction ----
+
+
+def test_compaction_trains_what_was_sampled_and_computes_what_is_shared_once(script):
+    sizes = {"turns": 9, "every": 3, "keep": 1, "episodes": 3, "system": 60, "said": 12, "heard": 8}
+    counts = script("compaction").measured(Namespace(**sizes, micro_tokens=65536, seed=0))
+    assert counts["requests"] == 3 * (9 + 2) and counts["samples"] == 3 * 3
+    assert counts["trained"] == counts["sampled"] > 3 * 11 * 12
+    assert counts["distinct"] <= counts["packed"] < counts["segments"] < counts["naive"]

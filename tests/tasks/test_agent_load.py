@@ -118,10 +118,10 @@ def test_what_an_agent_may_return():
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({}, "there is neither of environment and agent"),
-        ({"environment": "a:B", "agent": "a:b"}, "there is both of environment and agent"),
-        ({"agent": "a:b", "stop_at_cut": False}, "does nothing for an agent"),
-        ({"agent": "a:b", "step_timeout_s": 2.0}, "does nothing for an agent"),
+        ({}, "there is none of environment, agent and harness"),
+        ({"environment": "a:B", "agent": "a:b"}, "there are environment and agent; name one"),
+        ({"agent": "a:b", "stop_at_cut": False}, "does nothing for env.agent"),
+        ({"agent": "a:b", "step_timeout_s": 2.0}, "does nothing for env.agent"),
     ],
 )
 def test_a_run_has_one_player(env, message):

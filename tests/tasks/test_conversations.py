@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.algo.samples import segments_of
-from groupwise.tasks.agents import Conversations
+from groupwise.tasks.conversations import Conversations
 from groupwise.tasks.openai import AgentMessage
 from groupwise.tasks.reply import Reply, ReplyParser
 from groupwise.tasks.starter.tasks import CALCULATOR

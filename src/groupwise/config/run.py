@@ -29,6 +29,7 @@ from pydantic import (
 from groupwise.config.algo import RunAlgoConfig
 from groupwise.config.data import REASONING_GYM, SCORE_ANSWER, DataConfig, DatasetConfig
 from groupwise.config.engine import Engine, VllmConfig
+from groupwise.config.harness import HarnessConfig
 from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
 from groupwise.config.yaml import AdapterName, Document, Name, Section, Text, Texts, conflict, to_yaml, validate
@@ -134,12 +135,14 @@ NOT_OF_AGENTS = ("workers", "lockstep", "step_timeout_s", "stop_at_cut")  # they
 
 class EnvConfig(Section):
     """Episodes of several turns: which environment or agent, and how long one may go on. An environment plays the other
-    side of an episode; an agent all of it, and asks the policy through OpenAI's API."""
+    side of an episode; an agent or a harness all of it, and asks the policy through an API."""
 
     environment: Text | None = None
     """`module:Class`; the module may stand beside the config file. Either this ..."""
     agent: Text | None = None
-    """... or `module:function` (or a class): a program that plays an episode by itself with an OpenAI client."""
+    """... or `module:function` (or a class): a program that plays an episode by itself with an OpenAI client ..."""
+    harness: HarnessConfig | None = None
+    """... or a command: a program that is started for each episode, in a workspace that is scored (section below)."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class or function."""
     workers: int = Field(default=2, ge=0, le=1024)
@@ -169,13 +172,15 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _one_player(self) -> EnvConfig:
-        if (self.environment is None) == (self.agent is None):
-            given = "neither" if self.agent is None else "both"
-            raise conflict("environment", f"there is {given} of environment and agent; name one of them")
-        if self.agent is None:
+        players = ("environment", "agent", "harness")
+        given = [name for name in players if getattr(self, name) is not None]
+        if len(given) != 1:
+            there = f"there are {' and '.join(given)}" if given else "there is none of environment, agent and harness"
+            raise conflict("environment", f"{there}; name one of them")
+        if self.environment is not None:
             return self
-        for key in self.differing(NOT_OF_AGENTS):
-            raise conflict(key, "does nothing for an agent, which decides that itself; leave it out")
+        for key in (*self.differing(NOT_OF_AGENTS), *(["args"] if self.harness and self.args else [])):
+            raise conflict(key, f"does nothing for env.{given[0]}, which decides that itself; leave it out")
         return self
 
     def differing(self, keys: Sequence[str]) -> list[str]:

@@ -640,15 +640,21 @@ async def values_of(
 
 
 class Scorer:
-    """Scores groups, in `pool`'s processes if there is one. `log` is what came of it since `begin_step`."""
+    """Scores groups, in `pool`'s processes if there is one. `log` is what came of it since `begin_step`; `on_scored` is
+    told of each rollout when the functions are done with it."""
 
     def __init__(self, functions: Sequence[RewardFunction], *, pool: RewardWorkers | None = None, max_steps: int = 0):
         self.functions, self._pool = tuple(functions), pool
+        self.on_scored: Callable[[Rollout], None] = lambda rollout: None
         self.log, self._state = RewardLog(), TrainerState(max_steps=max_steps)
 
     async def __call__(self, group: RolloutGroup) -> RolloutGroup:
         """The group with its rewards; what fails is in its rollouts as their error."""
-        return await score_group(group, self.functions, pool=self._pool, log=self.log, state=self._state)
+        try:
+            return await score_group(group, self.functions, pool=self._pool, log=self.log, state=self._state)
+        finally:
+            for rollout in group.rollouts:
+                self.on_scored(rollout)
 
     def begin_step(self, step: int) -> None:
         """Start collecting for a new step."""

@@ -301,6 +301,40 @@ def trusted(
     }
 
 
+def workspace_program(
+    argv: Sequence[str],
+    *,
+    cwd: str,
+    env: Mapping[str, str],
+    stdin: str | None,
+    limits: Mapping[str, Any],
+    output_bytes: int,
+    level: Isolation | None,
+    shown: Sequence[str] = (),
+    port: int | None = None,
+) -> dict[str, Any]:
+    """The keeper's specification of a program that works in the directory `cwd`, and leaves there what it did.
+
+    With a `level` it is isolated so far: it may write to `cwd` and /tmp, sees `shown` besides, and of the network there
+    is 127.0.0.1:`port`, whose listening socket `Box.listener` returns. Without, it runs as `trusted` ones do. `limits`
+    are those of the keeper, any of which may be absent; isolated it needs `disk_mb`.
+    """
+    spec = trusted(argv, env=env, limits=limits, output_bytes=output_bytes) | {"cwd": cwd, "stdin": stdin}
+    if level is None:
+        return spec
+    grouped = level.group is not None and {"memory_mb", "disk_mb", "processes"} <= set(limits)
+    return spec | {
+        "private": True,
+        "namespaces": level.namespaces,
+        "own_user": level.own_user,
+        "filtered": level.filtered,
+        "group": f"{level.group}/{GROUP}" if grouped else None,
+        "shown": sorted({sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *shown}),
+        "workspace": cwd,
+        "port": port,
+    }
+
+
 def outcome_of(end: Mapping[str, Any], limits: Limits, level: Isolation) -> ProgramResult:
     """The keeper's last message as an Outcome. Raises SandboxError if the program was never started."""
     if end.get("setup"):
@@ -381,25 +415,29 @@ class Box:
         ours, theirs = socket.socketpair() if channel else (None, None)
         self.channel = None if ours is None else Channel(ours, longest=longest)
         number = None if theirs is None else theirs.fileno()
-        argv = [part.replace("{channel}", str(number)) for part in spec["argv"]]
-        data = json.dumps({**spec, "argv": argv, "channel": number}).encode()
+        argv = [part.replace("{channel}", str(number)) for part in spec["argv"]] if channel else spec["argv"]
+        self._gate, their_gate = socket.socketpair() if spec.get("port") is not None else (None, None)
+        gate = None if their_gate is None else their_gate.fileno()
+        data = json.dumps({**spec, "argv": argv, "channel": number, "gate": gate}).encode()
         try:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", str(KEEPER), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                pass_fds=() if number is None else (number,),
+                pass_fds=[each for each in (number, gate) if each is not None],
                 start_new_session=True,
                 bufsize=0,
             )
         except OSError as error:
-            if ours is not None:
-                ours.close()
+            for mine in (ours, self._gate):
+                if mine is not None:
+                    mine.close()
             raise SandboxError(f"no process can be started: {error}") from error
         finally:
-            if theirs is not None:
-                theirs.close()
+            for other in (theirs, their_gate):
+                if other is not None:
+                    other.close()
         self._buffer = bytearray()
         self._end: dict[str, Any] | None = None
         self._lock = threading.Lock()  # of the keeper's stdin
@@ -415,6 +453,16 @@ class Box:
     def pid(self) -> int:
         """Of the keeper."""
         return self._keeper.pid
+
+    def listener(self, *, timeout: float) -> socket.socket | None:
+        """The socket that listens on the specification's port in the box's own network; None if the box has ended."""
+        assert self._gate is not None  # for a specification with a port
+        self._gate.settimeout(timeout)
+        with suppress(OSError):
+            _, descriptors, _, _ = socket.recv_fds(self._gate, 1, 1)
+            if descriptors:
+                return socket.socket(fileno=descriptors[0])
+        return None
 
     def output(self, *, timeout: float) -> str:
         """What the program printed last. For one of which the last output is kept."""
@@ -438,8 +486,9 @@ class Box:
     def close(self, *, timeout: float = GRACE_S) -> dict[str, Any]:
         """End it now, wait until it has, and let go of what it held; the `end` message, empty where there is none."""
         self.end()
-        if self.channel is not None:
-            self.channel.socket.close()
+        for mine in (self._gate, self.channel and self.channel.socket):
+            if mine is not None:
+                mine.close()
         try:
             return self.wait(timeout=timeout)
         except SandboxError:

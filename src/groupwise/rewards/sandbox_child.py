@@ -13,8 +13,10 @@ Specification: argv, env, cwd; files {name: text} for a private directory; stdin
 that the program inherits, or null); namespaces, own_user, shown (directories that are visible); filtered (system calls,
 see `filter_of`); group (the path of a control group to be made, less its last part, or null); limits {wall_s, cpu_s,
 memory_mb, disk_mb, processes, open_files}, null for none; output_bytes, keep ("first": more than that ends the program;
-"last": what was before is dropped). `end`: setup (why it could not be started), reason ("wall", "output", "processes",
-"memory", "closed"), exit, signal, seconds, cpu_s, stdout, stderr.
+"last": what was before is dropped). With namespaces also, if at all: workspace (a directory that is visible, may be
+written and is where the program starts), port and gate (the program has 127.0.0.1, and the socket that listens there on
+`port` is sent through the descriptor `gate`). `end`: setup (why it could not be started), reason ("wall", "output",
+"processes", "memory", "closed"), exit, signal, seconds, cpu_s, stdout, stderr.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
 SECCOMP_MODE_FILTER = 2
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # a system call of Linux 5.12
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -140,6 +143,8 @@ class Keeper:
     def _run(self) -> dict[str, Any]:
         if self.spec["namespaces"]:
             enter_namespaces(users=not self.spec["own_user"])
+        if self.spec.get("gate") is not None:
+            open_gate(self.spec["gate"], self.spec["port"])
         self._follow_owner()  # after the namespaces: a change of credentials forgets it
         report_reading, report_writing = os.pipe()
         started = time.monotonic()
@@ -248,7 +253,9 @@ class Keeper:
                 self.group.enter()
             if self.spec["namespaces"]:
                 die_with_parent()
-                make_root(self.spec["shown"], disk_mb=self.limits["disk_mb"])
+                if self.user is not None and self.spec.get("workspace"):
+                    give(self.spec["workspace"], self.user)
+                make_root(self.spec["shown"], disk_mb=self.limits["disk_mb"], workspace=self.spec.get("workspace"))
                 program = os.fork()
                 if program:
                     self._init(program, report)
@@ -297,14 +304,15 @@ class Keeper:
         if spec["channel"] is not None:
             os.set_inheritable(spec["channel"], True)
         if spec["filtered"]:
-            install(filter_of(os.uname().machine, program=os.getpid()))
+            families = (AF_UNIX,) if spec.get("gate") is None else (AF_UNIX, AF_INET)
+            install(filter_of(os.uname().machine, program=os.getpid(), families=families))
         os.execve(spec["argv"][0], spec["argv"], spec["env"])
 
     def _directory(self) -> str:
-        return "/tmp" if self.spec["namespaces"] else self.spec["cwd"]
+        return "/tmp" if self.spec["namespaces"] and not self.spec.get("workspace") else self.spec["cwd"]
 
     def _remove_directory(self) -> None:
-        if self.spec["private"] and not self.spec["namespaces"]:
+        if self.spec["private"] and not self.spec["namespaces"] and not self.spec.get("workspace"):
             import shutil
 
             shutil.rmtree(self.spec["cwd"], ignore_errors=True)
@@ -500,7 +508,7 @@ SIGNALS = (  # and which argument is the signal: tkill, tgkill, rt_sigqueueinfo,
     *(((200, 130), 1), ((234, 131), 2), ((129, 138), 1), ((297, 240), 2), ((424, 424), 1)),
 )
 NEW_NAMESPACES = 0x7E020000  # flags of clone
-AF_UNIX = 1
+AF_UNIX, AF_INET = 1, 2
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000  # verdicts
@@ -509,10 +517,11 @@ NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
 Instructions = list[tuple[int, int, int, int]]  # struct sock_filter: code, jump if true, jump if false, value
 
 
-def filter_of(machine: str, *, program: int) -> Instructions:
-    """The filter for a program whose process is `program`. That one cannot have itself killed: who asks for a SIGKILL
-    for it, for its group or for everybody, is ended by SIGSYS. A SIGKILL that arrives is then from outside (but for
-    far-fetched ways: timers, a thread's number). Raises OSError for machines whose numbers are not known here."""
+def filter_of(machine: str, *, program: int, families: tuple[int, ...] = (AF_UNIX,)) -> Instructions:
+    """The filter for a program whose process is `program` and whose sockets are of `families`. That one cannot have
+    itself killed: who asks for a SIGKILL for it, for its group or for everybody, is ended by SIGSYS. A SIGKILL that
+    arrives is then from outside (but for far-fetched ways: timers, a thread's number). Raises OSError for machines
+    whose numbers are not known here."""
     if machine not in MACHINES:
         raise OSError(f"no filter of system calls for {machine}")
     which, name = MACHINES[machine]
@@ -522,8 +531,8 @@ def filter_of(machine: str, *, program: int) -> Instructions:
         code += _where(AT_LEAST, X32, _error(errno.ENOSYS))
     rules = [(call, _return(_error(errno.ENOSYS))) for call in ABSENT]
     rules += [(call, _return(_error(errno.EPERM))) for call in REFUSED]
-    unix_only = [*_argument(0), *_where(EQUAL, AF_UNIX, ALLOW), *_return(_error(errno.EAFNOSUPPORT))]
-    rules += [(call, unix_only) for call in SOCKETS]
+    known = [*itertools.chain(*(_where(EQUAL, family, ALLOW) for family in families))]
+    rules += [(call, [*_argument(0), *known, *_return(_error(errno.EAFNOSUPPORT))]) for call in SOCKETS]
     rules.append((CLONE, [*_argument(0), *_where(ANY_BIT, NEW_NAMESPACES, _error(errno.EPERM)), *_return(ALLOW)]))
     for call, argument in SIGNALS:
         rules.append((call, [*_argument(argument), *_where(EQUAL, signal.SIGKILL, KILL_PROCESS), *_return(ALLOW)]))
@@ -579,8 +588,30 @@ def enter_namespaces(*, users: bool) -> None:
                 file.write(text)
 
 
-def make_root(shown: list[str], *, disk_mb: int) -> None:
-    """A root of its own: the system's programs and `shown`, read-only; an empty /tmp in memory; /proc and five devices.
+def open_gate(gate: int, port: int) -> None:
+    """Bring this network namespace's loopback up, and send a socket that listens in it through `gate`: who holds that
+    answers the program from another network. Raises OSError."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
+    with socket.socket() as listener, socket.socket(fileno=gate) as through:
+        listener.bind(("127.0.0.1", port))
+        listener.listen(128)
+        socket.send_fds(through, [b"-"], [listener.fileno()])
+
+
+def give(directory: str, user: int) -> None:
+    """Make a directory and all in it another user's; links themselves, not what they lead to."""
+    os.chown(directory, user, user)
+    for folder, folders, files in os.walk(directory):
+        for name in (*folders, *files):
+            os.chown(os.path.join(folder, name), user, user, follow_symlinks=False)
+
+
+def make_root(shown: list[str], *, disk_mb: int, workspace: str | None = None) -> None:
+    """A root of its own: the system's programs and `shown`, read-only; an empty /tmp in memory; /proc and five devices;
+    and `workspace`, which may be written.
 
     Everything else of the machine's files, home directories and sockets among them, is not there.
     """
@@ -593,6 +624,8 @@ def make_root(shown: list[str], *, disk_mb: int) -> None:
     make_writable("/tmp", "/dev/shm", disk_mb=disk_mb)
     for path in outermost([*SYSTEM, *CONFIGURATION, *shown]):
         show(path)
+    if workspace is not None:
+        bind(f"/old{workspace}", workspace)
     for name in DEVICES:
         bind(f"/old/dev/{name}", f"/dev/{name}")
     os.mkdir("/proc")

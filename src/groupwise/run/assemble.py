@@ -371,6 +371,8 @@ def open_scorer(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Score
     specs = [*own, *reward_models(own)]
     pool = _pool(plan, specs, remote)
     scorer = Scorer(plan.rewards, pool=pool, max_steps=plan.config.train.steps)
+    if isinstance(plan.env, Agent):
+        scorer.on_scored = plan.env.on_scored
     models = [each for each in load_rewards(specs, folder=plan.config.folder) if each.function is reward_model]
     try:
         if models:

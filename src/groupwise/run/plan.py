@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from groupwise.config.hub import check_model
@@ -22,6 +22,7 @@ from groupwise.tasks.agents import Agent, load_agent
 from groupwise.tasks.compat.three_method import LegacyEnv
 from groupwise.tasks.compat.trl import RolloutFunc
 from groupwise.tasks.env import EnvFactory, load_env
+from groupwise.tasks.harness import Harness, load_harness
 from groupwise.tasks.prompts import PromptSource, open_prompts
 from groupwise.types import Prompt
 
@@ -80,8 +81,10 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     _check_grammar(config, env)
     source = _source(config, env)
     prompts, held_out = source.all(), _held_out(config, env)
+    if isinstance(env, Agent) and isinstance(env.function, Harness):
+        env.function.check([*prompts, *held_out])
     if not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc)):  # which adds columns of its own
-        check_columns(functions, [*prompts, *held_out])
+        check_columns(functions, _with_columns([*prompts, *held_out], env))
     _check_reroll(config, functions)
     without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
     loss = loss_of(
@@ -107,12 +110,20 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     )
 
 
+def _with_columns(prompts: Sequence[Prompt], env: Env | None) -> list[Prompt]:
+    """The prompts with the columns that what plays the episodes adds."""
+    added = dict.fromkeys(env.columns) if isinstance(env, Agent) else {}
+    return [replace(prompt, columns={**prompt.columns, **added}) for prompt in prompts] if added else list(prompts)
+
+
 def _env(config: RunConfig) -> Env | None:
     """What plays the episodes, if the configuration names something."""
     if config.env is None:
         return None
     if config.env.agent is not None:
         return load_agent(config.env, folder=config.folder)
+    if config.env.harness is not None:
+        return load_harness(config.env, folder=config.folder, scored=bool(config.rewards))
     env = load_env(config.env, folder=config.folder)
     if env.players:
         _check_self_play(config, env)

@@ -23,10 +23,8 @@ the datasets. Both may be async.
 from __future__ import annotations
 
 import asyncio
-import copy
 import importlib.util
 import inspect
-import json
 import math
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -51,14 +49,13 @@ from groupwise.errors import (
 from groupwise.model.chat import opens_thought
 from groupwise.tasks.compat.three_method import warn
 from groupwise.tasks.compat.trl import RolloutFunc, check_keys
+from groupwise.tasks.conversations import AgentRequest, Conversations, FirstRequest
 from groupwise.tasks.dialects.form import ending_of
 from groupwise.tasks.dialects.responses import ResponseStore
 from groupwise.tasks.env import EnvFactory, OwnThread, parameters_of, priced, reward_of
 from groupwise.tasks.episode import Slots, case_of, together
-from groupwise.tasks.openai import MODEL, AgentChatRequest, AgentReply, key_of, tools_key
-from groupwise.tasks.reply import Reply, ReplyParser, ReplyPart, TextStream
-from groupwise.tasks.tool_calls import format_of
-from groupwise.tasks.transcript import Transcript
+from groupwise.tasks.openai import MODEL, AgentChatRequest, AgentReply
+from groupwise.tasks.reply import ReplyPart, TextStream
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -71,7 +68,6 @@ from groupwise.types import (
     Sampler,
     SamplingParams,
     SamplingRequest,
-    Turn,
     seed_of,
 )
 
@@ -87,12 +83,23 @@ NEEDED = ("base_url", "api_key")  # or the client
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """A loaded agent; `takes` are the keyword arguments, of those in `OFFERED`, that it is called with."""
+    """A loaded agent; `takes` are the keyword arguments, of those in `OFFERED`, that it is called with.
+
+    Args:
+        extra_s: seconds that a call may take beyond `env.timeout_s`, which it then keeps itself.
+        columns: names of the `Rollout.columns` that it adds for reward functions.
+        on_scored: is told of each rollout once the reward functions have seen it.
+        on_close: is called when no more episodes are played for now.
+    """
 
     name: str
     function: Callable[..., Any]
     takes: tuple[str, ...]
     args: Mapping[str, Any] = field(default_factory=dict)
+    extra_s: float = 0.0
+    columns: tuple[str, ...] = ()
+    on_scored: Callable[[Rollout], None] = lambda rollout: None
+    on_close: Callable[[], None] = lambda: None
 
     def bound(self, **offered: Any) -> Callable[[], Any]:
         """The call of one episode, without arguments; a coroutine function where the agent is async."""
@@ -112,10 +119,21 @@ class Agent:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentResult:
-    """What an agent returned."""
+    """What an agent returned.
+
+    Args:
+        columns: what reward functions get of it by name.
+        stop: why the episode ended, where that was not the agent's own doing.
+        failure: it failed, and is worth what `env.on_error` says.
+        ending: how it ended, for messages.
+    """
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    stop: str | None = None
+    failure: EnvError | None = None
+    ending: str = ""
 
 
 def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
@@ -139,6 +157,8 @@ def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
 
 def outcome_of(value: Any, agent: str) -> AgentResult:
     """Check what an agent returned. Raises EnvError."""
+    if isinstance(value, AgentResult):
+        return value
     if value is None:
         return AgentResult()
     if not isinstance(value, Mapping):
@@ -202,145 +222,6 @@ def _takes(function: Callable[..., Any], args: Mapping[str, Any], reference: str
         message = f"env.agent {reference!r} takes {listed}; {error}"
         raise ConfigError(message, hint="the others go to env.args") from None
     return takes
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The conversations of an agent's episode: which request goes on from which answer, token in, token out.
-#
-# A request that begins with a conversation as an answer left it (its messages, and the answer as it was sent) goes on
-# from it: the policy sees the ids of that turn, what was sampled, the template's own tokens and the new messages, and
-# nothing that was sampled is encoded again. Any other request begins a conversation: a sub-agent, a rewritten history.
-# Several may go on from one answer. So the turns form trees,
-#
-#     A - B - C          asked one after another
-#       \ D              goes on from A too: a second attempt, a branch
-#     E                  begins anew
-#
-# and are trained branch by branch (A B C, D, E), where `segments` joins what extends what came before it. Offered tools
-# stand at the head of a prompt, so a request with others begins anew.
-# ----------------------------------------------------------------------------------------------------------------------
-
-Key = tuple[str, tuple[Any, ...]]  # the tools, and the messages so far
-FirstRequest = tuple[tuple[Message, ...], tuple[dict[str, Any], ...], tuple[int, ...]]  # messages, tools, token ids
-
-
-@dataclass(kw_only=True, eq=False)
-class Answered:
-    """A recorded turn: the conversation after it, and the turns that continued from it."""
-
-    transcript: Transcript
-    key: Key
-    after: list[Answered] = field(default_factory=list)
-
-    @property
-    def turn(self) -> Turn:
-        return self.transcript.turns[-1]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentRequest:
-    """A chat request of the agent, rendered: the policy sees the token ids `prompt_ids` of its transcript."""
-
-    transcript: Transcript
-    key: Key
-    before: Answered | None
-
-
-class Conversations:
-    """The requests and answers of one episode, as a tree of conversations; requests may be concurrent."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer, self._format = tokenizer, format_of(tokenizer)
-        self._begun: list[Answered] = []
-        self._by_key: dict[Key, Answered] = {}
-        self.answered: list[Answered] = []  # in the order in which they were
-        self.calls = 0  # tool calls that the policy made
-        self._ids = 0  # of tool calls that were given out
-
-    @property
-    def said(self) -> int:
-        """How many tokens the policy has sampled in the episode."""
-        return sum(len(each.turn.completion.token_ids) for each in self.answered)
-
-    @property
-    def first_request(self) -> FirstRequest | None:
-        """What the policy was first asked; None before the first answer."""
-        if not self._begun:
-            return None
-        seen = self._begun[0].transcript
-        return tuple(seen.messages[: seen.begun]), seen.tools, self._begun[0].turn.prompt_ids
-
-    @property
-    def latest(self) -> tuple[Message, ...]:
-        """All messages after the opening ones of the conversation that was answered last."""
-        if not self.answered:
-            return ()
-        seen = self.answered[-1].transcript
-        return tuple(seen.messages[seen.begun :])
-
-    def ask(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> AgentRequest:
-        """Render a request to the token ids that the policy sees. Raises ChatError if the template refuses it."""
-        offered, said = tools_key(tools), key_of(messages)
-        for length in range(len(messages) - 1, 0, -1):
-            if (before := self._by_key.get((offered, said[:length]))) is not None:
-                transcript = _copy(before.transcript)
-                transcript.hear(messages[length:])
-                return AgentRequest(transcript=transcript, key=(offered, said), before=before)
-        transcript = Transcript(messages, self._tokenizer, tools=tools)
-        return AgentRequest(transcript=transcript, key=(offered, said), before=None)
-
-    def reply(self, asked: AgentRequest, *, one_call: bool = False) -> Reply:
-        """The reply to a request, to be told its text. `one_call` keeps the first call only."""
-        seen = asked.transcript
-        thinks = opens_thought(seen.prompt_ids, self._tokenizer)
-        parser = ReplyParser(thinks=thinks, calls=self._format if seen.tools else None, tools=seen.tools)
-        return Reply(parser, new_id=self._new_id, one_call=one_call)
-
-    def _new_id(self) -> str:
-        """For a call: an id of its own in the whole episode."""
-        self._ids += 1
-        return self._format.call_id(self._ids - 1)
-
-    def answer(self, asked: AgentRequest, completion: Completion, *, reply: Reply | None = None) -> dict[str, Any]:
-        """The policy answered; returns its message as the client gets it. `reply` has been told all of its text."""
-        if reply is None:
-            reply = self.reply(asked)
-            reply.push(completion.text)
-            reply.finish()
-        transcript, message = asked.transcript, reply.message()
-        transcript.speak(completion)
-        calls = [{**call, "function": _as_object(call["function"])} for call in message.get("tool_calls", ())]
-        self.calls += len(calls)
-        if calls:
-            transcript.messages[-1] = {**transcript.messages[-1], "tool_calls": calls}
-        offered, said = asked.key
-        node = Answered(transcript=transcript, key=(offered, said + key_of([message])))  # type: ignore[list-item]
-        self.answered.append(node)
-        self._by_key[node.key] = node
-        (self._begun if asked.before is None else asked.before.after).append(node)
-        return message
-
-    def turns(self, *, only_first: bool = False) -> tuple[Turn, ...]:
-        """The turns branch by branch; with `only_first` none is trained but the one that was answered first."""
-        ordered: list[Answered] = []
-        waiting = self._begun[::-1]
-        while waiting:
-            ordered.append(node := waiting.pop())
-            waiting += node.after[::-1]
-        if not only_first:
-            return tuple(node.turn for node in ordered)
-        return tuple(replace(node.turn, trained=node is self.answered[0]) for node in ordered)
-
-
-def _copy(transcript: Transcript) -> Transcript:
-    """One that goes on by itself. Of the turns it needs the last."""
-    other = copy.copy(transcript)
-    other.messages, other.turns, other.forks = list(transcript.messages), transcript.turns[-1:], 0
-    return other
-
-
-def _as_object(function: dict[str, Any]) -> dict[str, Any]:
-    return {"name": function["name"], "arguments": json.loads(function["arguments"])}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -629,11 +510,13 @@ class AgentEpisode:
             except EnvError as failure:
                 error = failure
             said = await self.endpoint.end(session)
-        reward = outcome.reward
+        session.stop = session.stop or outcome.stop
+        reward, error = outcome.reward, error or outcome.failure
         if session.stop is not None:
             reward, error = reward or 0.0, None
         if error is None and not said.answered:
-            error = EnvError(f"{self.agent.name} never asked the policy: there is nothing to train")
+            told = f"; {outcome.ending}" if outcome.ending else ""
+            error = EnvError(f"{self.agent.name} never asked the policy: there is nothing to train{told}")
         if error is None and reward is None and not self.scored:
             error = EnvError(f"{self.agent.name} returned no reward, and the configuration has no reward functions")
         return priced(self._rollout(said, outcome, reward, error), session.config), said.first_request
@@ -654,11 +537,12 @@ class AgentEpisode:
             messages=said.latest,
             stop=self.session.stop or "done",
             info={**outcome.metrics, **info},
+            columns=outcome.columns,
         )
 
     async def _outcome(self, key: str) -> AgentResult:
         """What the agent returns. Raises EnvError for all that is its fault."""
-        limit_s, failed = self.session.config.timeout_s, asyncio.wrap_future(self.session.failed)
+        limit_s, failed = self.session.config.timeout_s + self.agent.extra_s, asyncio.wrap_future(self.session.failed)
         agent = asyncio.ensure_future(self._call(key))
         try:
             await asyncio.wait({agent, failed}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -757,6 +641,7 @@ class AgentRollouts:
 
     def close(self) -> None:
         """Close the endpoint."""
+        self._agent.on_close()
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None

@@ -32,7 +32,8 @@ from starlette.routing import Route
 
 from groupwise.errors import AuthenticationError, GrammarError, GroupwiseError, RequestError
 from groupwise.tasks import openai as protocol
-from groupwise.tasks.agents import AgentSession, Conversations
+from groupwise.tasks.agents import AgentSession
+from groupwise.tasks.conversations import Conversations
 from groupwise.tasks.dialects import anthropic, responses
 from groupwise.tasks.dialects.form import bytes_of, read, renamed
 from groupwise.tasks.openai import MODEL

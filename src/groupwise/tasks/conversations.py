@@ -1,0 +1,157 @@
+"""The conversations of an agent's episode: which request goes on from which answer, token in, token out.
+
+A request that begins with a conversation as an answer left it (its messages, and the answer as it was sent) goes on
+from it: the policy sees the ids of that turn, what was sampled, the template's own tokens and the new messages, and
+nothing that was sampled is encoded again. Any other request begins a conversation: a sub-agent, a rewritten history.
+Several may go on from one answer. So the turns form trees,
+
+    A - B - C          asked one after another
+      \\ D              goes on from A too: a second attempt, a branch
+    E                  begins anew
+
+and are trained branch by branch (A B C, D, E), where `algo.samples.segments_of` joins what extends what came before it.
+Offered tools stand at the head of a prompt, so a request with others begins anew.
+
+A harness that compacts its history (drops its middle, or has the policy summarise it) begins anew in the same way: what
+it shows again of earlier answers is context of the new segment, and is trained only where it was sampled.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from groupwise.model.chat import opens_thought
+from groupwise.tasks.openai import key_of, tools_key
+from groupwise.tasks.reply import Reply, ReplyParser
+from groupwise.tasks.tool_calls import format_of
+from groupwise.tasks.transcript import Transcript
+from groupwise.types import Completion, Message, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Key = tuple[str, tuple[Any, ...]]  # the tools, and the messages so far
+FirstRequest = tuple[tuple[Message, ...], tuple[dict[str, Any], ...], tuple[int, ...]]  # messages, tools, token ids
+
+
+@dataclass(kw_only=True, eq=False)
+class Answered:
+    """A recorded turn: the conversation after it, and the turns that continued from it."""
+
+    transcript: Transcript
+    key: Key
+    after: list[Answered] = field(default_factory=list)
+
+    @property
+    def turn(self) -> Turn:
+        return self.transcript.turns[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentRequest:
+    """A chat request of the agent, rendered: the policy sees the token ids `prompt_ids` of its transcript."""
+
+    transcript: Transcript
+    key: Key
+    before: Answered | None
+
+
+class Conversations:
+    """The requests and answers of one episode, as a tree of conversations; requests may be concurrent."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer, self._format = tokenizer, format_of(tokenizer)
+        self._begun: list[Answered] = []
+        self._by_key: dict[Key, Answered] = {}
+        self.answered: list[Answered] = []  # in the order in which they were
+        self.calls = 0  # tool calls that the policy made
+        self._ids = 0  # of tool calls that were given out
+
+    @property
+    def said(self) -> int:
+        """How many tokens the policy has sampled in the episode."""
+        return sum(len(each.turn.completion.token_ids) for each in self.answered)
+
+    @property
+    def first_request(self) -> FirstRequest | None:
+        """What the policy was first asked; None before the first answer."""
+        if not self._begun:
+            return None
+        seen = self._begun[0].transcript
+        return tuple(seen.messages[: seen.begun]), seen.tools, self._begun[0].turn.prompt_ids
+
+    @property
+    def latest(self) -> tuple[Message, ...]:
+        """All messages after the opening ones of the conversation that was answered last."""
+        if not self.answered:
+            return ()
+        seen = self.answered[-1].transcript
+        return tuple(seen.messages[seen.begun :])
+
+    def ask(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> AgentRequest:
+        """Render a request to the token ids that the policy sees. Raises ChatError if the template refuses it."""
+        offered, said = tools_key(tools), key_of(messages)
+        for length in range(len(messages) - 1, 0, -1):
+            if (before := self._by_key.get((offered, said[:length]))) is not None:
+                transcript = _copy(before.transcript)
+                transcript.hear(messages[length:])
+                return AgentRequest(transcript=transcript, key=(offered, said), before=before)
+        transcript = Transcript(messages, self._tokenizer, tools=tools)
+        return AgentRequest(transcript=transcript, key=(offered, said), before=None)
+
+    def reply(self, asked: AgentRequest, *, one_call: bool = False) -> Reply:
+        """The reply to a request, to be told its text. `one_call` keeps the first call only."""
+        seen = asked.transcript
+        thinks = opens_thought(seen.prompt_ids, self._tokenizer)
+        parser = ReplyParser(thinks=thinks, calls=self._format if seen.tools else None, tools=seen.tools)
+        return Reply(parser, new_id=self._new_id, one_call=one_call)
+
+    def _new_id(self) -> str:
+        """For a call: an id of its own in the whole episode."""
+        self._ids += 1
+        return self._format.call_id(self._ids - 1)
+
+    def answer(self, asked: AgentRequest, completion: Completion, *, reply: Reply | None = None) -> dict[str, Any]:
+        """The policy answered; returns its message as the client gets it. `reply` has been told all of its text."""
+        if reply is None:
+            reply = self.reply(asked)
+            reply.push(completion.text)
+            reply.finish()
+        transcript, message = asked.transcript, reply.message()
+        transcript.speak(completion)
+        calls = [{**call, "function": _as_object(call["function"])} for call in message.get("tool_calls", ())]
+        self.calls += len(calls)
+        if calls:
+            transcript.messages[-1] = {**transcript.messages[-1], "tool_calls": calls}
+        offered, said = asked.key
+        node = Answered(transcript=transcript, key=(offered, said + key_of([message])))  # type: ignore[list-item]
+        self.answered.append(node)
+        self._by_key[node.key] = node
+        (self._begun if asked.before is None else asked.before.after).append(node)
+        return message
+
+    def turns(self, *, only_first: bool = False) -> tuple[Turn, ...]:
+        """The turns branch by branch; with `only_first` none is trained but the one that was answered first."""
+        ordered: list[Answered] = []
+        waiting = self._begun[::-1]
+        while waiting:
+            ordered.append(node := waiting.pop())
+            waiting += node.after[::-1]
+        if not only_first:
+            return tuple(node.turn for node in ordered)
+        return tuple(replace(node.turn, trained=node is self.answered[0]) for node in ordered)
+
+
+def _copy(transcript: Transcript) -> Transcript:
+    """One that goes on by itself. Of the turns it needs the last."""
+    other = copy.copy(transcript)
+    other.messages, other.turns, other.forks = list(transcript.messages), transcript.turns[-1:], 0
+    return other
+
+
+def _as_object(function: dict[str, Any]) -> dict[str, Any]:
+    return {"name": function["name"], "arguments": json.loads(function["arguments"])}

@@ -1,0 +1,335 @@
+"""Programs that play episodes as processes of their own: what they get, what they leave, and every way to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.config.harness import HarnessConfig
+from groupwise.config.run import EnvConfig
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import ConfigError, EnvError
+from groupwise.model.load import LoadedModel
+from groupwise.rewards.sandbox import isolation
+from groupwise.tasks.agents import AgentRollouts
+from groupwise.tasks.episode import play_all
+from groupwise.tasks.harness import Harness, load_harness
+from groupwise.types import PolicyVersion, Prompt, Rollout, SamplingParams
+
+needs_namespaces = pytest.mark.skipif(
+    not isolation().namespaces, reason="this machine allows no namespaces (groupwise doctor)"
+)
+
+ASK = """
+import json, os, sys, urllib.error, urllib.request
+
+
+def ask(text, **options):
+    body = json.dumps({"model": "any", "messages": [{"role": "user", "content": text}], **options}).encode()
+    head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+"""
+ASKS = "said = ask('What is 47 + 138?')\nopen('said.txt', 'w').write(said)\n"
+Play = Callable[..., list[Rollout]]
+
+
+@pytest.fixture
+def play(tmp_path: Path, starter_engine: LocalEngine, starter: LoadedModel) -> Iterator[Play]:
+    """`play("python code", n=2, row={...}, episode={...}, **harness)`: a group; `episode` is the rest of `env`."""
+    opened: list[AgentRollouts] = []
+
+    def run(
+        code: str, *, n: int = 1, row: dict[str, Any] | None = None, episode: dict[str, Any] | None = None, **given: Any
+    ) -> list[Rollout]:
+        (tmp_path / "agent.py").write_text(ASK + code)
+        usual = {"command": ["python", "{folder}/agent.py"], "score": {"command": ["test", "-e", "said.txt"]}}
+        harness = HarnessConfig.model_validate(usual | given)
+        config = EnvConfig(harness=harness, **(episode or {}))
+        agent = load_harness(config, folder=tmp_path, scored=harness.score is None)
+        prompt = Prompt(id="row 0", columns=row or {"question": "What is 47 + 138?"})
+        assert isinstance(agent.function, Harness)
+        agent.function.check([prompt])
+        opened.append(AgentRollouts(starter_engine, starter.tokenizer, agent, config, scored=harness.score is None))
+        params, version = SamplingParams(max_tokens=24), PolicyVersion.base()
+        (group,) = asyncio.run(play_all(opened[-1], [prompt], seeds=[5], n=n, params=params, version=version))
+        return list(group.rollouts)
+
+    yield run
+    for each in opened:
+        each.close()
+
+
+# ---- what a program gets, and what is recorded ----
+def test_a_program_asks_and_its_workspace_is_scored(play):
+    rollouts = play(ASKS + "print('done'); print('late', file=sys.stderr)", n=3)
+    for rollout in rollouts:
+        assert (rollout.reward, rollout.error, rollout.stop) == (1.0, None, "done")
+        assert len(rollout.turns) == 1 and rollout.turns[0].completion.token_ids
+        assert rollout.columns["exit_status"] == 0 and rollout.columns["stdout"] == "done\n"
+        assert rollout.columns["stderr"] == "late\n" and rollout.columns["score_status"] == "ok"
+        assert rollout.info["program_failed"] == 0 and rollout.info["program_s"] > 0
+    assert len({rollout.turns[0].completion.logprobs for rollout in rollouts}) > 1  # each episode draws its own
+
+
+def test_it_is_told_where_to_ask_and_nothing_of_this_process(play, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setenv("WANTED", "yes")
+    code = "ask('hi')\nprint(json.dumps(dict(os.environ, cwd=os.getcwd())))"
+    (rollout,) = play(code, inherit=["WANTED"], score={"command": ["true"]})
+    told = json.loads(rollout.columns["stdout"])
+    assert "SECRET_TOKEN" not in told and told["WANTED"] == "yes"
+    assert told["OPENAI_BASE_URL"].endswith("/v1") and told["OPENAI_API_BASE"] == told["OPENAI_BASE_URL"]
+    assert told["ANTHROPIC_BASE_URL"] == told["OPENAI_BASE_URL"].removesuffix("/v1")
+    assert told["OPENAI_API_KEY"] == told["ANTHROPIC_API_KEY"] and told["OPENAI_API_KEY"].startswith("episode-")
+    assert told["OPENAI_MODEL"] == told["ANTHROPIC_MODEL"] == told["ANTHROPIC_SMALL_FAST_MODEL"]
+    assert told["HOME"] != os.environ.get("HOME") and told["cwd"].endswith("/workspace")
+
+
+def test_the_task_comes_by_arguments_stdin_files_and_environment(play, tmp_path):
+    (tmp_path / "repos" / "a").mkdir(parents=True)
+    (tmp_path / "repos" / "a" / "old.txt").write_text("template")
+    code = (
+        "ask('hi')\n"
+        "texts = [open(name).read() for name in ('TASK.md', 'src/x.py', 'old.txt')]\n"
+        "print(json.dumps([sys.argv[1:], sys.stdin.read(), os.environ['N'], *texts]))"
+    )
+    (rollout,) = play(
+        code,
+        command=["python", "{folder}/agent.py", "{question}", '{"json": [1]} ${HOME}', "{numbers}"],
+        stdin="Q: {question}",
+        template="repos/{repo}",
+        files={"TASK.md": "Do: {prompt}"},
+        files_column="sources",
+        env={"N": "{numbers}"},
+        row={
+            "question": "a {b} c",
+            "numbers": [1, 2],
+            "repo": "a",
+            "prompt": [{"role": "user", "content": "all"}],
+            "sources": {"src/x.py": "x = {not_a_place}\n", "none.py": None},
+        },
+        score={"command": ["true"]},
+    )
+    assert rollout.error is None
+    told = json.loads(rollout.columns["stdout"])
+    assert told[:3] == [["a {b} c", '{"json": [1]} ${HOME}', "[1, 2]"], "Q: a {b} c", "[1, 2]"]
+    assert told[3:] == ["Do: all", "x = {not_a_place}\n", "template"]
+
+
+def test_episodes_do_not_share_a_workspace_and_leave_none(play, tmp_path):
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "count.txt").write_text("0")
+    code = ASKS + "n = int(open('count.txt').read()) + 1\nopen('count.txt', 'w').write(str(n))\nprint(os.getcwd())"
+    rollouts = play(code, n=3, template="repo", score={"command": ["grep", "-x", "1", "count.txt"]})
+    places = {rollout.columns["stdout"].strip() for rollout in rollouts}
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 3 and len(places) == 3
+    assert (tmp_path / "repo" / "count.txt").read_text() == "0"
+    deadline = time.monotonic() + 30
+    while any(map(os.path.exists, places)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(os.path.exists, places))
+
+
+# ---- what it is worth ----
+def test_tests_are_put_over_what_the_program_made_of_them(play):
+    """It edited the test, made a link of another and a directory of a third: the row's own count."""
+    code = (
+        ASKS + "os.makedirs('tests/c.py')\nopen('tests/a.py', 'w').write('')\nos.symlink('/etc/passwd', 'tests/b.py')\n"
+    )
+    tests = {f"tests/{name}.py": "import sys; sys.exit(3)" for name in "abc"}
+    for name in "abc":
+        score = {"command": ["python", f"tests/{name}.py"], "files_column": "tests"}
+        (rollout,) = play(code, score=score, row={"tests": tests})
+        assert (rollout.reward, rollout.columns["score_status"]) == (0.0, "error"), rollout.columns
+
+
+def test_a_command_may_say_a_number(play):
+    for said, reward in (("print('x'); print(0.25)", 0.25), ("print('none')", 0.0), ("print('nan')", 0.0)):
+        score = {"command": ["python", "-c", said], "reward": "stdout"}
+        (rollout,) = play(ASKS, score=score)
+        assert rollout.reward == reward and said[7:8] in rollout.columns["score_output"]
+
+
+@needs_namespaces
+def test_the_score_is_made_in_the_sandbox_on_a_copy(play, tmp_path):
+    """It finds no network, and what it writes stays there."""
+    code = "import socket, sys\nopen('said.txt', 'a').write('more')\nsocket.create_connection(('127.0.0.1', 9))"
+    (rollout,) = play(ASKS, score={"command": ["python", "-c", code]})
+    assert rollout.reward == 0.0 and "not supported" in rollout.columns["score_output"]
+    (rollout,) = play(ASKS, score={"command": ["sleep", "60"], "timeout_s": 0.5})
+    assert (rollout.reward, rollout.columns["score_status"]) == (0.0, "timeout")
+
+
+def test_reward_functions_get_the_workspace_until_they_have_scored(play):
+    rollouts = play(ASKS + "open('mine.txt', 'w').write('made')", score=None, n=2)
+    for rollout in rollouts:
+        assert rollout.reward is None and rollout.error is None
+        assert (Path(rollout.columns["workspace"]) / "mine.txt").read_text() == "made"
+
+
+# ---- how it may fail ----
+@pytest.mark.parametrize(
+    ("on_failure", "reward", "failed"), [("zero", 0.0, False), ("score", 1.0, False), ("error", None, True)]
+)
+def test_a_program_that_crashes(play, on_failure, reward, failed):
+    (rollout,) = play(ASKS + "raise ValueError('out of order')", on_failure=on_failure)
+    assert (rollout.reward, rollout.error is not None) == (reward, failed)
+    assert rollout.columns["exit_status"] == 1 and "out of order" in rollout.columns["stderr"]
+    assert rollout.info["program_failed"] == 1 and len(rollout.turns) == 1
+    assert not failed or "out of order" in (rollout.error or "")
+
+
+@pytest.mark.parametrize(("on_failure", "reward"), [("score", 1.0), ("error", None)])
+def test_a_program_that_does_not_end_is_killed_with_all_that_it_started(play, tmp_path, on_failure, reward):
+    """Its child, too, which has a session of its own and ignores being told to end."""
+    child = (
+        "import os, signal, time; os.setsid(); signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    wait = f"import subprocess, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\n"
+    wait += f"while not (os.path.exists({str(tmp_path / 'pid')!r})): time.sleep(0.01)\ntime.sleep(600)"
+    (rollout,) = play(ASKS + wait, on_failure=on_failure, episode={"timeout_s": 4.0})
+    assert rollout.reward == reward and (rollout.stop == "timeout") is (reward is not None)
+    assert reward is not None or (rollout.error_kind == "timeout" and "killed after 4 s" in (rollout.error or ""))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_program_that_asks_nothing_has_failed_and_says_why(play):
+    (rollout,) = play("print('no key', file=sys.stderr); sys.exit(4)")
+    assert rollout.reward is None and not rollout.turns
+    assert "never asked the policy" in rollout.error and "status 4" in rollout.error and "no key" in rollout.error
+
+
+def test_a_spent_budget_is_refused_clearly_and_the_workspace_is_scored(play):
+    code = (
+        ASKS + "try:\n    [ask('again') for _ in range(9)]\n"
+        "except urllib.error.HTTPError as error:\n    print(error.code, error.read().decode())"
+    )
+    (rollout,) = play(code, episode={"max_tokens": 30, "max_turns": 99})
+    assert (rollout.reward, rollout.stop) == (1.0, "max_tokens")
+    assert rollout.columns["stdout"].startswith("403") and "env.max_tokens" in rollout.columns["stdout"]
+    assert sum(len(turn.completion.token_ids) for turn in rollout.turns) == 30
+
+
+def test_of_what_it_prints_the_end_is_kept(play):
+    (rollout,) = play(ASKS + "print('é' * 3_000_000 + 'end')", output_characters=10)
+    assert rollout.reward == 1.0 and rollout.columns["stdout"] == "é" * 6 + "end\n"
+
+
+def test_a_run_that_is_given_up_kills_its_programs(play, tmp_path, starter_engine, starter):
+    flag = tmp_path / "pid"
+    (tmp_path / "agent.py").write_text(
+        f"import os, time\nopen({str(flag)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+    harness = HarnessConfig(command=("python", "{folder}/agent.py"))
+    config = EnvConfig(harness=harness)
+    agent = load_harness(config, folder=tmp_path, scored=True)
+    source = AgentRollouts(starter_engine, starter.tokenizer, agent, config, scored=True)
+
+    async def give_up() -> None:
+        params = SamplingParams(max_tokens=8)
+        begun = source.begin([Prompt(id="0")], seeds=[1], n=1, params=params, version=PolicyVersion.base())
+        task = asyncio.ensure_future(begun[0])
+        while not (flag.exists() and flag.read_text()):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(give_up())
+    source.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(flag.read_text()), 0)
+    assert isinstance(agent.function, Harness)
+
+
+# ---- isolated ----
+@needs_namespaces
+def test_an_isolated_program_has_the_policy_and_nothing_else(play, tmp_path):
+    (tmp_path / "secret.txt").write_text("x")
+    code = (
+        "import socket\n" + ASKS + "found = [os.path.exists(p) for p in sys.argv[1:]]\n"
+        "def reach(*where):\n"
+        "    try:\n        socket.create_connection(where, timeout=2)\n        return True\n"
+        "    except OSError:\n        return False\n"
+        "print(json.dumps([found, reach('127.0.0.1', 22), reach('192.0.2.1', 80), os.getcwd()]))"
+    )
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "agent.py").write_text(ASK + code)
+    secret = str(tmp_path / "secret.txt")
+    rollouts = play(
+        "",
+        n=2,
+        command=["python", "{folder}/tools/agent.py", secret, "{workspace}/task.txt"],
+        isolated=True,
+        show=["tools"],
+        files={"task.txt": "x"},
+    )
+    for rollout in rollouts:
+        assert rollout.error is None, rollout.error
+        assert rollout.columns["exit_status"] == 0, rollout.columns["stderr"]
+        found, loopback, outside, cwd = json.loads(rollout.columns["stdout"])
+        assert found == [False, True] and not loopback and not outside and cwd.endswith("/workspace")
+        assert rollout.reward == 1.0 and len(rollout.turns) == 1
+
+
+# ---- mistakes that are found before a run ----
+@pytest.mark.parametrize(
+    ("harness", "row", "message"),
+    [
+        ({"command": ["no-such-program"]}, {}, "there is no program 'no-such-program'"),
+        ({"score": {"command": ["no-such-judge"]}}, {}, "score.command: there is no program 'no-such-judge'"),
+        (
+            {"stdin": "{task}"},
+            {"question": "?"},
+            r"stdin \(row row 0\): \{task\} stands for nothing; .*question",
+        ),
+        ({"template": "repos/{name}"}, {"name": "none"}, "repos/none' is no directory"),
+        ({"files_column": "sources"}, {"question": "?"}, "is 'sources', and a row has no such column"),
+        ({"files_column": "sources"}, {"sources": [1]}, "a row has a list there"),
+        ({"score": {"command": ["true"], "files_column": "t"}}, {"t": 3}, "score.files_column is 't'.* a int there"),
+    ],
+)
+def test_what_cannot_work_is_said_first(play, harness, row, message):
+    with pytest.raises(ConfigError, match=message):
+        play("", row=row or None, **harness)
+
+
+def test_a_workspace_that_nothing_scores_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="nothing says what an episode is worth"):
+        load_harness(EnvConfig(harness=HarnessConfig(command=("true",))), folder=tmp_path, scored=False)
+
+
+def test_files_stay_in_the_workspace(play, tmp_path):
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "out").symlink_to(tmp_path)
+    (rollout,) = play("", template="repo", files_column="sources", row={"sources": {"out/agent.py": "gone"}})
+    assert "leads out of the workspace" in (rollout.error or "") and "def ask" in (tmp_path / "agent.py").read_text()
+    with pytest.raises(EnvError, match="leads out of the workspace"):
+        play("", files_column="sources", row={"sources": {"../x": ""}}, episode={"on_error": "stop"})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"harness": {"command": []}}, "at least 1"),
+        ({"harness": {"command": ["a"], "files": {"../a": ""}}}, "path within the workspace"),
+        ({"harness": {"command": ["a"], "show": ["/opt"]}}, "acts with isolated only"),
+        ({"harness": {"command": ["a"]}, "args": {"x": 1}}, "does nothing for env.harness"),
+        ({"harness": {"command": ["a"]}, "step_timeout_s": 3.0}, "does nothing for env.harness"),
+        ({"harness": {"command": ["a"]}, "agent": "a:b"}, "there are agent and harness; name one"),
+    ],
+)
+def test_keys_that_cannot_act_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        EnvConfig.model_validate(given)
