@@ -1,5 +1,5 @@
 """The tables of docs/models.md, made from docs/models.json, which `tests/slow/test_models.py` measures and writes, and
-docs/models_vllm.json, which `tests/vllm_server/test_families.py` does.
+docs/models_vllm.json, which `tests/vllm_server/test_vllm_families.py` does.
 
     python docs/generate_models.py    write the tables into docs/models.md
 

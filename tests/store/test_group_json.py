@@ -34,8 +34,12 @@ GROUP = RolloutGroup(
     ),
     rollouts=(
         Rollout(
-            turns=(Turn((5, 10, 5, 11), FIRST, 0.5), Turn((5, 10, 5, 11, 7, 2, 6), SECOND, trained=False)),
+            turns=(
+                Turn((5, 10, 5, 11), FIRST, 0.5, role="first", state="start", advantage=-0.7),
+                Turn((5, 10, 5, 11, 7, 2, 6), SECOND, trained=False),
+            ),
             rewards={"right": 1.0, "judge": None},
+            role_rewards={"first": 1.0, "second": -1 / 3},
             reward=1 / 3,
             advantage=0.1 + 0.2,
             messages=({"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}),

@@ -1,13 +1,13 @@
 """Every family of models with vLLM as the sampler: two steps of a run on its tiny random model, in float32.
 
-    pytest -m slow tests/vllm_server/test_families.py      half a minute for each family on a quiet machine
+    pytest -m slow tests/vllm_server/test_vllm_families.py      half a minute for each family on a quiet machine
 
 vLLM is colocated with the trainer, in a process of vLLM's own interpreter (`make vllm` installs it), which starts
 sooner than a server. docs/models_vllm.json has what is found, and docs/models.md shows it: the largest difference
 between the log-probability that vLLM gave a token and the trainer's, or why vLLM does not sample such a model. To write
 it anew, for all families or for some (`-k`):
 
-    GROUPWISE_WRITE_MODELS=1 pytest -m slow tests/vllm_server/test_families.py && python docs/generate_models.py
+    GROUPWISE_WRITE_MODELS=1 pytest -m slow tests/vllm_server/test_vllm_families.py && python docs/generate_models.py
 
 The models are those of tests/model_families.py but for their heads: vLLM's attention on CPUs needs 32 features.
 """
