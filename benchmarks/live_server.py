@@ -8,6 +8,7 @@
     latency     chat requests one after another, idle and while jobs train and swap: p50 and p99, errors, swaps
     batch       16 prompts x 16 completions in one request, against the same 256 sampled one by one
     peer        the same chat requests to `transformers serve` and to us, by turns (`pip install transformers[serving]`)
+                `--hogs 0 1 2 4`: and beside so many processes that only count (busy.py)
 
 Each part starts a server of its own (`groupwise serve`) with an empty state directory. `--json FILE` keeps everything.
 """
@@ -25,12 +26,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
+from busy import hogs
 from rich.console import Console
 from rich.table import Table
 
@@ -232,8 +234,9 @@ def batch(*, prompts: int = 16, n: int = 16) -> dict[str, Any]:
 # -- the peer ----------------------------------------------------------------------------------------------------------
 
 
-def peer(*, requests: int, clients: int = 16) -> dict[str, Any]:
-    """Greedy chats to `transformers serve` and to us, by turns: one at a time, and from 16 clients at once.
+def peer(*, requests: int, neighbours: Sequence[int] = (0,), clients: int = 16) -> dict[str, Any]:
+    """Greedy chats to `transformers serve` and to us, by turns, idle and beside each number of `neighbours` that keep a
+    core busy: one at a time, and from 16 clients at once.
 
     Both have the same weights in float32, so most replies must be the same; how many are is part of the result.
     """
@@ -243,17 +246,21 @@ def peer(*, requests: int, clients: int = 16) -> dict[str, Any]:
     url = f"http://127.0.0.1:{port}"
     command = [str(Path(sys.executable).with_name("transformers")), "serve", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--device", "cpu", "--dtype", "float32", str(STARTER_DIR)]
-    result: dict[str, Any] = {}
+    beside: dict[int, dict[str, Any]] = {}
     replies: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory(prefix="live-server-") as folder, groupwise_server() as client:
         log = Path(folder) / "transformers.log"
         with process(command, url, ready="/health", log=log):
             sides = {"groupwise": (client.url, "starter"), "transformers": (url, str(STARTER_DIR))}
-            for _ in range(2):  # the first round warms both up
+            for count in (0, *neighbours):  # the first round warms both up
+                beside[count] = {}
                 for name, (address, model) in sides.items():
-                    result[name], replies[name] = one_side(address, model, requests=requests, clients=clients)
+                    with hogs(count):
+                        beside[count][name], replies[name] = one_side(
+                            address, model, requests=requests, clients=clients
+                        )
     same = [mine == theirs for mine, theirs in zip(*replies.values(), strict=True)]
-    return {**result, "requests": requests, "clients": clients, "same_replies": statistics.mean(same)}
+    return {"beside": beside, "requests": requests, "clients": clients, "same_replies": statistics.mean(same)}
 
 
 def one_side(url: str, model: str, *, requests: int, clients: int) -> tuple[dict[str, float], list[str]]:
@@ -306,15 +313,17 @@ def show(results: dict[str, Any]) -> None:
         r = results["batch"]
         table.add_row("16 x 16 in one request", f"{r['together_tok_s']:.0f} tok/s, {r['ratio']:.1f}x one by one")
     if "peer" in results:
-        ours, theirs = results["peer"]["groupwise"], results["peer"]["transformers"]
-        table.add_row(
-            "idle p50 against transformers serve",
-            f"{ours['p50'] * 1e3:.1f} vs {theirs['p50'] * 1e3:.1f} ms ({theirs['p50'] / ours['p50']:.1f}x)",
-        )
-        table.add_row(
-            "16 clients against transformers serve",
-            f"{ours['tok_s']:.0f} vs {theirs['tok_s']:.0f} tok/s ({ours['tok_s'] / theirs['tok_s']:.1f}x)",
-        )
+        for count, sides in results["peer"]["beside"].items():
+            ours, theirs = sides["groupwise"], sides["transformers"]
+            place = f"beside {count} hogs" if count else "idle"
+            table.add_row(
+                f"{place}, p50 against transformers serve",
+                f"{ours['p50'] * 1e3:.1f} vs {theirs['p50'] * 1e3:.1f} ms ({theirs['p50'] / ours['p50']:.1f}x)",
+            )
+            table.add_row(
+                f"{place}, 16 clients against transformers serve",
+                f"{ours['tok_s']:.0f} vs {theirs['tok_s']:.0f} tok/s ({ours['tok_s'] / theirs['tok_s']:.1f}x)",
+            )
         same = results["peer"]["same_replies"]
         table.add_row("... replies that are the same", f"{same:.0%} of {results['peer']['requests']}")
     Console().print(table)
@@ -327,6 +336,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500, help="of latency, idle and busy each; at least")
     parser.add_argument("--swaps", type=int, default=3, help="of latency, while it is busy; at least")
     parser.add_argument("--peer-requests", type=int, default=100, help="one at a time, and again from 16 clients")
+    parser.add_argument("--hogs", nargs="+", type=int, default=[0], metavar="N", help="of peer: busy neighbours")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     known = ["learn", "latency", "batch", "peer"]
@@ -341,7 +351,7 @@ def main() -> None:
         elif part == "latency":
             results["latency"] = latency(requests=args.requests, swaps=args.swaps)
         else:
-            results[part] = batch() if part == "batch" else peer(requests=args.peer_requests)
+            results[part] = batch() if part == "batch" else peer(requests=args.peer_requests, neighbours=args.hogs)
     show(results)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
