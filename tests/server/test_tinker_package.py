@@ -232,6 +232,55 @@ def test_given_tokens_of_a_prompt_are_scored(
         asked(np.where(wanted < 0, 9999, wanted))
 
 
+def test_a_narrowed_completion_of_which_the_masks_are_gone_is_refused_where_spans_say_whose_it_is(
+    site: tuple[Whole, str], service: Any, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spans as the cookbook makes them: trained while it is known, then refused; without spans, or where nothing of it
+    weighs anything, trained as before."""
+    trainer = service.create_lora_training_client(base_model=model, rank=4).result()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    prompt = [5, 6, 7]
+
+    def drawn(**narrow: Any) -> Any:
+        params = types.SamplingParams(max_tokens=5, seed=1, stop=[], **narrow)
+        return sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result().sequences[0]
+
+    def trained(sampled: Any, *, spans: bool = True, advantage: float = 1.0, loss: str = "importance_sampling") -> Any:
+        values = {"logprobs": [0.0, 0.0, *sampled.logprobs], "advantages": [0.0, 0.0, *[advantage] * 5]}
+        if loss == "cross_entropy":
+            values = {"weights": [0.0, 0.0, *[1.0] * 5]}
+        made = datum([*prompt, *sampled.tokens], **values)
+        if spans:
+            about, told = {"sequence_id": sampled.sequence_id}, tinker.SampledProvenanceSpan
+            read = [tinker.PromptProvenanceSpan(**about, length=3), told(**about, length=4)]
+            predicted = [tinker.PromptProvenanceSpan(**about, offset=1, length=2), told(**about, length=5)]
+            made = made.with_provenance(model_input=read, loss_fn_inputs=predicted)
+        return trainer.forward_backward([made], loss).result().metrics["loss:sum"]
+
+    whole, greedy = drawn(), drawn(top_p=0.5, temperature=0.0)
+    one, other = drawn(top_p=0.5), drawn(top_k=2)
+    for each in (whole, one, other):
+        assert trained(each) == pytest.approx(-5, abs=1e-4)  # the ratio is 1
+    models = site[0].app.state.tinker.models
+    monkeypatch.setattr(models.masks, "_most", 0)
+    drawn(top_p=0.5)  # and with it all others are forgotten
+    gradient = [p.grad.clone() for p in models.find(trainer.model_id).trainer.learner.parameters]
+    for each in (one, other):
+        with pytest.raises(
+            tinker.RequestFailedError, match=r"data\[0\] trains 5 tokens of .*top_p or top_k.*tinker_mask"
+        ):
+            trained(each)
+        with pytest.raises(tinker.RequestFailedError, match="top_p or top_k"):
+            trained(each, advantage=0.0, loss="dro")  # which holds them to the sampler's all the same
+    assert all(
+        torch.equal(p.grad, was)
+        for p, was in zip(models.find(trainer.model_id).trainer.learner.parameters, gradient, strict=True)
+    )
+    assert trained(one, spans=False) != pytest.approx(-5, abs=1e-2)
+    assert trained(one, advantage=0.0) == 0 and trained(one, loss="cross_entropy") > 0
+    assert trained(whole) == pytest.approx(-5, abs=1e-4) and trained(greedy) < 0
+
+
 def test_sampling_saving_and_going_on(service: Any, model: str) -> None:
     trainer = service.create_lora_training_client(base_model=model, rank=4).result()
     prompt = types.ModelInput.from_ints([5, 6, 7])

@@ -35,6 +35,7 @@ from groupwise.server.sampling import Generation
 from groupwise.server.state import Server
 from groupwise.server.tinker import schema as bodies
 from groupwise.server.tinker.checkpoints import SAMPLER_WEIGHTS, TinkerCheckpoints, check_checkpoint_name
+from groupwise.server.tinker.datums import sequence_ids
 from groupwise.server.tinker.futures import FutureResult, Futures, answer
 from groupwise.server.tinker.json_requests import samples_as_json
 from groupwise.server.tinker.schema import FLOAT32, LENGTH, STOP, SampleResponse
@@ -201,7 +202,10 @@ class Samplers:
             sampler.running += 1
             sampler.used = time.monotonic()
             task.add_done_callback(lambda _: self._ended(id, sampler))
-        return {"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(body.num_samples)]}
+        given = body.sampling_params
+        narrowed = given.temperature > 0 and (given.top_p < 1 or given.top_k > 0)
+        sequences = sequence_ids(id, body.num_samples, narrowed=narrowed)
+        return {"request_id": id, "sample_sequence_ids": sequences}
 
     def _ended(self, id: str, sampler: SamplingSession) -> None:
         self._tasks.pop(id, None)

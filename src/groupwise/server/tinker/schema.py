@@ -267,7 +267,9 @@ _MESSAGES = {
         "6 forward_only bool, 7 loss_fn_config_v2 {LossConfigValue}"
     ),
     "LossConfigValue": "1 number double, 2 text string",
-    "Datum": "1 model_input *Chunk, 2 loss_fn_inputs {Tensor}",
+    "Datum": "1 model_input *Chunk, 2 loss_fn_inputs {Tensor}, 4 loss_fn_input_spans *ProvenanceSpan",
+    "ProvenanceSpan": "1 prompt_tokens Span, 2 sampled_tokens Span",
+    "Span": "1 sequence_id string, 2 offset int64, 3 length int64",
     "Chunk": "1 encoded_text EncodedTextChunk, 2 image Other, 3 dmel Other",
     "EncodedTextChunk": "1 tokens bytes",
     "Other": "",
