@@ -778,6 +778,10 @@ def test_score_sequence_runs_the_head_only_where_asked(open_engine, monkeypatch)
     ids = tuple(i % 250 for i in range(engine.context_length))
     assert len(engine.score_sequence(ids, BASE, first=len(ids), cells=([60, 60], [7, 8])).cells) == 2 and rows == [1]
     assert engine.score_sequence(ids[:9], BASE, first=9) == SequenceScores(logprobs=(), top=()) and rows == [1]
+    monkeypatch.setattr("groupwise.engine.local.SCORED_AT_ONCE", 24)
+    rows.clear()
+    engine.score_sequence(ids, BASE, first=4, cells=([2, 60], [7, 8]))
+    assert rows == [24, 24, 13]  # 60 places of its own and one more
     for place in (0, len(ids)):
         with pytest.raises(ValueError, match=f"place {place} of"):
             engine.score_sequence(ids, BASE, first=len(ids), cells=([place], [7]))

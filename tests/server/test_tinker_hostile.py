@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,6 +126,21 @@ def test_targets_that_are_no_ids_are_refused_at_once(wire: Wire, wrong: dict[str
     about = {"sampling_session_id": base, "seq_id": 1, "prompt": {"chunks": [{"tokens": [5, 6, 7]}]}}
     given = wire.post("asample", **about, target_prompt_logprobs=targets)
     assert given.status_code == 400 and f"target_prompt_logprobs.{field}" in given.text, given.text
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n is 3.* 1 to 2"),
+        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n.* needs prompt_logprobs"),
+    ],
+)
+def test_a_number_of_last_tokens_that_cannot_act_is_refused(
+    wire: Wire, options: dict[str, object], wanted: str
+) -> None:
+    base = wire.ok("create_sampling_session", session_id=wire.session, sampling_session_seq_id=0)["sampling_session_id"]
+    told = sample(wire, base, 1, **options)
+    assert told["category"] == "user" and re.search(wanted, told["error"]), told
 
 
 REFUSED = {

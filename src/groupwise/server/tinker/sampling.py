@@ -340,7 +340,7 @@ def _scored(engine: LiveEngine, body: bodies.SampleBody, asked: SamplingRequest)
     """What was asked for of the prompt, from one forward. Raises RequestError: target_prompt_logprobs is wrong."""
     ids, given, last = asked.prompt_ids, body.target_prompt_logprobs, 0
     if body.prompt_logprobs or body.topk_prompt_logprobs:
-        last = min(body.prompt_logprobs_last_n or len(ids), len(ids) - 1)
+        last = body.prompt_logprobs_last_n or len(ids) - 1
     elif given is None:
         return None
     first = len(ids) - last
@@ -433,10 +433,22 @@ def _check_supported(body: bodies.SampleBody, config: ServeConfig) -> None:
             raise RequestError(
                 f"the prompt has a chunk of type {echo(chunk.type)}; text only", hint=hint, field="prompt"
             )
+    if (last := body.prompt_logprobs_last_n) is not None:
+        _check_last(last, body)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if getattr(body, name) > most_top:
             limit = f"the most is {most_top} (max_top_logprobs)"
             raise RequestError(f"{name} is {getattr(body, name)}; {limit}", field=name)
+
+
+def _check_last(last: int, body: bodies.SampleBody) -> None:
+    """Raise RequestError unless there are log-probabilities of so many tokens to tell."""
+    name, tokens = "prompt_logprobs_last_n", sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+    if not body.prompt_logprobs and not body.topk_prompt_logprobs:
+        raise RequestError(f"{name} is {last} and needs prompt_logprobs", hint="ask for both", field=name)
+    if last >= tokens:
+        valid = f"1 to {tokens - 1}" if tokens > 1 else "none, as the first token has no log-probability"
+        raise RequestError(f"{name} is {last}; of a prompt of {tokens} tokens it is {valid}", field=name)
 
 
 # ---- the answer ----
