@@ -592,6 +592,16 @@ class UpdatesInFlight(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class SequenceScores:
+    """Log-probabilities (nats) in a sequence of tokens: `logprobs` of its own tokens, `top` of the likeliest in the
+    place of each, as (id, log-probability), and `cells` of the tokens that were asked for."""
+
+    logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...]
+    cells: tuple[float, ...] = ()
+
+
 class Scores(Protocol):
     """An engine that computes the log-probability of a given completion, without sampling."""
 
@@ -627,6 +637,34 @@ class LiveEngine(Sampler, Scores, Protocol):
         top: int,
     ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
         """As `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
+        ...
+
+    def score_sequence(
+        self,
+        ids: Sequence[int],
+        version: PolicyVersion,
+        *,
+        first: int,
+        top: int = 0,
+        cells: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        temperature: float = 1.0,
+    ) -> SequenceScores:
+        """Log-probabilities under `version` from one forward over `ids`, of which each has those before it as context.
+
+        Args:
+            ids: the sequence. Its length may be the whole context.
+            first: own log-probabilities are those of `ids[first:]`; 1 to `len(ids)`.
+            top: how many of the likeliest tokens are told for each of these.
+            cells: places (1 to `len(ids) - 1`) and as many token ids: the log-probability of each id in its place,
+                whatever token stands there.
+
+        Raises as `sample`.
+        """
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are; they go from 0."""
         ...
 
     def prepare(self, grammar: Grammar) -> Future[Any]:

@@ -26,8 +26,17 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.chat import decode
+from groupwise.model.load import Head, plain_attention
 from groupwise.train.learner import Learner
-from groupwise.types import Completion, FinishReason, PolicyVersion, Sample, SamplingParams, SamplingRequest
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    PolicyVersion,
+    Sample,
+    SamplingParams,
+    SamplingRequest,
+    SequenceScores,
+)
 
 BASE = PolicyVersion.base()
 FIRST, SECOND = PolicyVersion("first", 1), PolicyVersion("second", 3)
@@ -732,6 +741,52 @@ def test_score_top_is_what_sampling_reported(open_engine, monkeypatch, at_once):
     for (_, mine), theirs in zip(scored, completion.top_logprobs, strict=True):
         assert [i for i, _ in mine] == [i for i, _ in theirs]
         assert [value for _, value in mine] == pytest.approx([value for _, value in theirs], abs=1e-9)
+
+
+@pytest.mark.parametrize("at_once", [512, 2])
+@pytest.mark.parametrize("first", [1, 4, 9])
+def test_score_sequence_is_the_models_own_forward(open_engine, make_base, make_adapter, monkeypatch, at_once, first):
+    """Own tokens, the likeliest, and cells in any order: also before `first`, several of one place, none of others."""
+    monkeypatch.setattr("groupwise.engine.local.SCORED_AT_ONCE", at_once)
+    base = make_base("qwen3")
+    engine = open_engine()
+    engine.load(FIRST, make_adapter(base))
+    ids = (5, 6, 7, 8, 9, 3, 2, 11, 17)
+    places, tokens = [8, 2, 5, 2, 1], [0, 279, 40, 6, 5]
+    with plain_attention(base.model), torch.no_grad():
+        logprobs_SV = base.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    scores = engine.score_sequence(ids, BASE, first=first, top=3, cells=(places, tokens))
+    own = [logprobs_SV[i - 1, ids[i]].item() for i in range(first, 9)]
+    assert scores.logprobs == pytest.approx(own, abs=1e-9)
+    assert scores.cells == pytest.approx(logprobs_SV[torch.tensor(places) - 1, tokens].tolist(), abs=1e-9)
+    assert [[t for t, _ in each] for each in scores.top] == logprobs_SV[first - 1 : 8].topk(3).indices.tolist()
+    adapted = engine.score_sequence(ids, FIRST, first=9, cells=(places, [ids[place] for place in places]))
+    whole = engine.score(ids[:1], ids[1:], FIRST)
+    assert adapted.cells == pytest.approx([whole[place - 1] for place in places], abs=1e-9)
+    assert adapted.logprobs == adapted.top == () and adapted.cells != pytest.approx(scores.cells, abs=1e-3)
+
+
+def test_score_sequence_runs_the_head_only_where_asked(open_engine, monkeypatch):
+    """A cell near the end of a long prompt costs the logits of one place, and a prompt may fill the context."""
+    engine, rows, logits = open_engine(), [], Head.logits
+
+    def counted(head, hidden_TH):
+        rows.append(len(hidden_TH))
+        return logits(head, hidden_TH)
+
+    monkeypatch.setattr(Head, "logits", counted)
+    ids = tuple(i % 250 for i in range(engine.context_length))
+    assert len(engine.score_sequence(ids, BASE, first=len(ids), cells=([60, 60], [7, 8])).cells) == 2 and rows == [1]
+    assert engine.score_sequence(ids[:9], BASE, first=9) == SequenceScores(logprobs=(), top=()) and rows == [1]
+    monkeypatch.setattr("groupwise.engine.local.SCORED_AT_ONCE", 24)
+    rows.clear()
+    engine.score_sequence(ids, BASE, first=4, cells=([2, 60], [7, 8]))
+    assert rows == [24, 24, 13]  # 60 places of its own and one more
+    for place in (0, len(ids)):
+        with pytest.raises(ValueError, match=f"place {place} of"):
+            engine.score_sequence(ids, BASE, first=len(ids), cells=([place], [7]))
+    with pytest.raises(ModelError, match="token id 280"):
+        engine.score_sequence(ids, BASE, first=len(ids), cells=([3], [280]))
 
 
 def test_every_id_that_is_scored_is_checked_also_the_last_which_is_not_read(open_engine):

@@ -103,6 +103,12 @@ def test_alternatives_are_the_likeliest_tokens_by_their_ids(attach, peer, tiny_e
         assert [at for _, at in found] == pytest.approx([at for _, at in expected], abs=1e-4)
 
 
+def test_a_given_sequence_is_scored_as_in_the_local_engine(attach, peer, tiny_engine):
+    engine, what = attach(peer), {"first": 2, "top": 2, "cells": ([1, 2, 2], [9, 4, 5])}
+    assert engine.score_sequence((5, 6, 7), BASE, **what) == tiny_engine.score_sequence((5, 6, 7), BASE, **what)
+    assert engine.vocabulary == tiny_engine.vocabulary
+
+
 @pytest.mark.parametrize("top", [0, 2])
 def test_a_narrowed_draw_has_the_logprobs_of_the_whole_distribution(attach, peer, tiny_engine, top):
     engine = attach(peer)

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,68 @@ def test_a_wrong_request_is_answered_with_category_user_and_changes_nothing(wire
     unsupported = [image, {"prompt_alt_tokens_k": 2}, {"record_stability_info": True}, {"topk_sample_logprobs": 999}]
     for seq, options in enumerate([*unsupported, {"prompt": {"chunks": []}}]):
         assert sample(wire, base, seq, **options)["category"] == "user"
+
+
+def csr(ends: list[int], columns: list[int], shape: tuple[int, int] = (2, 3)) -> dict[str, object]:
+    return {"data": columns, "shape": shape, "sparse_crow_indices": ends, "sparse_col_indices": columns}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"data": [1, 2, 3], "shape": [3, 1]},  # of a prompt of 3 tokens it is [2, K]
+        {"data": [1, 2, 3], "shape": [2, 2]},
+        {"data": [], "shape": [2, 1 << 62]},
+        {"data": [1], "shape": [2, 2], "sparse_crow_indices": [0, 1, 1]},
+        csr([0, 2], [0, 1]),
+        csr([1, 1, 1], []),
+        csr([0, 2, 1], [0]),
+        csr([0, 1, 3], [0, 1]),
+        csr([0, 1, 1], [3]),
+        csr([0, 2, 2], [1, 1]),
+        csr([0, 2, 2], [1, 0]),
+        {"data": [1, 9999], "shape": [2, 1]},
+    ],
+)
+def test_targets_that_do_not_fit_the_prompt_are_refused_by_name(wire: Wire, wrong: dict[str, object]) -> None:
+    base = wire.ok("create_sampling_session", session_id=wire.session, sampling_session_seq_id=0)["sampling_session_id"]
+    told = sample(wire, base, 1, target_prompt_logprobs={"dtype": "int64", **wrong})
+    assert told["category"] == "user" and "target_prompt_logprobs has" in told["error"], told
+    assert sample(wire, base, 2).sequences
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"shape": [2]}, "shape"),
+        ({"shape": [2, -1]}, "shape"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"data": [1, -2]}, "data"),
+        ({"data": [1, 0.5]}, "data"),
+        ({"data": [1, 1 << 40]}, "data"),
+    ],
+)
+def test_targets_that_are_no_ids_are_refused_at_once(wire: Wire, wrong: dict[str, object], field: str) -> None:
+    base = wire.ok("create_sampling_session", session_id=wire.session, sampling_session_seq_id=0)["sampling_session_id"]
+    targets = {"data": [1, 2], "dtype": "int64", "shape": [2, 1], **wrong}
+    about = {"sampling_session_id": base, "seq_id": 1, "prompt": {"chunks": [{"tokens": [5, 6, 7]}]}}
+    given = wire.post("asample", **about, target_prompt_logprobs=targets)
+    assert given.status_code == 400 and f"target_prompt_logprobs.{field}" in given.text, given.text
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n is 3.* 1 to 2"),
+        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n.* needs prompt_logprobs"),
+    ],
+)
+def test_a_number_of_last_tokens_that_cannot_act_is_refused(
+    wire: Wire, options: dict[str, object], wanted: str
+) -> None:
+    base = wire.ok("create_sampling_session", session_id=wire.session, sampling_session_seq_id=0)["sampling_session_id"]
+    told = sample(wire, base, 1, **options)
+    assert told["category"] == "user" and re.search(wanted, told["error"]), told
 
 
 REFUSED = {

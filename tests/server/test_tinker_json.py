@@ -92,6 +92,14 @@ def test_samples_in_json(wire: Wire) -> None:
     assert found["prompt_logprobs"][0] is None and all(value < 0 for value in found["prompt_logprobs"][1:])
     first, *tops = found["topk_prompt_logprobs"]
     assert first is None and all(len(row) == 2 and row[0][1] >= row[1][1] for row in tops)
+    own = {"data": [6, -1, 7, -1], "dtype": "int64", "shape": [2, 2]}
+    dense = answer(wire, "asample", **body | {"seq_id": 1, "target_prompt_logprobs": own})
+    values = [found["prompt_logprobs"][1], 0, found["prompt_logprobs"][2], 0]
+    assert dense["target_prompt_logprobs"] == {"data": values, "dtype": "float32", "shape": [2, 2]}
+    indices = {"sparse_crow_indices": [0, 0, 1], "sparse_col_indices": [1]}
+    listed = {"data": [7], "dtype": "int64", "shape": [2, 2], **indices}
+    sparse = answer(wire, "asample", **body | {"seq_id": 2, "target_prompt_logprobs": listed})
+    assert sparse["target_prompt_logprobs"] == {"data": values[2:3], "dtype": "float32", "shape": [2, 2], **indices}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from groupwise.recorded import SamplingMask
 from groupwise.sdk.datums import Datum
 from groupwise.server.tinker.datums import SampledMasks
 from groupwise.types import Completion, FinishReason
-from tinker_wire import Wire, datum, sample
+from tinker_wire import PROTOBUF, Wire, datum, read_output, request, sample
 
 
 def narrowed(wire: Wire, sampler: str, seq: int, count: int = 4, **params: Any) -> list[tuple[list[int], list[float]]]:
@@ -107,3 +107,26 @@ def test_what_is_remembered_is_bounded_and_the_log_says_what_that_costs(caplog: 
     known = [i for i in range(50) if is_known(i)]
     assert 2 < len(known) < 12 and known == list(range(50 - len(known), 50))
     assert caplog.text.count("tinker_mask_bytes is 5000") == 1
+
+
+def test_spans_that_do_not_cover_the_targets_are_refused(wire: Wire, base_sampler: str) -> None:
+    (ids, told), *_ = narrowed(wire, base_sampler, 6, count=1)
+    model = wire.model()
+    good = [("prompt_tokens", 2), ("sampled_tokens", 0), ("sampled_tokens", len(ids))]
+    cases = [
+        good,
+        good[:2],
+        [*good, ("sampled_tokens", 1)],
+        [*good, ("prompt_tokens", -1)],
+        [("prompt_tokens", 1 << 62)],
+    ]
+    for seq, spans in enumerate(cases, start=1):
+        message = request(model, seq, [sampled_datum(ids, told, 1.0)], "importance_sampling")
+        for arm, length in spans:
+            getattr(message.data[0].loss_fn_input_spans.add(), arm).length = length
+        given = wire.http.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=PROTOBUF)
+        found = wire.answer(given.json()["request_id"])
+        if spans is good:
+            assert read_output(found)[1]["loss:sum"] == pytest.approx(-len(ids), abs=1e-3)
+        else:
+            assert found["category"] == "user" and "data[0].loss_fn_input_spans do not cover its 8" in found["error"]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import pytest
 pytest.importorskip("tinker", "0.38")
 
 import tinker
+import torch
 
+from groupwise.model.load import plain_attention
 from groupwise.server.tinker import schema as bodies
 from groupwise.server.tinker.training import tokenizer_of
+from groupwise.train.lora import adapter_off
 from serving import running
 from tinker_wire import tinker_site
 from whole_server import Whole
@@ -170,6 +174,111 @@ def test_a_relative_path_and_one_that_looks_like_a_name_of_the_hub(
     monkeypatch.setattr(Path, "is_dir", lambda self: True)
     assert tokenizer_of("/models/mine") == "//models/mine"  # three parts would lose their last
     assert tokenizer_of("/models/of/mine") == "/models/of/mine"
+
+
+def plainly(learner: Any, tokens: list[int], *, adapter: bool) -> np.ndarray:
+    """Log-probabilities [N - 1, V] of what follows each token but the last, by the model's own forward."""
+    with plain_attention(learner.model), torch.no_grad(), nullcontext() if adapter else adapter_off(learner.model):
+        return learner.model(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1).numpy()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_given_tokens_of_a_prompt_are_scored(
+    site: tuple[Whole, str], service: Any, model: str, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense and sparse, alone and beside the prompt's own, with an adapter and without, in pieces of 4 positions."""
+    monkeypatch.setattr("groupwise.engine.local.SCORED_AT_ONCE", 4)
+    tokens, rng = [5, 6, 7, 8, 9, 3, 2, 11, 17, 4], np.random.default_rng(0)
+    trainer = service.create_lora_training_client(base_model=model, rank=4).result()
+    for _ in range(2):
+        trainer.forward_backward([datum(tokens, weights=[1.0] * 9)], "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=5e-2)).result()
+    learner = site[0].app.state.tinker.models.find(trainer.model_id).trainer.learner
+    expected, other = (plainly(learner, tokens, adapter=each) for each in (trained, not trained))
+    assert np.abs(expected - other).max() > 0.1
+    sampler = service.create_sampling_client(base_model=model).result()
+    if trained:
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+    wanted = rng.integers(0, 250, (9, 3))
+    wanted[[0, 4, 4], [1, 0, 2]] = -1
+    listed = np.full((9, 3), -1)
+    listed[[2, 2, 8], [0, 2, 1]] = [13, 240, 77]
+
+    def asked(ids: np.ndarray, *, sparse: bool = False, **options: Any) -> Any:
+        given = types.TensorData.from_numpy(ids)
+        if sparse:
+            given = types.TensorData.from_torch_sparse(torch.tensor(ids), pad_value=-1)
+        params = types.SamplingParams(max_tokens=1, seed=1)
+        prompt = types.ModelInput.from_ints(tokens)
+        found = sampler.sample(prompt, 1, params, target_prompt_logprobs=given, **options).result()
+        scores = np.where(ids < 0, 0, np.take_along_axis(expected, ids.clip(0), 1))
+        np.testing.assert_allclose(found.target_prompt_logprobs.to_numpy(), scores, atol=1e-5)
+        assert found.target_prompt_logprobs.dtype == "float32" and found.target_prompt_logprobs.shape == [*ids.shape]
+        return found
+
+    asked(wanted)
+    asked(np.empty((9, 0), int))
+    found = asked(listed, sparse=True)
+    assert found.target_prompt_logprobs.sparse_col_indices == [0, 2, 1]
+    assert found.prompt_logprobs is None and found.topk_prompt_logprobs is None
+    found = asked(wanted, include_prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=3)
+    assert found.prompt_logprobs[:7] == [None] * 7 == found.topk_prompt_logprobs[:7]
+    np.testing.assert_allclose(found.prompt_logprobs[7:], expected[[6, 7, 8], tokens[7:]], atol=1e-5)
+    best = [[value for _, value in row] for row in found.topk_prompt_logprobs[7:]]
+    np.testing.assert_allclose(best, -np.sort(-expected[6:])[:, :2], atol=1e-5)
+    with pytest.raises(tinker.RequestFailedError, match=r"target_prompt_logprobs has the shape \[8, 3\].*\[9, K\]"):
+        asked(wanted[:8])
+    with pytest.raises(tinker.RequestFailedError, match=r"target_prompt_logprobs has the token id 9999.*-1"):
+        asked(np.where(wanted < 0, 9999, wanted))
+
+
+def test_a_narrowed_completion_of_which_the_masks_are_gone_is_refused_where_spans_say_whose_it_is(
+    site: tuple[Whole, str], service: Any, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spans as the cookbook makes them: trained while it is known, then refused; without spans, or where nothing of it
+    weighs anything, trained as before."""
+    trainer = service.create_lora_training_client(base_model=model, rank=4).result()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    prompt = [5, 6, 7]
+
+    def drawn(**narrow: Any) -> Any:
+        params = types.SamplingParams(max_tokens=5, seed=1, stop=[], **narrow)
+        return sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result().sequences[0]
+
+    def trained(sampled: Any, *, spans: bool = True, advantage: float = 1.0, loss: str = "importance_sampling") -> Any:
+        values = {"logprobs": [0.0, 0.0, *sampled.logprobs], "advantages": [0.0, 0.0, *[advantage] * 5]}
+        if loss == "cross_entropy":
+            values = {"weights": [0.0, 0.0, *[1.0] * 5]}
+        made = datum([*prompt, *sampled.tokens], **values)
+        if spans:
+            about, told = {"sequence_id": sampled.sequence_id}, tinker.SampledProvenanceSpan
+            read = [tinker.PromptProvenanceSpan(**about, length=3), told(**about, length=4)]
+            predicted = [tinker.PromptProvenanceSpan(**about, offset=1, length=2), told(**about, length=5)]
+            made = made.with_provenance(model_input=read, loss_fn_inputs=predicted)
+        return trainer.forward_backward([made], loss).result().metrics["loss:sum"]
+
+    whole, greedy = drawn(), drawn(top_p=0.5, temperature=0.0)
+    one, other = drawn(top_p=0.5), drawn(top_k=2)
+    for each in (whole, one, other):
+        assert trained(each) == pytest.approx(-5, abs=1e-4)  # the ratio is 1
+    models = site[0].app.state.tinker.models
+    monkeypatch.setattr(models.masks, "_most", 0)
+    drawn(top_p=0.5)  # and with it all others are forgotten
+    gradient = [p.grad.clone() for p in models.find(trainer.model_id).trainer.learner.parameters]
+    for each in (one, other):
+        with pytest.raises(
+            tinker.RequestFailedError, match=r"data\[0\] trains 5 tokens of .*top_p or top_k.*tinker_mask"
+        ):
+            trained(each)
+        with pytest.raises(tinker.RequestFailedError, match="top_p or top_k"):
+            trained(each, advantage=0.0, loss="dro")  # which holds them to the sampler's all the same
+    assert all(
+        torch.equal(p.grad, was)
+        for p, was in zip(models.find(trainer.model_id).trainer.learner.parameters, gradient, strict=True)
+    )
+    assert trained(one, spans=False) != pytest.approx(-5, abs=1e-2)
+    assert trained(one, advantage=0.0) == 0 and trained(one, loss="cross_entropy") > 0
+    assert trained(whole) == pytest.approx(-5, abs=1e-4) and trained(greedy) < 0
 
 
 def test_sampling_saving_and_going_on(service: Any, model: str) -> None:

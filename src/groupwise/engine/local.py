@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from groupwise.engine.decoder import Decoder, EngineModel, Queue, RowBudget
 from groupwise.engine.grammar import GrammarCompiler
@@ -41,7 +42,7 @@ from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthErr
 from groupwise.model.load import LoadedModel, share_weights, widest_float
 from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_cached, why_not_packed
 from groupwise.model.recurrence import is_recurrent
-from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, TokenSink
+from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, SequenceScores, TokenSink
 
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 LANE_FLOPS, LANE_ROWS = 4e8, 4  # of a step of a lane, at least
@@ -186,6 +187,11 @@ class LocalEngine:
     def context_length(self) -> int:
         return self._base.context_length
 
+    @property
+    def vocabulary(self) -> int:
+        """As `LiveEngine.vocabulary`."""
+        return self._vocabulary
+
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
         return list(await asyncio.gather(*(asyncio.wrap_future(future) for future in self.submit(requests))))
 
@@ -298,29 +304,71 @@ class LocalEngine:
         top: int,
     ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
         """As `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
-        ids = (*prompt_ids, *completion_ids)
-        weights = self._check(ids[:-1] if completion_ids else ids, version)
+        ids, first = (*prompt_ids, *completion_ids), len(prompt_ids)
+        scores = self.score_sequence(ids, version, first=first, top=top, temperature=temperature)
+        return tuple(zip(scores.logprobs, scores.top, strict=True))
+
+    def score_sequence(
+        self,
+        ids: Sequence[int],
+        version: PolicyVersion,
+        *,
+        first: int,
+        top: int = 0,
+        cells: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        temperature: float = 1.0,
+    ) -> SequenceScores:
+        """As `LiveEngine.score_sequence`. The LM head runs for places that are asked for, some of them at a time."""
+        ids, (cell_places, cell_ids) = tuple(ids), cells
+        places = sorted({*range(first, len(ids)), *cell_places})
+        if places and not 1 <= places[0] <= places[-1] < len(ids):
+            wrong = places[0] if places[0] < 1 else places[-1]
+            raise ValueError(f"place {wrong} of {len(ids)} tokens has no log-probability: those of 1 and later have")
+        weights = self._check(ids[:-1] if places else ids, version)
         self._check_ids(ids)  # the last is not read, and must be there all the same
+        self._check_ids(cell_ids)
+        if not places:
+            return SequenceScores(logprobs=(), top=())
 
-        def run() -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
+        def run() -> SequenceScores:
             hidden_SH = self._lanes[0].decoder.hidden(ids, weights)
-            temperature_1 = torch.tensor([temperature], dtype=widest_float(self._base.device), device=hidden_SH.device)
-            scored = []
-            for at in range(len(prompt_ids) - 1, len(ids) - 1, SCORED_AT_ONCE):
-                target_T = torch.tensor(ids[at + 1 : at + 1 + SCORED_AT_ONCE], device=hidden_SH.device)
-                logits_TV = self._shared.head.logits(hidden_SH[at : at + len(target_T)])
-                logprobs_TV = scaled_logprobs(logits_TV, temperature_1)
-                best = logprobs_TV.topk(top)
-                tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                pairs = [tuple(zip(*each, strict=True)) for each in tops]
-                scored += zip(logprobs_TV.gather(1, target_T[:, None])[:, 0].tolist(), pairs, strict=True)
-            return tuple(scored)
+            return self._scores_at(places, hidden_SH, ids, first=first, top=top, cells=cells, temperature=temperature)
 
-        if not completion_ids:
-            return ()
         with self._wakeup:
             self._start()
         return self._call_soon(run, self._lanes[0]).result()
+
+    def _scores_at(
+        self,
+        places: Sequence[int],
+        hidden_SH: Tensor,
+        ids: Sequence[int],
+        *,
+        first: int,
+        top: int,
+        cells: tuple[Sequence[int], Sequence[int]],
+        temperature: float,
+    ) -> SequenceScores:
+        """What `score_sequence` tells of `places`, in ascending order, from the hidden states of all tokens."""
+        device = hidden_SH.device
+        place_P, id_S = torch.tensor(places, device=device), torch.tensor(ids, device=device)
+        cell_place_C, cell_id_C = (torch.tensor(each, dtype=torch.long, device=device) for each in cells)
+        cell_row_C = torch.searchsorted(place_P, cell_place_C)
+        temperature_1 = torch.tensor([temperature], dtype=widest_float(self._base.device), device=device)
+        logprobs, tops, cells_C = list[float](), list[Any](), torch.empty(len(cell_id_C), dtype=temperature_1.dtype)
+        for start in range(0, len(places), SCORED_AT_ONCE):
+            part_T = place_P[start : start + SCORED_AT_ONCE]
+            logprobs_TV = scaled_logprobs(self._shared.head.logits(hidden_SH[part_T - 1]), temperature_1)
+            inside_C = ((cell_row_C >= start) & (cell_row_C < start + len(part_T))).nonzero()[:, 0]
+            found_C = logprobs_TV[cell_row_C[inside_C] - start, cell_id_C[inside_C]]
+            cells_C[inside_C.cpu()] = found_C.to(cells_C)
+            part_T = part_T[part_T >= first]
+            logprobs_TV = logprobs_TV[len(logprobs_TV) - len(part_T) :]
+            logprobs += logprobs_TV.gather(1, id_S[part_T][:, None])[:, 0].tolist()
+            best = logprobs_TV.topk(top)
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            tops += [tuple(zip(*each, strict=True)) for each in pairs]
+        return SequenceScores(logprobs=tuple(logprobs), top=tuple(tops), cells=tuple(cells_C.tolist()))
 
     def prepare(self, grammar: Grammar) -> Future[Any]:
         """As `LiveEngine.prepare`."""
@@ -384,7 +432,7 @@ class LocalEngine:
         return None if version.is_base else self._adapters[version]
 
     def _check_ids(self, ids: Sequence[int]) -> None:
-        if not 0 <= min(ids) <= max(ids) < self._vocabulary:
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
             worst = max(ids, key=lambda token: abs(token - self._vocabulary / 2))
             raise ModelError(
                 f"the prompt has the token id {worst}; this model has the ids 0 to {self._vocabulary - 1}",

@@ -43,7 +43,15 @@ from groupwise.errors import (
 )
 from groupwise.model.load import LoadedModel
 from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
-from groupwise.types import Completion, Grammar, PolicyVersion, SamplingParams, SamplingRequest, TokenSink
+from groupwise.types import (
+    Completion,
+    Grammar,
+    PolicyVersion,
+    SamplingParams,
+    SamplingRequest,
+    SequenceScores,
+    TokenSink,
+)
 
 RANK = 32  # of the largest adapter, where vllm.max_lora_rank does not say
 
@@ -150,6 +158,13 @@ class LiveVllm(VllmEngine):
         top: int,
     ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
         return self._local.score_top(prompt_ids, completion_ids, version, temperature=temperature, top=top)
+
+    def score_sequence(self, ids: Sequence[int], version: PolicyVersion, **what: Any) -> SequenceScores:
+        return self._local.score_sequence(ids, version, **what)
+
+    @property
+    def vocabulary(self) -> int:
+        return self._local.vocabulary
 
     # -- how it is -----------------------------------------------------------------------------------------------------
 

@@ -234,6 +234,47 @@ def _from_csr(csr: Any, kind: np.dtype, shape: list[int], where: str) -> Any:
 
 
 # ---- what was sampled with top_p or top_k ----
+_NARROWED = ":narrowed"  # ends the ids of sequences that were sampled so: they are known by it whoever forgets what
+
+
+def sequence_ids(request: str, count: int, *, narrowed: bool) -> list[str]:
+    """The ids of a request's completions, by which the spans of datums name them. `narrowed`: by top_p or top_k."""
+    return [f"{request}:{i}{_NARROWED if narrowed else ''}" for i in range(count)]
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowedRun:
+    """Targets of a datum that its spans say are of a completion sampled with top_p or top_k here: the `places` of those
+    that the loss makes something of, and the completion's id."""
+
+    places: Any
+    sequence_id: str
+    where: str  # the datum
+
+
+def narrowed_runs(message: Any, loss: str, *, where: str) -> list[NarrowedRun]:
+    """Those of a datum that `datums_of` took. Raises RequestError: its spans do not cover its targets."""
+    if loss == CROSS_ENTROPY or not message.loss_fn_input_spans:
+        return []
+    advantages_J = _array(message.loss_fn_inputs["advantages"], where)
+    runs, end = [], 0
+    for span in message.loss_fn_input_spans:
+        sampled = span.sampled_tokens
+        first, end = end, end + (sampled.length if span.HasField("sampled_tokens") else span.prompt_tokens.length)
+        if not first <= end <= len(advantages_J):
+            break
+        places = first + np.flatnonzero((advantages_J[first:end] != 0) | (loss in ANCHORED))
+        if sampled.sequence_id.endswith(_NARROWED) and len(places):
+            runs.append(NarrowedRun(places, sampled.sequence_id, where))
+    if end != len(advantages_J):
+        raise RequestError(
+            f"{where}.loss_fn_input_spans do not cover its {len(advantages_J)} targets",
+            hint="give runs of 0 and more targets that cover them all in order, as Datum.with_provenance checks",
+            field=f"{where}.loss_fn_input_spans",
+        )
+    return runs
+
+
 @dataclass(frozen=True, eq=False)
 class _Sampled:
     """One completion: its tokens, the log-probabilities that the client was told, and what each token could be."""
@@ -293,28 +334,47 @@ class SampledMasks:
             self._forgotten = True
             log.warning(
                 "what completions sampled with top_p or top_k could be is being forgotten, the oldest first "
-                "(tinker_mask_bytes is %d): those that are trained later are trained as if drawn from everything",
+                "(tinker_mask_bytes is %d): those that are trained later are refused where spans say whose they are, "
+                "and else trained as if drawn from everything",
                 self._most,
             )
 
-    def attach(self, datum: Datum) -> Datum:
+    def attach(self, datum: Datum, claimed: Sequence[NarrowedRun] = ()) -> Datum:
         """The datum with what each of its targets could be (`Datum.kept`), where it has completions that are known: of
-        one turn or of several, whole or cut."""
-        with self._lock:
-            lengths = sorted(length for length, count in self._lengths.items() if count)
-            if not lengths or "logprobs" not in datum.loss_fn_inputs:
-                return datum
-            ids_N, targets_J = np.asarray(datum.tokens, "<i4"), np.asarray(datum.targets)
-            told_J = np.asarray(datum.loss_fn_inputs["logprobs"], "<f4")
-            lengths = [length for length in lengths if length < len(ids_N)]
-            known = [each for key in _digests(ids_N, lengths) for each in self._by_prompt.get(key, ())]
-        entries: list[MaskEntry] = [(DROPPED, np.zeros(0, "<i4"))] * len(targets_J)
-        found = [each for each in known if _is_in(each, targets_J, ids_N[1:], told_J)]
+        one turn or of several, whole or cut.
+
+        Raises RequestError: a target that is `claimed` to be of a completion is of none that is known.
+        """
+        found = self._known_in(datum)
+        entries: list[MaskEntry] = [(DROPPED, np.zeros(0, "<i4"))] * len(datum.targets)
+        is_known_J = np.zeros(len(entries), bool)
         for each in found:
             first = each.prompt_len - 1
             mine = each.kept.entries()[: len(entries) - first]
             entries[first : first + len(mine)] = mine
+            is_known_J[first : first + len(mine)] = True
+        for run in claimed:
+            if unknown := int((~is_known_J[run.places]).sum()):
+                raise RequestError(
+                    f"{run.where} trains {unknown} tokens of {echo(run.sequence_id)}, which was sampled with top_p or "
+                    "top_k, and what they could be is forgotten, or was told with other log-probabilities",
+                    hint="train it sooner, with what was told, or raise tinker_mask_bytes; or sample with top_p 1 and "
+                    "top_k -1; without its spans it is trained as if drawn from everything, which biases it",
+                    field=f"{run.where}.loss_fn_input_spans",
+                )
         return replace(datum, kept=SamplingMask.of_entries(found[0].kept.vocabulary, entries)) if found else datum
+
+    def _known_in(self, datum: Datum) -> list[_Sampled]:
+        """The remembered completions that a datum has."""
+        with self._lock:
+            lengths = sorted(length for length, count in self._lengths.items() if count)
+            if not lengths or "logprobs" not in datum.loss_fn_inputs:
+                return []
+            ids_N, targets_J = np.asarray(datum.tokens, "<i4"), np.asarray(datum.targets)
+            told_J = np.asarray(datum.loss_fn_inputs["logprobs"], "<f4")
+            lengths = [length for length in lengths if length < len(ids_N)]
+            known = [each for key in _digests(ids_N, lengths) for each in self._by_prompt.get(key, ())]
+        return [each for each in known if _is_in(each, targets_J, ids_N[1:], told_J)]
 
 
 def _digests(ids_N: Any, lengths: Sequence[int]) -> Iterator[bytes]:

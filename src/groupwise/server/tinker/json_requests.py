@@ -133,6 +133,19 @@ def samples_as_json(raw: bytes) -> dict[str, Any]:
         found["prompt_logprobs"] = [None if value != value else value for value in logprobs]
     if message.HasField("topk_prompt_logprobs"):
         found["topk_prompt_logprobs"] = _top_as_json(message.topk_prompt_logprobs)
+    if message.HasField("target_prompt_logprobs"):
+        found["target_prompt_logprobs"] = _tensor_as_json(message.target_prompt_logprobs)
+    return found
+
+
+def _tensor_as_json(message: Any) -> dict[str, Any]:
+    """A float32 tensor, dense or sparse."""
+    csr = message.sparse_csr if message.HasField("sparse_csr") else None
+    values = np.frombuffer(message.dense if csr is None else csr.values, "<f4").tolist()
+    found = {"data": values, "dtype": "float32", "shape": list(message.shape)}
+    if csr is not None:
+        found["sparse_crow_indices"] = np.frombuffer(csr.crow_indices, "<i8").tolist()
+        found["sparse_col_indices"] = np.frombuffer(csr.col_indices, "<i8").tolist()
     return found
 
 

@@ -35,9 +35,10 @@ from groupwise.server.sampling import Generation
 from groupwise.server.state import Server
 from groupwise.server.tinker import schema as bodies
 from groupwise.server.tinker.checkpoints import SAMPLER_WEIGHTS, TinkerCheckpoints, check_checkpoint_name
+from groupwise.server.tinker.datums import sequence_ids
 from groupwise.server.tinker.futures import FutureResult, Futures, answer
 from groupwise.server.tinker.json_requests import samples_as_json
-from groupwise.server.tinker.schema import LENGTH, STOP, SampleResponse
+from groupwise.server.tinker.schema import FLOAT32, LENGTH, STOP, SampleResponse
 from groupwise.server.tinker.sessions import GO_ON, SessionGoneError
 from groupwise.server.tinker.training import Models, TrainedModel, tokenizer_of
 from groupwise.store.adapters import AdapterStore
@@ -191,14 +192,20 @@ class Samplers:
             most = self._server.config.max_n
             raise RequestError(f"num_samples is {body.num_samples}; the most is {most} (max_n)", field="num_samples")
         id = f"{sampler.id}:{body.seq_id}"
-        future, is_new = self._futures.begin(id, size=32 * sum(len(chunk.tokens) for chunk in body.prompt.chunks))
+        numbers = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+        if body.target_prompt_logprobs is not None:
+            numbers += len(body.target_prompt_logprobs.data)
+        future, is_new = self._futures.begin(id, size=32 * numbers)
         if is_new:
             settled = self._futures.settle(future, lambda: self._sample(sampler, body))
             self._tasks[id] = task = asyncio.create_task(settled)
             sampler.running += 1
             sampler.used = time.monotonic()
             task.add_done_callback(lambda _: self._ended(id, sampler))
-        return {"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(body.num_samples)]}
+        given = body.sampling_params
+        narrowed = given.temperature > 0 and (given.top_p < 1 or given.top_k > 0)
+        sequences = sequence_ids(id, body.num_samples, narrowed=narrowed)
+        return {"request_id": id, "sample_sequence_ids": sequences}
 
     def _ended(self, id: str, sampler: SamplingSession) -> None:
         self._tasks.pop(id, None)
@@ -319,16 +326,75 @@ class Samplers:
         return True
 
 
-def _scored(engine: LiveEngine, body: bodies.SampleBody, asked: SamplingRequest) -> list[tuple[float, Top]] | None:
-    """Log-probabilities of the prompt's tokens and of the likeliest in their places; NaN where not asked for."""
-    if not body.prompt_logprobs and not body.topk_prompt_logprobs:
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities (nats) of a prompt: of each of its tokens (NaN where not asked for), of the likeliest in their
+    places, and of every id in the request's `target_prompt_logprobs` (0 for -1)."""
+
+    logprobs: Sequence[float]
+    top: Sequence[Top]
+    targets: Any
+
+
+def _scored(engine: LiveEngine, body: bodies.SampleBody, asked: SamplingRequest) -> PromptScores | None:
+    """What was asked for of the prompt, from one forward. Raises RequestError: target_prompt_logprobs is wrong."""
+    ids, given, last = asked.prompt_ids, body.target_prompt_logprobs, 0
+    if body.prompt_logprobs or body.topk_prompt_logprobs:
+        last = body.prompt_logprobs_last_n or len(ids) - 1
+    elif given is None:
         return None
-    ids, top = asked.prompt_ids, body.topk_prompt_logprobs
-    last = min(body.prompt_logprobs_last_n or len(ids), len(ids) - 1)
     first = len(ids) - last
-    rows = engine.score_top(ids[:first], ids[first:], asked.version, top=top)
-    unknown: list[tuple[float, Top]] = [(math.nan, ())] * first
-    return [*unknown, *rows]
+    place_C, id_C = _target_cells(given, len(ids), engine.vocabulary)
+    asked_C = id_C >= 0
+    cells = place_C[asked_C].tolist(), id_C[asked_C].tolist()
+    scores = engine.score_sequence(ids, asked.version, first=first, top=body.topk_prompt_logprobs, cells=cells)
+    targets_C = np.zeros(len(id_C), "<f4")
+    targets_C[asked_C] = scores.cells
+    return PromptScores([*[math.nan] * first, *scores.logprobs], [*[()] * first, *scores.top], targets_C)
+
+
+def _target_cells(given: bodies.TargetIds | None, tokens: int, vocabulary: int) -> tuple[Any, Any]:
+    """The places in a prompt of `tokens` tokens and the ids that are listed for them, both [C], in the order of `data`;
+    -1 asks for nothing. Raises RequestError: the shape is not that of the prompt, or an id is not of the model."""
+    if given is None:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    name, (rows, width) = "target_prompt_logprobs", given.shape
+    if rows != max(tokens - 1, 0):
+        raise RequestError(
+            f"{name} has the shape {[rows, width]}; of a prompt of {tokens} tokens it is [{max(tokens - 1, 0)}, K]",
+            hint="give a row for each token but the first, with -1 where nothing is asked for",
+            field=name,
+        )
+    id_C, ends, columns = np.asarray(given.data, np.int64), given.sparse_crow_indices, given.sparse_col_indices
+    if ends is None and columns is None:
+        row_C = np.repeat(np.arange(rows), width) if len(id_C) == rows * width else None
+    else:
+        row_C = _rows_of_csr(ends or (), columns or (), shape=given.shape, count=len(id_C))
+    if row_C is None:
+        raise RequestError(
+            f"{name} has {len(id_C)} ids, which with its indices make no tensor of shape {[rows, width]}",
+            hint="send what TensorData.from_torch or TensorData.from_torch_sparse makes",
+            field=name,
+        )
+    if len(id_C) and (worst := int(id_C.max())) >= vocabulary:
+        raise RequestError(
+            f"{name} has the token id {worst}; this model has the ids 0 to {vocabulary - 1}, and -1 asks for nothing",
+            hint="encode the targets with this model's tokenizer",
+            field=name,
+        )
+    return row_C + 1, id_C
+
+
+def _rows_of_csr(ends: Sequence[int], columns: Sequence[int], *, shape: tuple[int, int], count: int) -> Any:
+    """The row of each of `count` values of a compressed sparse row tensor, or None where its indices are not of one."""
+    end_R, column_C = np.asarray(ends, np.int64), np.asarray(columns, np.int64)
+    lengths_R = np.diff(end_R)
+    counted = len(end_R) == shape[0] + 1 and end_R[0] == 0 and end_R[-1] == len(column_C) == count
+    if not counted or (lengths_R < 0).any() or (column_C >= shape[1]).any():
+        return None
+    row_C = np.repeat(np.arange(shape[0]), lengths_R)
+    is_ordered = (np.diff(row_C) > 0) | (np.diff(column_C) > 0)  # each column of a row once, as torch has it
+    return row_C if is_ordered.all() else None
 
 
 def _other_models(server: Server, store: AdapterStore) -> dict[str, SampledModel]:
@@ -352,7 +418,6 @@ def _other_models(server: Server, store: AdapterStore) -> dict[str, SampledModel
 def _check_supported(body: bodies.SampleBody, config: ServeConfig) -> None:
     most_top, stability = config.max_top_logprobs, bool(body.record_stability_info)
     unsupported = {
-        "target_prompt_logprobs": (body.target_prompt_logprobs is not None, "ask for topk_prompt_logprobs"),
         "prompt_alt_tokens_k": (body.prompt_alt_tokens_k > 0, "ask for topk_prompt_logprobs"),
         "record_stability_info": (  # the loss that stands in for stable_reinforce reads none
             stability and config.tinker_stable_reinforce is None,
@@ -368,16 +433,26 @@ def _check_supported(body: bodies.SampleBody, config: ServeConfig) -> None:
             raise RequestError(
                 f"the prompt has a chunk of type {echo(chunk.type)}; text only", hint=hint, field="prompt"
             )
+    if (last := body.prompt_logprobs_last_n) is not None:
+        _check_last(last, body)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if getattr(body, name) > most_top:
             limit = f"the most is {most_top} (max_top_logprobs)"
             raise RequestError(f"{name} is {getattr(body, name)}; {limit}", field=name)
 
 
+def _check_last(last: int, body: bodies.SampleBody) -> None:
+    """Raise RequestError unless there are log-probabilities of so many tokens to tell."""
+    name, tokens = "prompt_logprobs_last_n", sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+    if not body.prompt_logprobs and not body.topk_prompt_logprobs:
+        raise RequestError(f"{name} is {last} and needs prompt_logprobs", hint="ask for both", field=name)
+    if last >= tokens:
+        valid = f"1 to {tokens - 1}" if tokens > 1 else "none, as the first token has no log-probability"
+        raise RequestError(f"{name} is {last}; of a prompt of {tokens} tokens it is {valid}", field=name)
+
+
 # ---- the answer ----
-def encode_samples(
-    completions: Sequence[Completion], scored: Sequence[tuple[float, Top]] | None, body: bodies.SampleBody
-) -> bytes:
+def encode_samples(completions: Sequence[Completion], scored: PromptScores | None, body: bodies.SampleBody) -> bytes:
     """A SampleResponse."""
     message = SampleResponse()
     for completion in completions:
@@ -387,10 +462,24 @@ def encode_samples(
         if body.topk_sample_logprobs:
             _encode_top(sequence.topk_sampled_logprobs, completion.top_logprobs, body.topk_sample_logprobs)
     if scored is not None and body.prompt_logprobs:
-        message.prompt_logprobs = np.asarray([logprob for logprob, _ in scored], "<f4").tobytes()
+        message.prompt_logprobs = np.asarray(scored.logprobs, "<f4").tobytes()
     if scored is not None and body.topk_prompt_logprobs:
-        _encode_top(message.topk_prompt_logprobs, [top for _, top in scored], body.topk_prompt_logprobs)
+        _encode_top(message.topk_prompt_logprobs, scored.top, body.topk_prompt_logprobs)
+    if scored is not None and body.target_prompt_logprobs is not None:
+        _encode_targets(message.target_prompt_logprobs, scored.targets, body.target_prompt_logprobs)
     return message.SerializeToString()
+
+
+def _encode_targets(message: Any, values_C: Any, given: bodies.TargetIds) -> None:
+    """Log-probabilities in the shape and layout of the ids that were asked for."""
+    message.dtype, raw = FLOAT32, values_C.tobytes()
+    message.shape.extend(given.shape)
+    if given.sparse_crow_indices is None:
+        message.dense = raw
+        return
+    message.sparse_csr.values = raw
+    message.sparse_csr.crow_indices = np.asarray(given.sparse_crow_indices, "<i8").tobytes()
+    message.sparse_csr.col_indices = np.asarray(given.sparse_col_indices, "<i8").tobytes()
 
 
 def _encode_top(message: Any, rows: Sequence[Top], k: int) -> None:

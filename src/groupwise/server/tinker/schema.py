@@ -6,7 +6,7 @@ are here, so that they are refused by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,6 +18,7 @@ Id = Annotated[str, Field(min_length=1, max_length=256)]
 Seconds = Annotated[int, Field(ge=1, le=10 * 366 * 86400)]
 Metadata = dict[str, Any] | None
 MOST_METADATA = 1 << 14  # characters, as text
+MOST_TARGET_IDS = 1 << 22  # of one prompt
 
 
 class Body(BaseModel):
@@ -180,6 +181,17 @@ class Params(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
+class TargetIds(Body):
+    """Token ids to score at places of a prompt: row i of [tokens - 1, K] is about token i + 1. An id of -1 asks for
+    nothing, and so does what a sparse tensor (CSR) does not list."""
+
+    data: Annotated[tuple[Annotated[int, Field(ge=-1, le=(1 << 31) - 1)], ...], Field(max_length=MOST_TARGET_IDS)]
+    dtype: Literal["int64"]
+    shape: tuple[Number, Number]
+    sparse_crow_indices: tuple[Number, ...] | None = None
+    sparse_col_indices: tuple[Number, ...] | None = None
+
+
 class SampleBody(Body):
     """Completions of one prompt."""
 
@@ -192,7 +204,7 @@ class SampleBody(Body):
     topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: TargetIds | None = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None
 
@@ -255,7 +267,9 @@ _MESSAGES = {
         "6 forward_only bool, 7 loss_fn_config_v2 {LossConfigValue}"
     ),
     "LossConfigValue": "1 number double, 2 text string",
-    "Datum": "1 model_input *Chunk, 2 loss_fn_inputs {Tensor}",
+    "Datum": "1 model_input *Chunk, 2 loss_fn_inputs {Tensor}, 4 loss_fn_input_spans *ProvenanceSpan",
+    "ProvenanceSpan": "1 prompt_tokens Span, 2 sampled_tokens Span",
+    "Span": "1 sequence_id string, 2 offset int64, 3 length int64",
     "Chunk": "1 encoded_text EncodedTextChunk, 2 image Other, 3 dmel Other",
     "EncodedTextChunk": "1 tokens bytes",
     "Other": "",
@@ -266,7 +280,7 @@ _MESSAGES = {
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape *int64",
     "SampleResponse": (
         "1 sequences *SampledSequence, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs TopkLogprobs, "
-        "4 prompt_cache_hit_tokens int32"
+        "4 prompt_cache_hit_tokens int32, 5 target_prompt_logprobs Tensor"
     ),
     "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs TopkLogprobs",
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k int32, 4 length int32",

@@ -41,6 +41,7 @@ from groupwise.server.tinker.datums import (
     datums_of,
     encode_output,
     loss_config,
+    narrowed_runs,
     stand_in,
     widths_of,
     wire_metrics,
@@ -382,7 +383,14 @@ class Models:
         return encode_output(rows, wire_metrics({}, loss=loss), widths_of(message))
 
     def _datums(self, message: Any) -> list[Datum]:
-        return [self.masks.attach(datum) for datum in datums_of(message, most=self.base.context_length)]
+        data = datums_of(message, most=self.base.context_length)
+        if message.loss_fn == CROSS_ENTROPY:
+            return data
+        each = enumerate(zip(message.data, data, strict=True))
+        return [
+            self.masks.attach(datum, narrowed_runs(given, message.loss_fn, where=f"data[{i}]"))
+            for i, (given, datum) in each
+        ]
 
     def _backward(self, trainer: TrainingClient, message: Any) -> bytes:
         config = loss_config(message)
