@@ -281,12 +281,6 @@ def _put_staleness(t: Translation) -> None:
     if steps:
         t.put("rollout.max_staleness", steps, level, oldest)
         t.put("rollout.in_flight_updates", True, origin="completions go on under newer weights there")
-    if t["trainer.loss.kl_tau"] and steps:
-        what = f"(log pi - log sampler)^2 with weight {t['trainer.loss.kl_tau']:g} is not in the loss"
-        if t.given("trainer.loss.kl_tau"):
-            t.refuse("trainer.loss.kl_tau", what, instead="trainer.loss.kl_tau=0")
-        else:
-            t.note_difference("trainer.loss.kl_tau", f"{what}; it would be 0 with orchestrator.max_off_policy_steps=0")
 
 
 def _put_run(t: Translation) -> None:
@@ -324,6 +318,7 @@ def _put_algorithm(t: Translation, sources: list[Source]) -> None:
     t.put("algo.policy_loss", "dppo", "trainer.loss.type")
     t.put("algo.clip_low", t["trainer.loss.dppo_mask_low"], "trainer.loss.dppo_mask_low")
     t.put("algo.clip_high", t["trainer.loss.dppo_mask_high"], "trainer.loss.dppo_mask_high")
+    t.put("algo.dro_beta", 2 * t["trainer.loss.kl_tau"] or None, "trainer.loss.kl_tau")  # half of it is the weight
 
 
 def _put_optimizer(t: Translation) -> None:
@@ -557,9 +552,9 @@ def _tasks(t: Translation, source: Source) -> dict[str, dict[str, Any]]:
     named = source.config.get("gym", [])
     tasks: dict[str, dict[str, Any]] = {}
     for each in [named] if isinstance(named, str) else named:
-        entry = {"name": each} if isinstance(each, str) else dict(each)
+        entry: dict[str, Any] = {"name": each} if isinstance(each, str) else {**each}
         weight = {"weight": entry["weight"]} if "weight" in entry else {}
-        tasks[str(entry.get("name"))] = dict(entry.get("config") or {}) | weight
+        tasks[str(entry.get("name"))] = {**(entry.get("config") or {}), **weight}
     if not tasks:
         t.problem(SOURCES, f'{source.place}.args names no generator; write gym = "chain_sum"')
     return tasks
