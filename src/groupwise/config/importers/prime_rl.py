@@ -491,8 +491,7 @@ def _put_eval(t: Translation, trained: Source) -> Source | None:
         t.note_difference(EVAL_SOURCES, f"{', '.join(kept)} of the trained environment hold in evaluation too")
     _put_eval_of(t, evaluated)
     examples = evaluated.said.get("num_examples", t["orchestrator.eval.num_examples"])
-    if examples != -1:
-        t.note_difference("orchestrator.eval.num_examples", f"all held-out tasks are evaluated, not {examples} of them")
+    t.put("eval.limit", None if examples == -1 else examples, "orchestrator.eval.num_examples")
     return evaluated
 
 
