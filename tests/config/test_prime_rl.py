@@ -113,6 +113,7 @@ interval = 2
 num_examples = 4
 [[orchestrator.eval.env]]
 id = "owner/reasoning-gym"
+args = { gym = "chain_sum" }
 [trainer.model.lora]
 rank = 4
 [trainer.optim]
@@ -362,6 +363,22 @@ def test_generated_problems_train_on_the_starter(read, tmp_path, monkeypatch):
     assert [each["step"] for each in metrics if "rollout/count" in each] == [1, 2]
     assert all(each["rollout/count"] == 8 for each in metrics if "rollout/count" in each)
     assert [each["step"] for each in metrics if "eval/sampled/reward" in each] == [0, 2]
+
+
+def test_generated_problems_are_evaluated_on_their_own(read):
+    others = "orchestrator.eval.env[0].args={gym: spell_backward, num_eval_examples: 7}"
+    config = read(GENERATED, others, "orchestrator.eval.num_examples=-1").runnable()
+    assert config.eval is not None and config.eval.data is not None
+    assert (config.eval.data.tasks, config.eval.data.size) == ({"spell_backward": {}}, 7)
+    with pytest.raises(ConfigError, match="only reasoning-gym is evaluated here"):
+        read(GENERATED, "orchestrator.eval.env[0].id=math500").runnable()
+
+
+def test_the_shares_of_several_sources(read):
+    more = "orchestrator.train.env[1]={id: reasoning-gym, ratio: 3, args: {gym: leg_counting}}"
+    config = read(GENERATED, more, "orchestrator.eval=null").runnable()
+    assert config.data is not None and config.data.tasks["leg_counting"] == {"weight": 3}
+    assert config.data.tasks["chain_sum"]["weight"] == 2
 
 
 def test_another_environment_may_play_in_place_of_the_files(read, tmp_path, monkeypatch):

@@ -39,6 +39,7 @@ TASKSET_AGENT = "groupwise.tasks.compat.verifiers:TasksetAgent"
 VERIFIERS_AGENT = "groupwise.tasks.compat.others:VerifiersAgent"
 MAX_TURNS = 4096
 EPISODE_S = 3600.0
+EVAL_PROBLEMS = 100  # of verifiers' reasoning-gym environment, unless it is told otherwise
 MOST_REFILL = 64.0  # there it has no end
 SOURCES, EVAL_SOURCES = "orchestrator.train.source", "orchestrator.eval.source"
 SAMPLING = "orchestrator.train.sampling"
@@ -444,7 +445,7 @@ def _env_config(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put_environment(t: Translation, sources: list[Source]) -> None:
-    if all(source.legacy and source.package.replace("_", "-") == REASONING_GYM for source in sources):
+    if _is_gym(sources):
         _put_problems(t, sources)
         return
     first = sources[0]
@@ -522,28 +523,43 @@ def _put_eval_of(t: Translation, source: Source) -> None:
         t.note_difference("orchestrator.eval.sampling", f"evaluation samples as training does, but for {others}")
 
 
+def _is_gym(sources: list[Source]) -> bool:
+    return all(source.legacy and source.package.replace("_", "-") == REASONING_GYM for source in sources)
+
+
 def _put_problems(t: Translation, sources: list[Source]) -> None:
     """The `reasoning-gym` environments of verifiers, one with several tasks or several, as generated problems."""
+    for key, value in _problems(t, sources).items():
+        t.put(f"data.{key}", value, SOURCES)
+    t.put("data.size", sources[0].config.get("num_train_examples"), SOURCES)
+    t.put("data.shuffle", False, origin="tasks are drawn in their order there")
+    strict = {"function": REASONING_GYM, "args": {"strict": True}}  # a reply without <answer> has no score there
+    t.put("rewards", [strict], SOURCES)
+    t.note_difference(SOURCES, "the problems are of the same generators, and drawn with other seeds")
+    if not t.given("orchestrator.eval"):
+        return
+    evaluated = _sources(t, EVAL_SOURCES) or sources
+    t.raise_problems()
+    if not _is_gym(evaluated):
+        t.refuse("orchestrator.eval", "only reasoning-gym is evaluated here", instead="orchestrator.eval=null")
+        return
+    for key, value in _problems(t, evaluated).items():
+        t.put(f"eval.data.{key}", value, EVAL_SOURCES)
+    examples = evaluated[0].said.get("num_examples", t["orchestrator.eval.num_examples"])
+    size = evaluated[0].config.get("num_eval_examples", EVAL_PROBLEMS) if examples == -1 else examples
+    t.put("eval.data.size", size, "orchestrator.eval.num_examples")
+    _put_eval_of(t, evaluated[0])
+
+
+def _problems(t: Translation, sources: list[Source]) -> dict[str, Any]:
+    """What `data` says of generated problems: the generators with their shares, and the system message."""
     tasks: dict[str, dict[str, Any]] = {}
     for source in sources:
         for name, parameters in _tasks(t, source).items():
             share = source.said.get("ratio", 1.0) * parameters.get("weight", 1.0)
             tasks[name] = parameters | ({"weight": share} if share != 1.0 else {})
-    arguments = sources[0].config
-    t.put("data.source", REASONING_GYM, SOURCES)
-    t.put("data.tasks", tasks, SOURCES)
-    t.put("data.size", arguments.get("num_train_examples"), SOURCES)
-    t.put("data.shuffle", False, origin="tasks are drawn in their order there")
-    t.put("data.system", arguments.get("system_prompt") or _default_prompt(), SOURCES)
-    strict = {"function": REASONING_GYM, "args": {"strict": True}}  # a reply without <answer> has no score there
-    t.put("rewards", [strict], SOURCES)
-    t.note_difference(SOURCES, "the problems are of the same generators, and drawn with other seeds")
-    if t.given("orchestrator.eval"):
-        examples = t["orchestrator.eval.num_examples"]
-        size = arguments.get("num_eval_examples", 100) if examples == -1 else examples
-        held = {"source": REASONING_GYM, "tasks": tasks, "size": size}
-        t.put("eval.data", held | {"system": t.draft.data["data"].get("system")}, "orchestrator.eval.source")
-        _put_eval_of(t, (_sources(t, EVAL_SOURCES) or sources)[0])
+    prompt = sources[0].config.get("system_prompt") or _default_prompt()
+    return {"source": REASONING_GYM, "tasks": tasks, "system": prompt}
 
 
 def _tasks(t: Translation, source: Source) -> dict[str, dict[str, Any]]:
