@@ -310,7 +310,8 @@ def test_what_would_be_another_run_is_refused_with_what_runs(read, override, why
 WRONG = [
     ("orchestrator.group_sise=4", "did you mean orchestrator.group_size?"),
     ("trainer.optim.learning_rte=4", "trainer.optim.learning_rte"),
-    ("orchestrator.rollouts_per_example=1", "write 2 or more"),
+    ("orchestrator.rollouts_per_example=1", "1 is not valid; the completions of a prompt are compared"),
+    ("orchestrator.rollouts_per_example=null", "orchestrator.group_size: not said, and 1 there"),
     ("orchestrator.batch_size=100", "100 completions are not whole groups of 8; write 96 or 104"),
     ("orchestrator.batch_size=4", "4 completions are not whole groups of 8; write 8"),
     ("orchestrator.group_size=4", "8 is not what orchestrator.group_size says, 4; write one of them"),

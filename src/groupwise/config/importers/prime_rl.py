@@ -197,7 +197,8 @@ def _put_batch(t: Translation, sources: list[Source]) -> None:
         t.raise_problems()
     [group] = own
     if not isinstance(group, int) or group < 2:
-        t.problem(name, f"{group} is not valid; the completions of a prompt are compared: write 2 or more")
+        said = f"{group} is not valid" if group != t.keys[name].default or t.given(name) else "not said, and 1 there"
+        t.problem(name, f"{said}; the completions of a prompt are compared: write 2 or more")
     elif size < group or size % group:
         near = sorted({max(group, size // group * group), (size // group + 1) * group})
         valid = " or ".join(map(str, near))
