@@ -60,6 +60,25 @@ def test_the_trust_region_of_dppo_token_by_token(preset: str):
     assert metrics["loss/clip_frac_low"] == pytest.approx(outside["low"] / tokens)
 
 
+def test_dppo_with_a_square_on_leaving_the_sampler():
+    """DPPO by total variation and kl_tau (log pi - log sampler)^2 over all tokens, as Kimi K2.5 (arXiv 2602.02276) and
+    prime-rl have it: the gradient of that sum, by autograd."""
+    batch, bound, kl_tau = random_batch(3, drift=1.5), 0.1, 0.05
+    assert batch.behaviour is not None
+    batch = replace(batch, behaviour=batch.behaviour.clamp(max=-0.01), logprobs=batch.logprobs.clamp(max=-0.01))
+    assert batch.behaviour is not None and float((batch.logprobs - batch.behaviour).max()) < math.log(20)
+    spec = resolve_loss("dppo", clip_low=bound, clip_high=bound, dro_beta=2 * kl_tau)
+    _, grad, _ = batch.run(spec)
+    leaf, keep = batch.logprobs.clone().requires_grad_(), batch.mask.bool()
+    log_ratio, moved = leaf - batch.behaviour, leaf.detach().exp() - batch.behaviour.exp()
+    outside = torch.where(batch.advantages[:, None] > 0, moved > bound, moved < -bound)
+    objective = ~outside * batch.advantages[:, None] * log_ratio.exp()
+    loss = (kl_tau * log_ratio.square() - objective)[keep].sum() / keep.sum()
+    torch.testing.assert_close(grad, torch.autograd.grad(loss, leaf)[0], rtol=1e-9, atol=1e-12)
+    without = batch.run(replace(spec, dro_beta=None))[1]
+    assert not torch.allclose(grad, without) and resolve_loss("dppo").dro_beta is None
+
+
 @pytest.mark.parametrize(
     ("correction", "weights", "masked", "clipped"),
     [

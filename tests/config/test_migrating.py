@@ -23,7 +23,7 @@ from groupwise.sdk.cookbook_config import Config
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "migrating.md").read_text(encoding="utf-8")
-SYSTEMS = {system: keys_of(system) for system in ("axolotl", "trl", "aitraining")}
+SYSTEMS = {system: keys_of(system) for system in ("axolotl", "trl", "aitraining", "prime-rl")}
 
 
 def generator() -> ModuleType:

@@ -34,6 +34,10 @@ train:
         ("num_generations: 4", "TRL"),
         ("rl_env_module: x", "aitraining"),
         ("task: llm\nparams: {}", "aitraining"),
+        ("max_steps: 3\norchestrator: {batch_size: 8}", "prime-rl"),
+        ("trainer: {optim: {lr: 1e-6}}", "prime-rl"),
+        ("optim: {lr: 1e-6}", "prime-rl"),  # of its trainer alone
+        ("env: {agent: m:f}\ngroup_size: 4", "Groupwise"),
         ("data: {}\nnum_generations: 4", "Groupwise"),  # a native file with a stray key
     ],
 )
@@ -128,7 +132,7 @@ def test_import_refuses_what_is_ours_and_what_is_not_there(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             import_run(arguments)
-    with pytest.raises(ConfigError, match="--from verl is not known; write axolotl, trl, aitraining"):
+    with pytest.raises(ConfigError, match="--from verl is not known; write axolotl, trl, aitraining, prime-rl"):
         import_run(["x.yaml"], system="verl")
 
 

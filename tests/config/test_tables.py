@@ -22,6 +22,10 @@ FILES = {
     ),
     "trl": "model_name_or_path: starter\ndataset_name: p.jsonl\nreward_funcs: [m.f]\nmax_steps: 10\nbeta: 0.1\n"
     "use_peft: true\nlora_target_modules: all-linear\n",
+    "prime-rl": "max_steps: 10\nmonitors: {wandb: {project: p}}\nckpt: {interval: 5}\n"
+    "trainer: {model: {lora: {rank: 4}}}\n"
+    "orchestrator: {group_size: 4, train: {source: [{env: {taskset: {id: x}}}]},"
+    " eval: {source: [{env: {taskset: {id: x}}}]}}\n",
     "aitraining": "trainer: grpo\nproject_name: p\nmodel: starter\nmax_steps: 10\npeft: true\n",
 }
 TABLES = {system: keys_of(system) for system in FILES}
@@ -86,6 +90,7 @@ SAMPLES = {
     "data.shuffle": False,
     "algo.aggregation": "normalize_then_sum",
     "algo.mask_truncated": True,
+    "train.learning_rate": 0.25,
     "train.weight_decay": 0.25,
     "tracking.tensorboard": True,
 }

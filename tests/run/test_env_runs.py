@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from cli_project import Project, cli
+from groupwise.config.run import load_config
+from groupwise.errors import ConfigError
+from groupwise.run.plan import make_plan
 from groupwise.run.record import read_run
 from groupwise.server.run_rollouts import change_of, groups_of
 from groupwise.server.runs import RunFiles
@@ -173,6 +176,15 @@ def test_a_run_in_which_episodes_fail_before_their_first_turn(env_project):
     assert cli("report", "out").exit_code == 0
     page = Path("out/report.html").read_text(encoding="utf-8")
     assert "done after 2 turns" in page and '"env/stop/done":' in page and '"my_envs:Flaky"' in page
+
+
+def test_an_evaluation_of_the_first_cases_only(env_project):
+    plan = make_plan(load_config(env_project.config))
+    assert [prompt.columns["number"] for prompt in plan.eval_prompts] == [2, 3, 4]
+    plan = make_plan(load_config(env_project.config, ["eval.limit=2"]))
+    assert [prompt.columns["number"] for prompt in plan.eval_prompts] == [2, 3]
+    with pytest.raises(ConfigError, match=r"eval.limit.*acts on an environment's own cases; set eval.data.limit"):
+        load_config(env_project.config, ["eval.limit=2", "eval.data.source=p.jsonl"])
 
 
 def test_an_evaluation_in_which_all_episodes_of_a_prompt_fail(env_project):

@@ -22,6 +22,7 @@ if shutil.which("uv") is None:
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.errors import ConfigError
+from groupwise.run.config_file import load_config
 from groupwise.run.loop import run_loop
 from groupwise.store.rollouts import group_from_json
 from groupwise.store.tracking import read_metrics
@@ -140,3 +141,21 @@ def test_two_steps_with_the_starter(folder, harness):
         sampled = tuple(id for turn in rollout.turns for id in turn.completion.token_ids)
         trained = tuple(id for id, mask in zip(segment.completion_ids, segment.mask, strict=True) if mask)
         assert trained == sampled and (said == "" or sampled)
+
+
+def test_a_file_of_prime_rl_trains(folder, monkeypatch):
+    """As of mid 2026: taskset and harness beside the source's name, and the runtime inside the harness."""
+    played = 'harness = { id = "null", runtime = { type = "subprocess" } }'
+    (folder / "rl.toml").write_text(
+        'max_steps = 2\n[model]\nname = "starter"\n[trainer.optim]\nlr = 1e-4\n[trainer.model.lora]\nrank = 4\n'
+        "[orchestrator]\nbatch_size = 8\ngroup_size = 4\n[orchestrator.train.sampling]\nmax_completion_tokens = 8\n"
+        f'[[orchestrator.train.env]]\nname = "sums"\ntaskset = {{ id = "sums-v1", num_tasks = 4 }}\n{played}\n'
+        "[orchestrator.eval]\nnum_examples = 2\n"
+        f'[[orchestrator.eval.env]]\ntaskset = {{ id = "sums-v1", num_tasks = 4, first = 50 }}\n{played}\n'
+    )
+    monkeypatch.chdir(folder)
+    result = run_loop(load_config(folder / "rl.toml", ["run_dir=out"]))
+    metrics = read_metrics(folder / "out" / "metrics.jsonl")
+    assert result.steps == 2
+    assert [each["rollout/count"] for each in metrics if "rollout/count" in each] == [8, 8]
+    assert [each["step"] for each in metrics if "eval/sampled/reward" in each] == [0, 2]

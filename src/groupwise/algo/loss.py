@@ -388,8 +388,7 @@ def policy_loss(
     correction = correction_of(t, spec)
     weight_N = correction.kept_N if spec.surrogate == "vespo" else correction.weight_N
     policy_N = weight_N * _surrogate(t, ratio_N, log_ratio_N, correction, spec)
-    if spec.surrogate == "dro":
-        assert spec.dro_beta is not None
+    if spec.dro_beta is not None:
         policy_N = policy_N + 0.5 * spec.dro_beta * log_ratio_N.square()
     scale_N, tokens = _scale(t, inputs, spec), max(inputs.total_tokens, 1.0)
     loss = policy = (scale_N * policy_N).sum()
@@ -431,7 +430,7 @@ def _ratio(t: Tokens, log_ratio_N: Tensor, spec: LossSpec) -> Tensor:
 
 
 def _surrogate(t: Tokens, ratio_N: Tensor, log_ratio_N: Tensor, correction: Correction, spec: LossSpec) -> Tensor:
-    """l_t, what is minimised, without DRO's square.
+    """l_t, what is minimised, without the square of `dro_beta`.
 
     clip         -min(w A, clip(w, 1 - low, 1 + high) A), and at most -c A where A < 0      arXiv 1707.06347, 1912.09729
     unclipped    -w A

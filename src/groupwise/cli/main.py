@@ -273,7 +273,8 @@ def profiles(as_json: AsJson = False, debug: Debug = False) -> None:
 
 
 Config = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="The run's YAML file, or aitraining's flags.", show_default=False)
+    str,
+    typer.Argument(metavar="CONFIG", help="The run's YAML or TOML file, or aitraining's flags.", show_default=False),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -366,8 +367,8 @@ def run(
 ) -> None:
     """Train as CONFIG says; Ctrl-C finishes the step, saves and evaluates.
 
-    CONFIG may also be Axolotl's or TRL's; overrides are in its own words (docs/migrating.md). In its place aitraining's
-    flags name an environment: --rl-env-module, --rl-env-class, --rl-env-config and the others.
+    CONFIG may also be Axolotl's, TRL's or prime-rl's; overrides are in its own words (docs/migrating.md). In its place
+    aitraining's flags name an environment: --rl-env-module, --rl-env-class, --rl-env-config and the others.
     """
     loaded = _load(config, overrides, set_)
     from groupwise.run.plan import make_plan
@@ -445,13 +446,14 @@ def import_(
         typer.Argument(metavar="FILE [KEY=VALUE]...", help="The file, and overrides in its words.", show_default=False),
     ] = None,
     system: Annotated[
-        str | None, typer.Option("--from", metavar="SYSTEM", help="axolotl, trl or aitraining; default: as it looks.")
+        str | None,
+        typer.Option("--from", metavar="SYSTEM", help="axolotl, trl, aitraining or prime-rl; default: its look."),
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write it there.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """A configuration of Axolotl, TRL or aitraining as one of Groupwise, with where each value came from.
+    """A configuration of Axolotl, TRL, prime-rl or aitraining as one of Groupwise, with where each value came from.
 
     With `--from aitraining` the rest of the line may be its flags in place of a file.
     """

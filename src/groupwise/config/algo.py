@@ -39,7 +39,7 @@ class LossConfig(Section):
     dual_clip: float | None = None
     """Largest ratio where the advantage is negative."""
     dro_beta: float | None = None
-    """Weight of DRO's quadratic term."""
+    """Weight of half the squared log-ratio to the anchor: DRO's; with DPPO none unless given."""
     sapo_tau_positive: float | None = None
     """SAPO's temperature where the advantage is positive."""
     sapo_tau_negative: float | None = None

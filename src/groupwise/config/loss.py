@@ -65,7 +65,7 @@ _READ_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "clip_low": ("surrogate", ("clip", "cispo", *_DPPO)),
     "clip_high": ("surrogate", ("clip", "cispo", *_DPPO)),
     "dual_clip": ("surrogate", ("clip",)),
-    "dro_beta": ("surrogate", ("dro",)),
+    "dro_beta": ("surrogate", ("dro", *_DPPO)),
     "sapo_tau_positive": ("surrogate", ("sapo",)),
     "sapo_tau_negative": ("surrogate", ("sapo",)),
     "function": ("surrogate", ("custom",)),
@@ -169,7 +169,8 @@ class LossSpec:
 
         Every surrogate is a multiple of the advantage. The other terms are not: a KL, an entropy bonus, and DRO's
         square, which is flat only where the policy is its anchor: on the first of a batch's optimizer steps, and, if
-        the anchor is the behaviour policy, on data that is not `stale`.
+        the anchor is the behaviour policy, on data that is not `stale`. The square that DPPO may have is of the groups
+        that are trained on.
         """
         moved = steps_per_batch > 1 or (stale and self.anchor == "behaviour")
         return self.reads_reference or self.reads_entropy or (self.surrogate == "dro" and moved)
@@ -377,6 +378,8 @@ def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
     floor, cap = _USUAL_BOUNDS.get(correction, (None, None))
     given_bounds = "correction_floor" in overrides or "correction_cap" in overrides
     usual = _USUAL if given_bounds else {**_USUAL, "correction_floor": floor, "correction_cap": cap}
+    if values["surrogate"] != "dro":  # with DPPO there is no square unless it is asked for
+        usual = {name: value for name, value in usual.items() if name != "dro_beta"}
     for name, (factor, valid) in _READ_WITH.items():
         read = values.get(factor, "none") in valid
         if read and name in usual:

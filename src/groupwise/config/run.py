@@ -230,6 +230,8 @@ class EvalConfig(Section):
 
     data: DatasetConfig | None = None
     """The prompts; read in order, all of them or the first `limit`; an environment may have them in `eval_cases`."""
+    limit: int | None = Field(default=None, ge=1)
+    """Evaluate on the first of the environment's own `eval_cases` only; null is all. With `data` it is `data.limit`."""
     every: int = Field(default=25, ge=0)
     """Steps between evaluations; 0 is only before and after."""
     modes: Annotated[tuple[Mode, ...], Field(strict=False, min_length=1)] = ("greedy", "sampled")
@@ -256,6 +258,8 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _acts(self) -> EvalConfig:
+        if self.limit is not None and self.data is not None:
+            raise conflict("limit", f"{self.limit} acts on an environment's own cases; set eval.data.limit")
         if self.k > 1 and "sampled" not in self.modes:
             raise conflict("k", f"{self.k} acts in mode sampled only; modes is {list(self.modes)}")
         if self.best is not None and self.best not in self.modes:

@@ -1,11 +1,12 @@
-"""Reads a YAML file into a pydantic model, with errors that name file, line and the nearest valid key.
+"""Reads a YAML or TOML file into a pydantic model, with errors that name file, line and the nearest valid key.
 
     Document    the parsed mapping, and where each of its values was written (file and line, or a command-line override)
     validate    a Document against a model; every problem at once, as one ConfigError
     to_yaml     the inverse of reading; `inline` on one line
 
 YAML is version 1.2 (https://yaml.org/spec/1.2.2/): `1e-5` is a number, `no` and `on` are strings, a duplicate key is an
-error. An override is `a.b=c` or `a[0].b=c`; its value is YAML too, and the last of several wins.
+error. A file whose name ends with .toml is TOML. An override is `a.b=c` or `a[0].b=c`; its value is YAML, and the last
+of several wins.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from groupwise.config.toml import parse_toml
 from groupwise.errors import ConfigError
 from groupwise.types import BASE
 
@@ -40,6 +42,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _OVERRIDE = re.compile(r"([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*|\[\d+\])*)=(.*)", re.DOTALL)
 _KINDS = {"extra_forbidden": "unknown", "missing": "missing", "conflict": "conflict", "value_error": "conflict"}
+FILES = (".yaml", ".yml", ".toml")  # what a configuration's name ends with
 _ECHO = 80  # longest value repeated in a message, characters
 
 
@@ -87,7 +90,7 @@ class Document:
             raise ConfigError(
                 f"cannot read the configuration {path}: {error.strerror or error}", hint=_beside(path)
             ) from None
-        data, root = _parse(text, source=str(path))
+        data, root = (parse_toml if path.suffix == ".toml" else _parse)(text, source=str(path))
         if data is None:
             raise ConfigError(f"{path} is empty", hint="a run needs at least `data` and `rewards`")
         if not isinstance(data, dict):
@@ -141,9 +144,9 @@ class Document:
 def _beside(path: Path) -> str | None:
     """What a file that cannot be read was probably meant to be."""
     folder = path if path.is_dir() else path.parent
-    names = sorted(each.name for each in folder.glob("*.y*ml"))
+    names = sorted(each.name for each in folder.iterdir() if each.suffix in FILES) if folder.is_dir() else []
     if path.is_dir():
-        return f"name a file in it: {', '.join(names[:5])}" if names else "name a YAML file"
+        return f"name a file in it: {', '.join(names[:5])}" if names else "name a YAML or TOML file"
     similar = difflib.get_close_matches(path.name, names, n=1)
     return f"did you mean {folder / similar[0]}?" if similar and not path.exists() else None
 

@@ -4,6 +4,7 @@
     rl:, base_model:, trl:                         Axolotl
     model_name_or_path, num_generations, ...       TRL: the arguments of `trl grpo --config`, at the top level
     rl_env_module, project_name, task and params   aitraining
+    trainer:, orchestrator:                        prime-rl, in TOML
 
 Overrides are in the words of the file and are applied before it is read. What begins with one of our own sections, such
 as rollout.batch_rows=64, is applied to what came of it.
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from groupwise.config.importers import aitraining, axolotl, trl
+from groupwise.config.importers import aitraining, axolotl, prime_rl, trl
 from groupwise.config.importers.base import Note, Translation
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.run import OTHER_NAMES, DataConfig, EnvConfig, RunConfig
@@ -30,7 +31,7 @@ from groupwise.errors import ConfigError, GroupwiseError, StorageError
 from groupwise.tasks.env import load_env
 from groupwise.tasks.prompts import open_prompts
 
-System = Literal["Groupwise", "Axolotl", "TRL", "aitraining"]
+System = Literal["Groupwise", "Axolotl", "TRL", "aitraining", "prime-rl"]
 SHORTHAND = {"rewards": "function"}
 DEFAULT, MISSING = "default", "missing"
 
@@ -92,7 +93,7 @@ def understand(
     system = system or system_of(document.data)
     if system == "Groupwise":
         return _native(document, overrides, folder)
-    module = {"Axolotl": axolotl, "TRL": trl, "aitraining": aitraining}[system]
+    module = {"Axolotl": axolotl, "TRL": trl, "aitraining": aitraining, "prime-rl": prime_rl}[system]
     own = {key.name.partition(".")[0].partition("[")[0] for key in keys_of(system.lower())}
     natives = []
     for text in overrides:
@@ -120,6 +121,8 @@ def system_of(data: Mapping[str, Any]) -> System:
     """The system whose words these are."""
     if not data.keys().isdisjoint({"data", "rewards"}):
         return "Groupwise"
+    if prime_rl.is_whole(data) or prime_rl.part_of(data):
+        return "prime-rl"
     if not data.keys().isdisjoint({"rl", "trl", "base_model"}):
         return "Axolotl"
     if not data.keys().isdisjoint(aitraining.MARKS) or {"task", "params"} <= data.keys():
@@ -273,7 +276,7 @@ def _section(loaded: LoadedRun, section: Mapping[str, Any], path: tuple[str | in
 # What a command is given to read, a file or flags, and where what `groupwise import` makes of it goes.
 # ----------------------------------------------------------------------------------------------------------------------
 
-SYSTEMS: dict[str, System] = {"axolotl": "Axolotl", "trl": "TRL", "aitraining": "aitraining"}
+SYSTEMS: dict[str, System] = {"axolotl": "Axolotl", "trl": "TRL", "aitraining": "aitraining", "prime-rl": "prime-rl"}
 
 
 def import_run(arguments: Sequence[str], *, system: str | None = None) -> LoadedRun:

@@ -182,7 +182,7 @@ def _held_out(config: RunConfig, env: Env | None) -> list[Prompt]:
             f"eval has no data: {env.name} has no method {method.partition('(')[0]}",
             hint=f"write {method}, set eval.data.source, or remove eval",
         )
-    return cases
+    return cases[: config.eval.limit]
 
 
 def _check_reroll(config: RunConfig, functions: Sequence[RewardFunction]) -> None:

@@ -2558,7 +2558,7 @@ export interface components {
             dual_clip?: number | null;
             /**
              * Dro Beta
-             * @description Weight of DRO's quadratic term.
+             * @description Weight of half the squared log-ratio to the anchor: DRO's; with DPPO none unless given.
              */
             dro_beta?: number | null;
             /**

@@ -117,6 +117,13 @@ def mapping(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def mappings(value: Any) -> list[dict[str, Any]]:
+    """A list of mappings; null stands for an entry that was taken away on the command line."""
+    if not isinstance(value, list) or not all(isinstance(each, Mapping | None) for each in value):
+        raise ValueError("a list of mappings")
+    return [{} if each is None else dict(each) for each in value]
+
+
 def json_object(value: Any) -> dict[str, Any]:
     """A JSON object as text, or a mapping."""
     if isinstance(value, Mapping):
@@ -242,8 +249,12 @@ class Translation:
 
     def place(self, name: str) -> str:
         """ "trl.beta (a.yaml:12)"."""
-        keys = self._paths.get(name, parse_keys(name))
+        keys = self.written_at(name)
         return dotted(keys) + (self.document.where(keys) if name in self._paths else "")
+
+    def written_at(self, name: str) -> Keys:
+        """The keys under which this stands in the file, which may be an older name."""
+        return self._paths.get(name, parse_keys(name))
 
     def stand_in(self, name: str, other: str) -> None:
         """`other` says what `name` would, if only `other` is given."""
@@ -291,7 +302,7 @@ class Translation:
 
     def refuse(self, name: str, why: str, *, instead: str | None = None) -> None:
         """Not here. `instead` is the override that makes it run; by default the key's removal."""
-        keys = self._paths.get(name, parse_keys(name))
+        keys = self.written_at(name)
         instead = f"{dotted(keys)}=null" if instead is None else instead
         self.refused.append(Note(place=self.place(name), text=why, instead=instead))
 

@@ -1,4 +1,4 @@
-"""The tables of other systems' keys: axolotl.yaml, trl.yaml and aitraining.yaml, beside this file.
+"""The tables of other systems' keys: axolotl.yaml, trl.yaml, aitraining.yaml and prime-rl.yaml, beside this file.
 
 A table is a list. An entry names a key by what becomes of it; `base.Key` says what the four are:
 
@@ -36,6 +36,7 @@ KINDS: Mapping[str, Kind] = {
     "texts": base.texts,
     "numbers": base.numbers,
     "mapping": base.mapping,
+    "mappings": base.mappings,
     "json_object": base.json_object,
     "flag_or_text": base.flag_or_text,
     "anything": base.anything,
