@@ -2604,7 +2604,7 @@ export interface components {
             kl_coeff?: number | null;
             /**
              * Reduction
-             * @description How token losses become one number: token_mean, sequence_mean, constant, sequence_sum, sum.
+             * @description How token losses become one number: token_mean, sequence_mean, prompt_mean, constant, sequence_sum, sum.
              */
             reduction?: string | null;
             /**
