@@ -104,7 +104,7 @@ def test_the_task_comes_by_arguments_stdin_files_and_environment(play, tmp_path)
     )
     (rollout,) = play(
         code,
-        command=["python", "{folder}/agent.py", "{question}", '{"json": [1]} ${HOME}', "{numbers}"],
+        command=["python", "{folder}/agent.py", "{question}", '{"json": [1]} ${HOME} {{question}}', "{numbers}"],
         stdin="Q: {question}",
         template="repos/{repo}",
         files={"TASK.md": "Do: {prompt}"},
@@ -121,7 +121,7 @@ def test_the_task_comes_by_arguments_stdin_files_and_environment(play, tmp_path)
     )
     assert rollout.error is None
     told = json.loads(rollout.columns["stdout"])
-    assert told[:3] == [["a {b} c", '{"json": [1]} ${HOME}', "[1, 2]"], "Q: a {b} c", "[1, 2]"]
+    assert told[:3] == [["a {b} c", '{"json": [1]} ${HOME} {{question}}', "[1, 2]"], "Q: a {b} c", "[1, 2]"]
     assert told[3:] == ["Do: all", "x = {not_a_place}\n", "template"]
 
 

@@ -57,7 +57,7 @@ COLUMNS = ("workspace", "exit_status", "stdout", "stderr", "score_status", "scor
 STARTING_S = 120.0  # besides the limits of program and score: copying, starting, killing, on a busy machine
 ISOLATED_DISK_MB = 256  # of /tmp in the sandbox, which is in memory
 SCORE_DISK_MB = 1024  # of the copy that is scored, which is in memory where there are namespaces
-_PLACE = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")  # and not ${HOME}, a shell's own
+_PLACE = re.compile(r"[$]\{\w+\}|\{\{\w+\}\}|\{([A-Za-z_]\w*)\}")  # ${HOME} and {{name}} stay
 
 _SCORE = """
 import os, shutil, stat, sys
@@ -530,10 +530,11 @@ def _filled(text: str, told: Mapping[str, Any], key: str) -> str:
     """The text with what its placeholders stand for. Raises ConfigError for one that stands for nothing."""
 
     def value(found: re.Match[str]) -> str:
-        name = found[1]
+        if (name := found[1]) is None:
+            return found[0]
         if name not in told:
             there = ", ".join(sorted({*told, *TOLD}))
-            hint = "give the row that column; a shell's own variable is written ${NAME}"
+            hint = "give the row that column; a shell's own variable is written ${NAME}, a template's {{NAME}}"
             raise ConfigError(f"{key}: {{{name}}} stands for nothing; there are {there}", hint=hint, field=key)
         given = told[name]
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
