@@ -1,12 +1,15 @@
 """Programs that others wrote, unchanged, as the harness of runs: the recipes of docs/environments.md.
 
 python -m venv /tmp/mini; /tmp/mini/bin/pip install mini-swe-agent mcp
-PATH=$PATH:/tmp/mini/bin pytest -m slow tests/slow/test_harness_programs.py     two minutes
+python -m venv /tmp/agents; /tmp/agents/bin/pip install openai-agents
+export PATH=$PATH:/tmp/mini/bin AGENTS=/tmp/agents
+pytest -m slow tests/slow/test_harness_programs.py     two minutes
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -18,8 +21,8 @@ from groupwise.run.config_file import load_config
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics, read_rollouts
 
-MINI = shutil.which("mini")
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+MINI, AGENTS = shutil.which("mini"), os.environ.get("AGENTS")
+PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 ROW = {
     "issue": "add gives the wrong sum.",
     "files": {"totals.py": "def add(a, b):\n    return a - b\n"},
@@ -61,13 +64,18 @@ OVERRIDES = [
 pytestmark = [pytest.mark.slow]
 
 
+def written(name: str) -> str:
+    """A file of the page."""
+    (block,) = re.findall(rf"^```\w+\n(# {name}\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return block
+
+
 @pytest.mark.skipif(MINI is None, reason="pip install mini-swe-agent mcp, in an environment whose bin is in PATH")
 @pytest.mark.parametrize("isolated", [True, False])
 def test_mini_swe_agent_is_trained_on_what_it_was_answered(tmp_path: Path, isolated: bool) -> None:
     if isolated and not isolation().namespaces:
         pytest.skip("this machine allows no namespaces (groupwise doctor)")
-    (recipe,) = re.findall(r"^```yaml\n(# mini_swe.yaml\n.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    recipe = recipe.replace("/opt/mini", str(Path(MINI or "").parent.parent))
+    recipe = written("mini_swe.yaml").replace("/opt/mini", str(Path(MINI or "").parent.parent))
     (tmp_path / "run.yaml").write_text(recipe.replace("--config=agent.step_limit=16", SHORT))
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     (tmp_path / "issues.jsonl").write_text(json.dumps(ROW) + "\n")
@@ -90,3 +98,23 @@ def test_mini_swe_agent_is_trained_on_what_it_was_answered(tmp_path: Path, isola
         assert row["rollout/tokens"] == sum(said) and row["train/tokens"] == sum(said) * learned
     assert any(row["train/tokens"] and row["optim/grad_norm"] > 0 for row in rows)
     assert ROW["issue"] in str(group.prompt.messages) and "bash" in str(group.prompt.tools)
+
+
+@pytest.mark.skipif(AGENTS is None, reason="pip install openai-agents, in an environment that $AGENTS names")
+def test_openai_agents_are_trained_on_what_they_were_answered(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(written("solver.yaml").replace("/opt/agents", str(AGENTS)))
+    (tmp_path / "solver.py").write_text(written("solver.py"))
+    rows = [{"question": f"Use the calculator: {a} * 12", "answer": str(12 * a)} for a in (47, 31)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept = [each for each in OVERRIDES if not each.startswith(("rewards", "env.max_turns"))]
+    overrides = [f"run_dir={tmp_path / 'run'}", *kept, "rollout.group_size=4", "rollout.prompts_per_step=2"]
+    result = run_loop(load_config(tmp_path / "run.yaml", overrides))
+    files = sorted((result.run_dir / "rollouts").glob("*.jsonl"))
+    rollouts = [each for file in files for group in read_rollouts(file) for each in group.rollouts]
+    ended = [rollout for rollout in rollouts if rollout.columns["exit_status"] == 0]
+    assert len(files) == 2 and len(ended) > len(rollouts) / 2
+    for rollout in ended:
+        counted = int(rollout.columns["stdout"].split()[-1])
+        assert counted == sum(len(turn.completion.token_ids) for turn in rollout.turns)
+    assert not any(rollout.error for rollout in rollouts)
+    assert any(len(rollout.turns) == 2 and rollout.reward == 1.0 for rollout in ended)
