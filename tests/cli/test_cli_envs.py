@@ -308,6 +308,12 @@ def test_the_arguments_are_the_environments(check):
     assert answer["policies"][0]["stops"] == {"max_turns": 3}
 
 
+def test_given_cases_need_no_prompt(check, tmp_path):
+    (tmp_path / "cases.jsonl").write_text('{"secret": 3}\n')
+    _, answer = check("Guess", "--data", tmp_path / "cases.jsonl")
+    assert answer["cases"] == 1 and answer["verdict"] != "error"
+
+
 def test_what_refuses_to_be_watched_is_played_all_the_same(check):
     code, answer = check("Slots")
     assert code == 0 and answer["policies"][0]["mean"] == 0.25
@@ -449,3 +455,87 @@ def test_what_hangs_costs_its_time_and_no_more(check):
 def test_what_is_no_environment_is_a_mistake_of_the_command_line(folder, arguments, says):
     result = run(*arguments, "--folder", folder, "--no-model")
     assert result.exit_code == 2 and says in result.stderr
+
+
+# ---- harnesses and agents, which a run's file names ----
+PROGRAM = """
+import json, os, sys, urllib.request
+
+body = {"model": "any", "messages": [{"role": "user", "content": sys.argv[1]}]}
+head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+answer = urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head))
+open("said.txt", "w").write(json.load(answer)["choices"][0]["message"]["content"])
+"""
+AGENT = """
+async def agent(case, *, client, model):
+    answer = await client.chat.completions.create(model=model, messages=[{"role": "user", "content": case["question"]}])
+    return float(answer.choices[0].message.content == "Yes.")
+"""
+RUN = """
+model: starter
+env: %s
+data: {source: rows.jsonl, shuffle: false}
+rollout: {prompts_per_step: 2, group_size: 3, max_tokens: 8}
+"""
+HARNESS = """
+  timeout_s: 60
+  harness:
+    command: [python, "{folder}/program.py", "{question}"]
+    score: {command: [grep, -q, Yes, said.txt]}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    (tmp_path / "harness.yaml").write_text(RUN % HARNESS)
+    (tmp_path / "agent.yaml").write_text(RUN % "{agent: my_agent:agent}")
+    (tmp_path / "none.yaml").write_text(RUN % "null" + "rewards: [groupwise.rewards.text:exact_match]")
+    rows = [{"question": f"Is {n} even?", "answer": "Yes."} for n in (2, 3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["harness.yaml", "agent.yaml"])
+def test_what_plays_whole_episodes_is_played(project, name):
+    result = run(project / name, "--no-model", "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    rows = {row["policy"]: row for row in answer["policies"]}
+    assert answer["cases"] == 2 and rows["the same words"]["mean"] == 1.0 and rows["nothing"]["mean"] == 0.0
+    assert all(row["turns"] == 1.0 and set(row["stops"]) == {"done"} for row in rows.values())
+    assert "gets 1 on average" in found(answer, "warning")["hack"]
+    assert "Is 2 even?" in answer["episode"]["segments"][0][0]["text"]
+
+
+def test_the_model_plays_a_harness_and_keys_may_be_changed(project):
+    result = run(
+        project / "harness.yaml", "--json", "--episodes", 3, "--set", "harness.score.command=[grep,No,said.txt]"
+    )
+    rows = {row["policy"]: row for row in json.loads(result.stdout)["policies"]}
+    assert rows["the model"]["episodes"] == 3 and rows["the same words"]["mean"] == 0.0
+
+
+def test_a_program_that_fails_is_an_error_with_its_output(project):
+    (project / "program.py").write_text("raise SystemExit('no such option')")
+    result = run(project / "harness.yaml", "--no-model", "--json")
+    said = found(json.loads(result.stdout))["contract"]
+    assert result.exit_code == 1 and "never asked the policy" in said and "no such option" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("none.yaml",), "no env"),
+        (("harness.yaml", "--args", "{}"), "--args does nothing for a run's file"),
+        (("harness.yaml", "--folder", "."), "--folder does nothing for a run's file"),
+        (("harness.yaml", "--deadline", "3"), "--deadline does nothing for a run's file"),
+        (("harness.yaml", "--set", "harness.command=[python,'{nothing}']"), "{nothing} stands for nothing"),
+        (("gone.yaml",), "gone.yaml"),
+    ],
+)
+def test_a_file_that_cannot_be_checked_is_a_mistake_of_the_command_line(project, arguments, says):
+    result = run(project / arguments[0], *arguments[1:], "--no-model")
+    assert result.exit_code == 2 and says in result.stderr, result.output

@@ -66,6 +66,7 @@ async def agent(case): return 1.0
         ({"environment": "ray_envs_here:Guess"}, 0.5, 0, [], (2, None)),
         ({"environment": "ray_envs_here:Hotel"}, 0.5, 2, [], (2, None)),  # asks the policy itself
         ({"agent": "ray_envs_here:agent"}, 0.5, 2, [], (2, None)),
+        ({"harness": {"command": ["true"]}}, 0.5, 2, [], (2, None)),
     ],
 )
 def test_environment_workers_have_a_bundle_where_there_are_environments(

@@ -231,3 +231,25 @@ def test_environments_are_actors_and_one_of_them_is_killed(launch: Callable[...,
     assert all(line["env/failed_frac"] == 0 for line in theirs)
     failed = [line["env/failed_frac"] for line in mine]
     assert sum(failed) <= 1.0 and failed[:5] == [0.0] * 5, failed  # those that it had, and no more
+
+
+ASKS = """
+import json, os, sys, urllib.request
+
+body = {"messages": [{"role": "user", "content": sys.argv[1]}], "model": os.environ["OPENAI_MODEL"]}
+head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head)) as answer:
+    print(json.load(answer)["choices"][0]["message"]["content"])
+"""
+HARNESS = "env={harness: {command: [python, '{folder}/asks.py', '{prompt}']}}"
+
+
+def test_the_programs_of_a_harness_play_beside_the_first_learner(launch: Callable[..., Launched], place: Path) -> None:
+    (place / "asks.py").write_text(ASKS)
+    code, said = launch("with_harness", HARNESS, "eval=null", "train.steps=2", "env.concurrency=8").ended()
+    assert code == 0, said
+    lines = [line for line in metrics_of(place / "with_harness") if "reward/mean" in line]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["env/failed_frac"] == line["env/program_failed"] == 0 for line in lines)
+    assert any(line["train/tokens"] for line in lines)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +25,7 @@ from groupwise.tasks.agents import AgentRollouts
 from groupwise.tasks.episode import play_all
 from groupwise.tasks.harness import Harness, load_harness
 from groupwise.types import PolicyVersion, Prompt, Rollout, SamplingParams
+from serving import comes_within
 
 needs_namespaces = pytest.mark.skipif(
     not isolation().namespaces, reason="this machine allows no namespaces (groupwise doctor)"
@@ -104,7 +108,7 @@ def test_the_task_comes_by_arguments_stdin_files_and_environment(play, tmp_path)
     )
     (rollout,) = play(
         code,
-        command=["python", "{folder}/agent.py", "{question}", '{"json": [1]} ${HOME}', "{numbers}"],
+        command=["python", "{folder}/agent.py", "{question}", '{"json": [1]} ${HOME} {{question}}', "{numbers}"],
         stdin="Q: {question}",
         template="repos/{repo}",
         files={"TASK.md": "Do: {prompt}"},
@@ -121,7 +125,7 @@ def test_the_task_comes_by_arguments_stdin_files_and_environment(play, tmp_path)
     )
     assert rollout.error is None
     told = json.loads(rollout.columns["stdout"])
-    assert told[:3] == [["a {b} c", '{"json": [1]} ${HOME}', "[1, 2]"], "Q: a {b} c", "[1, 2]"]
+    assert told[:3] == [["a {b} c", '{"json": [1]} ${HOME} {{question}}', "[1, 2]"], "Q: a {b} c", "[1, 2]"]
     assert told[3:] == ["Do: all", "x = {not_a_place}\n", "template"]
 
 
@@ -333,3 +337,47 @@ def test_files_stay_in_the_workspace(play, tmp_path):
 def test_keys_that_cannot_act_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         EnvConfig.model_validate(given)
+
+
+# ---- what a killed run leaves ----
+PLAYS = """
+import asyncio, pathlib
+from groupwise.config.harness import HarnessConfig
+from groupwise.tasks.harness import Harness
+
+command = ["sh", "-c", "pwd > {folder}/there.tmp; mv {folder}/there.tmp {folder}/there; sleep 600"]
+harness = Harness(HarnessConfig(command=command), pathlib.Path.cwd(), timeout_s=600, keeps=False)
+asyncio.run(harness(case={}, base_url="http://127.0.0.1:9/v1", api_key="k", model="m", seed=0))
+"""
+
+
+@pytest.fixture
+def playing(tmp_path, monkeypatch):
+    """`playing("name")`: a process that plays an episode, and the workspace of that."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    started: list[subprocess.Popen] = []
+
+    def start(name: str) -> tuple[subprocess.Popen, Path]:
+        (tmp_path / name).mkdir()
+        environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+        started.append(subprocess.Popen([sys.executable, "-c", PLAYS], cwd=tmp_path / name, env=environment))
+        assert comes_within((tmp_path / name / "there").exists, 60.0)
+        return started[-1], Path((tmp_path / name / "there").read_text().strip())
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_workspaces_of_killed_runs_are_swept_by_the_next_and_those_of_others_stay(playing, play, tmp_path):
+    killed, left = playing("killed")
+    _, used = playing("lives")
+    killed.kill()
+    killed.wait()
+    foreign = tmp_path / "tmp" / "groupwise-harness-mine"
+    foreign.mkdir()
+    assert left.is_dir()
+    play(ASKS)
+    assert not left.parent.parent.exists() and used.is_dir() and foreign.is_dir()

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +30,7 @@ from groupwise.cli.frame import (
 from groupwise.errors import ConfigError, DataError, EnvError, LoadError
 
 if TYPE_CHECKING:
-    from groupwise.config.run import EnvConfig
+    from groupwise.config.run import DatasetConfig, EnvConfig
     from groupwise.rewards.base import RewardFunction
     from groupwise.rewards.check import CheckResult, ProbePrompt, RewardCheckReport
     from groupwise.tasks.check.judge import EnvReport
@@ -273,26 +273,47 @@ def env() -> None:
         "groupwise env check calculator:Calculator --folder examples/envs",
         "groupwise env check my_envs:Shop --args '{\"items\": 20}' --no-model",
         "groupwise env check my_envs:Shop --data cases.jsonl --set max_turns=4 --json",
+        "groupwise env check repair.yaml --episodes 2",
     )
 )
 def check(
-    name: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="The environment, as env.environment in a run.")],
-    args: Annotated[str, typer.Option("--args", metavar="JSON", help="Its arguments, as env.args in a run.")] = "{}",
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:CLASS|FILE",
+            help="The environment, as env.environment in a run; or a run's YAML file, whose env may be an agent or a "
+            "harness too.",
+        ),
+    ],
+    args: Annotated[
+        str | None, typer.Option("--args", metavar="JSON", help="Its arguments, as env.args in a run.")
+    ] = None,
     folder: Annotated[
-        Path, typer.Option("--folder", metavar="DIR", help="Where the module is; default: here.")
-    ] = Path(),
+        Path | None, typer.Option("--folder", metavar="DIR", help="Where the module is; default: here.")
+    ] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="SOURCE", help="Its cases, as data.source in a run.")
     ] = None,
     episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="How many the model plays.")] = 8,
     model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Who plays them; and whose chat template is used.")
-    ] = "starter",
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="Who plays them, and whose chat template is used; default: the file's, starter.",
+        ),
+    ] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Only canned replies; no model is loaded.")] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of a turn, as rollout.max_tokens.")] = 128,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=1, help="Of a turn, as rollout.max_tokens; default: the file's, 128."),
+    ] = None,
     deadline: Annotated[
-        float, typer.Option("--deadline", metavar="SECONDS", min=0.01, help="Of a method, as env.step_timeout_s.")
-    ] = 10.0,
+        float | None,
+        typer.Option(
+            "--deadline", metavar="SECONDS", min=0.01, help="Of a method, as env.step_timeout_s; default: 10."
+        ),
+    ] = None,
     best: Annotated[float, typer.Option("--best", help="What an episode is worth in which all is right.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     set_: Annotated[
@@ -307,19 +328,60 @@ def check(
     Does it keep the contract, is it the same for the same seed, can it be had without doing the task? Then one whole
     episode is shown, the trained tokens in green. Exit code 1 where it has an error; warnings are for you to judge.
     """
-    config = _config(name, args=args, deadline=deadline, overrides=set_ or ())
     quiet_libraries()
     with redirect_stdout(sys.stderr):  # whatever its code prints
-        from groupwise.tasks.check.play import CheckRequest
-        from groupwise.types import SamplingParams
-
-        params = SamplingParams(max_tokens=max_tokens)
-        wanted = CheckRequest(env=config, folder=folder, data=data, model=model, scripts_only=no_model, params=params)
+        if name.endswith((".yaml", ".yml")):
+            given = {"args": args, "folder": folder, "deadline": deadline}
+            wanted = _of_run(Path(name), given=given, overrides=set_ or ())
+        else:
+            config = _config(name, args=args or "{}", deadline=deadline or 10.0, overrides=set_ or ())
+            wanted = _of_environment(config, folder or Path())
+        if data is not None:
+            wanted = replace(wanted, data=_dataset(data))
+        if max_tokens is not None:
+            wanted = replace(wanted, params=replace(wanted.params, max_tokens=max_tokens))
+        wanted = replace(wanted, model=model or wanted.model, scripts_only=no_model)
         report = _check(wanted, episodes=episodes, best=best, seed=seed)
-    tokenizer = _tokenizer(model) if report.shown is not None else None
+    tokenizer = _tokenizer(wanted.model) if report.shown is not None else None
     print_json(_env_json(report, tokenizer)) if as_json else _print_env(report, tokenizer)
     if report.verdict == "error":
         raise typer.Exit(1)
+
+
+def _of_environment(config: EnvConfig, folder: Path) -> CheckRequest:
+    from groupwise.tasks.check.play import CheckRequest
+    from groupwise.types import SamplingParams
+
+    return CheckRequest(env=config, folder=folder, params=SamplingParams(max_tokens=128))
+
+
+def _of_run(path: Path, *, given: Mapping[str, Any], overrides: Sequence[str]) -> CheckRequest:
+    """What a run's file says. Raises ConfigError for one without `env`, and for options that it has an answer to."""
+    from groupwise.run.config_file import load_config
+    from groupwise.tasks.check.play import CheckRequest
+
+    for option in (option for option, value in given.items() if value is not None):
+        message = f"--{option} does nothing for a run's file, which says that itself"
+        raise ConfigError(message, hint="change a key of its env with --set KEY=VALUE")
+    config = load_config(path, [f"env.{text}" for text in overrides])
+    if config.env is None:
+        raise ConfigError(
+            f"{path} has no env: there is nothing that plays episodes", hint="add env, or check its rewards"
+        )
+    return CheckRequest(
+        env=config.env,
+        folder=Path(config.folder),
+        data=config.data,
+        model=config.model,
+        params=config.rollout.sampling(),
+        scored=bool(config.rewards),
+    )
+
+
+def _dataset(source: str) -> DatasetConfig:
+    from groupwise.config.run import DatasetConfig
+
+    return DatasetConfig(source=source)
 
 
 def _config(name: str, *, args: str, deadline: float, overrides: Sequence[str]) -> EnvConfig:
@@ -351,7 +413,7 @@ def _check(wanted: CheckRequest, *, episodes: int, best: float, seed: int) -> En
             say("playing ...")
             trial = asyncio.run(try_out(environment, engine=engine, episodes=episodes, seed=seed))
     except (EnvError, DataError) as error:
-        return refused(str(wanted.env.environment).rpartition(":")[2], str(error))
+        return refused(wanted.name, str(error))
     return judge(trial, best=best)
 
 

@@ -488,7 +488,7 @@ def refuse_failed(groups: Sequence[RolloutGroup]) -> None:
     report = summarize(groups)
     if report.completions and report.failed == report.excluded == report.completions:
         message = f"no reward for any of {report.completions} completions; the first cause: {report.first_cause}"
-        raise RewardError(message, hint="correct the reward function or the dataset; nothing was trained on this batch")
+        raise RewardError(message, hint="correct what it names; nothing was trained on this batch")
 
 
 async def _answer(

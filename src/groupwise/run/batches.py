@@ -426,5 +426,5 @@ class _FailureGuard:
             raise RewardError(
                 f"no reward for any of {completions} completions in a row; the first cause: "
                 f"{self._in_vain[0][0].rollouts[0].error}",
-                hint="correct the reward function or the dataset; nothing was trained on them",
+                hint="correct what it names; nothing was trained on them",
             )

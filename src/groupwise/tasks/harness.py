@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 from groupwise.config.harness import HarnessConfig, HarnessScoreConfig
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, EnvError
+from groupwise.platform import try_lock
 from groupwise.rewards.sandbox import (
     GRACE_S,
     Box,
@@ -54,10 +55,11 @@ from groupwise.types import Prompt, Rollout
 NAME = "the harness"
 TOLD = ("base_url", "anthropic_base_url", "api_key", "model", "seed", "workspace", "folder")
 COLUMNS = ("workspace", "exit_status", "stdout", "stderr", "score_status", "score_output")  # for reward functions
+ROOT, HELD = "groupwise-harness-", "held"  # in the directory for temporary files, and the file there that is locked
 STARTING_S = 120.0  # besides the limits of program and score: copying, starting, killing, on a busy machine
 ISOLATED_DISK_MB = 256  # of /tmp in the sandbox, which is in memory
 SCORE_DISK_MB = 1024  # of the copy that is scored, which is in memory where there are namespaces
-_PLACE = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")  # and not ${HOME}, a shell's own
+_PLACE = re.compile(r"[$]\{\w+\}|\{\{\w+\}\}|\{([A-Za-z_]\w*)\}")  # ${HOME} and {{name}} stay
 
 _SCORE = """
 import os, shutil, stat, sys
@@ -147,6 +149,7 @@ class Harness:
         self._lock = threading.Lock()
         self._boxes: set[Box] = set()
         self._root: Path | None = None
+        self._held = -1  # the open file whose lock says that the directory's owner lives
         self._threads: ThreadPoolExecutor | None = None
 
     # ---- checks before the run ----
@@ -225,7 +228,7 @@ class Harness:
     def close(self) -> None:
         """Kill what runs, and remove all workspaces. The next episode begins with a new directory."""
         with self._lock:
-            boxes, threads, root = list(self._boxes), self._threads, self._root
+            boxes, threads, root, held = list(self._boxes), self._threads, self._root, self._held
             self._threads = self._root = None
         for box in boxes:
             box.end()
@@ -233,13 +236,14 @@ class Harness:
             threads.shutdown(wait=True)
         if root is not None:
             shutil.rmtree(root, ignore_errors=True)
+            os.close(held)
 
     # ---- the workspace ----
     def _new_place(self) -> _Place:
         with self._lock:
             if self._root is None:
-                self._root = Path(tempfile.mkdtemp(prefix="groupwise-harness-")).resolve()
-                self._root.chmod(0o711)  # in the sandbox the program may be another user
+                sweep()
+                self._root, self._held = _new_root()
         root = Path(tempfile.mkdtemp(prefix="episode-", dir=self._root))
         root.chmod(0o711)
         return _Place(root=root)
@@ -447,6 +451,31 @@ class Harness:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
 
+def sweep() -> None:
+    """Remove the workspaces of processes that were killed: directories of this user whose lock nobody holds."""
+    for root in Path(tempfile.gettempdir()).glob(f"{ROOT}*"):
+        with suppress(OSError):
+            if root.is_symlink() or root.stat().st_uid != os.geteuid():
+                continue
+            held = os.open(root / HELD, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if try_lock(held):
+                    shutil.rmtree(root, ignore_errors=True)
+            finally:
+                os.close(held)
+
+
+def _new_root() -> tuple[Path, int]:
+    """A directory for workspaces, and the open file in it that is locked as long as this process lives."""
+    while True:
+        root = Path(tempfile.mkdtemp(prefix=ROOT)).resolve()
+        held = os.open(root / HELD, os.O_RDWR | os.O_CREAT, 0o600)
+        if try_lock(held) and (root / HELD).exists():
+            root.chmod(0o711)  # in the sandbox the program may be another user
+            return root, held
+        os.close(held)  # another process swept between the two calls
+
+
 class _Running:
     """A box that a thread waits for and a task may give up at any time."""
 
@@ -530,10 +559,11 @@ def _filled(text: str, told: Mapping[str, Any], key: str) -> str:
     """The text with what its placeholders stand for. Raises ConfigError for one that stands for nothing."""
 
     def value(found: re.Match[str]) -> str:
-        name = found[1]
+        if (name := found[1]) is None:
+            return found[0]
         if name not in told:
             there = ", ".join(sorted({*told, *TOLD}))
-            hint = "give the row that column; a shell's own variable is written ${NAME}"
+            hint = "give the row that column; a shell's own variable is written ${NAME}, a template's {{NAME}}"
             raise ConfigError(f"{key}: {{{name}}} stands for nothing; there are {there}", hint=hint, field=key)
         given = told[name]
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)

@@ -5,6 +5,8 @@
     the first case, all at once        ... whoever else is playing
     the model, a case an episode       what training will begin with; its episodes are played again as well
 
+Agents and harnesses, which play whole episodes and may take long, play each script once: they promise no determinism.
+
 An episode that fails is a result. A method that hangs costs its time limit; after `LOST` of those no more is tried.
 """
 
@@ -28,9 +30,12 @@ from groupwise.config.run import DatasetConfig, EnvConfig
 from groupwise.errors import ConfigError, EnvError
 from groupwise.model.chat import decode, stop_ids
 from groupwise.model.load import LoadedModel, load_model, load_tokenizer
+from groupwise.tasks.agents import Agent, AgentRollouts, load_agent
 from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
+from groupwise.tasks.compat.trl import RolloutFunc
 from groupwise.tasks.env import EnvFactory, OwnThread, load_env
 from groupwise.tasks.episode import EpisodeRollouts, RolloutSource, play_all
+from groupwise.tasks.harness import Harness, load_harness
 from groupwise.tasks.prompts import open_prompts
 from groupwise.tasks.tool_calls import ToolCallFormat, format_of
 from groupwise.types import (
@@ -362,6 +367,7 @@ class Opened:
     params: SamplingParams
     calls: Sequence[Called]
     steps: bool = True  # the environment is asked after each turn; else one method plays the whole episode
+    plays_alone: bool = False  # it is an agent or a harness
     held_out: Sequence[Prompt] | None = None
     notes: Sequence[str] = ()
 
@@ -413,7 +419,7 @@ async def try_out(opened: Opened, *, engine: Sampler | None, episodes: int, seed
     """Play it. What the environment does wrong is in the result; nothing is raised for it."""
     player = _Player(opened, seed)
     await player.play_scripts()
-    if not player.trial.stopped:
+    if not player.trial.stopped and not opened.plays_alone:
         await player.play_again()
     if not player.trial.stopped and engine is not None:
         await player.play_model(engine, episodes)
@@ -426,7 +432,7 @@ class _Player:
 
     def __init__(self, opened: Opened, seed: int):
         self.trial, self._opened, self._seed = EnvTrial(opened=opened), opened, seed
-        self._cases = list(opened.prompts[:CASES])
+        self._cases = list(opened.prompts[: 1 if opened.plays_alone else CASES])
         self._before = [copy.deepcopy(dict(prompt.columns)) for prompt in opened.prompts]
 
     async def play_scripts(self) -> None:
@@ -462,15 +468,15 @@ class _Player:
         """`episodes` episodes of the model at once, a case each; some of them again with the same replies."""
         prompts, opened = self._opened.prompts, self._opened
         chosen = [number % len(prompts) for number in range(episodes)]
-        play = opened.make_play(engine)
-        groups = await play_all(
-            play,
-            [play.prepare(prompts[case]) for case in chosen],
-            seeds=[seed_of(self._seed, number) for number in range(episodes)],
-            n=1,
-            params=opened.params,
-            version=PolicyVersion.base(),
-        )
+        with _open(opened.make_play(engine)) as play:
+            groups = await play_all(
+                play,
+                [play.prepare(prompts[case]) for case in chosen],
+                seeds=[seed_of(self._seed, number) for number in range(episodes)],
+                n=1,
+                params=opened.params,
+                version=PolicyVersion.base(),
+            )
         played = [_played(MODEL, case, group) for case, group in zip(chosen, groups, strict=True)]
         self.trial.episodes += played
         for number, each in enumerate(played[: AGAIN if opened.steps else 0]):
@@ -498,15 +504,25 @@ class _Player:
         return await self._play(script.name, canned, case, seed=self._seed if seed is None else seed)
 
     async def _play(self, policy: str, sampler: Canned | Again, case: int, *, seed: int) -> Played:
-        play = self._opened.make_play(cast(Sampler, sampler))
-        prompts = [play.prepare(self._opened.prompts[case])]
         params, version = self._opened.params, PolicyVersion.base()
-        [group] = await play_all(play, prompts, seeds=[seed], n=1, params=params, version=version)
+        with _open(self._opened.make_play(cast(Sampler, sampler))) as play:
+            prompts = [play.prepare(self._opened.prompts[case])]
+            [group] = await play_all(play, prompts, seeds=[seed], n=1, params=params, version=version)
         return _played(policy, case, group)
 
     def _compare(self, when: str, one: Played, other: Played) -> None:
         if (what := _difference(one, other)) is not None:
             self.trial.differences.append(Difference(when=when, policy=one.policy, case=one.case, what=what))
+
+
+@contextmanager
+def _open(play: RolloutSource) -> Iterator[RolloutSource]:
+    """Context manager that closes what agents ask, and what they left, behind them."""
+    try:
+        yield play
+    finally:
+        if isinstance(play, AgentRollouts):
+            play.close()
 
 
 def _played(policy: str, case: int, group: RolloutGroup) -> Played:
@@ -555,14 +571,20 @@ T = TypeVar("T")
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest:
     """What is to be checked: `env` as in a run, and what it is played with. `model` plays unless `scripts_only`; its
-    tokenizer and template are used in any case."""
+    tokenizer and template are used in any case. `scored`: the run has reward functions, which are not called here."""
 
     env: EnvConfig
     params: SamplingParams
     folder: Path = Path()
-    data: str | None = None
+    data: DatasetConfig | None = None
     model: str = "starter"
     scripts_only: bool = False
+    scored: bool = False
+
+    @property
+    def name(self) -> str:
+        """What is checked, for people."""
+        return (self.env.environment or self.env.agent or "the harness").rpartition(":")[2]
 
 
 @contextmanager
@@ -574,14 +596,20 @@ def opened(
     Raises LoadError and ConfigError for what is no environment, DataError and EnvError for cases that cannot be had,
     ModelError.
     """
-    factory = load_env(wanted.env, folder=wanted.folder)
+    agent = None if wanted.env.environment is not None else _agent(wanted)
+    factory = load_env(wanted.env, folder=wanted.folder) if agent is None else None
     base = None
-    if factory.legacy or not wanted.scripts_only:  # code that is given the model may ask it for its configuration
+    if (
+        factory is not None and factory.legacy
+    ) or not wanted.scripts_only:  # code that is given the model may ask it for its configuration
         say(f"loading {wanted.model} ...")
         base = load_model(wanted.model, device="cpu" if wanted.scripts_only else "auto", dtype="auto")
     engine = None if base is None or wanted.scripts_only else engine_of(base)
     try:
-        if factory.legacy:
+        if factory is None:
+            assert agent is not None
+            yield _alone(wanted, agent, base), engine
+        elif factory.legacy:
             assert base is not None
             yield _legacy(wanted, factory, base, say), engine
         else:
@@ -589,6 +617,43 @@ def opened(
     finally:
         if engine is not None:
             engine.close()
+
+
+def _agent(wanted: CheckRequest) -> Agent:
+    """The agent or harness. Raises ConfigError for one that plays whole batches."""
+    if wanted.env.harness is not None:
+        return load_harness(wanted.env, folder=wanted.folder, scored=wanted.scored)
+    agent = load_agent(wanted.env, folder=wanted.folder)
+    if isinstance(agent.function, RolloutFunc):
+        hint = "try it in a short run: groupwise run CONFIG train.steps=2"
+        raise ConfigError(f"env check plays episodes, and {agent.name} plays whole batches", hint=hint)
+    return agent
+
+
+def _alone(wanted: CheckRequest, agent: Agent, base: LoadedModel | None) -> Opened:
+    tokenizer = load_tokenizer(wanted.model) if base is None else base.tokenizer
+    prompts = _rows(wanted) or agent.cases()
+    if prompts is None:
+        raise EnvError(f"there are no cases: {agent.name} has no method cases", hint="give --data")
+    if isinstance(agent.function, Harness):
+        agent.function.check(prompts)
+    notes = list[str]()
+    if wanted.scored:
+        notes.append("the run's reward functions are not called here: groupwise rewards lint")
+    return Opened(
+        name=agent.name,
+        make_play=lambda sampler: AgentRollouts(
+            sampler, tokenizer, agent, wanted.env, scored=wanted.scored, note=notes.append
+        ),
+        prompts=prompts,
+        tokenizer=tokenizer,
+        context=base.context_length if base is not None else min(tokenizer.model_max_length, CONTEXT),
+        params=wanted.params,
+        calls=(),
+        steps=False,
+        plays_alone=True,
+        notes=notes,
+    )
 
 
 def _modern(wanted: CheckRequest, factory: EnvFactory, base: LoadedModel | None, say: Callable[[str], None]) -> Opened:
@@ -655,7 +720,7 @@ def _legacy(wanted: CheckRequest, factory: EnvFactory, base: LoadedModel, say: C
 def _rows(wanted: CheckRequest) -> Sequence[Prompt] | None:
     if wanted.data is None:
         return None
-    return open_prompts(DatasetConfig(source=wanted.data), folder=wanted.folder).all()
+    return open_prompts(wanted.data, folder=wanted.folder, cases=True).all()
 
 
 def _in_time(function: Callable[[], T], what: str, wanted: CheckRequest) -> T:
