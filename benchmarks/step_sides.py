@@ -185,7 +185,7 @@ def _groupwise_config(case: Case, folder: Path) -> dict[str, Any]:
         "device": "cpu",
         "run_dir": str(folder),
         "folder": str(Path(__file__).parent.resolve()),
-        "data": {"source": case.prompts_file, "shuffle": False},
+        "data": {"source": case.prompts_file, "shuffle": False, "raw": not case.natural},
         "rewards": ["step_sides:even_ids"],
         "scoring": {"workers": 0},
         "rollout": {

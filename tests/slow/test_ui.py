@@ -387,6 +387,7 @@ def test_back_on_a_phone_closes_what_was_opened(browser: Any, place: Place) -> N
 
 
 def test_on_a_phone_nothing_lies_beside_the_view(browser: Any, place: Place) -> None:
+    submit(place, "narrow")
     context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     page = context.new_page()
     go(page, place, "jobs")
