@@ -616,17 +616,6 @@ class Scores(Protocol):
         """Log-probability (nats) of each completion token after the prompt, under `version`. Raises as `sample`."""
         ...
 
-
-class LiveEngine(Sampler, Scores, Protocol):
-    """An engine behind a live server: it also streams tokens, scores completions, and serves weighted sums of
-    adapters."""
-
-    def submit(
-        self, requests: Sequence[SamplingRequest], *, on_token: TokenSink | None = None
-    ) -> list[Future[list[Completion]]]:
-        """As `Sampler.submit`. `on_token` hears of every token, in a thread of the engine, and must return at once."""
-        ...
-
     def score_top(
         self,
         prompt_ids: Sequence[int],
@@ -637,6 +626,17 @@ class LiveEngine(Sampler, Scores, Protocol):
         top: int,
     ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
         """As `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
+        ...
+
+
+class LiveEngine(Sampler, Scores, Protocol):
+    """An engine behind a live server: it also streams tokens, scores completions, and serves weighted sums of
+    adapters."""
+
+    def submit(
+        self, requests: Sequence[SamplingRequest], *, on_token: TokenSink | None = None
+    ) -> list[Future[list[Completion]]]:
+        """As `Sampler.submit`. `on_token` hears of every token, in a thread of the engine, and must return at once."""
         ...
 
     def score_sequence(

@@ -484,6 +484,15 @@ HARNESS = """
     command: [python, "{folder}/program.py", "{question}"]
     score: {command: [grep, -q, Yes, said.txt]}
 """
+TOML = """
+data = {source = "rows.jsonl", shuffle = false}
+rollout = {prompts_per_step = 2, group_size = 3, max_tokens = 8}
+
+[env]
+timeout_s = 60
+harness.command = ["python", "{folder}/program.py", "{question}"]
+harness.score.command = ["grep", "-q", "Yes", "said.txt"]
+"""
 
 
 @pytest.fixture
@@ -491,6 +500,7 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "my_agent.py").write_text(AGENT)
     (tmp_path / "harness.yaml").write_text(RUN % HARNESS)
+    (tmp_path / "harness.toml").write_text(TOML)
     (tmp_path / "agent.yaml").write_text(RUN % "{agent: my_agent:agent}")
     (tmp_path / "none.yaml").write_text(RUN % "null" + "rewards: [groupwise.rewards.text:exact_match]")
     rows = [{"question": f"Is {n} even?", "answer": "Yes."} for n in (2, 3)]
@@ -498,7 +508,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["harness.yaml", "agent.yaml"])
+@pytest.mark.parametrize("name", ["harness.yaml", "harness.toml", "agent.yaml"])
 def test_what_plays_whole_episodes_is_played(project, name):
     result = run(project / name, "--no-model", "--json")
     assert result.exit_code == 0, result.output

@@ -20,7 +20,7 @@ bio = """
 [not.a.table]
 key = "value"
 """
-sizes = [
+sizes = [ # of what "it" has
   1, # one
   2,
 ]

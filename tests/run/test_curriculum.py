@@ -13,6 +13,7 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.run.replay import FLOOR, REVISIT, Curriculum
 from groupwise.tasks.prompts import PromptSource
 from groupwise.types import Prompt, Rollout, RolloutGroup
+from prompt_streams import take
 
 
 def numbered(count: int) -> list[Prompt]:
@@ -89,7 +90,7 @@ def test_rewards_outside_0_to_1_are_scaled_by_what_was_seen(rewards, rate):
 
 def test_what_is_unknown_is_drawn_as_from_the_source():
     plain, curriculum = source(7, seed=4), Curriculum(source(7, seed=4), filter=(0.2, 0.8), weight=True)
-    assert curriculum.take(20) == plain.take(20)
+    assert take(curriculum, 20) == take(plain, 20)
     assert curriculum.cursor == plain.cursor | {"curriculum": curriculum.cursor["curriculum"]}
     assert len(curriculum) == 7 and curriculum.all() == plain.all() and curriculum.prompt("3") == plain.prompt("3")
     assert curriculum.epochs == plain.epochs == pytest.approx(20 / 7)
@@ -110,16 +111,16 @@ def test_the_filter_passes_over_what_is_outside():
 def test_a_prompt_comes_back_when_its_rate_does():
     rates = dict.fromkeys(map(str, range(8)), 1.0)
     curriculum = knowing(Curriculum(source(8, shuffle=False), filter=(0.1, 0.9)), rates)
-    assert len(set(ids := [each.id for each in curriculum.take(4)])) == 4 and curriculum.epochs > 0.5
+    assert len(set(ids := [each.id for each in take(curriculum, 4)])) == 4 and curriculum.epochs > 0.5
     curriculum.observe([group(id, [0.0, 0.0]) for id in rates])
-    assert {each.id for each in curriculum.take(9)} == set(rates) != set(ids)
+    assert {each.id for each in take(curriculum, 9)} == set(rates) != set(ids)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_dataset_that_is_all_outside_does_not_hang(rows):
     rates = dict.fromkeys(map(str, range(rows)), 1.0)
     curriculum = knowing(Curriculum(source(rows), filter=(0.0, 0.5)), rates)
-    assert Counter(each.id for each in curriculum.take(3 * rows)) == dict.fromkeys(rates, 3)
+    assert Counter(each.id for each in take(curriculum, 3 * rows)) == dict.fromkeys(rates, 3)
     assert curriculum.epochs <= 3 * REVISIT
 
 
@@ -142,7 +143,7 @@ def test_prompts_are_drawn_in_proportion_to_their_weight():
 def test_draws_follow_the_seed():
     def drawn(seed):
         rates = {str(n): n / 20 for n in range(20)}
-        return [each.id for each in knowing(Curriculum(source(20), weight=True, seed=seed), rates).take(60)]
+        return [each.id for each in take(knowing(Curriculum(source(20), weight=True, seed=seed), rates), 60)]
 
     assert drawn(1) == drawn(1) != drawn(2)
 
@@ -177,13 +178,13 @@ def test_a_restored_curriculum_goes_on_as_if_it_had_not_stopped():
 
 def test_a_cursor_without_a_curriculum():
     plain = source(4)
-    plain.take(3)
+    take(plain, 3)
     curriculum = Curriculum(source(4), weight=True)
     curriculum.restore(plain.cursor)
-    assert curriculum.take(5) == plain.take(5)
+    assert take(curriculum, 5) == take(plain, 5)
     knowing(curriculum, {"0": 0.5})
     plain.restore(curriculum.cursor)  # and back: the curriculum was taken out of the configuration
-    assert plain.take(3) == curriculum.take(3)
+    assert take(plain, 3) == take(curriculum, 3)
 
 
 def test_what_is_not_a_cursor_is_refused():

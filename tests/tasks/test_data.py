@@ -9,6 +9,7 @@ from groupwise.config.run import DataConfig, DatasetConfig
 from groupwise.errors import ConfigError, DataError, LoadError
 from groupwise.tasks.prompts import PromptSource, Ticket, open_prompts, to_prompt
 from groupwise.types import Prompt
+from prompt_streams import take
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
@@ -268,16 +269,16 @@ def test_datasets_through_a_builder(tmp_path, monkeypatch):
 
 def test_without_shuffling_the_rows_come_in_order():
     source = PromptSource(numbered(3), shuffle=False)
-    assert [prompt.id for prompt in source.take(7)] == ["0", "1", "2", "0", "1", "2", "0"]
+    assert [prompt.id for prompt in take(source, 7)] == ["0", "1", "2", "0", "1", "2", "0"]
 
 
 def test_epochs_are_shuffled_by_seed_and_number():
     first, second = PromptSource(numbered(20), seed=1), PromptSource(numbered(20), seed=1)
-    epochs = [[prompt.id for prompt in first.take(20)] for _ in range(2)]
+    epochs = [[prompt.id for prompt in take(first, 20)] for _ in range(2)]
     assert epochs[0] != epochs[1]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(str(index) for index in range(20))
-    assert [prompt.id for prompt in second.take(40)] == epochs[0] + epochs[1]
-    assert [prompt.id for prompt in PromptSource(numbered(20), seed=2).take(20)] != epochs[0]
+    assert [prompt.id for prompt in take(second, 40)] == epochs[0] + epochs[1]
+    assert [prompt.id for prompt in take(PromptSource(numbered(20), seed=2), 20)] != epochs[0]
 
 
 def test_evaluation_data_is_read_in_order_and_does_not_move_the_stream(tmp_path):
@@ -286,7 +287,7 @@ def test_evaluation_data_is_read_in_order_and_does_not_move_the_stream(tmp_path)
     assert [prompt.text for prompt in source.all(2)] == ["0", "1"]
     assert source.cursor == {"epoch": 0, "position": 0, "rows": 10, "unresolved": []}
     ordered = open_prompts(DatasetConfig(source="rows.jsonl"), folder=tmp_path, seed=3)
-    assert [prompt.text for prompt in ordered.take(10)] == [str(index) for index in range(10)]
+    assert [prompt.text for prompt in take(ordered, 10)] == [str(index) for index in range(10)]
 
 
 @settings(max_examples=40)
@@ -294,11 +295,11 @@ def test_evaluation_data_is_read_in_order_and_does_not_move_the_stream(tmp_path)
 def test_a_restored_stream_goes_on_as_if_it_had_not_stopped(rows, takes, rest):
     original = PromptSource(numbered(rows), seed=4)
     for n in takes:
-        original.take(n)
+        take(original, n)
     cursor = json.loads(json.dumps(original.cursor))
     restored = PromptSource(numbered(rows), seed=4)
     restored.restore(cursor)
-    assert restored.take(rest) == original.take(rest)
+    assert take(restored, rest) == take(original, rest)
     assert restored.cursor == original.cursor
 
 
@@ -318,7 +319,7 @@ def test_a_row_has_another_ticket_in_every_epoch():
     issued = source.issue(9)
     assert len({each.ticket for each in issued}) == 9
     assert [each.ticket.epoch for each in issued] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert [each.prompt for each in issued] == PromptSource(numbered(3), seed=5).take(9)
+    assert [each.prompt for each in issued] == take(PromptSource(numbered(3), seed=5), 9)
     assert not any(each.again for each in issued) and source.epochs == 3.0
 
 
@@ -381,7 +382,7 @@ def test_no_prompt_is_lost_or_trained_twice(rows, shuffle, acts):
             trained, flying = dict(saved[1]), {}
     unresolved = len(source.cursor["unresolved"])
     done = trained | {each.ticket: each.prompt for each in source.issue(unresolved - len(flying))} | flying
-    assert [done[ticket] for ticket in sorted(done)] == begin().take(len(done))
+    assert [done[ticket] for ticket in sorted(done)] == take(begin(), len(done))
 
 
 @pytest.mark.parametrize(

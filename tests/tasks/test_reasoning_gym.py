@@ -18,6 +18,7 @@ from groupwise.tasks.compat import reasoning_gym as adapter
 from groupwise.tasks.compat.reasoning_gym import AdaptiveDifficulty, answer_of, score_answer
 from groupwise.tasks.prompts import open_prompts
 from groupwise.types import Rollout, RolloutGroup
+from prompt_streams import take
 from running_jobs import Dies, adapter_bytes, metrics_of, rollouts_of
 
 TASKS = {"chain_sum": {"min_terms": 2, "max_terms": 3, "max_digits": 2}, "spell_backward": {}}
@@ -178,7 +179,7 @@ def test_the_level_follows_the_pass_rate(package):
     stream = adaptive()
 
     def play(reward: float) -> float:
-        stream.observe([answered(prompt, reward) for prompt in stream.take(2)])
+        stream.observe([answered(prompt, reward) for prompt in take(stream, 2)])
         return stream.metrics()["difficulty/chain_sum/level"]
 
     assert [play(reward) for reward in (0.5, 1.0, 1.0, 1.0, 0.3, 0.0, 0.0, 0.0)] == [0, 1, 2, 2, 2, 1, 0, 0]
@@ -187,12 +188,12 @@ def test_the_level_follows_the_pass_rate(package):
 
 def test_problems_are_drawn_at_the_present_level_and_late_groups_say_nothing(package):
     stream = adaptive()
-    easy = stream.take(6)
+    easy = take(stream, 6)
     assert {terms(prompt) for prompt in easy} == {2}
     stream.observe([answered(prompt, 1.0) for prompt in easy[:2]])
     stream.observe([answered(prompt, 0.0) for prompt in easy[2:]] + [answered(easy[0], None)])
     assert stream.metrics()["difficulty/chain_sum/level"] == 1
-    harder = stream.take(6)
+    harder = take(stream, 6)
     assert max(terms(prompt) for prompt in harder) > 2 and {prompt.columns["level"] for prompt in harder} == {1}
     assert stream.prompt(harder[0].id).messages == harder[0].messages
     with pytest.raises(DataError, match="no prompt"):
@@ -202,13 +203,13 @@ def test_problems_are_drawn_at_the_present_level_and_late_groups_say_nothing(pac
 def test_a_restored_stream_goes_on_with_the_same_problems(package):
     stream = adaptive()
     [waiting] = stream.issue(1)
-    stream.observe([answered(prompt, 1.0) for prompt in stream.take(2)])
-    stream.observe([answered(prompt, 1.0) for prompt in stream.take(1)])  # of the next level, one of two
+    stream.observe([answered(prompt, 1.0) for prompt in take(stream, 2)])
+    stream.observe([answered(prompt, 1.0) for prompt in take(stream, 1)])  # of the next level, one of two
     other = adaptive()
     other.restore(json.loads(json.dumps(stream.cursor)))
     [again] = other.issue(1)
     assert again.again and again.prompt == waiting.prompt and terms(again.prompt) == 2
-    assert [each.messages for each in other.take(14)] == [each.messages for each in stream.take(14)]
+    assert [each.messages for each in take(other, 14)] == [each.messages for each in take(stream, 14)]
     assert other.metrics() == stream.metrics() and other.cursor["difficulty"]["seen"] == {"chain_sum": [1.0]}
 
 

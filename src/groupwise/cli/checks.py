@@ -328,9 +328,11 @@ def check(
     Does it keep the contract, is it the same for the same seed, can it be had without doing the task? Then one whole
     episode is shown, the trained tokens in green. Exit code 1 where it has an error; warnings are for you to judge.
     """
+    from groupwise.config.yaml import FILES
+
     quiet_libraries()
     with redirect_stdout(sys.stderr):  # whatever its code prints
-        if name.endswith((".yaml", ".yml")):
+        if name.endswith(FILES):
             given = {"args": args, "folder": folder, "deadline": deadline}
             wanted = _of_run(Path(name), given=given, overrides=set_ or ())
         else:

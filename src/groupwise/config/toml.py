@@ -6,6 +6,7 @@ taken together until they parse by themselves, and what that parses to says whic
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from groupwise.errors import ConfigError
 
 Keys = tuple[str | int, ...]
+
+_MAY_END = re.compile(r"""[]}"']\s*(#|$)""")  # the last line of a value of several: an array, a table or a string
 
 
 def parse_toml(text: str, *, source: str) -> tuple[dict[str, Any] | None, Node]:
@@ -53,6 +56,8 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
         if not begun:
             first = number
         begun.append(line)
+        if len(begun) > 1 and not _MAY_END.search(line):
+            continue
         try:
             stated = tomllib.loads("\n".join(begun))
         except tomllib.TOMLDecodeError:

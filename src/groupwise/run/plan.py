@@ -22,7 +22,7 @@ from groupwise.tasks.agents import Agent, load_agent
 from groupwise.tasks.compat.three_method import LegacyEnv
 from groupwise.tasks.compat.trl import RolloutFunc
 from groupwise.tasks.env import EnvFactory, load_env
-from groupwise.tasks.harness import Harness, load_harness
+from groupwise.tasks.harness import load_harness
 from groupwise.tasks.prompts import PromptSource, open_prompts
 from groupwise.types import Prompt
 
@@ -81,8 +81,8 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     _check_grammar(config, env)
     source = _source(config, env)
     prompts, held_out = source.all(), _held_out(config, env)
-    if isinstance(env, Agent) and isinstance(env.function, Harness):
-        env.function.check([*prompts, *held_out])
+    if isinstance(env, Agent):
+        env.check([*prompts, *held_out])
     if not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc)):  # which adds columns of its own
         check_columns(functions, _with_columns([*prompts, *held_out], env))
     _check_reroll(config, functions)

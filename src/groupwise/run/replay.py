@@ -28,8 +28,8 @@ from typing import Any
 
 from groupwise.errors import ConfigError, DataError
 from groupwise.store.rollouts import group_from_json, group_to_json
-from groupwise.tasks.prompts import Issued, PromptSource, Ticket
-from groupwise.types import Prompt, Rollout, RolloutGroup
+from groupwise.tasks.prompts import Issued, PromptSource, WrappedStream
+from groupwise.types import Rollout, RolloutGroup
 
 _SAME = 1e-9  # rewards that differ by less are equal
 
@@ -293,7 +293,7 @@ REVISIT = 4  # epochs
 FLOOR = 0.05  # of the weight: what is always or never solved is drawn a sixth as often as what is solved half the time
 
 
-class Curriculum:
+class Curriculum(WrappedStream):
     """A PromptSource of which some prompts are passed over; equations at the head of this file.
 
     Raises ConfigError if it would do nothing, or for a filter that is not 0 <= low < high <= 1.
@@ -312,14 +312,11 @@ class Curriculum:
             raise ConfigError("a curriculum with neither filter nor weight does nothing; set one")
         if filter is not None and not 0 <= filter[0] < filter[1] <= 1:
             raise ConfigError(f"filter {list(filter)} is not valid; write [low, high] with 0 <= low < high <= 1")
-        self._source, self._filter, self._weight, self._min_seen, self._seed = source, filter, weight, min_seen, seed
+        super().__init__(source)
+        self._filter, self._weight, self._min_seen, self._seed = filter, weight, min_seen, seed
         self._means: dict[str, tuple[float, int]] = {}  # prompt id -> running mean reward, groups seen
         self._lowest, self._highest = math.inf, -math.inf
         self._passed_over = 0
-
-    def __len__(self) -> int:
-        """Number of prompts in an epoch, passed over or not."""
-        return len(self._source)
 
     def issue(self, n: int) -> list[Issued]:
         """The next n prompts that are wanted. What was on its way when a run stopped is wanted whatever its rate."""
@@ -332,25 +329,6 @@ class Curriculum:
                 self._source.resolve(each.ticket)
                 self._passed_over += 1
         return issued
-
-    def resolve(self, ticket: Ticket) -> None:
-        """As PromptSource.resolve."""
-        self._source.resolve(ticket)
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next n prompts that are wanted, resolved at once."""
-        issued = self.issue(n)
-        for each in issued:
-            self.resolve(each.ticket)
-        return [each.prompt for each in issued]
-
-    def all(self, limit: int | None = None) -> list[Prompt]:
-        """As PromptSource.all: also what is passed over."""
-        return self._source.all(limit)
-
-    def prompt(self, id: str) -> Prompt:
-        """As PromptSource.prompt."""
-        return self._source.prompt(id)
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
         """Learn from scored groups, each once and when it is fresh; one without any reward says nothing."""
@@ -372,11 +350,6 @@ class Curriculum:
             return mean
         width = self._highest - self._lowest
         return (mean - self._lowest) / width if width > 0 else None
-
-    @property
-    def epochs(self) -> float:
-        """How many epochs were issued or passed over."""
-        return self._source.epochs
 
     @property
     def cursor(self) -> dict[str, Any]:

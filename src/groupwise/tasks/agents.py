@@ -88,6 +88,7 @@ class Agent:
     Args:
         extra_s: seconds that a call may take beyond `env.timeout_s`, which it then keeps itself.
         columns: names of the `Rollout.columns` that it adds for reward functions.
+        check: raises ConfigError for cases that cannot be played, before the first is.
         on_scored: is told of each rollout once the reward functions have seen it.
         on_close: is called when no more episodes are played for now.
     """
@@ -98,6 +99,7 @@ class Agent:
     args: Mapping[str, Any] = field(default_factory=dict)
     extra_s: float = 0.0
     columns: tuple[str, ...] = ()
+    check: Callable[[Sequence[Prompt]], None] = lambda cases: None
     on_scored: Callable[[Rollout], None] = lambda rollout: None
     on_close: Callable[[], None] = lambda: None
 

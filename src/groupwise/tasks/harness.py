@@ -109,13 +109,14 @@ def load_harness(config: EnvConfig, *, folder: str | Path, scored: bool) -> Agen
         takes=("case", "base_url", "api_key", "model", "seed"),
         extra_s=score_s + STARTING_S,
         columns=COLUMNS,
+        check=harness.check,
         on_scored=harness.release,
         on_close=harness.close,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _EpisodeFolders:
     """The directories of an episode."""
 
     root: Path
@@ -239,16 +240,16 @@ class Harness:
             os.close(held)
 
     # ---- the workspace ----
-    def _new_place(self) -> _Place:
+    def _new_place(self) -> _EpisodeFolders:
         with self._lock:
             if self._root is None:
                 sweep()
                 self._root, self._held = _new_root()
         root = Path(tempfile.mkdtemp(prefix="episode-", dir=self._root))
         root.chmod(0o711)
-        return _Place(root=root)
+        return _EpisodeFolders(root=root)
 
-    def _prepare(self, place: _Place, told: Mapping[str, Any]) -> None:
+    def _prepare(self, place: _EpisodeFolders, told: Mapping[str, Any]) -> None:
         template = self._template(told)
         try:
             if template is None:
@@ -304,7 +305,7 @@ class Harness:
     def _path(self) -> str:
         return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
-    def _environment(self, place: _Place, told: Mapping[str, Any]) -> dict[str, str]:
+    def _environment(self, place: _EpisodeFolders, told: Mapping[str, Any]) -> dict[str, str]:
         home = "/tmp" if self.config.isolated else str(place.home)
         base_url, key, model = str(told["base_url"]), str(told["api_key"]), str(told["model"])
         return {
@@ -325,7 +326,7 @@ class Harness:
             **{name: _filled(text, told, "env.harness.env") for name, text in self.config.env.items()},
         }
 
-    async def _run(self, place: _Place, told: Mapping[str, Any], *, port: int) -> dict[str, Any]:
+    async def _run(self, place: _EpisodeFolders, told: Mapping[str, Any], *, port: int) -> dict[str, Any]:
         """Run the program to its end; the keeper's `end` message. Cancelled, it is killed."""
         config = self.config
         environment = self._environment(place, told)
@@ -376,7 +377,7 @@ class Harness:
             running.end()
 
     # ---- what it came to ----
-    async def _judged(self, place: _Place, told: Mapping[str, Any], end: Mapping[str, Any]) -> AgentResult:
+    async def _judged(self, place: _EpisodeFolders, told: Mapping[str, Any], end: Mapping[str, Any]) -> AgentResult:
         if end.get("setup"):
             raise EnvError(f"{NAME} could not be started: {end['setup']}", hint="see env.harness.command")
         config, late = self.config, end["reason"] == "wall"
@@ -408,7 +409,7 @@ class Harness:
         )
 
     async def _score(
-        self, score: HarnessScoreConfig, place: _Place, told: Mapping[str, Any]
+        self, score: HarnessScoreConfig, place: _EpisodeFolders, told: Mapping[str, Any]
     ) -> tuple[float, ProgramResult]:
         """What the command says of the workspace, and what it printed. Raises EnvError for what is not its doing."""
         argv = [_filled(part, told, "env.harness.score.command") for part in score.command]
@@ -521,7 +522,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-def _score_spec(argv: Sequence[str], place: _Place, *, limits: Limits, level: Isolation) -> dict[str, Any]:
+def _score_spec(argv: Sequence[str], place: _EpisodeFolders, *, limits: Limits, level: Isolation) -> dict[str, Any]:
     """The keeper's specification of the command that scores a workspace."""
     if level.own_user:
         _open_to_all(place.root)

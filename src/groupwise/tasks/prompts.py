@@ -62,8 +62,6 @@ class PromptStream(Protocol):
 
     def resolve(self, ticket: Ticket) -> None: ...
 
-    def take(self, n: int) -> list[Prompt]: ...
-
     def all(self, limit: int | None = None) -> list[Prompt]: ...
 
     def prompt(self, id: str) -> Prompt: ...
@@ -119,13 +117,6 @@ class PromptSource:
         if ticket not in self._open or ticket in self._again:
             raise ValueError(f"{ticket} is not issued, or is resolved already; resolve each ticket of issue() once")
         del self._open[ticket]
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next n prompts, resolved at once."""
-        issued = self.issue(n)
-        for each in issued:
-            self.resolve(each.ticket)
-        return [each.prompt for each in issued]
 
     def all(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` prompts (None: all), in the order of the rows; the stream does not move."""
@@ -195,6 +186,34 @@ class PromptSource:
         if self._shuffle:
             random.Random(f"{self._seed}/{epoch}").shuffle(order)  # a string seed is hashed with SHA-512: stable
         return order
+
+
+class WrappedStream:
+    """What a PromptStream around `source` does not do in a way of its own."""
+
+    def __init__(self, source: PromptSource):
+        self._source = source
+
+    def __len__(self) -> int:
+        """Number of prompts in an epoch of the source."""
+        return len(self._source)
+
+    def resolve(self, ticket: Ticket) -> None:
+        """As PromptSource.resolve."""
+        self._source.resolve(ticket)
+
+    def all(self, limit: int | None = None) -> list[Prompt]:
+        """As PromptSource.all."""
+        return self._source.all(limit)
+
+    def prompt(self, id: str) -> Prompt:
+        """As PromptSource.prompt."""
+        return self._source.prompt(id)
+
+    @property
+    def epochs(self) -> float:
+        """How many epochs of the source were issued."""
+        return self._source.epochs
 
 
 def open_prompts(

@@ -176,8 +176,7 @@ class VllmEngine:
             if lease is None and not whole:
                 raise self._not_loaded(request.version)
             job = QueuedRequest(request=request, body=body, lease=lease)
-            whole = self._answer if request.params.grammar is not None and answer == self._followed else answer
-            future = asyncio.run_coroutine_threadsafe(whole(job), self._loop)
+            future = asyncio.run_coroutine_threadsafe(answer(job), self._loop)
             if lease is not None:
                 future.add_done_callback(lambda _, lease=lease: self._give_back(lease))
             futures.append(future)
@@ -360,7 +359,10 @@ class VllmEngine:
         self._proven.add(kind)
 
     async def _followed(self, job: QueuedRequest) -> list[Completion]:
-        """As `_answer`, by the versions that stand for the one that was asked, as they come."""
+        """As `_answer`, by the versions that stand for the one that was asked, as they come; a text under a grammar,
+        which cannot be taken up in its middle, by the one that begins it."""
+        if job.request.params.grammar is not None:
+            return await self._answer(job)
         version = self._replaced.get(job.request.version, job.request.version)
         rows = [_FollowedCompletion(self, job, index, version) for index in range(job.request.n)]
         self._following.update(rows)

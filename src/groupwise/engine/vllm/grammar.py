@@ -1,7 +1,7 @@
 """Structured outputs through vLLM: the text that it is sent, and from which tokens those that it sampled were drawn.
 
 vLLM keeps to a grammar with one of several libraries, which differ in what they leave out without a word: xgrammar, its
-first choice, has no `multipleOf` and no `allOf`. It is therefore always sent llguidance's Lark, which only llguidance
+first choice, does not heed `allOf` and `not`. It is therefore always sent llguidance's Lark, which only llguidance
 reads, the library of the local engine: what vLLM samples is text of the very grammar.
 
 It says with which probability a token was drawn from those that the grammar allowed (`processed_logprobs`), and not

@@ -74,16 +74,6 @@ class TrainerScores(Scores, Protocol):
 
     def unload(self, version: PolicyVersion) -> None: ...
 
-    def score_top(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        version: PolicyVersion,
-        *,
-        temperature: float = 1.0,
-        top: int,
-    ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]: ...
-
     def close(self) -> None: ...
 
 

@@ -31,6 +31,8 @@ from groupwise.server.errors import echo
 from groupwise.server.tinker.schema import BFLOAT16, FLOAT32, INT32, INT64, ForwardBackwardOutput
 from groupwise.types import Completion
 
+log = logging.getLogger(__name__)
+
 SEQUENCE_MASK = "sequence_ratio_mask"
 STABLE_REINFORCE = "stable_reinforce"
 ANCHORED = ("dro", "gspo")  # these read the log-probabilities of every position, so that padding is left out
@@ -42,9 +44,7 @@ UNOFFERED = {  # losses that tinker 0.38 names and that are not here, and why
 }
 COUNTED = ("mismatch/dropped_tokens",)
 MOST_TOKENS = 1 << 22  # of one sequence, before anybody looks at the model's context
-
 ENTRY = 512  # bytes of one remembered completion besides its arrays
-log = logging.getLogger(__name__)
 
 _TYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 

@@ -21,7 +21,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -35,7 +35,7 @@ from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
 from groupwise.tasks.compat.trl import RolloutFunc
 from groupwise.tasks.env import EnvFactory, OwnThread, load_env
 from groupwise.tasks.episode import EpisodeRollouts, RolloutSource, play_all
-from groupwise.tasks.harness import Harness, load_harness
+from groupwise.tasks.harness import load_harness
 from groupwise.tasks.prompts import open_prompts
 from groupwise.tasks.tool_calls import ToolCallFormat, format_of
 from groupwise.types import (
@@ -468,7 +468,7 @@ class _Player:
         """`episodes` episodes of the model at once, a case each; some of them again with the same replies."""
         prompts, opened = self._opened.prompts, self._opened
         chosen = [number % len(prompts) for number in range(episodes)]
-        with _open(opened.make_play(engine)) as play:
+        with closing(opened.make_play(engine)) as play:
             groups = await play_all(
                 play,
                 [play.prepare(prompts[case]) for case in chosen],
@@ -505,7 +505,7 @@ class _Player:
 
     async def _play(self, policy: str, sampler: Canned | Again, case: int, *, seed: int) -> Played:
         params, version = self._opened.params, PolicyVersion.base()
-        with _open(self._opened.make_play(cast(Sampler, sampler))) as play:
+        with closing(self._opened.make_play(cast(Sampler, sampler))) as play:
             prompts = [play.prepare(self._opened.prompts[case])]
             [group] = await play_all(play, prompts, seeds=[seed], n=1, params=params, version=version)
         return _played(policy, case, group)
@@ -513,16 +513,6 @@ class _Player:
     def _compare(self, when: str, one: Played, other: Played) -> None:
         if (what := _difference(one, other)) is not None:
             self.trial.differences.append(Difference(when=when, policy=one.policy, case=one.case, what=what))
-
-
-@contextmanager
-def _open(play: RolloutSource) -> Iterator[RolloutSource]:
-    """Context manager that closes what agents ask, and what they left, behind them."""
-    try:
-        yield play
-    finally:
-        if isinstance(play, AgentRollouts):
-            play.close()
 
 
 def _played(policy: str, case: int, group: RolloutGroup) -> Played:
@@ -596,24 +586,20 @@ def opened(
     Raises LoadError and ConfigError for what is no environment, DataError and EnvError for cases that cannot be had,
     ModelError.
     """
-    agent = None if wanted.env.environment is not None else _agent(wanted)
-    factory = load_env(wanted.env, folder=wanted.folder) if agent is None else None
+    made = _agent(wanted) if wanted.env.environment is None else load_env(wanted.env, folder=wanted.folder)
+    legacy = isinstance(made, EnvFactory) and made.legacy  # its code may ask the model for its configuration
     base = None
-    if (
-        factory is not None and factory.legacy
-    ) or not wanted.scripts_only:  # code that is given the model may ask it for its configuration
+    if legacy or not wanted.scripts_only:
         say(f"loading {wanted.model} ...")
         base = load_model(wanted.model, device="cpu" if wanted.scripts_only else "auto", dtype="auto")
     engine = None if base is None or wanted.scripts_only else engine_of(base)
     try:
-        if factory is None:
-            assert agent is not None
-            yield _alone(wanted, agent, base), engine
-        elif factory.legacy:
-            assert base is not None
-            yield _legacy(wanted, factory, base, say), engine
+        if isinstance(made, Agent):
+            yield _alone(wanted, made, base), engine
+        elif base is not None and legacy:
+            yield _legacy(wanted, made, base, say), engine
         else:
-            yield _modern(wanted, factory, base, say), engine
+            yield _modern(wanted, made, base, say), engine
     finally:
         if engine is not None:
             engine.close()
@@ -635,8 +621,7 @@ def _alone(wanted: CheckRequest, agent: Agent, base: LoadedModel | None) -> Open
     prompts = _rows(wanted) or agent.cases()
     if prompts is None:
         raise EnvError(f"there are no cases: {agent.name} has no method cases", hint="give --data")
-    if isinstance(agent.function, Harness):
-        agent.function.check(prompts)
+    agent.check(prompts)
     notes = list[str]()
     if wanted.scored:
         notes.append("the run's reward functions are not called here: groupwise rewards lint")

@@ -36,7 +36,7 @@ from groupwise.config.data import REASONING_GYM, DataConfig, DatasetConfig
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.base import text_of
 from groupwise.tasks.env import StepResult
-from groupwise.tasks.prompts import Issued, PromptSource, Ticket, to_prompt
+from groupwise.tasks.prompts import Issued, PromptSource, Ticket, WrappedStream, to_prompt
 from groupwise.types import Message, Prompt, RolloutGroup
 
 SIZE = 1000  # problems, where `data.size` does not say
@@ -236,7 +236,7 @@ class ReasoningGymEnv:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class AdaptiveDifficulty:
+class AdaptiveDifficulty(WrappedStream):
     """A PromptSource of generated problems, of which each is drawn at its task's present level.
 
     Args:
@@ -245,15 +245,12 @@ class AdaptiveDifficulty:
     """
 
     def __init__(self, source: PromptSource, config: DataConfig, *, reward: str | None = None):
-        self._source, self._problems, self._rules, self._reward = source, Problems(config), config.difficulty, reward
+        super().__init__(source)
+        self._problems, self._rules, self._reward = Problems(config), config.difficulty, reward
         self._level = dict.fromkeys(self._rules, 0)
         self._seen: dict[str, list[float]] = defaultdict(list)  # mean rewards of groups at the present level
         self._rate: dict[str, float] = {}  # the mean that decided last
         self._issued: dict[Ticket, int] = {}  # the level of what is on its way
-
-    def __len__(self) -> int:
-        """Number of problems in an epoch, of whatever level."""
-        return len(self._source)
 
     def issue(self, n: int) -> list[Issued]:
         """The next n problems; what was on its way when a run stopped has the level that it had."""
@@ -261,19 +258,8 @@ class AdaptiveDifficulty:
 
     def resolve(self, ticket: Ticket) -> None:
         """As PromptSource.resolve."""
-        self._source.resolve(ticket)
+        super().resolve(ticket)
         self._issued.pop(ticket, None)
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next n problems, resolved at once."""
-        issued = self.issue(n)
-        for each in issued:
-            self.resolve(each.ticket)
-        return [each.prompt for each in issued]
-
-    def all(self, limit: int | None = None) -> list[Prompt]:
-        """As PromptSource.all: at the easiest level."""
-        return self._source.all(limit)
 
     def prompt(self, id: str) -> Prompt:
         """The problem of that id, at the level that is part of it. Raises DataError if there is none."""
@@ -294,11 +280,6 @@ class AdaptiveDifficulty:
         """By task, the level (0 is the easiest) and the mean reward that decided last."""
         levels = {f"difficulty/{task}/level": float(level) for task, level in self._level.items()}
         return levels | {f"difficulty/{task}/rate": rate for task, rate in self._rate.items()}
-
-    @property
-    def epochs(self) -> float:
-        """How many epochs were issued."""
-        return self._source.epochs
 
     @property
     def cursor(self) -> dict[str, Any]:
