@@ -12,14 +12,14 @@ VENV   := .venv
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 2)')
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types suite docs bench vllm ui clean
+.PHONY: demo test lint types suite compiled docs bench vllm ui clean
 
 demo: $(VENV)/.installed
 	$(BIN)/groupwise demo
 
 # types are checked beside the tests, some of which wait
-test: lint docs
-	$(MAKE) --no-print-directory -j 2 types suite
+test: lint
+	$(MAKE) --no-print-directory -j 2 docs compiled types suite
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests benchmarks examples docs tools
@@ -29,10 +29,14 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/pyright
 
-# compiled first: the tests start hundreds of processes, which would each compile what they import
-suite: $(VENV)/.installed-dev
-	$(BIN)/python -m compileall -q src
+suite: compiled
 	$(BIN)/pytest -q -n $(TESTERS) --dist loadgroup
+
+# once: the tests start hundreds of processes, which would each compile what they import, and pytest rewrites the tests'
+# assertions, which each test process would do by itself. What it says of broken tests `suite` says again.
+compiled: $(VENV)/.installed-dev
+	$(BIN)/python -m compileall -q src
+	-PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --collect-only > /dev/null
 
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -172,6 +172,7 @@ def test_live_loop_on_the_real_server(live):
     assert again.returncode == 0 and "by looped@2" in again.stdout, again.stderr
 
 
+@pytest.mark.slow
 @needs_curl
 @pytest.mark.xdist_group("live server")
 def test_the_same_with_curl_on_the_real_server(live):
@@ -180,6 +181,7 @@ def test_the_same_with_curl_on_the_real_server(live):
     assert '"active_version": "shell@1"' in ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("live server")
 def test_the_command_line_on_the_real_server(live, tmp_path, monkeypatch):
     """Two commands as processes, the others in this one: each process takes a second to start."""

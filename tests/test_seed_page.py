@@ -105,6 +105,7 @@ def test_base_adapter_continues_and_output_name_is_stable(live: Live) -> None:
     assert live.chat(adapter="other")["system_fingerprint"] == "other@1"
 
 
+@pytest.mark.slow
 def test_a_destroyed_policy_does_not_become_active_by_itself(live: Live) -> None:
     """A learning rate of 1 leaves nothing of the model. The version is kept; it answers when somebody says so."""
     before = live.get("/v1/adapters")["active_version"]

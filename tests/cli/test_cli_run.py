@@ -98,6 +98,7 @@ def test_versions_follow_each_other_and_the_last_is_active(finished):
     assert [str(info.parent) for info in infos] == ["base", "toy@1", "toy@2"]
 
 
+@pytest.mark.slow
 def test_the_adapter_is_what_was_evaluated_at_the_end(finished, monkeypatch):
     project, result, _ = finished
     monkeypatch.chdir(project.folder)
@@ -267,6 +268,7 @@ def test_waiting_for_vllm_is_shown_and_ctrl_c_ends_it(project):
             assert ended(project, process).returncode == 130
 
 
+@pytest.mark.slow
 def test_ctrl_c_finishes_the_step_saves_and_exits_with_130(project, tmp_path):
     ran = interrupted(project, tmp_path / "scoring", signals=1, start=partial(real, project.folder))
     assert ran.returncode == 130, ran.stderr

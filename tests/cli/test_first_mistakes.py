@@ -453,6 +453,7 @@ def test_a_reward_that_answers_wrongly(reward: str, code: int, says: tuple[str, 
     refused(ended.exit_code, ended.stderr, code, says)
 
 
+@pytest.mark.slow
 def test_a_reward_that_prints_does_not_spoil_the_json(project: Project) -> None:
     (project.folder / "others.py").write_text(REWARDS)
     ended = cli("check", project.config, "rewards[0]=others:prints", "--json")

@@ -446,6 +446,7 @@ def test_steps_are_spread_over_the_run(steps, order):
     assert doctest.testmod(data).failed == 0 and doctest.testmod(data).attempted
 
 
+@pytest.mark.slow
 def test_a_large_run_is_bounded_and_says_what_is_left_out(tmp_path, monkeypatch):
     long = "word " * 4000
     mild, sharp = (rollout(f"{i} {long}", reward) for i, reward in enumerate((0.3, 0.4))), (0.0, 1.0)

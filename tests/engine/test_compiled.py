@@ -64,6 +64,7 @@ def assert_same(mine: list[list[Completion]], theirs: list[list[Completion]]) ->
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
+@pytest.mark.slow
 @has_compiler
 def test_the_same_tokens_from_one_compilation(engines, make_base, make_adapter):
     """8, 5, 4 rows and at last a single one; then the base, and other versions; of another rank where it is merged."""

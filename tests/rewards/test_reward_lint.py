@@ -351,6 +351,7 @@ def dies(completions):
 """
 
 
+@pytest.mark.slow
 def test_what_hangs_or_dies_is_killed(tmp_path):
     (tmp_path / "lost.py").write_text(LOST)
     specs = [RewardConfig(function=f"lost:{name}") for name in ("hangs", "dies")]

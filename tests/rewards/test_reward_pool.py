@@ -335,6 +335,7 @@ def test_what_a_function_started_ends_with_the_pool(pool_of):
     assert not running(marker)
 
 
+@pytest.mark.slow
 @linux
 def test_what_a_function_started_ends_with_its_worker(pool_of):
     marker = f"bred-{os.getpid()}-{time.monotonic_ns()}"

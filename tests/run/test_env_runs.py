@@ -154,6 +154,7 @@ def run(project: Project, *overrides: str) -> dict[str, tuple[str, int]]:
     return {each["label"]: (each["severity"], each["began"]) for each in report["findings"]}
 
 
+@pytest.mark.slow
 def test_a_run_in_which_episodes_fail_before_their_first_turn(env_project):
     """Metrics, rollouts, replay, curriculum, evaluation, display, health and report take episodes without turns."""
     options = (
@@ -187,6 +188,7 @@ def test_an_evaluation_of_the_first_cases_only(env_project):
         load_config(env_project.config, ["eval.limit=2", "eval.data.source=p.jsonl"])
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_which_all_episodes_of_a_prompt_fail(env_project):
     run(env_project, "train.steps=2")
     read = read_run(Path("out"))
@@ -205,6 +207,7 @@ def test_errors_in_an_environment_that_are_worth_nothing_are_found(env_project):
     assert run(env_project, *options)["env.failed"] == ("error", 3)
 
 
+@pytest.mark.slow
 def test_a_run_outlives_environments_that_loop_and_that_end_their_process(env_project):
     """One of four cases ends its process, one never returns: the others are trained, run and evaluation come to their
     end, and health says what it was."""
@@ -230,6 +233,7 @@ def test_two_runs_of_a_seed_in_lockstep_end_with_the_same_bytes(env_project):
     assert weights[0] == weights[1] == weights[2]
 
 
+@pytest.mark.slow
 def test_a_run_in_which_only_limits_end_episodes(env_project):
     """Turns that are cut are another finding, which explains this one: here the context ends what cannot be cut."""
     options = ("env.environment=my_envs:Endless", "env.max_turns=2", "eval=null", "train.steps=5")

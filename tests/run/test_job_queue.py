@@ -194,6 +194,7 @@ def test_a_job_whose_memory_ran_out_goes_on_from_its_checkpoint_in_smaller_passe
         assert torch.allclose(tensor, other[name], atol=1e-5), name
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_suffice_for_one_sample_fails_the_job(place, monkeypatch):
     sizes = []
 

@@ -21,6 +21,7 @@ from groupwise.store.rollouts import group_from_json
 from groupwise.types import RolloutGroup
 from job_place import Place, groups
 from running_jobs import config, metrics_of, rollouts_of
+from slow_cases import slow_but
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]}
 OF_A_JOB = {"lora_rank": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "down_proj"], "learning_rate": 1e-3}
@@ -113,7 +114,10 @@ def test_a_run_with_top_p_trains_what_it_sampled_and_a_job_the_same(starter, tmp
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [{"policy_loss": "grpo", "kl": "k3", "kl_coeff": 0.1}, {"policy_loss": "gspo"}])
+WITH_KL = {"policy_loss": "grpo", "kl": "k3", "kl_coeff": 0.1}
+
+
+@pytest.mark.parametrize("loss", slow_but([WITH_KL], of=(WITH_KL, {"policy_loss": "gspo"})))
 def test_several_optimizer_steps_are_those_of_a_run(starter, tmp_path, loss):
     """The same minibatches in the same order, also where they cut a group, against the same anchor and reference."""
     start = moved_adapter(tmp_path / "start", starter)

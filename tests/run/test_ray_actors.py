@@ -81,6 +81,7 @@ def test_a_machine_without_the_folder_is_named(tmp_path: Path) -> None:
     seen_here(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_reward_worker_keeps_the_deadline_and_survives_its_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

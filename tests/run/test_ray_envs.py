@@ -257,6 +257,7 @@ def test_a_lost_actor_costs_the_episodes_that_it_had(place: Threads, away, start
     assert len(place.started) == 3
 
 
+@pytest.mark.slow
 def test_an_environment_that_ends_its_process_does_not_take_the_actor_with_it(
     place: Threads, away, starter, starter_engine
 ) -> None:

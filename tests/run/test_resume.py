@@ -17,6 +17,7 @@ from groupwise.run.display import LineDisplay
 from groupwise.run.loop import TrainingRun, run_loop
 from groupwise.store.adapters import AdapterStore
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
+from slow_cases import slow_but
 
 EVALUATED = {
     "eval": {
@@ -88,6 +89,7 @@ def replayed_of(run_dir: Path) -> list[float]:
     return [record["router/recorded_frac"] for record in metrics_of(run_dir)]
 
 
+@pytest.mark.slow
 def test_with_routing_replay_it_goes_on_bit_for_bit(tmp_path: Path, mixture: dict) -> None:
     """The groups of the replay buffer, carried over from steps before the death, keep their experts."""
     train = {**ALL["train"], "lora": {"rank": 2, "targets": ["all-linear", "experts"]}, "router_replay": True}
@@ -105,6 +107,7 @@ def test_with_routing_replay_it_goes_on_bit_for_bit(tmp_path: Path, mixture: dic
     assert adapter_bytes(unlike) != adapter_bytes(whole)
 
 
+@pytest.mark.slow
 def test_it_dies_before_the_first_checkpoint_and_twice(tmp_path: Path, plain: Path) -> None:
     died(tmp_path, 1)
     died(tmp_path, 4)
@@ -114,12 +117,10 @@ def test_it_dies_before_the_first_checkpoint_and_twice(tmp_path: Path, plain: Pa
     assert again.run_dir != first and again.steps == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
-    [
-        pytest.param(EVALUATED, id="best"),
-        pytest.param({"train": {"steps": 6, "lora": None}}, id="all parameters", marks=pytest.mark.slow),
-    ],
+    [pytest.param(EVALUATED, id="best"), pytest.param({"train": {"steps": 6, "lora": None}}, id="all parameters")],
 )
 def test_one_that_dies_after_its_last_checkpoint_is_only_concluded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict
@@ -163,7 +164,8 @@ class Intruded(LineDisplay):
             self.said = str(refused.value)
 
 
-@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [True, False])
 def test_a_second_process_takes_nothing_from_a_run_that_is_being_trained(
     tmp_path: Path, plain: Path, named: bool
 ) -> None:
@@ -185,7 +187,10 @@ def test_one_that_stopped_early_is_not_trained_on(tmp_path: Path) -> None:
     assert first.steps == again.steps < 6 and again.version == first.version
 
 
-@pytest.mark.parametrize("rollout", [{"weight_sync_interval": 3}, {"max_staleness": 2}, {"weight_sync_interval": 0}])
+OVERLAPPED = ({"weight_sync_interval": 3}, {"max_staleness": 2}, {"weight_sync_interval": 0})
+
+
+@pytest.mark.parametrize("rollout", slow_but([{"max_staleness": 2}], of=OVERLAPPED))
 def test_overlapped_every_prompt_is_trained_once(tmp_path: Path, rollout: dict) -> None:
     """64 prompts are an epoch of 16 steps: within six, none may come twice and none of the first be missing."""
     sections = {"rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 8, **rollout}}
@@ -197,7 +202,10 @@ def test_overlapped_every_prompt_is_trained_once(tmp_path: Path, rollout: dict) 
     assert [record["step"] for record in metrics_of(first)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("rollout", [{"max_staleness": 2}, {"max_staleness": 2, "in_flight_updates": True}])
+IN_FLIGHT = {"max_staleness": 2, "in_flight_updates": True}
+
+
+@pytest.mark.parametrize("rollout", slow_but([IN_FLIGHT], of=({"max_staleness": 2}, IN_FLIGHT)))
 def test_groups_that_were_under_way_are_replayed(tmp_path: Path, mixture: dict, rollout: dict) -> None:
     """Overlapped, what was being sampled when the run died is sampled again, and trained with its experts."""
     sections = {

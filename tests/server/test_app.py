@@ -192,6 +192,7 @@ def test_a_signal_while_loading_ends_it_and_a_second_start_works(started: Proces
         serve(ServeConfig(model=str(tmp_path / "no-such-model"), state_dir=tmp_path / "state", port=0))
 
 
+@pytest.mark.slow
 def test_a_kill_and_the_repair_of_the_ledger_lose_no_job_and_no_active_version(
     model_dir: Path, tmp_path: Path, make_adapter: Any
 ) -> None:

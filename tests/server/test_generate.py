@@ -155,6 +155,7 @@ def test_the_first_token_has_a_deadline_of_its_own(engine: LocalEngine) -> None:
     assert idle_within(engine, 1)
 
 
+@pytest.mark.slow
 def test_a_slow_reader_loses_its_own_request_only(engine: LocalEngine, monkeypatch) -> None:
     monkeypatch.setattr(generate, "MOST_UNREAD", 100)
 

@@ -138,6 +138,7 @@ def test_the_reply_goes_on_with_a_last_message_of_the_assistants(api: Served, cl
     assert "answer" not in message.content[0].text
 
 
+@pytest.mark.slow
 def test_a_reply_may_be_asked_to_be_longer_than_the_context(api: Served, client: Any) -> None:
     """As harnesses do, which know other models: it ends where the context does, and says so."""
     context = api.engine.context_length

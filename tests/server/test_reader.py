@@ -414,6 +414,7 @@ def test_a_completion_that_cannot_fit_is_refused_before_it_is_tokenised(
     assert caught.value.field == "groups[0].completions[1].text" and max(sizes) < 100
 
 
+@pytest.mark.slow
 def test_a_long_answer_is_in_memory_once(tmp_path: Path):
     """What a job trains on comes to twice its body."""
     file = tmp_path / "answer"

@@ -214,6 +214,7 @@ def test_a_supervised_job_has_no_rollouts(site: Whole) -> None:
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "job"
 
 
+@pytest.mark.slow
 def test_a_page_of_a_hundred_thousand_costs_what_a_page_costs(site: Whole) -> None:
     record = {"prompt_ids": (1, 2), "completion_ids": (3,), "logprobs": (-1.0,), "version": "many@1"}
     rest = {"temperature": 1.0, "finish_reason": "stop", "text": "x"}

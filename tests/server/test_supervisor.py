@@ -700,6 +700,7 @@ def test_a_version_is_active_only_if_the_engine_computes_what_its_trainer_did(
         assert job.error["code"] == "swap_refused" and "canary" in job.error["message"]
 
 
+@pytest.mark.slow
 def test_a_submitted_job_is_trained_by_the_real_worker_and_then_active(ledger: Ledger, monkeypatch) -> None:
     """From a request to the active policy: `prepare_grpo`, `run.worker`, `Policies`, each as the server has it."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -222,7 +222,7 @@ SCENARIOS = {
         ("kill_at_every_call", 40),
         pytest.param("kill_at_random_times", 25, marks=pytest.mark.slow),
         ("limit_every_file_size", 30),
-        ("rivals", 32),
+        pytest.param("rivals", 32, marks=pytest.mark.slow),
     ],
 )
 def test_scenario(scenario, at_least, tmp_path):

@@ -31,6 +31,7 @@ def assert_nothing_wrong(counts: dict[str, int]) -> None:
     assert counts and not any(counts.values()), counts
 
 
+@pytest.mark.slow
 def test_sigkill_at_every_named_point_and_at_random_times(tmp_path):
     counts = play("kills", tmp_path / "state")
     assert counts.pop("kills") >= 60

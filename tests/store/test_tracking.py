@@ -301,6 +301,7 @@ def test_without_a_key_wandb_records_offline_with_one_warning(
     assert len(said) == offline and all("no W&B key" in each and "wandb sync" in each for each in said)
 
 
+@pytest.mark.slow
 def test_wandb_itself_without_a_key(tmp_path, monkeypatch):
     """The package as it is installed: an offline run lies in the run directory, and nothing was asked."""
     pytest.importorskip("wandb")

@@ -90,6 +90,7 @@ def test_what_is_shown_again_is_context_and_the_summary_is_trained(group, starte
     assert once < sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in rollout.turns) / 3
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_a_trainer_with_one_sequence_for_each_request(group):
     """By the model's own forward; advantages differ between the episodes. In float64, but for norms and rotations of
     positions, which the model's own code computes in float32 whatever its weights are."""

@@ -118,6 +118,7 @@ def test_a_stdio_servers_tools_are_offered_and_called(script: Path) -> None:
     assert gone(pid)
 
 
+@pytest.mark.slow
 def test_a_server_dies_with_the_process(script: Path) -> None:
     """With one that ends, and with one that is killed."""
     program = f"""

@@ -243,6 +243,7 @@ def settings(folder, **sections) -> dict:
     }
 
 
+@pytest.mark.slow
 def test_a_run_that_died_goes_on_bit_for_bit(package, tmp_path):
     whole = run_loop(parse_config(settings(tmp_path / "whole"))).run_dir
     with pytest.raises(Dies.Now):

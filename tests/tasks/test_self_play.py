@@ -157,6 +157,7 @@ SMALL += (
 )
 
 
+@pytest.mark.slow
 def test_nim_is_played_trained_and_goes_on_bit_for_bit(tmp_path):
     """From its YAML alone, its environments in processes; a run that died in its second step and goes on has the
     numbers of one that did not."""

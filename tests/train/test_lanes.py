@@ -134,6 +134,7 @@ def test_logprobs_of_policy_and_reference(make_learner, several, make_samples):
             assert row == pytest.approx(expected, abs=1e-12, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_bit_for_bit_again(several, make_samples):
     """Float32, several steps, threads that end in any order."""
     samples, ends = many(make_samples), []

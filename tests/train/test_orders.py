@@ -19,8 +19,6 @@ from groupwise.train.learner import Learner
 from rank_pairs import Pair, on_ranks
 from slow_cases import slow_but
 
-SHARDED = {"ddp": False, "fsdp": True}
-
 
 def opened(base, *, ranks, sharded=False, **options):
     learner = Learner(base, strategy=strategy_of(ranks, sharded=sharded), **options)
@@ -29,7 +27,9 @@ def opened(base, *, ranks, sharded=False, **options):
     return learner
 
 
-@pytest.mark.parametrize("sharded", SHARDED.values(), ids=SHARDED.keys())
+@pytest.mark.parametrize(
+    "sharded", [pytest.param(False, id="ddp", marks=pytest.mark.slow), pytest.param(True, id="fsdp")]
+)
 def test_only_rank_0_is_told_what_to_do(make_base, make_samples, tmp_path: Path, sharded) -> None:
     """The learner of above, led; then saved, and read by a learner alone and by a pair."""
     samples = near_policy(make_base(), make_samples(UNEVEN), lora=LORA)

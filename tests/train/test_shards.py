@@ -19,14 +19,14 @@ from groupwise.train.distributed import DataParallel, FullySharded
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 from rank_pairs import Pair, on_ranks
-from slow_cases import slow_but
 
 fsdp_learner = with_strategy(FullySharded)
-NAMES = {"lora": LORA, "all parameters": None}
 ARCHITECTURES = ("llama", "gemma3", "gpt2", "gpt_oss", "llama4_text", "lfm2", "qwen3_5_text")
 
 
-@pytest.mark.parametrize("lora", NAMES.values(), ids=NAMES.keys())
+@pytest.mark.parametrize(
+    "lora", [pytest.param(LORA, id="lora"), pytest.param(None, id="all parameters", marks=pytest.mark.slow)]
+)
 def test_ranks_train_what_one_process_trains(make_base, make_samples, lora) -> None:
     samples = near_policy(make_base(), make_samples(UNEVEN), lora=lora)
 
@@ -48,8 +48,9 @@ def test_ranks_train_what_one_process_trains(make_base, make_samples, lora) -> N
     assert base == {"cpu"} and base_too == {"meta"}  # rank 0 samples with it
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*cannot be trained in packed rows:UserWarning")
-@pytest.mark.parametrize("architecture", slow_but({"llama", "qwen3_5_text"}, of=ARCHITECTURES))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_other_architectures_checkpointing_and_dropout(make_base, make_samples, architecture) -> None:
     """What is not the Qwen3 of the other tests: untied heads, windows, another attention, sinks, padded rows,
     recurrent layers; and activations made twice."""
@@ -85,6 +86,7 @@ def test_the_weights_are_gathered_for_the_engine_and_saved_as_a_model(make_base,
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_one_and_two_again_are_one_run(make_base, make_samples, tmp_path: Path) -> None:
     """Full-parameter training, a checkpoint after each leg, read by another number of processes."""
     samples = near_policy(make_base(), make_samples(UNEVEN), lora=None)
@@ -141,9 +143,10 @@ def test_what_cannot_be_is_refused(make_base, options, message) -> None:
         assert isinstance(error, ConfigError) and message in error.message
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*in packed rows:UserWarning")
 @pytest.mark.parametrize("strategy", [DataParallel, FullySharded])
-@pytest.mark.parametrize("family", slow_but({"qwen3_moe"}, of=("qwen3_moe", "deepseek_v3")))
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_adapters_of_experts_with_routing_replay(make_base, make_samples, strategy, family: str) -> None:
     """Two ranks train what one process trains, with the experts that were recorded of two of four groups, which here
     are not those that the routers choose. The shares of those are means over micro-batches, which are cut otherwise."""
