@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.rewards import math as math_rewards
-from groupwise.rewards.math import boxed, math_match, number_match
+from groupwise.rewards.math import boxed, equation_match, math_match, number_match
 
 # ---- number_match ----
 
@@ -282,3 +282,35 @@ def test_the_module_is_cheap_to_import():
 
 def test_the_examples_in_the_docstrings():
     assert doctest.testmod(math_rewards).failed == 0 < doctest.testmod(math_rewards).attempted
+
+
+# ---- equation_match ----
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("<answer>44 + 19 + 35</answer>", 1.0),
+        ("<answer>(19 + 35) + 44 = 98</answer>", 1.0),
+        ("<answer>35*2 + 28</answer>", 0.0),  # numbers of its own
+        ("<answer>98</answer>", 0.0),
+        ("<answer>44 + 19 + 35 + 44 - 44</answer>", 0.0),  # one of them three times
+        ("<answer>44 + 54</answer>", 0.0),
+        ("<answer>44 + 19 + 35 = 99</answer>", 0.0),
+        ("44 + 19 + 35", 0.0),
+        ("<answer>44 + 19 + 35; 1</answer>", 0.0),
+        ("<answer>__import__('os')</answer>", 0.0),
+        ("<answer>44 / (19 - 19) + 35</answer>", 0.0),
+        ("<answer>9 ** 9 ** 9 ** 9</answer>", 0.0),
+        ("<answer>" + "(" * 300 + "44" + ")" * 300 + "</answer>", 0.0),
+        ("<answer></answer>", 0.0),
+    ],
+)
+def test_an_equation_of_the_given_numbers(said, score):
+    assert equation_match([said], [98], [[44, 19, 35]]) == [score]
+
+
+def test_equations_are_exact_and_rows_without_a_target_are_none():
+    assert equation_match(["<answer>-(1 - 8 / 3) * 3</answer>"], [5], [[1, 8, 3, 3]]) == [1.0]
+    assert equation_match(["<answer>1 / 3</answer>", "x"], [0.3333333333333333, None], [[1, 3], [1]]) == [0.0, None]
+    assert equation_match(["7 × 6"], [42], tag=None) == [1.0]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.rewards import text
-from groupwise.rewards.text import contains, exact_match, rouge_l, words_of
+from groupwise.rewards.text import contains, exact_match, lcs_ratio, rouge_l, words_of
 
 
 def chat(*texts: str) -> list[list[dict[str, str]]]:
@@ -138,3 +138,23 @@ def test_scores_stay_in_their_ranges(texts):
 
 def test_the_examples_in_the_docstrings():
     assert doctest.testmod(text).failed == 0 < doctest.testmod(text).attempted
+
+
+# ---- lcs_ratio ----
+
+
+def test_lcs_ratio_is_of_characters_as_they_are():
+    assert lcs_ratio(["abc", " abc\n", "ABC", "axbxc", "", "abc"], ["abc"] * 5 + [None]) == [
+        1.0,
+        1.0,
+        0.0,
+        0.75,
+        0.0,
+        None,
+    ]
+    assert lcs_ratio(["<r>ab</r>", "ab"], ["ab"] * 2, tag="r") == [1.0, 0.0]
+
+
+def test_lcs_ratio_gains_nothing_by_repeating():
+    once, often = lcs_ratio(["cba", "cba" * 50], ["abc"] * 2)
+    assert often < once < 0.5 and lcs_ratio(["a" * 11], ["a"], max_characters=10) == [0.0]

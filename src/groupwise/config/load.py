@@ -12,10 +12,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -52,6 +53,15 @@ def load_object(reference: str, *, folder: str | Path | None = None) -> Callable
     if not callable(target):
         raise LoadError(f"{reference!r} is a {type(target).__name__}; it must be a function or a class")
     return target
+
+
+def with_folder(made: Callable[..., Any], args: Mapping[str, Any], folder: str | Path | None) -> dict[str, Any]:
+    """`args`, with `folder` where what is to be called has a parameter of that name: it loads something itself."""
+    try:
+        takes = "folder" in inspect.signature(made).parameters
+    except ValueError:  # no signature to look at
+        takes = False
+    return {"folder": str(folder), **args} if takes and folder is not None else dict(args)
 
 
 def _file(name: str, reference: str, folder: str | Path | None) -> Path:

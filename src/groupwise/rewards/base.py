@@ -46,7 +46,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from groupwise.config.load import load_object
+from groupwise.config.load import load_object, with_folder
 from groupwise.config.run import RewardConfig
 from groupwise.errors import ConfigError, RewardError
 from groupwise.types import MAX_REWARD, Prompt, Rollout, RolloutGroup
@@ -370,9 +370,7 @@ def load_rewards(specs: Sequence[RewardConfig], *, folder: str | Path | None = N
     for spec, name in zip(specs, reward_names(specs), strict=True):
         function = load_object(spec.function, folder=folder)
         _check_signature(function, spec)
-        args = spec.args
-        if folder is not None and "folder" in inspect.signature(function).parameters:  # it loads other functions
-            args = {"folder": str(folder), **args}
+        args = with_folder(function, spec.args, folder)
         functions.append(RewardFunction(name=name, function=function, weight=spec.weight, args=args, spec=spec))
     return tuple(functions)
 

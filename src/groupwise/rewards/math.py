@@ -1,22 +1,26 @@
 r"""Ready rewards on mathematical answers. Options are the keyword-only arguments; set them with `args`.
 
-    number_match  the last number of the completion, with its unit, equals the `answer` column's
-    math_match    the last \boxed{} answer is equivalent to the `answer` column, judged by math-verify
-                  (https://github.com/huggingface/Math-Verify): fractions, roots, sets, intervals, expressions
+    number_match    the last number of the completion, with its unit, equals the `answer` column's
+    math_match      the last \boxed{} answer is equivalent to the `answer` column, judged by math-verify
+                    (https://github.com/huggingface/Math-Verify): fractions, roots, sets, intervals, expressions
 
-Both score 1 for right and 0 for wrong, and None for a row without an answer. An expected answer that is no number, or
+    equation_match  the expression has the value of the `answer` column, and uses each of the numbers in `nums` once
+
+All score 1 for right and 0 for wrong, and None for a row without an answer. An expected answer that is no number, or
 that math-verify cannot read, is a mistake in the dataset: it raises, so that completions count as failed, not as wrong.
 """
 
 from __future__ import annotations
 
+import ast
 import math
+import operator
 import re
 import signal
 import threading
 import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -351,6 +355,67 @@ def _comparable(said: Quantity, gold: Quantity, unit: str) -> list[tuple[Fractio
 
 def _is_close(said: Fraction, gold: Fraction, tolerance: float, zero_tolerance: float) -> bool:
     return abs(said - gold) <= (Fraction(tolerance) * abs(gold) if gold else Fraction(zero_tolerance))
+
+
+# ---- equations of given numbers ----
+
+_LONGEST_EQUATION = 500  # characters
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def equation_match(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    nums: Sequence[Any] | None = None,
+    *,
+    tag: str | None = "answer",
+    after: str | None = None,
+) -> list[float | None]:
+    """1 where the completion's expression of +, -, *, / and parentheses has the value `answer`, exactly, and uses each
+    of the row's whole numbers `nums` once and no other (without `nums`, any); else 0. None for a row without an answer.
+
+    The expression may end with "= answer". `tag` and `after` (see `rewards.text.answer_part`) choose where to look.
+    Raises ValueError for an answer that is no number.
+    """
+    scores: list[float | None] = []
+    for i, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
+        gold = gold_text(expected)
+        if gold is None:
+            scores.append(None)
+            continue
+        text = (answer_part(text_of(completion), tag=tag, after=after) or "").replace("×", "*").replace("÷", "/")
+        left, equals, right = text.strip().partition("=")
+        used: list[int] = []
+        value = _equation_value(left, used) if not equals or right.strip() == gold.strip() else None
+        given = used if nums is None else [int(each) for each in nums[i]]
+        scores.append(float(value == Fraction(gold.strip()) and sorted(used) == sorted(given)))
+    return scores
+
+
+def _equation_value(text: str, used: list[int]) -> Fraction | None:
+    """The value of an expression, whose numbers are added to `used`; None for what is none."""
+    if len(text) > _LONGEST_EQUATION or not re.fullmatch(r"[0-9+\-*/()\s]+", text):
+        return None
+    try:
+        return _value_of(ast.parse(text.strip(), mode="eval").body, used)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return None
+
+
+def _value_of(node: ast.expr, used: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value_of(node.left, used), _value_of(node.right, used))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value_of(node.operand, used)
+    raise ValueError(f"{type(node).__name__} is no part of an equation")
 
 
 # ---- expressions ----

@@ -3,6 +3,7 @@
 exact_match   the completion, or its tagged answer, is the answer
 contains      the answer occurs in the completion as whole words
 rouge_l       the longest common subsequence of words, ROUGE-L's F1 (Lin 2004, https://aclanthology.org/W04-1013)
+lcs_ratio     the longest common subsequence of characters, as they are
 
 All give None, "does not apply", for a row whose answer is None or blank: an empty completion is never a right one.
 """
@@ -137,6 +138,25 @@ def rouge_l(
     return scores
 
 
+def lcs_ratio(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    *,
+    tag: str | None = None,
+    after: str | None = None,
+    max_characters: int = 20_000,
+) -> list[float | None]:
+    """2 LCS / (characters of the completion + characters of the answer), in [0, 1], surrounding blanks aside; None for
+    a row without an answer. A completion of more than `max_characters` scores 0.
+    """
+    scores: list[float | None] = []
+    for completion, each in zip(completions, answer, strict=True):
+        gold, said = gold_text(each), answer_part(text_of(completion), tag=tag, after=after) or ""
+        brief = len(said) <= max_characters
+        scores.append(None if gold is None else _f1(list(said.strip()), list(gold)) if brief else 0.0)
+    return scores
+
+
 def prompt_text(prompt: Any) -> str:
     """The text of one entry of `prompts`: a string, or what was said before the completion, without roles."""
     if isinstance(prompt, str):
@@ -149,7 +169,7 @@ def _f1(said: list[str], gold: list[str]) -> float:
 
 
 def _common(said: list[str], gold: list[str]) -> int:
-    """Length of the longest common subsequence, a word of `said` at a time in bits of `gold` (Hyyrö 2004)."""
+    """Length of the longest common subsequence, an element of `said` at a time in bits of `gold` (Hyyrö 2004)."""
     places: dict[str, int] = {}
     for i, word in enumerate(gold):
         places[word] = places.get(word, 0) | 1 << i

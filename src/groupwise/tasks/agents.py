@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.algo.samples import segments_of
-from groupwise.config.load import load_object
+from groupwise.config.load import load_object, with_folder
 from groupwise.config.run import EnvConfig
 from groupwise.errors import (
     ChatError,
@@ -52,7 +52,7 @@ from groupwise.tasks.compat.trl import RolloutFunc, check_keys
 from groupwise.tasks.conversations import AgentRequest, Conversations, FirstRequest
 from groupwise.tasks.dialects.form import ending_of
 from groupwise.tasks.dialects.responses import ResponseStore
-from groupwise.tasks.env import EnvFactory, OwnThread, parameters_of, priced, reward_of
+from groupwise.tasks.env import EnvFactory, OwnThread, priced, reward_of
 from groupwise.tasks.episode import Slots, case_of, together
 from groupwise.tasks.openai import MODEL, AgentChatRequest, AgentReply
 from groupwise.tasks.reply import ReplyPart, TextStream
@@ -148,9 +148,7 @@ def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
     made: Any = load_object(config.agent, folder=folder)
     name, args = config.agent.replace(":", ".").rpartition(".")[2], dict(config.args)
     if inspect.isclass(made):
-        if folder is not None and "folder" in parameters_of(made):  # it loads something itself
-            args = {"folder": str(folder), **args}
-        made, args = _instance(made, name, args, config.agent), {}
+        made, args = _instance(made, name, with_folder(made, args, folder), config.agent), {}
     if isinstance(made, RolloutFunc):  # plays whole batches, and is not called as agents are
         check_keys(config)
         return Agent(name=made.name, function=made, takes=())

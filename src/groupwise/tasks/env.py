@@ -34,7 +34,7 @@ from inspect import isawaitable, isfunction
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.load import load_object
+from groupwise.config.load import load_object, with_folder
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
 from groupwise.platform import run_coroutine
@@ -361,12 +361,10 @@ def load_env(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFacto
     _check_players(made, config)
     args = config.args if argument is None else {**config.args, argument: name}
     _check_arguments(made, args, config.environment)
-    if folder is not None and "folder" in parameters_of(made):  # it loads something itself
-        args = {"folder": str(folder), **args}
     return EnvFactory(
         name=config.environment.rpartition(":")[2],
         make_one=made,
-        args=args,
+        args=with_folder(made, args, folder),
         legacy=all(hasattr(made, name) for name in THREE_METHODS) and not hasattr(made, "step"),
     )
 
@@ -375,14 +373,6 @@ def load_env(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFacto
 def load_once(reference: str, *, folder: str | None = None) -> Callable[..., Any]:
     """`load_object` for environments that load something themselves, in every episode: each reference once."""
     return load_object(reference, folder=folder)
-
-
-def parameters_of(made: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a callable, as far as its signature tells."""
-    try:
-        return inspect.signature(made).parameters
-    except ValueError:  # no signature to look at
-        return {}
 
 
 def prompts_of(rows: Any, source: str) -> list[Prompt]:

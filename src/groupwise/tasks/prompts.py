@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 from groupwise.config.data import FILES, DataConfig, DatasetConfig
 from groupwise.config.hub import reading
-from groupwise.config.load import load_object
+from groupwise.config.load import load_object, with_folder
 from groupwise.errors import ConfigError, DataError
 from groupwise.types import Message, Prompt, RolloutGroup
 
@@ -223,17 +223,19 @@ def open_prompts(
 
     Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
     """
-    read = {"file": _file_rows, "function": _function_rows, "dataset": _dataset_rows, "generated": _generated_rows}[
-        config.kind
-    ]
-    rows = itertools.islice(read(config, Path(folder)), config.limit)
     prompts = [
         to_prompt(row, id=id, prompt_key=config.prompt_key, raw=config.raw, system=config.system, case=cases)
-        for id, row in rows
+        for id, row in read_rows(config, folder=folder)
     ]
     if not prompts:
         raise DataError(f"{config.source} has no rows", hint="a dataset needs at least one prompt")
     return PromptSource(prompts, seed=seed, shuffle=isinstance(config, DataConfig) and config.shuffle)
+
+
+def read_rows(config: DatasetConfig, *, folder: str | Path = ".") -> Iterator[tuple[str, Any]]:
+    """Each row with its id, as it is written, up to `config.limit`. Raises DataError and LoadError."""
+    read = {"file": _file_rows, "function": _function_rows, "dataset": _dataset_rows, "generated": _generated_rows}
+    return itertools.islice(read[config.kind](config, Path(folder)), config.limit)
 
 
 # ---- rows ----
@@ -316,7 +318,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _function_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
     function = load_object(config.source, folder=folder)
     try:
-        for index, row in enumerate(function(**config.args)):
+        for index, row in enumerate(function(**with_folder(function, config.args, folder))):
             yield f"{config.source}:{index}", row
     except DataError:
         raise

@@ -1,0 +1,74 @@
+"""Datasets by name: rows in the shapes that the field's datasets have, from files and from saved datasets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from field_shapes import SHAPES, write_rows
+from groupwise.config.data import DataConfig
+from groupwise.config.load import load_object
+from groupwise.errors import DataError
+from groupwise.tasks import datasets as named
+from groupwise.tasks.prompts import open_prompts
+
+MATH, TEXT = "groupwise.rewards.math", "groupwise.rewards.text"
+JUDGED = {
+    "gsm8k": (r"So \boxed{1203}.", r"\boxed{1200}", f"{MATH}:number_match", {"box": True}),
+    "math": (r"\boxed{0.5}", r"\boxed{2}", f"{MATH}:math_match", {}),
+    "countdown": ("<answer>(44 + 19) + 35 = 98</answer>", "<answer>98</answer>", f"{MATH}:equation_match", {}),
+    "reverse_text": (
+        "<reversed_text>.tac ehT</reversed_text>",
+        ".tac ehT",
+        f"{TEXT}:lcs_ratio",
+        {"tag": "reversed_text"},
+    ),
+}
+
+
+def config(name: str, source: str) -> DataConfig:
+    return DataConfig(source=f"groupwise.tasks.datasets:{name}", args={"source": source})
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_reward_of_a_dataset_knows_its_answers(tmp_path: Path, name: str):
+    write_rows(tmp_path / "rows.jsonl", name)
+    [prompt] = open_prompts(config(name, "rows.jsonl"), folder=tmp_path).all()
+    right, wrong, function, args = JUDGED[name]
+    said = [[{"role": "assistant", "content": each}] for each in (right, wrong)]
+    columns = {key: [value] * 2 for key, value in prompt.columns.items()}
+    takes = {key: columns[key] for key in ("nums", "answer") if key in columns}
+    assert load_object(function)(said, **takes, **args) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_saved_dataset_is_read_with_its_split(tmp_path: Path, name: str):
+    DatasetDict({"test": Dataset.from_list([SHAPES[name]] * 3)}).save_to_disk(str(tmp_path / "saved"))
+    asked = DataConfig(source=f"groupwise.tasks.datasets:{name}", args={"source": "saved", "split": "test"})
+    prompts = open_prompts(asked, folder=tmp_path).all()
+    assert len(prompts) == 3 and prompts[0].messages[-1]["role"] == "user"
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "says"),
+    [
+        ("gsm8k", {"question": "1+1?"}, "rows.jsonl:1: it has question"),
+        ("gsm8k", {"question": "1+1?", "answer": "2"}, "rows.jsonl:1: the answer has no ####"),
+        ("math", {"problem": "1+1?", "solution": "2"}, "neither an answer nor a solution"),
+        ("countdown", {"nums": "1 2", "target": 3}, "nums is '1 2'"),
+        ("reverse_text", {"prompt": [{"role": "user"}]}, "prompt is"),
+    ],
+)
+def test_a_row_of_another_shape_is_named(tmp_path: Path, name: str, row: dict, says: str):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match=says):
+        open_prompts(config(name, "rows.jsonl"), folder=tmp_path)
+
+
+def test_what_is_told_may_be_another(tmp_path: Path):
+    write_rows(tmp_path / "rows.jsonl", "gsm8k")
+    [row] = named.gsm8k("rows.jsonl", instruction="Write #### and the answer.", folder=str(tmp_path))
+    assert row["prompt"].endswith("Write #### and the answer.") and row["answer"] == "1203"
