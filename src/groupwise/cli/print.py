@@ -213,6 +213,7 @@ def check_as_json(report: CheckReport, loaded: LoadedRun) -> dict[str, Any]:
             for rollout in group.rollouts
         ],
         "one_step": asdict(report.trained_step),
+        "step_seconds": asdict(report.pace) | {"run": report.pace.of_run(report.plan.config)},
         "warnings": list(report.warnings),
     }
 
@@ -242,6 +243,7 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
             f"{step.epochs:.3g} epochs of {len(report.plan.source):,} prompts",
         ),
         ("sampling", _pace(config)),
+        ("time", _time(report)),
         ("memory", _memory(report)),
         ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
         ("advantage", f"{advantage.advantage}, {advantage.aggregation}"),
@@ -280,6 +282,29 @@ def _a_step(config: RunConfig, step: StepSize) -> str:
         f"wave{_s(step.decode_waves)}, {step.forwards} forward pass{'es' if step.forwards > 1 else ''}, "
         f"{step.optimizer_steps} optimizer step{_s(step.optimizer_steps)}"
         + (f" ({' x '.join(several)})" if several else "")
+    )
+
+
+def _time(report: CheckReport) -> str:
+    """How long the run takes, by the trial step."""
+    low, high = (_duration(each) for each in report.pace.of_run(report.plan.config))
+    sampling = " to ".join(dict.fromkeys(f"{each:.2g}" for each in report.pace.sampling))
+    each = f"a step samples {sampling} s and trains {report.pace.training:.2g} s"
+    return f"{low} to {high} here, as the trial goes: {each}; scoring and evaluations are not counted"
+
+
+def _duration(seconds: float) -> str:
+    """As people say it.
+
+    >>> _duration(40), _duration(1300), _duration(9000)
+    ('40 s', '22 min', '2.5 h')
+    """
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
     )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+import time
+from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,6 +77,7 @@ class CheckReport:
     memory: Memory
     available: int
     trained_step: StepTrial
+    pace: Pace
     template: TemplateCheck | None  # with an environment: whether episodes can be trained as one sequence
     family: ModelRow | None
     warnings: tuple[str, ...]
@@ -121,6 +123,29 @@ class StepTrial:
     version: str
     grad_norm: float | None
     made_up: bool  # all groups had equal rewards, so advantages of 1 and -1 were taken
+    seconds: float  # of training, without publishing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Seconds of a step, extrapolated from the trial's few completions. `sampling` is a range: as long as the trial's
+    if more rows decode in the same time (a GPU that is not full), and in proportion to the rows if they do not (a CPU).
+    Scoring, publishing and evaluations are not in it."""
+
+    sampling: tuple[float, float]
+    training: float
+
+    @classmethod
+    def of(cls, config: RunConfig, step: StepSize, *, sampled_s: float, trained_s: float, tokens: float) -> Pace:
+        """Of a step, from the seconds in which the trial's completions were sampled and its `tokens` trained."""
+        high = sampled_s * step.completions / (PROMPTS * COMPLETIONS)
+        training = trained_s * step.tokens / tokens * config.train.passes if tokens else 0.0
+        return cls(sampling=(min(high, sampled_s * step.decode_waves), high), training=training)
+
+    def of_run(self, config: RunConfig) -> tuple[float, float]:
+        """Seconds of the run, at least and at most."""
+        low, high = (config.train.steps * (each + self.training) for each in self.sampling)
+        return low, high
 
 
 def check(
@@ -153,12 +178,12 @@ def check(
                 hint="shorten the prompts, raise rollout.max_prompt_tokens, or use a model with a longer context",
             )
         on_phase("sampling and scoring")
-        groups = run_coroutine(_try_out(usable[:PROMPTS], plan, parts))
+        groups, sampled_s = run_coroutine(_try_out(usable[:PROMPTS], plan, parts))
         recognised = run_coroutine(_try_answers(groups, parts)) if plan.env is None else None
         on_phase("training, publishing and loading one step")
         with learner_thread(parts.learner.threads) as thread:
             tried = _try_step(plan, parts, groups, thread)
-        report = _report(plan, parts, encoded, usable, groups, tried, family)
+        report = _report(plan, parts, encoded, usable, groups, tried, family, sampled_s)
         return report if recognised is None else replace(report, warnings=(recognised, *report.warnings))
 
 
@@ -172,10 +197,13 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
             replace(group, rollouts=tuple(map(_made_up, range(COMPLETIONS), group.rollouts))) for group in groups
         ]
     samples = samples_of(weighed, mask_truncated=config.algo.mask_truncated and not made_up)
-    metrics: Mapping[str, float] = {}
-    if any(any(sample.mask) for sample in samples):
-        step = partial(parts.learner.step, samples, plan.loss, learning_rate=config.train.learning_rate)
-        metrics = thread.submit(step, temperature=rollout.temperature).result()
+    metrics, seconds = dict[str, float](), 0.0
+    if trained := next((sample for sample in samples if any(sample.mask)), None):
+        step = partial(parts.learner.step, spec=plan.loss, temperature=rollout.temperature)
+        thread.submit(step, [trained], learning_rate=0.0).result()  # what is done once only is not timed
+        began = time.perf_counter()
+        metrics = thread.submit(step, samples, learning_rate=config.train.learning_rate).result()
+        seconds = time.perf_counter() - began
     with TemporaryDirectory(prefix="groupwise-check-", dir=_shared(config)) as folder:
         policy = Policy(
             parts.learner,
@@ -189,7 +217,7 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
         version = policy.publish(step=1, metrics={}, sync=True)
         params = replace(rollout.sampling(), max_tokens=1)
         run_coroutine(_sampled(parts, groups[0], version, params))
-    return StepTrial(version=str(version), grad_norm=metrics.get("optim/grad_norm"), made_up=made_up)
+    return StepTrial(version=str(version), grad_norm=metrics.get("optim/grad_norm"), made_up=made_up, seconds=seconds)
 
 
 def _made_up(number: int, rollout: Rollout) -> Rollout:
@@ -218,7 +246,14 @@ def _too_long(config: RunConfig, *, context: int) -> str:
     return f"fill the context of {context} tokens"
 
 
-async def _try_out(prompts: Sequence[Prompt], plan: RunPlan, parts: Components) -> tuple[RolloutGroup, ...]:
+async def _try_out(
+    prompts: Sequence[Prompt], plan: RunPlan, parts: Components
+) -> tuple[tuple[RolloutGroup, ...], float]:
+    """Scored groups, and the seconds in which they were sampled. What is done once only is not timed."""
+    first = replace(plan.config.rollout.sampling(), max_tokens=1)
+    if plan.env is None:
+        await play_all(parts.play, prompts[:1], seeds=[0], n=1, params=first, version=PolicyVersion.base())
+    began = time.perf_counter()
     groups = await play_all(
         parts.play,
         prompts,
@@ -227,9 +262,10 @@ async def _try_out(prompts: Sequence[Prompt], plan: RunPlan, parts: Components) 
         params=plan.config.rollout.sampling(),
         version=PolicyVersion.base(),
     )
+    seconds = time.perf_counter() - began
     scored = await asyncio.gather(*(parts.scorer(group) for group in groups))
     refuse_failed(scored)
-    return tuple(scored)
+    return tuple(scored), seconds
 
 
 def _is_given(value: object) -> bool:
@@ -277,6 +313,7 @@ def _report(
     groups: tuple[RolloutGroup, ...],
     tried: StepTrial,
     family: ModelRow | None,
+    sampled_s: float,
 ) -> CheckReport:
     config, model = plan.config, parts.base.model
     asked = usable if plan.env is None else [group.prompt for group in groups]  # an environment asks when it is played
@@ -290,6 +327,8 @@ def _report(
         micro_tokens=parts.learner.micro_tokens,
         packed=parts.learner.packed,
     )
+    tried_tokens = sum(len(group.prompt.token_ids) for group in groups) + sum(completions)
+    pace = Pace.of(config, step, sampled_s=sampled_s, trained_s=tried.seconds, tokens=tried_tokens)
     load = parts.load or load_of(
         config, parts.base, parts.learner, longest_prompt=max(lengths), reads_reference=plan.reads_reference
     )
@@ -321,6 +360,7 @@ def _report(
         memory=needed,
         available=available,
         trained_step=tried,
+        pace=pace,
         template=None if plan.env is None else template_check(parts.base.tokenizer),
         family=family,
         warnings=tuple(warnings),
