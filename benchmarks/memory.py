@@ -98,7 +98,7 @@ def cases() -> Iterator[Case]:
             name=f"0.6B, {kind or 'bfloat16'}, checkpointed",
             model=LARGEST,
             dtype=torch.bfloat16,
-            shape=(1, 128, 64, 4),
+            shape=(1, 128, 256, 4),
             checkpointing=True,
             quantization=kind,
         )

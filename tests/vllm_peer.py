@@ -81,7 +81,7 @@ class Peer:
 
     def start(self) -> None:
         """Listen, with no adapters: what there was died with the process."""
-        self.loaded, self.paths = {}, dict[str, Path]()
+        self.loaded, self.paths, self.label = {}, dict[str, Path](), "default"
         self.engine = LocalEngine(self.base, max_rows=64)
         peer = self
 
@@ -164,6 +164,13 @@ class Peer:
                 self.engine.unload(self.loaded[name])
                 self.engine.load(self.loaded[name], path)
         return {"results": [None]}
+
+    def do_update_weight_version(self, body: dict[str, Any]) -> Any:
+        self.label = body["new_version"]
+        return {"success": True, "new_version": self.label}
+
+    def do_weight_info(self, body: dict[str, Any]) -> Any:
+        return {"weight_version": self.label}
 
     def do_reset_prefix_cache(self, body: dict[str, Any]) -> Any:
         return {"success": True}

@@ -29,6 +29,7 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.load import LoadedModel
+from groupwise.store.export import AdapterMerge
 from groupwise.train.learner import Learner
 from groupwise.types import (
     FinishReason,
@@ -69,6 +70,7 @@ def attach(tiny: LoadedModel) -> Iterator[Callable[..., VllmEngine]]:
             *peers: Peer | str,
             base: LoadedModel = tiny,
             reloads: bool = False,
+            merge: AdapterMerge | None = None,
             in_flight_updates: bool = False,
             **options,
         ) -> VllmEngine:
@@ -77,7 +79,13 @@ def attach(tiny: LoadedModel) -> Iterator[Callable[..., VllmEngine]]:
             targets = linear_names(base.model, "all-linear")
             local = LocalEngine(base, max_rows=1, prefix_cache_mb=0)
             engine = VllmEngine(
-                config, base, local, targets=targets, reloads=reloads, in_flight_updates=in_flight_updates
+                config,
+                base,
+                local,
+                targets=targets,
+                reloads=reloads,
+                merge=merge,
+                in_flight_updates=in_flight_updates,
             )
             opened.callback(engine.close)
             return engine
@@ -380,6 +388,83 @@ def test_weights_that_a_server_does_not_take_end_the_run_by_name(attach, make_ba
         with pytest.raises(EngineError, match=r"math@1 could not be handed to vLLM in 2 attempts.* are off by"):
             engine.adopt(FIRST)
         assert len(peer.checkpoints) == 3
+
+
+def test_merged_adapters_are_read_as_whole_models_also_by_a_server_that_was_away(
+    attach, make_base, adapters, tiny_engine
+):
+    """`vllm.push: merged`: no adapter ever reaches the server, and what it samples is what the adapter makes."""
+    with serving(whole(make_base)) as peer:
+        step(peer.base)  # what an earlier run has left there
+        engine = attach(peer, base=whole(make_base), merge=AdapterMerge(whole(make_base)))
+        (group,) = engine.generate([request(version=BASE, n=2)])
+        assert off(group, (1, 2, 3, 4), tiny_engine, BASE) < 1e-4
+        for version, directory in zip((FIRST, SECOND), adapters, strict=False):
+            engine.load(version, directory)
+            tiny_engine.load(version, directory)
+            (group,) = engine.generate([request(version=version, n=2)])
+            assert off(group, (1, 2, 3, 4), tiny_engine, version) < 1e-4 < off(group, (1, 2, 3, 4), tiny_engine, BASE)
+            tiny_engine.unload(version)
+        for gone in (BASE, FIRST):
+            with pytest.raises(AdapterNotFoundError, match="is not loaded; loaded: math@2"):
+                engine.submit([request(version=gone)])
+        peer.die()
+        assert becomes(lambda: engine.servers[peer.url] is None)
+        peer.base = whole(make_base)
+        peer.start()
+        assert engine.generate([request(version=SECOND, n=2)]) == [group]
+        assert len(peer.checkpoints) == 4 and peer.ever == []
+
+
+def test_a_server_that_was_restarted_unseen_is_given_its_weights_again(attach, make_base):
+    """By somebody else, between two looks: it answers, and has the weights of its start."""
+    base = whole(make_base)
+    with serving(whole(make_base)) as peer:
+        engine = attach(peer, base=base, reloads=True)
+        step(base)
+        engine.adopt(FIRST)
+        peer.label = "default"
+        assert becomes(lambda: len(peer.checkpoints) == 3)
+        assert engine.generate([request(version=FIRST)])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["train.lora=null"], "merged has no effect with train.lora null"),
+        (["rollout.max_staleness=1"], "changes the weights that sample: nothing can be sampled meanwhile"),
+    ],
+)
+def test_where_versions_cannot_be_merged_that_is_said(options, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(RECIPE, ["engine=vllm", "vllm.push=merged", *options])
+
+
+@pytest.mark.parametrize("options", [["quantization=nf4"], ["train.lora.use_dora=true"]])
+def test_what_vllm_cannot_apply_itself_is_refused_and_merged(options):
+    with pytest.raises(ConfigError, match=r"vllm\.push: merged"):
+        load_config(RECIPE, ["engine=vllm", *options])
+    assert load_config(RECIPE, ["engine=vllm", "vllm.push=merged", *options]).vllm.push == "merged"
+
+
+def test_rounded_weights_are_another_policy():
+    """What the loss is told, which then keeps groups whose rewards are equal, and warns of what is not corrected."""
+
+    def rounded(*options: str) -> bool:
+        return load_config(RECIPE, ["engine=vllm", *options]).may_be_stale
+
+    assert not rounded("dtype=float32") and not rounded("dtype=float32", "vllm.push=merged")
+    assert rounded("vllm.quantization=fp8") and rounded("dtype=float32", "vllm.dtype=bfloat16")
+    assert rounded("dtype=bfloat16", "vllm.push=merged") and not rounded("dtype=bfloat16", "vllm.dtype=bfloat16")
+
+
+def test_a_server_of_merged_or_rounded_weights_is_started_so(model_dir):
+    options = [f"model={model_dir}", "device=cpu", "dtype=float32", "engine=vllm"]
+    merged = read_launch(load_config(RECIPE, [*options, "vllm.push=merged", "train.lora.targets=[q_proj]"]), port=8000)
+    assert merged.environment["VLLM_SERVER_DEV_MODE"] == "1" and not any("lora" in word for word in merged.argv)
+    rounded = read_launch(load_config(RECIPE, [*options, "vllm.quantization=fp8"]), port=8000)
+    at = rounded.argv.index("--quantization")
+    assert rounded.argv[at + 1] == "fp8" and "--enable-lora" in rounded.argv
 
 
 def test_tied_embeddings_are_refused_on_a_cpu(model_dir):

@@ -372,6 +372,19 @@ def test_a_run_with_vllm_in_its_own_process(tmp_path, form):
     print("colocated, largest mismatch", max(gaps))
 
 
+def test_a_run_whose_versions_are_merged(tmp_path):
+    """With a server of its own, which serves no adapters (`vllm.push: merged`)."""
+    short = ["train.steps=3", "train.warmup_steps=1", "rollout.prompts_per_step=8", "eval=null", "vllm.push=merged"]
+    where = ["engine=vllm", f"vllm.python={PYTHON}", f"vllm.environment={ENVIRONMENT}", f"run_dir={tmp_path / 'run'}"]
+    words = [sys.executable, "-m", "groupwise", "run", str(RECIPE), *short, "dtype=float32", "device=cpu", *where]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gaps = [each["mismatch/logprob_diff_max"] for each in steps if "mismatch/logprob_diff_max" in each]
+    print("merged, largest mismatch", max(gaps))
+    assert len(gaps) == 3 and max(gaps) < CLOSE
+
+
 def test_a_run_that_trains_all_parameters(tmp_path, starter):
     """With a server of its own, which reads every version whole. The embeddings are not tied: this is a CPU."""
     torch.manual_seed(0)

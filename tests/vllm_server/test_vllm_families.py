@@ -106,6 +106,25 @@ def a_run(make_base: Any, folder: Path, family: str) -> dict[str, Any]:
     return {"gap": float(f"{max(gaps):.0e}")}
 
 
+MERGED = {"qwen3": {}, "qwen3_moe": {"moe_intermediate_size": HEAD}}  # whose experts vLLM's kernels need so wide
+
+
+@pytest.mark.parametrize("family", MERGED)
+def test_a_run_whose_adapter_vllm_gets_merged(make_base, tmp_path: Path, family: str) -> None:
+    """`vllm.push: merged`, with experts among the targets where there are any, which vLLM serves no adapters of."""
+    sizes = {"hidden_size": 4 * HEAD, "head_dim": HEAD, **MERGED[family]}
+    model = save_model(make_base(family, dtype=torch.float32, context=256, **sizes), tmp_path / "model")
+    targets = ["train.lora.targets=[all-linear,experts]"] if "moe" in family else []
+    words = [str(PYTHON), "-m", "groupwise", "run", str(Project.make(tmp_path, model=model).config), *SHORT, *COLOCATED]
+    words += ["vllm.push=merged", *targets]
+    done = subprocess.run(words, cwd=tmp_path, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    gaps = [step["mismatch/logprob_diff_max"] for step in steps if "mismatch/logprob_diff_max" in step]
+    print(family, "merged, largest mismatch", max(gaps))
+    assert len(gaps) == 2 and max(gaps) < CLOSE
+
+
 def reason(said: str) -> str:
     """Why a run ended, of what it said, in one line."""
     errors = re.findall(r"^error: (.*(?:\n  .*)?)", said, re.MULTILINE)

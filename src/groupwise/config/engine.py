@@ -41,8 +41,14 @@ class VllmConfig(Section):
     It must be true of servers in `urls` as well."""
     max_lora_rank: int | None = Field(default=None, ge=1)
     """Largest rank of an adapter; null is the run's own, 32 for `groupwise serve`. True of servers in `urls` too."""
+    push: Literal["adapter", "merged"] = "adapter"
+    """How vLLM gets a version: `adapter`, as LoRA that it applies itself; `merged`, a checkpoint of the base with the
+    adapter merged into it, for models whose adapters vLLM cannot serve."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is the trainer's."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: vLLM rounds its linear layers to 8-bit floats while it loads them, and their inputs while it runs. null:
+    neither. True of servers in `urls` as well."""
     enable_prefix_caching: bool = True
     """Compute the beginning that prompts have in common once."""
     enforce_eager: bool = False
@@ -83,3 +89,11 @@ class VllmConfig(Section):
         elif self.sleep:
             raise conflict("sleep", "acts with mode colocate only: a server has memory of its own")
         return self
+
+    def rounds(self, dtype: str) -> bool:
+        """Whether vLLM's weights are rounded ones of a trainer's in `dtype` (`auto`, `float32`, `bfloat16`)."""
+        return (
+            self.quantization is not None
+            or self.dtype not in ("auto", "float32", dtype)
+            or (self.push == "merged" and dtype != "float32")  # the sum of weights and adapter is rounded there
+        )

@@ -41,7 +41,7 @@ class LoraSpec(Section):
     """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     use_dora: bool = False
     """Train a magnitude of each output beside its direction (DoRA, arXiv 2402.09353). Not with experts, a quantised
-    base or vLLM."""
+    base, or vLLM but with vllm.push: merged."""
     targets: Targets = "all-linear"
     """`all-linear`: the projections of attention and of dense MLPs, shared experts included, not the LM head;
     `experts`: the routed experts of a mixture; or a list of these and of names of modules, which may be routers."""

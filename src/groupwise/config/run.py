@@ -617,11 +617,18 @@ class RunConfig(Section):
             raise conflict("rewards", "every weight is 0, so there is nothing to train for; give one a weight")
         return self
 
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether a group may be trained that another policy sampled: `rollout.may_be_stale`, or one of vLLM's rounded
+        weights."""
+        return self.rollout.may_be_stale or (self.engine == "vllm" and self.vllm.rounds(self.dtype))
+
     def _check_quantization(self) -> None:
         """What cannot go with a base in few bits, or with DoRA."""
-        kind, by_vllm, lora = self.quantization, self.engine == "vllm", self.train.lora
+        kind, lora = self.quantization, self.train.lora
+        by_vllm = self.engine == "vllm" and self.vllm.push == "adapter"
         if lora is not None and lora.use_dora and (by_vllm or kind):
-            why = "engine vllm, which serves no DoRA; set engine: local"
+            why = "engine vllm, which serves no DoRA; set vllm.push: merged, or engine: local"
             why = why if by_vllm else f"quantization {kind}: it needs norms of the weights; leave one of the two out"
             raise conflict("train", "lora", f"use_dora does not go with {why}")
         if kind and lora is None:
@@ -630,7 +637,8 @@ class RunConfig(Section):
             message = f"{self.rollout.dtype} rounds float32 weights, and quantization is {kind}; leave one of them out"
             raise conflict("rollout", "dtype", message)
         if kind and by_vllm:
-            raise conflict("quantization", "vLLM would sample from other weights than train; set engine: local")
+            message = "vLLM would sample from other weights than train; set vllm.push: merged, or engine: local"
+            raise conflict("quantization", message)
         if kind and self.train.parallel == "fsdp":
             raise conflict("quantization", f"{kind} weights are not cut by fsdp; set train.parallel: ddp")
 
@@ -649,6 +657,12 @@ class RunConfig(Section):
                 message = f"{value:g} draws from a part of the vocabulary, and vLLM does not tell which part that was"
                 hint = f"trained as drawn from all of it, what is learned would be biased. Set it to {off:g} (off), or"
                 raise conflict("rollout", key, f"{message}: {hint} engine: local")
+        if self.vllm.push == "merged" and self.train.lora is None:
+            message = "merged has no effect with train.lora null: every version is a whole model then; leave it out"
+            raise conflict("vllm", "push", message)
+        if self.vllm.push == "merged" and not self.rollout.on_policy:
+            message = "vllm.push merged changes the weights that sample: nothing can be sampled meanwhile"
+            raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or push: adapter")
         if self.rollout.in_flight_updates and self.vllm.mode == "colocate":
             message = "has no effect with vllm.mode colocate, which hands completions out when they are whole"
             raise conflict("rollout", "in_flight_updates", f"{message}; leave it out, or let vLLM be a server")

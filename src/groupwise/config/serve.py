@@ -208,6 +208,10 @@ class ServeConfig(Section):
                 raise conflict("quantization", f"{message}; leave one of the two out")
             if self.vllm.mode != "server":
                 raise conflict("vllm", "mode", "is colocate; a live server's vLLM is in processes of its own: server")
+            for key, only in (("push", "adapter"), ("quantization", None)):
+                if (value := getattr(self.vllm, key)) != only:
+                    message = f"{value} is of runs; a live server's versions are adapters over weights as they are"
+                    raise conflict("vllm", key, f"{message}; leave it out")
             for key in ("draft_tokens", "prefix_cache_mb"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise conflict(key, "is the local engine's, and engine is vllm; leave it out")

@@ -80,7 +80,7 @@ def experts_forward(experts: Any, x_SH: Tensor, chosen_SK: Tensor, weight_SK: Te
     h_N = _product(experts, "gate_up_proj" if experts.has_gate else "up_proj", x_SH[routed.token_N], routed, delta)
     h_N = experts._apply_gate(h_N) if experts.has_gate else experts.act_fn(h_N)
     y_N = _product(experts, "down_proj", h_N, routed, delta)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # since transformers 5.20
         y_N = experts.post_expert_norm(y_N)
     y_N = y_N * weight_SK.flatten()[order_N, None]
     y_N = y_N[order_N.argsort()]  # each token's K side by side, and summed in that order

@@ -53,14 +53,14 @@ class RunPlan:
     def keep_flat(self) -> bool:
         """Whether groups of equal rewards still have a gradient, through another term of the loss."""
         train = self.config.train
-        stale = self.config.rollout.may_be_stale
+        stale = self.config.may_be_stale
         return self.kl_coeff is not None or self.loss.needs_flat(train.minibatches * train.passes, stale=stale)
 
     @property
     def warnings(self) -> list[str]:
         """What is accepted and biases what is learned."""
         train = self.config.train
-        return self.loss.off_policy_warnings(train.minibatches * train.passes, stale=self.config.rollout.may_be_stale)
+        return self.loss.off_policy_warnings(train.minibatches * train.passes, stale=self.config.may_be_stale)
 
     @property
     def reads_reference(self) -> bool:
@@ -90,7 +90,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     loss = loss_of(
         config.algo if config.algo.kl_in == "loss" else without_kl,
         max_tokens=config.rollout.max_tokens,
-        stale=config.rollout.may_be_stale,
+        stale=config.may_be_stale,
         folder=config.folder,
     )
     if config.rollout.stream_groups and not loss.streams:

@@ -89,6 +89,27 @@ def merged_model(policy: TrainedPolicy, *, dtype: str) -> LoadedModel:
     return LoadedModel(name=base.name, model=model, tokenizer=base.tokenizer, hash=weights_hash(model))
 
 
+class AdapterMerge:
+    """Merges adapters into one base, each into a copy of it: what an engine reads that serves no adapters.
+
+    Args:
+        base: a model of its own on the CPU, which this keeps. Quantised layers are dequantised.
+    """
+
+    def __init__(self, base: LoadedModel):
+        self._model: Any = base.model
+        dequantize(self._model, self._model.dtype)
+
+    def __call__(self, adapter: Path | None) -> PreTrainedModel:
+        """The base with the adapter in this directory, in PEFT's layout, merged into it; None is the base itself, only
+        to be read. Raises AdapterError."""
+        if adapter is None:
+            return self._model
+        files.check_adapter(adapter)
+        adapted: Any = peft.PeftModel.from_pretrained(copy.deepcopy(self._model), str(adapter))
+        return adapted.merge_and_unload()
+
+
 def _check_base(adapter: Located, base: LoadedModel) -> None:
     """Raise AdapterError unless the base is that of the adapter, in the type it was trained over or in this one."""
     rounded = ""

@@ -6,6 +6,7 @@
     POST /v1/unload_lora_adapter    {lora_name}
     POST /collective_rpc            reload_weights {weights_path}: all weights anew, with VLLM_SERVER_DEV_MODE only
     POST /reset_prefix_cache        ... after which no prompt may be known any more
+    POST /update_weight_version     ... and what they are called; GET /weight_info says it again
     POST /tokenize                  a conversation through the server's tokenizer and chat template
     GET  /v1/models, /version, /health
 
@@ -134,6 +135,7 @@ class VllmServer:
 
     def __init__(self, url: str, *, request_timeout_s: float):
         self.url, self._request_s = server_url(url), request_timeout_s
+        self._weights, self._reading = None, asyncio.Lock()  # what the weights are called that it has read
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx2.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
 
@@ -242,9 +244,20 @@ class VllmServer:
 
     async def reload(self, path: str, *, timeout: float) -> None:
         """Read all weights from the checkpoint in `path`. Nothing may be in flight. Raises ServerLost, EngineError."""
-        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        await self._ask("POST", "/collective_rpc", body, timeout=timeout)
-        await self._ask("POST", "/reset_prefix_cache")
+        async with self._reading:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+            await self._ask("POST", "/collective_rpc", body, timeout=timeout)
+            await self._ask("POST", "/reset_prefix_cache")
+            await self._ask("POST", "/update_weight_version", {"new_version": path})
+            self._weights = path
+
+    async def remembers(self, base: str) -> bool:
+        """Whether it has what it was given last, and was not restarted since: the weights that it has read, or else
+        the adapter `base`. Raises ServerLost, EngineError."""
+        async with self._reading:
+            if self._weights is not None:
+                return (await self._ask("GET", "/weight_info"))["weight_version"] == self._weights
+        return base in await self.adapters()
 
     async def _ask(self, method: str, path: str, body: Any = None, *, timeout: float = ASK_S) -> Any:
         """The answer's JSON, or its text."""
@@ -276,8 +289,8 @@ class VllmServer:
             hint = (
                 "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as `groupwise vllm-serve` does"
             )
-        if status == 404 and where.endswith("/collective_rpc"):
-            hint = "start it with VLLM_SERVER_DEV_MODE=1, as `groupwise vllm-serve` does where train.lora is null"
+        if status == 404 and where.endswith(("/collective_rpc", "/update_weight_version")):
+            hint = "it must be vLLM 0.32 or newer, with VLLM_SERVER_DEV_MODE=1, as `groupwise vllm-serve` starts it"
         raise EngineError(f"{where} answered {status}: {said}", hint=hint, kind=kind_of(said))
 
 

@@ -134,10 +134,14 @@ class InProcess(VllmServer):
 
     async def reload(self, path: str, *, timeout: float) -> None:
         def read() -> None:
+            self._llm.apply_model(_forget_cpu_kernels)
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             self._llm.reset_prefix_cache()
 
         await self._do(read)
+
+    async def remembers(self, base: str) -> bool:
+        return True  # it lives and dies with this process
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -185,6 +189,15 @@ class InProcess(VllmServer):
                 if output.finished and (future := self._waiting.pop(output.request_id, None)) is not None:
                     with suppress(InvalidStateError):  # given up
                         future.set_result(output)
+
+
+def _forget_cpu_kernels(model: Any) -> None:
+    """vLLM 0.32 packs the experts' weights for its kernels on CPUs only when it makes these, and not when weights are
+    read anew; so it is to make them anew too."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
+            method.moe_kernel = None
 
 
 def _answer(function: Callable[[], Any], future: Future[Any]) -> None:

@@ -64,13 +64,15 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.chat import closing_ids, decode, stopped_text
-from groupwise.model.load import LoadedModel, context_length, resolve_device, resolve_dtype
+from groupwise.model.load import LoadedModel, context_length, load_model, resolve_device, resolve_dtype
 from groupwise.model.packed_check import packed_tolerance
+from groupwise.store.export import AdapterMerge
 from groupwise.types import Completion, FinishReason, Grammar, PolicyVersion, SamplingParams, SamplingRequest, TokenSink
 
 SEEDS = (1 << 62) - 1  # vLLM's are 63 bits wide, and completion j adds j
 CLOSE_S = 60.0
 ANOTHER = 1_000_003  # between the seed of a completion and those of its continuations
+ROUNDED_TOLERANCE, FP8_TOLERANCE = 0.1, 0.3  # nats
 CHECKED = 8  # tokens whose log-probabilities are compared when a kind of grammar is first used
 
 T = TypeVar("T")
@@ -99,6 +101,7 @@ class VllmEngine:
         launches: servers to start where `config.urls` names none.
         colocated: vLLM in this process, in place of servers.
         reloads: all parameters are trained, and `adopt` hands over whole models.
+        merge: `load` hands over whole models too, which this makes of an adapter's directory (None: the base alone).
         patient: see `vllm_fleet`.
         in_flight_updates: versions may be replaced under completions (`replace`).
         say: is told now and then which servers are waited for, and why.
@@ -117,13 +120,14 @@ class VllmEngine:
         launches: Sequence[ServerLaunch] = (),
         colocated: VllmServer | None = None,
         reloads: bool = False,
+        merge: Callable[[Path | None], PreTrainedModel] | None = None,
         patient: bool = False,
         in_flight_updates: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ):
         self._config, self._base, self._reference = config, base, reference
         self._eos_ids, self._ends = base.eos_ids, closing_ids(base.tokenizer)
-        self._tolerance = config.tolerance or packed_tolerance(base.model)
+        self._tolerance = config.tolerance or _tolerance(config, base.model)
         self._shelf = Shelf(None if config.adapter_dir is None else Path(config.adapter_dir))
         self._leases = Leases()
         self._grammars = VllmGrammars(base)
@@ -131,12 +135,13 @@ class VllmEngine:
         self._follows = in_flight_updates
         self._replaced: dict[PolicyVersion, PolicyVersion] = {}
         self._following: set[_FollowedCompletion] = set()  # in the loop's thread
+        self._merge = merge
         self._weights: Published | None = None  # those that servers must have, where they change
         self._handshake = Handshake(
             base,
             reference,
             self._shelf,
-            targets=targets,
+            targets=None if reloads or merge else targets,
             slots=config.max_loras,
             tolerance=self._tolerance,
             timeout=config.sync_timeout_s,
@@ -146,8 +151,9 @@ class VllmEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="groupwise-vllm", daemon=True)
         self._thread.start()
         try:
-            if reloads:  # a server may have those of an earlier run
-                self._weights = self._shelf.put_model(PolicyVersion.base(), base.model)
+            if reloads or merge:  # a server may have those of an earlier run
+                first = base.model if merge is None else merge(None)
+                self._weights = self._shelf.put_model(PolicyVersion.base(), first)
             self._fleet = self._wait(self._opened(launches, colocated, patient, say))
         except BaseException:
             self._stop()
@@ -191,6 +197,8 @@ class VllmEngine:
             return
         self._reference.load(version, directory)
         try:
+            if self._merge is not None:
+                return self._push(version, self._merge(directory))
             self._hand_over(version, lambda: self._publish_copy(version, directory))
         except EngineError:
             self._reference.unload(version)
@@ -201,7 +209,12 @@ class VllmEngine:
         if self._weights is None:
             raise ConfigError(f"{version} is a whole model, and this engine was opened for adapters")
         self._reference.adopt(version)
-        before, self._weights = self._weights, self._shelf.put_model(version, self._base.model)
+        self._push(version, self._base.model)
+
+    def _push(self, version: PolicyVersion, model: PreTrainedModel) -> None:
+        """Have every server read a whole model in place of the one it has. Raises EngineError, StorageError."""
+        assert self._weights is not None
+        before, self._weights = self._weights, self._shelf.put_model(version, model)
         self._hand_over(version, lambda: self._wait(self._fleet.everywhere(self._reload)))
         self._shelf.remove(before)
 
@@ -303,10 +316,13 @@ class VllmEngine:
 
     def _is_whole(self, version: PolicyVersion) -> bool:
         """Whether it is the servers' own weights, without an adapter."""
-        return version.is_base or (self._weights is not None and self._weights.version == version)
+        if self._weights is not None and self._weights.version == version:
+            return True
+        return version.is_base and self._merge is None
 
     def _not_loaded(self, version: PolicyVersion) -> AdapterNotFoundError:
-        loaded = ", ".join(map(str, self._leases.versions)) or "none"
+        whole = [] if self._weights is None else [self._weights.version]
+        loaded = ", ".join(map(str, whole + self._leases.versions)) or "none"
         return AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded; loaded: {loaded}")
 
     async def _answer(self, job: QueuedRequest) -> list[Completion]:
@@ -458,7 +474,6 @@ class VllmEngine:
             self._weights,
             self._reference,
             self._handshake.prompt,
-            zero=self._handshake.zero.name,
             tolerance=self._tolerance,
             timeout=self._config.sync_timeout_s,
         )
@@ -502,13 +517,17 @@ class VllmEngine:
         """Accept a server and give it all versions in use. Raises ServerLost, EngineError."""
         if self._weights is not None:
             await self._reload(server)
-        accepted = await self._handshake(server)
+        version = PolicyVersion.base()
+        if self._weights is not None and self._merge is not None:  # without: the reference has them as its base
+            version = self._weights.version
+        accepted = await self._handshake(server, version)
         for published in self._leases.alive:
             await self._prove(server, published)
         return accepted
 
     async def _closed(self) -> None:
-        for published in (*self._leases.alive, self._handshake.zero):
+        zero = self._handshake.zero
+        for published in (*self._leases.alive, *([] if zero is None else [zero])):
             await self._fleet.forget(published)
         await self._fleet.close()
 
@@ -553,6 +572,11 @@ def open_vllm(
     """The engine that a run's configuration describes; `say` is told what is waited for. Raises EngineError,
     ConfigError."""
     shape = _shape(config, base.model)
+    merge = None
+    if config.vllm.push == "merged":
+        merge = AdapterMerge(
+            load_model(config.model, device="cpu", dtype=shape.dtype, quantization=config.quantization)
+        )
     colocated, launches = None, []
     if config.vllm.mode == "colocate":
         from groupwise.engine.vllm.colocate import InProcess
@@ -568,10 +592,18 @@ def open_vllm(
         targets=shape.targets,
         launches=launches,
         colocated=colocated,
-        reloads=shape.reloads,
+        reloads=config.train.lora is None,
+        merge=merge,
         in_flight_updates=config.rollout.in_flight_updates,
         say=say,
     )
+
+
+def _tolerance(config: VllmConfig, model: PreTrainedModel) -> float:
+    """Nats by which the mean log-probability may be off, where nobody says."""
+    if config.quantization is not None:
+        return FP8_TOLERANCE
+    return ROUNDED_TOLERANCE if config.dtype in ("bfloat16", "float16") else packed_tolerance(model)
 
 
 def _spare(model: PreTrainedModel) -> None:
@@ -586,11 +618,12 @@ def _spare(model: PreTrainedModel) -> None:
 def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
     """What vLLM must know of a run, whose model is like `model`."""
     lora = config.train.lora
+    targets = () if lora is None or config.vllm.push == "merged" else lora.targets
     shape = shape_of(
         config.model,
         model,
         rank=config.vllm.max_lora_rank or (1 if lora is None else lora.rank),
-        targets="all-linear" if lora is None else lora.targets,
+        targets=targets,
         rows=config.rollout.batch_rows,
         device=config.device,
     )
@@ -599,7 +632,7 @@ def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
             f"train.lora is null; {config.model} has tied embeddings: on a CPU vLLM 0.32 keeps their old output layer",
             hint="set train.lora, use engine: local, or sample on a GPU",
         )
-    return replace(shape, reloads=lora is None)
+    return replace(shape, reloads=not targets)
 
 
 def shape_of(
@@ -611,7 +644,7 @@ def shape_of(
         dtype=str(model.dtype).removeprefix("torch."),
         context_length=context_length(model.config),
         rank=rank,
-        targets=linear_names(model, targets),
+        targets=linear_names(model, targets) if targets else (),
         rows=rows,
         cpu=resolve_device(device).type != "cuda",
     )

@@ -262,7 +262,7 @@ class Fleet:
                 return member.process.ended
             try:
                 await member.server.health()
-                if member.base not in await member.server.adapters():
+                if not await member.server.remembers(member.base):
                     return "it was restarted, and has forgotten what it was given"
                 missed = 0
             except EngineError as error:

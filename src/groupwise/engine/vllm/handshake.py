@@ -1,14 +1,15 @@
 """Verifies that a vLLM server serves the run's model, by comparing log-probabilities, not by its name.
 
     tokens     a conversation through its /tokenize is what our tokenizer and chat template make of it
-    weights    log-probabilities of what it samples as the base are the trainer's (another checkpoint, another config, a
-               merged or half-updated model, untempered log-probabilities: all of them differ)
+    weights    log-probabilities of what it samples as its own model are the trainer's (another checkpoint, another
+               config, a half-updated model, untempered log-probabilities: all of them differ)
     mixing     ... and stay so while requests for adapters are in its batch
 
 For the last one every slot is filled with a probe, an adapter that changes much; all probes sample, and meanwhile the
 base does. On CPUs vLLM 0.32 gives rows without an adapter the one in its last slot, and it shows. So the base is always
 addressed as an adapter too, one whose B is zero: y = W x + 0; a server on which that does not hold is refused. It also
-tells a server that was restarted, which does not know that name any more. What is asked while probes sample fits in
+tells a server that was restarted, which does not know that name any more. Where versions are whole models there are no
+adapters to mix, and the name of the weights tells it. What is asked while probes sample fits in
 less than a block of vLLM's prefix cache, so that no wrong keys and values stay behind.
 """
 
@@ -48,8 +49,9 @@ if TYPE_CHECKING:
 #               vLLM keeps prompts it has computed by an adapter's name and path, so one that is used again serves the
 #     old
 #     canary    some tokens are sampled under that name; their log-probabilities must be those of the same files here
-#     weights   where all parameters are trained a version is a whole checkpoint, which every server reads in place of
-#               what it has; prompts that it knows are forgotten, and the canary follows. Nothing samples meanwhile
+#     weights   where all parameters are trained, or adapters are merged (vllm.push), a version is a whole checkpoint,
+#               which every server reads in place of what it has; prompts that it knows are forgotten, and the canary
+#               follows. Nothing samples meanwhile
 #     lease     a version is unloaded, and its copy removed, when the last request that samples from it is done: an
 #               adapter that vLLM has pushed out of its memory is read again, and a missing directory ends its engine
 #
@@ -247,21 +249,19 @@ async def reload(
     reference: TrainerScores,
     prompt_ids: Sequence[int],
     *,
-    zero: str,
     tolerance: float,
     timeout: float,
 ) -> None:
-    """Let a server read all weights of a version and prove it, under the model's name and, where it has that, as the
-    adapter `zero`, which changes nothing. Raises ServerLost, EngineError."""
+    """Let a server read all weights of a version and prove it, under the model's name. Raises ServerLost,
+    EngineError."""
     await server.reload(str(published.path), timeout=timeout)
-    names = [(await server.facts()).name, *({zero} & await server.adapters())]
-    off = max([await gap(server, name, reference, published.version, prompt_ids) for name in names])
+    off = await gap(server, (await server.facts()).name, reference, published.version, prompt_ids)
     if not off <= tolerance:
         raise EngineError(
             f"{server.url} has read the weights of {published.name}, and its log-probabilities are off by {off:.3g} "
             f"nats in the mean (tolerance {tolerance:g})",
-            hint="on a CPU vLLM 0.32 keeps the old output layer of a model whose embeddings are tied: there untied "
-            "models only",
+            hint="on a CPU vLLM 0.32 does not read everything anew: it keeps the old output layer of a model whose "
+            "embeddings are tied, and lays experts out wrongly; sample such a model with engine: local there",
         )
 
 
@@ -290,7 +290,7 @@ class Handshake:
         base: the trainer's model.
         reference: scores with its weights.
         shelf: where probes are laid.
-        targets: modules that adapters change; the probes change the last of them.
+        targets: modules that adapters change; the probes change the last of them. None: it serves none.
         slots: adapters that a server holds at once.
     """
 
@@ -300,7 +300,7 @@ class Handshake:
         reference: TrainerScores,
         shelf: Shelf,
         *,
-        targets: Sequence[str],
+        targets: Sequence[str] | None,
         slots: int,
         tolerance: float,
         timeout: float,
@@ -310,14 +310,20 @@ class Handshake:
         self._templated = base.tokenizer.chat_template is not None
         asked = Prompt(id="handshake", messages=ASKED) if self._templated else Prompt(id="handshake", text=PLAIN)
         self.prompt = encode_prompt(asked, base.tokenizer).token_ids
-        self._probes = _lay(base.model, shelf, PROBE, targets, strength=1.0, count=slots)
-        self.zero = _lay(base.model, shelf, ZERO, targets, strength=0.0, count=1)[0]
+        self._probes: list[Published] = []
+        self.zero: Published | None = None
+        if targets is not None:
+            self._probes = _lay(base.model, shelf, PROBE, targets, strength=1.0, count=slots)
+            self.zero = _lay(base.model, shelf, ZERO, targets, strength=0.0, count=1)[0]
 
-    async def __call__(self, server: VllmServer) -> Accepted:
-        """Raises ServerLost, EngineError if it is another or a stale server."""
+    async def __call__(self, server: VllmServer, version: PolicyVersion) -> Accepted:
+        """`version` is what the server's own weights are. Raises ServerLost, EngineError if it is another or a stale
+        server."""
         facts = await server.facts()
         await self._check_tokens(server, facts)
-        await self._check_weights(server, facts.name)
+        await self._check_weights(server, facts.name, version)
+        if self.zero is None:
+            return Accepted(facts=facts, base=facts.name, mixes=False)
         for probe in (*self._probes, self.zero):
             await server.load(probe.name, str(probe.path), timeout=self._timeout)
         try:
@@ -338,8 +344,8 @@ class Handshake:
                 hint="serve the model that is trained, as `groupwise vllm-serve` does",
             )
 
-    async def _check_weights(self, server: VllmServer, name: str) -> None:
-        off = await gap(server, name, self._reference, PolicyVersion.base(), self.prompt)
+    async def _check_weights(self, server: VllmServer, name: str, version: PolicyVersion) -> None:
+        off = await gap(server, name, self._reference, version, self.prompt)
         if not off <= self._tolerance:
             raise EngineError(
                 f"{server.url} ({name}) is not {self._base.name} as it is trained here: its log-probabilities are off "
@@ -406,7 +412,7 @@ def linear_names(model: PreTrainedModel, targets: str | Sequence[str]) -> tuple[
         raise FieldError(
             f"{{field}}: {odd} is {kind}; engine vllm samples with adapters of linear layers only, as vLLM reads the "
             "tensors of experts in other layouts than PEFT writes them",
-            hint="set engine=local, or leave experts and routers out of the targets",
+            hint="set vllm.push=merged or engine=local, or leave experts and routers out of the targets",
             field="train.lora.targets",
             kind="target",
         )

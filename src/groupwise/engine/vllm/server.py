@@ -46,7 +46,7 @@ class Shape:
     targets: tuple[str, ...]
     rows: int
     cpu: bool = False
-    reloads: bool = False  # all parameters are trained: the server must read them again and again
+    reloads: bool = False  # versions are whole models: the server reads them again and again, and serves no adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +72,20 @@ def engine_options(config: VllmConfig, shape: Shape) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "tensor_parallel_size": config.tensor_parallel_size,
-        "enable_lora": True,
-        "max_loras": config.max_loras,
-        "max_lora_rank": rank_of(shape.rank),
-        "max_cpu_loras": 2 * config.max_loras,  # a swap evicts nothing that is in flight
-        "lora_target_modules": list(shape.targets),
         "enable_prefix_caching": config.enable_prefix_caching,
-        "enforce_eager": config.enforce_eager,
+        "enforce_eager": config.enforce_eager or (shape.reloads and shape.cpu),  # compiled for a minute, for nothing
         "structured_outputs_config": {"backend": "guidance"},  # what reads `vllm.grammar`; an engine has one for all
     }
+    if not shape.reloads:
+        options |= {
+            "enable_lora": True,
+            "max_loras": config.max_loras,
+            "max_lora_rank": rank_of(shape.rank),
+            "max_cpu_loras": 2 * config.max_loras,  # a swap evicts nothing that is in flight
+            "lora_target_modules": list(shape.targets),
+        }
+    if config.quantization is not None:
+        options["quantization"] = config.quantization
     if shape.cpu:  # there a seeded request whose prompt is cut into chunks ends the engine (0.32: no offset to go back)
         options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(context, CPU_BATCHED_TOKENS)}
     return options
