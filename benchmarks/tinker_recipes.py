@@ -128,7 +128,7 @@ RECIPES = (
         {"recipe": "sft", "base.model_name": SERVED, "base.dataset": "talk.jsonl", "base.batch_size": 8}
         | {"base.max_steps": 1, "learning_rates": "[1e-4,3e-4]", "lora_ranks": "[4]"},
         "two runs",
-        log="sweep_name",
+        log="sweep_dir",
         steps=False,
     ),
     Recipe("preference.dpo.train", {"max_steps": 2, "batch_size": 8, "dataset": "hhh"}, "`hhh`", model=True),
