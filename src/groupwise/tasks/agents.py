@@ -309,10 +309,12 @@ class AgentSession:
     def __post_init__(self) -> None:
         self._conversations = Conversations(self.tokenizer)
 
-    async def answer(self, request: AgentChatRequest, *, id: str = "", hear: Hear | None = None) -> AgentReply:
-        """The policy's next turn in the conversation that `request` shows, under the answer's `id`. `hear` is told of
-        its parts as they are sampled, where the engine streams, and otherwise when it is whole; all of them, and before
-        this returns.
+    async def answer(
+        self, request: AgentChatRequest, *, id: str = "", ignored: Sequence[str] = (), hear: Hear | None = None
+    ) -> AgentReply:
+        """The policy's next turn in the conversation that `request` shows, under the answer's `id`. `ignored` are
+        parameters that change nothing, as the client calls them. `hear` is told of the answer's parts as they are
+        sampled, where the engine streams, and otherwise when it is whole; all of them, and before this returns.
 
         Raises:
             LimitError, ContextLengthError: the episode is at a limit.
@@ -324,7 +326,7 @@ class AgentSession:
         self._check_limits(messages)
         asked = self._ask(messages, request)
         params = self._params(asked, request)
-        self.ignored += bool(ignored := request.ignored(recorded=self.recorded))
+        self.ignored += bool(ignored)
         self.ignored_names.update(ignored)
         reply = self._conversations.reply(asked, one_call=request.parallel_tool_calls is False)
         text, state = TextStream(self.tokenizer, params), self.state

@@ -265,13 +265,13 @@ async def _answer(
     headers = {"x-ignored": ", ".join(ignored)} if ignored else {}
     if not request.stream:
         with _in_words_of(names):
-            reply = await _while_connected(http, session.answer(request, id=id))
+            reply = await _while_connected(http, session.answer(request, id=id, ignored=ignored))
         writer.open(reply.ending.prompt_tokens)
         writer.push(reply.parts)
         writer.close(reply.ending)
         keep(writer.answer)
         return _json(writer.answer, headers)
-    stream = _Stream(session, request, writer, id, keep, done)
+    stream = _Stream(session, request, writer, keep, done, id=id, ignored=ignored)
     try:
         with _in_words_of(names):
             first = await _while_connected(http, stream.next())
@@ -296,12 +296,21 @@ class _Stream:
     """One answer as a stream. It begins with the first part, so that what is wrong by then has a status of its own."""
 
     def __init__(
-        self, session: AgentSession, request: AgentChatRequest, writer: Writer, id: str, keep: Keep, done: bytes
+        self,
+        session: AgentSession,
+        request: AgentChatRequest,
+        writer: Writer,
+        keep: Keep,
+        done: bytes,
+        *,
+        id: str,
+        ignored: Sequence[str],
     ):
         self._writer, self._keep, self._done = writer, keep, done
         self._prompt_tokens = session.count(request)
         self._parts: asyncio.Queue[Sequence[ReplyPart] | None] = asyncio.Queue()
-        self._answer = asyncio.ensure_future(session.answer(request, id=id, hear=self._parts.put_nowait))
+        heard = self._parts.put_nowait
+        self._answer = asyncio.ensure_future(session.answer(request, id=id, ignored=ignored, hear=heard))
         self._answer.add_done_callback(lambda _: self._parts.put_nowait(None))
 
     def cancel(self) -> None:
