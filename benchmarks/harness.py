@@ -30,6 +30,8 @@ def record(seed: int, overrides: list[str], place: Path) -> dict[str, Any]:
     started = time.monotonic()
     keys = [f"seed={seed}", f"name=repair-{seed}", f"run_dir={place}", "resume=auto", *overrides]
     result = run_loop(load_config(CONFIG, keys))
+    if result.interrupted:
+        raise SystemExit("stopped: the same call goes on from here")
     steps = [each for each in read_metrics(result.run_dir / "metrics.jsonl") if "reward/mean" in each]
     return {
         "seed": seed,

@@ -128,7 +128,7 @@ RECIPES = (
         {"recipe": "sft", "base.model_name": SERVED, "base.dataset": "talk.jsonl", "base.batch_size": 8}
         | {"base.max_steps": 1, "learning_rates": "[1e-4,3e-4]", "lora_ranks": "[4]"},
         "two runs",
-        log="sweep_name",
+        log="sweep_dir",
         steps=False,
     ),
     Recipe("preference.dpo.train", {"max_steps": 2, "batch_size": 8, "dataset": "hhh"}, "`hhh`", model=True),
@@ -183,7 +183,11 @@ RECIPES = (
     ),
     Recipe("sdft.train", {**GROUPS, "max_tokens": 16, "lora_rank": 8}, "`sciknoweval`", model=True),
     Recipe(
-        "prompt_distillation.create_data", {"output_file": "lang.jsonl"}, "by the second model", log="", steps=False
+        "prompt_distillation.create_data",
+        {"output_file": "lang.jsonl"},
+        "16 sentences, by the second model",
+        log="",
+        steps=False,
     ),
     Recipe("prompt_distillation.train", {**SL, "file_path": "talk.jsonl"}, model=True),
     Recipe(
@@ -196,6 +200,7 @@ RECIPES = (
             "test_jsonl_path": "rubric.jsonl",
         },
         "the grader is the second model",
+        model=True,
     ),
     Recipe(
         "rl_numerics_check.train",
@@ -260,6 +265,12 @@ def talk(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
+SCORED = {  # how a rubric's grader answers
+    "extraction_regex": "<score>(.*)</score>",
+    "grader_output_format_instruction": "Write a score from 0 to 1 between <score> and </score>.",
+}
+
+
 def stand_ins(folder: Path, cookbook: Path, model: Path) -> None:
     """Models and data of the hub, by their names, in the folder where recipes run."""
     asked = sums(256)
@@ -309,13 +320,18 @@ def stand_ins(folder: Path, cookbook: Path, model: Path) -> None:
     graded = [
         {
             "convo": talk(q, "")["messages"][:1],
-            "rubric_items": [{"rubric_str": f"Says {a}.", "extraction_regex": "<score>(.*)</score>"}],
+            "rubric_items": [{"rubric_str": f"Says {a}.", **SCORED}],
         }
         for q, a in asked
     ]
     lines(folder / "rubric.jsonl", graded)
     forecasts(folder / "arena.csv")
-    shutil.copytree(cookbook / "example_data", folder / "tinker_cookbook" / "example_data")
+    examples = folder / "tinker_cookbook" / "example_data"
+    shutil.copytree(cookbook / "example_data", examples)
+    sentences = examples / "multilingual.txt"  # 2,100, of each of which up to 1,000 tokens are sampled
+    sentences.write_text(
+        "".join(sentences.read_text(encoding="utf-8").splitlines(keepends=True)[:16]), encoding="utf-8"
+    )
     (folder / "reverse_text.py").write_text(REVERSE)
 
 

@@ -386,7 +386,8 @@ class Turn:
     `reward` is what an environment gave for this turn; a turn that is not `trained` is only seen by later ones. `state`
     names the situation in which the policy spoke, equal for equal situations (GiGPO's anchor states); None: what it
     heard since its last turn tells. `role` says for whom the policy spoke, where an episode has several players.
-    `advantage` is the turn's own; None: the episode's.
+    `advantage` is the turn's own; None: the episode's. `taken` is its number in time among the episode's turns (or its
+    role's), where they do not stand in that order, as those of several conversations do not; None: where it stands.
     """
 
     prompt_ids: tuple[int, ...]
@@ -396,6 +397,7 @@ class Turn:
     state: str | None = None
     role: str | None = None
     advantage: float | None = None
+    taken: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,6 +158,21 @@ def test_tokens_are_counted_as_they_are_sampled(client: Any) -> None:
     assert fewer.input_tokens < counted.input_tokens
 
 
+def test_a_system_message_in_the_conversation_is_told_as_the_users(client: Any) -> None:
+    """As Claude Code sends them; chat templates have one, at the head. Those that stand there join `system`."""
+    note = {"role": "system", "content": "Be exact."}
+    late = [*ADD, note, {"role": "assistant", "content": "No."}, note]
+    same = [{**ADD[0], "content": f"{ADD[0]['content']}\nBe exact."}, late[2], {**note, "role": "user"}]
+    used = [client.messages.create(**options(messages=messages)) for messages in (late, same)]
+    assert content(used[0]) == content(used[1])
+    early, plain = [note, *ADD], {"system": "Be short.\nBe exact."}
+    counts = [
+        client.messages.count_tokens(model="starter", messages=messages, **given).input_tokens
+        for messages, given in ((late, {}), (same, {}), (early, {"system": "Be short."}), (ADD, plain))
+    ]
+    assert counts[0] == counts[1] and counts[2] == counts[3]
+
+
 def test_what_changes_nothing_is_accepted(client: Any) -> None:
     plain = client.messages.create(**options())
     more = {

@@ -465,6 +465,17 @@ def test_a_sampled_completion_posted_whole_is_told_what_to_keep() -> None:
     assert str(error.hint).startswith("write rollout_id and reward alone")
 
 
+@pytest.mark.parametrize("field", ["credit", "turn_discount", "turn_baseline", "step_advantage_weight"])
+def test_credit_of_turns_is_refused_with_what_to_do_instead(field: str) -> None:
+    """A posted completion is one turn."""
+    error = refusal(GrpoRequest, {**VALID[GrpoRequest], "config": {field: "turn"}})
+    assert error.field == f"config.{field}" and "algo.credit, groupwise run" in str(error.hint)
+    scored = [{"text": "a", "reward": 1, "turn_rewards": [1]}, {"text": "b", "reward": 0}]
+    error = refusal(GrpoRequest, {"groups": [{"messages": HI, "completions": scored}]})
+    assert error.field == "groups[0].completions[0].turn_rewards"
+    assert str(error.hint).startswith("write reward, what the one turn is worth")
+
+
 # ---- malformed ----
 MALFORMED = {
     "empty": b"",

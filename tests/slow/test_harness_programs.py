@@ -2,8 +2,10 @@
 
 python -m venv /tmp/mini; /tmp/mini/bin/pip install mini-swe-agent mcp
 python -m venv /tmp/agents; /tmp/agents/bin/pip install openai-agents
-export PATH=$PATH:/tmp/mini/bin AGENTS=/tmp/agents
-pytest -m slow tests/slow/test_harness_programs.py     two minutes
+python -m venv /tmp/smol; /tmp/smol/bin/pip install smolagents openai
+python -m venv /tmp/claude; /tmp/claude/bin/pip install claude-agent-sdk
+export PATH=$PATH:/tmp/mini/bin AGENTS=/tmp/agents SMOL=/tmp/smol CLAUDE=/tmp/claude
+pytest -m slow tests/slow/test_harness_programs.py     three minutes
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.config.run import STARTER_DIR
 from groupwise.rewards.sandbox import isolation
 from groupwise.run.config_file import load_config
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics, read_rollouts
 
 MINI, AGENTS = shutil.which("mini"), os.environ.get("AGENTS")
+SMOL, CLAUDE = os.environ.get("SMOL"), os.environ.get("CLAUDE")
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 ROW = {
     "issue": "add gives the wrong sum.",
@@ -118,3 +122,42 @@ def test_openai_agents_are_trained_on_what_they_were_answered(tmp_path: Path) ->
         assert counted == sum(len(turn.completion.token_ids) for turn in rollout.turns)
     assert not any(rollout.error for rollout in rollouts)
     assert any(len(rollout.turns) == 2 and rollout.reward == 1.0 for rollout in ended)
+
+
+COUNTED = """
+def counted(completions, stdout):
+    \"\"\"Hundreds of tokens that the program itself counted in its answers.\"\"\"
+    return [int(each.split()[-1]) / 100 for each in stdout]
+"""
+
+
+@pytest.mark.filterwarnings("default")  # Claude Code asks to think
+@pytest.mark.parametrize(("python", "program"), [(SMOL, "smol_solver.py"), (CLAUDE, "claude_solver.py")])
+def test_long_prompted_agents_are_trained_on_what_they_were_answered(
+    tmp_path: Path, python: str | None, program: str
+) -> None:
+    """Programs whose own messages are longer than the starter's context: it is given positions that it never saw."""
+    if python is None:
+        pytest.skip(f"install what {program} needs in an environment that $SMOL or $CLAUDE names")
+    shutil.copytree(STARTER_DIR, tmp_path / "long")
+    for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        file = tmp_path / "long" / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: 32768}))
+    recipe = written("claude.yaml").replace("/opt/claude", python).replace("claude_solver.py", program)
+    (tmp_path / "run.yaml").write_text(recipe)
+    (tmp_path / program).write_text(written(program))
+    (tmp_path / "my_rewards.py").write_text(COUNTED)
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "Use the calculator: 47 * 12"}) + "\n")
+    kept = [each for each in OVERRIDES if not each.startswith(("rewards", "model", "env.max_turns", "train"))]
+    overrides = [f"run_dir={tmp_path / 'run'}", f"model={tmp_path / 'long'}", "rewards=[my_rewards:counted]", *kept]
+    result = run_loop(load_config(tmp_path / "run.yaml", [*overrides, "train.steps=1"]))
+    (file,) = (result.run_dir / "rollouts").glob("*.jsonl")
+    groups = read_rollouts(file)  # also those without signal, which were replaced
+    (row,) = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "train/tokens" in row]
+    learned = 0
+    for rollout in (each for group in groups for each in group.rollouts):
+        assert rollout.error is None and rollout.columns["exit_status"] == 0, rollout.columns
+        said = sum(len(turn.completion.token_ids) for turn in rollout.turns)
+        assert rollout.rewards["counted"] == said / 100
+        learned += said * bool(rollout.advantage)
+    assert row["train/tokens"] == learned > 0

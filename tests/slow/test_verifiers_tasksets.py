@@ -10,6 +10,7 @@ import json
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,11 +83,108 @@ __all__ = ["SumsTaskset", "PairEnv"]
 """
 )
 
+TALK = """
+import verifiers.v1 as vf
+
+
+class TalkTask(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def even(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply) % 2)
+
+    @vf.metric
+    async def exchanges(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+
+class TalkTaskset(vf.Taskset[TalkTask, vf.TasksetConfig]):
+    def load(self) -> list[TalkTask]:
+        return [TalkTask(vf.TaskData(idx=n, prompt=None), self.config.task) for n in range(4)]
+
+
+class TalkConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+
+
+class TalkEnv(vf.Env[TalkConfig]):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            said = await talk.turn(f"What is 30 + {10 + task.data.idx}?")
+            for again in ("Sure?", "And again?"):
+                if not said.terminated:
+                    said = await talk.turn(again)
+
+
+__all__ = ["TalkTaskset", "TalkEnv"]
+"""
+TOOL = """
+import verifiers.v1 as vf
+
+
+class CalculatorToolset(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    def calculator(self, expression: str) -> str:
+        \"\"\"Evaluate arithmetic.\"\"\"
+        a, b = expression.split("*")
+        return str(int(a) * int(b))
+
+
+if __name__ == "__main__":
+    CalculatorToolset.run()
+"""
+WITH_TOOL = """
+import verifiers.v1 as vf
+
+from product_v1.servers.tool import CalculatorToolset
+
+
+class ProductData(vf.TaskData):
+    answer: str
+
+
+class ProductTaskConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+
+class ProductTask(vf.Task[ProductData, vf.State, ProductTaskConfig]):
+    @classmethod
+    def toolsets(cls, config: ProductTaskConfig) -> list[vf.Toolset]:
+        return [CalculatorToolset(config.tools)]
+
+    @vf.reward(weight=1.0)
+    async def right(self, trace: vf.Trace) -> float:
+        return float(self.data.answer in trace.last_reply)
+
+
+class ProductConfig(vf.TasksetConfig):
+    task: ProductTaskConfig = ProductTaskConfig()
+
+
+class ProductTaskset(vf.Taskset[ProductTask, ProductConfig]):
+    def load(self) -> list[ProductTask]:
+        return [
+            ProductTask(
+                ProductData(idx=n, prompt=f"Use the calculator: {n} * 12", answer=str(n * 12)), self.config.task
+            )
+            for n in range(45, 49)
+        ]
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "sums_v1.py").write_text(TASKSET, encoding="utf-8")
     (tmp_path / "pair_v1.py").write_text(TWO_SEATS, encoding="utf-8")
+    (tmp_path / "talk_v1.py").write_text(TALK, encoding="utf-8")
+    servers = tmp_path / "product_v1" / "servers"  # as `vf-init product-v1 -T` lays it out
+    servers.mkdir(parents=True)
+    (servers / "__init__.py").touch()
+    (servers / "tool.py").write_text(TOOL, encoding="utf-8")
+    (servers.parent / "taskset.py").write_text(WITH_TOOL, encoding="utf-8")
+    exports = 'from product_v1.taskset import ProductTaskset\n\n__all__ = ["ProductTaskset"]\n'
+    (servers.parent / "__init__.py").write_text(exports, encoding="utf-8")
     return tmp_path
 
 
@@ -115,9 +213,8 @@ def test_refusals(folder, args, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("harness", ["null", "bash"])
-def test_two_steps_with_the_starter(folder, harness):
-    config = {"taskset": {"num_tasks": 4}, "agent": {"harness": {"id": harness}}}
+def played(folder: Path, taskset: str, config: dict[str, Any], *, max_tokens: int = 12) -> tuple[list[Any], list[Any]]:
+    """Two steps: the lines of metrics, and the rollouts, of which every sampled token is trained in one segment."""
     settings = {
         "name": "vf4",
         "model": "starter",
@@ -125,8 +222,8 @@ def test_two_steps_with_the_starter(folder, harness):
         "device": "cpu",
         "folder": str(folder),
         "run_dir": str(folder / "run"),
-        "env": {"agent": AGENT, "args": {"taskset": "sums-v1", "config": config}, "concurrency": 4, "timeout_s": 600},
-        "rollout": {"prompts_per_step": 2, "group_size": 3, "max_tokens": 12, "refill": 1.0},
+        "env": {"agent": AGENT, "args": {"taskset": taskset, "config": config}, "concurrency": 4, "timeout_s": 600},
+        "rollout": {"prompts_per_step": 2, "group_size": 3, "max_tokens": max_tokens, "refill": 1.0},
         "train": {"steps": 2, "learning_rate": 1.0e-3},
     }
     result = run_loop(parse_config(settings))
@@ -141,6 +238,31 @@ def test_two_steps_with_the_starter(folder, harness):
         sampled = tuple(id for turn in rollout.turns for id in turn.completion.token_ids)
         trained = tuple(id for id, mask in zip(segment.completion_ids, segment.mask, strict=True) if mask)
         assert trained == sampled and (said == "" or sampled)
+    return rows, rollouts
+
+
+@pytest.mark.parametrize("harness", ["null", "bash"])
+def test_two_steps_with_the_starter(folder, harness):
+    played(folder, "sums-v1", {"taskset": {"num_tasks": 4}, "agent": {"harness": {"id": harness}}})
+
+
+def test_two_steps_of_an_environment_of_several_turns(folder):
+    """Its own `Env.run` holds the conversation, of three turns, each of which goes on from the last one's tokens."""
+    rows, rollouts = played(folder, "talk-v1", {})
+    assert [row["env/exchanges"] for row in rows] == [row["rollout/turns_mean"] for row in rows] == [3.0, 3.0]
+    assert [len(rollout.turns) for rollout in rollouts] == [3] * 12
+    for rollout in rollouts:
+        heard = [message["content"] for message in rollout.messages if message["role"] == "user"]
+        assert heard == ["Sure?", "And again?"]
+
+
+def test_two_steps_of_a_taskset_with_a_tool(folder):
+    """A toolset of the task's, an MCP server that the harness starts: its calls are answered, and train."""
+    rows, rollouts = played(folder, "product-v1", {}, max_tokens=40)
+    results = [message["content"] for each in rollouts for message in each.messages if message["role"] == "tool"]
+    assert any(str(n * 12) in str(result) for result in results for n in range(45, 49)), results
+    assert all(row["rollout/turns_mean"] > 1.0 for row in rows)
+    assert max(row["reward/mean"] for row in rows) > 0
 
 
 def test_a_file_of_prime_rl_trains(folder, monkeypatch):

@@ -21,6 +21,9 @@ def short(base_url, api_key, level=1):
 async def with_client(case, client, model):
     return 1.0
 
+async def with_credit(case, client, episode):
+    episode.reward(1.0)
+
 def takes_all(**given):
     return given
 
@@ -69,6 +72,7 @@ def test_functions_get_what_they_take(folder):
     assert load(folder, "short", level=4).bound(**GIVEN)() == 4
     assert load(folder, "takes_all", more=5).bound(**GIVEN)() == {**GIVEN, "more": 5}
     assert load(folder, "with_client").takes == ("case", "model", "client")  # without URL and key
+    assert load(folder, "with_credit").takes == ("case", "client", "episode")
     assert load(folder, "plain").cases() is None
 
 
@@ -110,7 +114,9 @@ def test_what_an_agent_may_return():
     returned = {"reward": 2, "metrics": {"hits": 3, "text": "x", "bad": float("nan")}}
     assert outcome_of(returned, "agent") == AgentResult(reward=2.0, metrics={"hits": 3.0})
     assert outcome_of({"reward": None}, "agent") == AgentResult()
-    for value in ("1.0", float("inf"), [1.0], {"metrics": {}}, {"reward": "good"}, {"reward": 1, "metrics": [1]}):
+    assert outcome_of({"turn_rewards": [1, None]}, "agent") == AgentResult(turn_rewards=(1.0, None))
+    bad = ("1.0", float("inf"), [1.0], {"metrics": {}}, {"reward": "good"}, {"reward": 1, "metrics": [1]})
+    for value in (*bad, {"turn_rewards": 1.0}, {"turn_rewards": "12"}, {"turn_rewards": [float("nan")]}):
         with pytest.raises(EnvError, match="agent returned"):
             outcome_of(value, "agent")
 

@@ -13,15 +13,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import Segment, samples_of, segments_of
+from groupwise.config.algo import CreditConfig
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.rewards.base import RewardFunction, score
 from groupwise.run.config_file import load_config
 from groupwise.run.loop import run_loop
+from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams
@@ -253,6 +258,161 @@ def test_what_is_trained_has_the_advantage_of_its_episode(play_group, recorder):
     tokens = sum(len(said.token_ids) for _, said in recorder.turns)
     assert sum(sum(sample.mask) for sample in samples) == tokens
     assert {sample.advantage for sample in samples} == {0.0, 1.0}
+
+
+# ---- rewards of turns ----
+async def asked_twice(client: AsyncOpenAI, model: str, between: Any = lambda answer: None) -> list[Any]:
+    """Two turns of one conversation; `between` is told of each answer before the next request."""
+    messages: list[Any] = [{"role": "user", "content": "What is 30 + 4?"}]
+    answers = []
+    for _ in range(2):
+        answers.append(await client.chat.completions.create(model=model, messages=messages))
+        messages += [answers[-1].choices[0].message, {"role": "user", "content": "Sure?"}]
+        between(answers[-1])
+    return answers
+
+
+def test_an_agent_gives_turns_rewards_at_the_point_reached(play_group):
+    """To what was answered last, to an answer by its id, several to one turn; what is returned is added."""
+
+    async def agent(client, model, episode):
+        values = iter([0.25, 0.5])
+        first, _ = await asked_twice(client, model, lambda _: episode.reward(next(values)))
+        episode.reward(1, first.id)
+        return 4.0
+
+    takes = ("client", "model", "episode")
+    (rollout,) = play_group(agent, takes=takes).rollouts
+    assert [turn.reward for turn in rollout.turns] == [1.25, 0.5] and rollout.reward == 5.75
+
+    async def nothing_returned(client, model, episode):
+        await asked_twice(client, model, lambda _: episode.reward(0.5))
+
+    (rollout,) = play_group(nothing_returned, takes=takes).rollouts
+    assert (rollout.reward, rollout.error, rollout.rewards) == (1.0, None, {"env": 1.0})
+
+
+def test_an_agent_returns_the_rewards_of_its_turns(play_group):
+    async def agent(client, model):
+        await asked_twice(client, model)
+        return {"reward": 1.0, "turn_rewards": [0.5, None], "metrics": {"hits": 2}}
+
+    (rollout,) = play_group(agent, takes=("client", "model")).rollouts
+    assert [turn.reward for turn in rollout.turns] == [0.5, None]
+    assert (rollout.reward, rollout.info["hits"]) == (1.5, 2.0)
+
+
+def test_rewards_and_states_reach_an_answer_in_every_dialect(play_group):
+    """Anthropic's and the Responses' ids name turns too, streamed or not; a state is that of the next answer only."""
+
+    def agent(base_url, api_key, model, episode):
+        told = {"model": model, "max_tokens": 8}
+        with anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
+            episode.state("first page")
+            message = client.messages.create(messages=[ASKED], **told)
+            with client.messages.stream(messages=[ASKED], **told) as stream:
+                streamed = stream.get_final_message()
+        with OpenAI(base_url=base_url, api_key=api_key) as client:
+            episode.state("last page")
+            response = client.responses.create(model=model, input="What is 30 + 4?", max_output_tokens=8)
+        for value, answer in enumerate((message, streamed, response), start=1):
+            episode.reward(value, answer.id)
+        return 0.0
+
+    (rollout,) = play_group(agent, takes=("base_url", "api_key", "model", "episode")).rollouts
+    assert rollout.error is None and rollout.reward == 6.0
+    assert [turn.reward for turn in rollout.turns] == [1.0, 2.0, 3.0]
+    assert [turn.state for turn in rollout.turns] == ["first page", None, "last page"]
+
+
+def test_turns_of_several_conversations_are_credited_in_the_order_of_time(play_group):
+    """A sub-agent speaks between two turns; what the last turn was given is no later turn's of the sub-agent."""
+
+    async def agent(client, model, episode):
+        ask = client.chat.completions.create
+        messages: list[Any] = [{"role": "user", "content": "What is 30 + 4?"}]
+        messages.append((await ask(model=model, messages=messages)).choices[0].message)
+        await ask(model=model, messages=[{"role": "user", "content": "Name?"}])  # the sub-agent
+        await ask(model=model, messages=[*messages, {"role": "user", "content": "Sure?"}])
+        episode.reward(worth.pop())
+
+    worth = [0.0, 4.0]
+    group = play_group(agent, takes=("client", "model", "episode"), n=2, concurrency=1)
+    for rollout in group.rollouts:
+        assert [turn.taken for turn in rollout.turns] == [0, 2, 1]  # by conversation: first, last, sub-agent
+        assert rollout.turns[1].reward is not None
+    spec = CreditConfig(credit="turn", advantage="mean", turn_discount=0.5)
+    (weighed,) = with_advantages([group], spec)
+    signs = [1.0 if rollout.reward else -1.0 for rollout in group.rollouts]
+    for sign, rollout in zip(signs, weighed.rollouts, strict=True):
+        assert [turn.advantage for turn in rollout.turns] == [sign * 0.5, sign * 2.0, sign * 1.0]
+    kept = group_from_json(group_to_json(weighed))
+    assert [rollout.turns for rollout in kept.rollouts] == [rollout.turns for rollout in weighed.rollouts]
+
+
+@pytest.mark.parametrize("credit", ["turn", "gigpo"])
+def test_the_credit_of_an_agents_turns_is_that_of_the_formulas(play_group, credit):
+    """Against numpy, written down from the equations: returns of turns of one number, or of turns that heard the
+    same."""
+    given = iter([(0.0, 1.0), (0.5, 0.0), (2.0, -1.0)])
+
+    async def agent(client, model, episode):
+        mine = iter(next(given))
+        await asked_twice(client, model, lambda _: episode.reward(next(mine)))
+        return 1.0
+
+    group = play_group(agent, takes=("client", "model", "episode"), n=3)
+    spec = CreditConfig(credit=credit, advantage="mean", turn_discount=0.5)
+    (weighed,) = with_advantages([group], spec)
+    rewards = np.array([[turn.reward for turn in rollout.turns] for rollout in group.rollouts], dtype=float)
+    rewards[:, 1] += 1.0  # what was returned is a part of the last turn's
+    returns = np.stack([rewards[:, 0] + 0.5 * rewards[:, 1], rewards[:, 1]], axis=1)
+    expected = returns - returns.mean(axis=0)  # turns of one number, which here heard the same too
+    if credit == "gigpo":
+        totals = rewards.sum(axis=1)
+        expected = expected + (totals - totals.mean())[:, None]
+    found = [[turn.advantage for turn in rollout.turns] for rollout in weighed.rollouts]
+    assert found == pytest.approx(expected)
+
+
+def test_what_is_no_reward_of_a_turn_fails_the_episode_clearly(play_group):
+    takes = ("client", "model", "episode")
+
+    async def early(client, model, episode):
+        episode.reward(1.0)
+
+    async def unknown(client, model, episode):
+        await asked_twice(client, model)
+        episode.reward(1.0, "chatcmpl-9")
+
+    async def odd(client, model, episode):
+        await asked_twice(client, model)
+        episode.reward(float("nan"))
+
+    async def nameless(client, model, episode):
+        episode.state(3)
+
+    async def too_few(client, model, episode):
+        await asked_twice(client, model)
+        return {"reward": 1.0, "turn_rewards": [1.0]}
+
+    for agent, said in (
+        (early, "there is no turn to be rewarded; answers: none so far"),
+        (unknown, "there is no answer 'chatcmpl-9' in this episode; answers: 'chatcmpl-0-1', 'chatcmpl-0-2'"),
+        (odd, "agent gave a turn nan; a reward is a finite number"),
+        (nameless, "agent named a state 3; it is a text"),
+        (too_few, "agent returned 1 turn_rewards, and the policy answered 2 times"),
+    ):
+        (rollout,) = play_group(agent, takes=takes).rollouts
+        assert rollout.reward is None and said in str(rollout.error)
+
+
+def test_an_agent_that_is_at_a_limit_keeps_what_its_turns_were_given(play_group):
+    async def agent(client, model, episode):
+        await asked_twice(client, model, lambda _: episode.reward(0.25))
+
+    (rollout,) = play_group(agent, takes=("client", "model", "episode"), max_turns=1).rollouts
+    assert (rollout.stop, rollout.reward, rollout.error) == ("max_turns", 0.25, None)
 
 
 # ---- limits ----
@@ -543,6 +703,34 @@ def test_a_run_trains_an_agent(tmp_path):
     (row,) = read_metrics(result.run_dir / "metrics.jsonl")
     assert row["env/forks"] == 0 and row["env/failed_frac"] == 0 and row["rollout/turns_mean"] > 1.0
     assert 0 < row["reward/mean"] <= 1 and row["env/stop/done"] > 0.5
+
+
+CREDITED = """
+async def agent(case, client, model, episode):
+    messages = [{"role": "user", "content": f"What is {case['a']} + {case['b']}?"}]
+    for _ in range(2):
+        answer = await client.chat.completions.create(model=model, messages=messages)
+        text = answer.choices[0].message.content or ""
+        episode.reward(len(text) / 100)
+        messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
+"""
+
+
+def test_a_run_trains_the_turns_of_an_agent_by_their_own_rewards(tmp_path):
+    (tmp_path / "credited.py").write_text(CREDITED, encoding="utf-8")
+    rows = [{"a": a, "b": 30 + a} for a in range(4)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    result = starter_run(
+        tmp_path,
+        name="credited",
+        data={"source": str(tmp_path / "sums.jsonl")},
+        env={"agent": "credited:agent"},
+        algo={"credit": "turn"},
+        rollout={"prompts_per_step": 2, "group_size": 4, "max_tokens": 12},
+        train={"steps": 1},
+    )
+    (row,) = read_metrics(result.run_dir / "metrics.jsonl")
+    assert row["turn/compared_share"] == 1.0 and row["turn/signal_share"] > 0 and row["turn/advantage_std"] > 0
 
 
 # ---- the client that an agent is given ----

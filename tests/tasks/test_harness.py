@@ -163,6 +163,23 @@ def test_a_command_may_say_a_number(play):
         assert rollout.reward == reward and said[7:8] in rollout.columns["score_output"]
 
 
+SAYS = """import json
+said = [len(line) > 0 for line in open('said.txt')]
+print(json.dumps({'reward': 2, 'turn_rewards': %s, 'metrics': {'lines': len(said)}}))"""
+
+
+def test_a_command_may_say_what_each_turn_was_worth(play):
+    """In a JSON object in the last line; as many as the policy answered, or the episode has failed and says so."""
+    score = {"command": ["python", "-c", SAYS % "[0.5, None]"], "reward": "stdout"}
+    (rollout,) = play(ASKS + "ask('Sure?')", score=score)
+    assert [turn.reward for turn in rollout.turns] == [0.5, None] and rollout.reward == 2.5
+    assert rollout.info["lines"] >= 1 and rollout.info["program_failed"] == 0
+    (rollout,) = play(ASKS, score=score)
+    assert rollout.reward is None and "returned 2 turn_rewards, and the policy answered 1 times" in str(rollout.error)
+    (rollout,) = play(ASKS, score={"command": ["python", "-c", "print('{}')"], "reward": "stdout"})
+    assert rollout.reward is None and "env.harness.score.command returned an object" in str(rollout.error)
+
+
 @needs_namespaces
 def test_the_score_is_made_in_the_sandbox_on_a_copy(play, tmp_path):
     """It finds no network, and what it writes stays there."""

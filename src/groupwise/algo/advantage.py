@@ -25,7 +25,7 @@ its advantages are None. A group whose rewards are all equal is usable but teach
 **Credit inside an episode** (`CreditConfig.credit`). Episode i has turns t = 1..T_i with rewards r_it; what its
 reward R_i is beyond their sum (a score at the end, reward functions) is a part of r_i,T_i. A turn's return is
 
-    G_it = sum_{s >= t} gamma^(s - t) r_is                            gamma: `turn_discount`
+    G_it = sum_{s >= t} gamma^(s - t) r_is                            gamma: `turn_discount`; t in the order of time
 
 and A(x; S) is one of the four formulas above for the value x among the values S:
 
@@ -38,8 +38,9 @@ and A(x; S) is one of the four formulas above for the value x among the values S
 MT-GRPO's paper has two turns and adds the group's normalised outcome to the normalised reward of the first; here the
 outcome reaches earlier turns through the return, for any number of turns. In GiGPO s_it is the state in which turn t
 was taken, the paper's anchor state: what the environment calls it (`Turn.state`), or else what the policy heard since
-its last turn; w is `step_advantage_weight`, and `group_std` and `mean` are the paper's two normalisations. A turn that
-has none to be compared with has A = 0 there. Turns that are not trained are compared with nothing and count in returns.
+the turn that it goes on from; w is `step_advantage_weight`, and `group_std` and `mean` are the paper's two
+normalisations. A turn that has none to be compared with has A = 0 there. Turns that are not trained are compared with
+nothing and count in returns.
 
 **Several roles.** Where turns have a role, the turns of a role in an episode are an episode of their own, with its
 reward R_ia (`Rollout.role_rewards`), and are compared with those of the same role alone: a baseline for each role
@@ -267,14 +268,15 @@ class _Track:
 
     def compared_turns(self, spec: CreditConfig) -> Iterator[tuple[Hashable, Compared]]:
         """Each trained turn with its return, under what it has in common with those that it is compared with."""
-        given = [turn.reward or 0.0 for turn in self.turns]
+        in_time = sorted(range(len(self.turns)), key=lambda at: at if (t := self.turns[at].taken) is None else t)
+        given = [self.turns[at].reward or 0.0 for at in in_time]
         if given:
             given[-1] += self.reward - math.fsum(given)
         states = _states(self.turns) if spec.credit == "gigpo" else ()
-        for index, value in enumerate(discounted_returns(given, spec.gamma)):
-            same = states[index] if spec.credit == "gigpo" else index if spec.turn_baseline == "index" else None
-            if self.turns[index].trained:
-                yield (self.role, same), Compared(self.rollout, (self.numbers[index],), value)
+        for index, (at, value) in enumerate(zip(in_time, discounted_returns(given, spec.gamma), strict=True)):
+            same = states[at] if spec.credit == "gigpo" else index if spec.turn_baseline == "index" else None
+            if self.turns[at].trained:
+                yield (self.role, same), Compared(self.rollout, (self.numbers[at],), value)
 
 
 def _tracks(index: int, rollout: Rollout) -> list[_Track]:
@@ -293,13 +295,15 @@ def _tracks(index: int, rollout: Rollout) -> list[_Track]:
 
 
 def _states(turns: Sequence[Turn]) -> list[Hashable]:
-    """The state in which each turn was taken: its own name for it, or the tokens that the policy had not seen."""
+    """The state in which each turn was taken: its own name for it, or what its prompt adds to the turn that it goes on
+    from, the longest before it that its prompt begins with."""
     states: list[Hashable] = []
-    seen: tuple[int, ...] = ()
+    seen: list[tuple[int, ...]] = [()]
     for turn in turns:
-        heard = turn.prompt_ids[len(seen) :] if turn.prompt_ids[: len(seen)] == seen else turn.prompt_ids
-        states.append(heard if turn.state is None else turn.state)
-        seen = turn.prompt_ids + turn.completion.token_ids
+        begins = (each for each in seen if turn.prompt_ids[: len(each)] == each)
+        before = seen[-1] if turn.prompt_ids[: len(seen[-1])] == seen[-1] else max(begins, key=len)
+        states.append(turn.prompt_ids[len(before) :] if turn.state is None else turn.state)
+        seen.append(turn.prompt_ids + turn.completion.token_ids)
     return states
 
 

@@ -32,7 +32,8 @@ class HarnessScoreConfig(Section):
     files_column: Text | None = None
     """The same from a column of the row: an object of paths and texts."""
     reward: Literal["exit_status", "stdout"] = "exit_status"
-    """`exit_status`: 1 for status 0, otherwise 0. `stdout`: the number in its last line."""
+    """`exit_status`: 1 for status 0, otherwise 0. `stdout`: the number in its last line, or a JSON object there of
+    `reward`, `turn_rewards` (one for each answer of the policy, in their order) and `metrics`."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Seconds that it may take; then the reward is 0."""
     memory_mb: int = Field(default=1024, ge=16)

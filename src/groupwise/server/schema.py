@@ -67,6 +67,10 @@ class ScoredGroup(OwnPart):
     """At least two, or there is nothing to compare."""
 
 
+_ONE_TURN = (
+    "reward, what the one turn is worth that a completion is here; an episode's turns have credit of their own in a "
+    "run (algo.credit, groupwise run)"
+)
 _SAMPLED = "rollout_id and reward alone: what was sampled here is known here"
 
 
@@ -76,6 +80,8 @@ class GrpoRequest(NullIsAbsent, OwnRequest):
     elsewhere: ClassVar = {
         **_under_config("grpo"),
         **dict.fromkeys(("prompt_index", "completion_index", "finish_reason", "usage", "reasoning_content"), _SAMPLED),
+        **dict.fromkeys(("turns", "turn_rewards", "credit", "turn_discount", "turn_baseline"), _ONE_TURN),
+        "step_advantage_weight": _ONE_TURN,
         "epochs": "config.iterations: GRPO does not use epochs; iterations are passes over the groups",
         "examples": "groups, or POST /v1/train/sft",
         "messages": "groups[i].messages",

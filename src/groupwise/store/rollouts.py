@@ -101,7 +101,7 @@ def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
         raw["reward"] = plain(turn.reward)
     if not turn.trained:
         raw["trained"] = False
-    raw |= {name: value for name in ("state", "role") if (value := getattr(turn, name)) is not None}
+    raw |= {name: value for name in ("state", "role", "taken") if (value := getattr(turn, name)) is not None}
     if turn.advantage is not None:
         raw["advantage"] = plain(turn.advantage)
     if completion.routed_experts is not None:
@@ -154,6 +154,7 @@ def _turn_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Turn:
         state=raw.get("state"),
         role=raw.get("role"),
         advantage=_exact(raw.get("advantage")),
+        taken=raw.get("taken"),
     )
 
 

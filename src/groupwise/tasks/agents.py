@@ -5,16 +5,20 @@
         ...
         return 1.0
 
-It is called once for each episode, by name, with those of `case`, `client`, `base_url`, `api_key`, `model` and `seed`
-that it takes, and with `env.args`. `case` is a row of the dataset, `seed` the same for the episodes of a group. It may
-be async (it runs in the run's event loop and must not block it) or not (it runs in a thread of its own). The key stands
-for the episode: give it to the processes and sub-agents that belong to it, and to nothing else. `client` is an
-`AsyncOpenAI` (an `OpenAI`, where the agent is not async) with that URL and key, on connections that all episodes share:
-a client that an agent makes itself reads the certificates of the machine each time, some 70 ms. What it returns is
+It is called once for each episode, by name, with those of `case`, `client`, `base_url`, `api_key`, `model`, `seed` and
+`episode` that it takes, and with `env.args`. `case` is a row of the dataset, `seed` the same for the episodes of a
+group; `episode` is told what single turns were worth (`EpisodeCredit`). It may be async (it runs in the run's event
+loop and must not block it) or not (it runs in a thread of its own). The key stands for the episode: give it to the
+processes and sub-agents that belong to it, and to nothing else. `client` is an `AsyncOpenAI` (an `OpenAI`, where the
+agent is not async) with that URL and key, on connections that all episodes share: a client that an agent makes itself
+reads the certificates of the machine each time, some 70 ms. What it returns is
 
     a number                        the episode's reward
     {"reward": .., "metrics": {}}   the same; the numbers are logged as `env/<name>`
+    {"turn_rewards": [..]}          alone or beside these: what each answer was worth, in their order, None for nothing
     None                            the configuration's `rewards` say what the episode is worth
+
+and rewards of turns are added to the episode's, as in an environment.
 
 A class is made once, with `env.args`; its instance is the agent (`__call__`) and may have `cases()` and `eval_cases()`,
 the datasets. Both may be async.
@@ -76,8 +80,8 @@ if TYPE_CHECKING:
 
     from groupwise.tasks.endpoint import Endpoint
 
-CLIENT = "client"
-OFFERED = ("case", "base_url", "api_key", "model", "seed", CLIENT)
+CLIENT, EPISODE = "client", "episode"
+OFFERED = ("case", "base_url", "api_key", "model", "seed", CLIENT, EPISODE)
 NEEDED = ("base_url", "api_key")  # or the client
 
 
@@ -124,6 +128,7 @@ class AgentResult:
     """What an agent returned.
 
     Args:
+        turn_rewards: what each answer was worth besides, in their order; empty for none.
         columns: what reward functions get of it by name.
         stop: why the episode ended, where that was not the agent's own doing.
         failure: it failed, and is worth what `env.on_error` says.
@@ -132,6 +137,7 @@ class AgentResult:
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float | None, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
     stop: str | None = None
     failure: EnvError | None = None
@@ -163,19 +169,28 @@ def outcome_of(value: Any, agent: str) -> AgentResult:
         return AgentResult()
     if not isinstance(value, Mapping):
         return AgentResult(reward=reward_of(value, agent))
-    if "reward" not in value:
+    if "reward" not in value and "turn_rewards" not in value:
         raise EnvError(
             f"{agent} returned an object with {', '.join(map(repr, value)) or 'nothing'} and no reward",
-            hint='return {"reward": 1.0, "metrics": {...}}, a number, or None',
+            hint='return {"reward": 1.0, "metrics": {...}, "turn_rewards": [...]}, a number, or None',
         )
-    reward, metrics = value["reward"], value.get("metrics") or {}
+    reward, metrics = value.get("reward"), value.get("metrics") or {}
     if not isinstance(metrics, Mapping):
         raise EnvError(f"{agent} returned metrics of type {type(metrics).__name__}; they are numbers by name")
     numbers = {str(name): float(each) for name, each in metrics.items() if isinstance(each, int | float)}
     return AgentResult(
         reward=None if reward is None else reward_of(reward, agent),
         metrics={name: number for name, number in numbers.items() if math.isfinite(number)},
+        turn_rewards=_turn_rewards(value.get("turn_rewards"), agent),
     )
+
+
+def _turn_rewards(value: Any, agent: str) -> tuple[float | None, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise EnvError(f"{agent} returned turn_rewards of type {type(value).__name__}; they are a list of numbers")
+    return tuple(None if each is None else reward_of(each, agent) for each in value)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -206,7 +221,7 @@ def _takes(function: Callable[..., Any], args: Mapping[str, Any], reference: str
     """Those of `OFFERED` that it has parameters for. Raises ConfigError where it cannot be called so."""
     parameters = inspect.signature(function).parameters
     anything = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    takes = tuple(name for name in OFFERED if name in parameters or (anything and name != CLIENT))
+    takes = tuple(name for name in OFFERED if name in parameters or (anything and name not in (CLIENT, EPISODE)))
     listed = ", ".join(parameters) or "nothing"
     if CLIENT in takes and importlib.util.find_spec("openai") is None:
         message = f"env.agent {reference!r} takes a client, and openai is not installed"
@@ -266,6 +281,7 @@ class AgentSession:
         stop: the limit that ended the episode, if one did.
         failed: has the exception when the policy could not be asked.
         under_way: requests that the policy is answering.
+        state: what the agent calls the state in which the policy speaks next, for `algo.credit: gigpo`.
         recorded: the engine records which tokens were left to draw from, so that a request may say what is left.
     """
 
@@ -281,6 +297,7 @@ class AgentSession:
     ignored_names: set[str] = field(default_factory=set)  # of those parameters
     failed: Future[None] = field(default_factory=Future)
     under_way: int = 0
+    state: str | None = None
     over: bool = False
     recorded: bool = True
     responses: ResponseStore = field(default_factory=ResponseStore)  # what the episode stored of its answers
@@ -292,8 +309,11 @@ class AgentSession:
     def __post_init__(self) -> None:
         self._conversations = Conversations(self.tokenizer)
 
-    async def answer(self, request: AgentChatRequest, *, hear: Hear | None = None) -> AgentReply:
-        """The policy's next turn in the conversation that `request` shows. `hear` is told of its parts as they are
+    async def answer(
+        self, request: AgentChatRequest, *, id: str = "", ignored: Sequence[str] = (), hear: Hear | None = None
+    ) -> AgentReply:
+        """The policy's next turn in the conversation that `request` shows, under the answer's `id`. `ignored` are
+        parameters that change nothing, as the client calls them. `hear` is told of the answer's parts as they are
         sampled, where the engine streams, and otherwise when it is whole; all of them, and before this returns.
 
         Raises:
@@ -306,10 +326,10 @@ class AgentSession:
         self._check_limits(messages)
         asked = self._ask(messages, request)
         params = self._params(asked, request)
-        self.ignored += bool(ignored := request.ignored(recorded=self.recorded))
+        self.ignored += bool(ignored)
         self.ignored_names.update(ignored)
         reply = self._conversations.reply(asked, one_call=request.parallel_tool_calls is False)
-        text = TextStream(self.tokenizer, params)
+        text, state = TextStream(self.tokenizer, params), self.state
 
         def said(token_id: int) -> None:
             if hear is not None and (parts := reply.push(text.push(token_id))):
@@ -336,8 +356,23 @@ class AgentSession:
             thinks=opens_thought(prompt_ids, self.tokenizer),
             tokenizer=self.tokenizer,
         )
-        message = self._conversations.answer(asked, completion, reply=reply)
+        message = self._conversations.answer(asked, completion, reply=reply, id=id, state=state)
+        if self.state is state:  # none was named meanwhile for what comes next
+            self.state = None
         return AgentReply(message=message, parts=tuple(reply.parts), ending=ending)
+
+    def reward(self, value: float, answer: str | None = None) -> None:
+        """Add `value` to what the turn of the answer with this id was given, or else the one answered last. For any
+        thread. Raises EnvError where there is none."""
+        if self.over:
+            raise EnvError("a turn was given a reward after the episode", hint="give it before the agent returns")
+        answered = self._conversations.answered
+        node = next((each for each in reversed(answered) if answer in (None, each.id)), None)
+        if node is None:
+            known = ", ".join(repr(each.id) for each in answered) or "none so far"
+            which = "no turn to be rewarded" if answer is None else f"no answer {answer!r} in this episode"
+            raise EnvError(f"there is {which}; answers: {known}", hint="reward a turn once the policy has answered")
+        self._conversations.reward(node, value)
 
     def count(self, request: AgentChatRequest) -> int:
         """How many tokens the policy would be shown. Raises as `answer`."""
@@ -514,6 +549,11 @@ class AgentEpisode:
         reward, error = outcome.reward, error or outcome.failure
         if session.stop is not None:
             reward, error = reward or 0.0, None
+        if error is None and (wrong := _give(outcome.turn_rewards, said, self.agent.name)) is not None:
+            error = wrong
+        given = [turn.reward for turn in said.turns() if turn.reward is not None]
+        if error is None and given:
+            reward = math.fsum([*given, reward or 0.0])
         if error is None and not said.answered:
             told = f"; {outcome.ending}" if outcome.ending else ""
             error = EnvError(f"{self.agent.name} never asked the policy: there is nothing to train{told}")
@@ -572,6 +612,8 @@ class AgentEpisode:
             "model": MODEL,
             "seed": self.session.seed,
         }
+        if EPISODE in self.agent.takes:
+            offered[EPISODE] = EpisodeCredit(self.session, self.agent.name)
         if CLIENT in self.agent.takes:
             make = self.endpoint.async_client if is_async(self.agent.function) else self.endpoint.client
             offered[CLIENT] = make(key)
@@ -588,6 +630,45 @@ class AgentEpisode:
             raise EnvError.raised(name, error) from error
         finally:
             thread.close()
+
+
+@dataclass(frozen=True)
+class EpisodeCredit:
+    """The `episode` that an agent may take: it is told what single turns were worth, and in which state they are taken,
+    which `algo.credit` reads.
+
+        answer = await client.chat.completions.create(...)
+        episode.reward(0.2)                 # to what was answered last
+        episode.reward(0.2, answer.id)      # where several are asked at once
+
+    Both may be called from any thread, and raise EnvError for a value that is none.
+    """
+
+    _session: AgentSession
+    _agent: str
+
+    def reward(self, value: float, answer: str | None = None) -> None:
+        """Give a turn a reward: that of the answer with this id (of any dialect), or the one answered last. Several of
+        a turn add up. The episode's reward is the sum of all of them and what the agent returns."""
+        self._session.reward(reward_of(value, self._agent, did="gave a turn"), answer)
+
+    def state(self, name: str) -> None:
+        """Name the state in which the policy speaks next, equal for equal situations (GiGPO's anchor states). Without a
+        name it is what the policy has heard since the answer that its request goes on from."""
+        if not isinstance(name, str):
+            raise EnvError(f"{self._agent} named a state {name!r}; it is a text", field=self._agent)
+        self._session.state = name
+
+
+def _give(rewards: Sequence[float | None], said: Conversations, agent: str) -> EnvError | None:
+    """Add the rewards that an agent returned to its turns, in the order of the answers; what is wrong with them."""
+    if rewards and len(rewards) != len(said.answered):
+        message = f"{agent} returned {len(rewards)} turn_rewards, and the policy answered {len(said.answered)} times"
+        return EnvError(message, hint="one for each answer, in their order, null for none", field=agent)
+    for node, value in zip(said.answered, rewards, strict=False):
+        if value is not None:
+            said.reward(node, value)
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -40,10 +40,11 @@ FirstRequest = tuple[tuple[Message, ...], tuple[dict[str, Any], ...], tuple[int,
 
 @dataclass(kw_only=True, eq=False)
 class Answered:
-    """A recorded turn: the conversation after it, and the turns that continued from it."""
+    """A recorded turn: the conversation after it, the id of the answer, and the turns that continued from it."""
 
     transcript: Transcript
     key: Key
+    id: str = ""
     after: list[Answered] = field(default_factory=list)
 
     @property
@@ -115,35 +116,53 @@ class Conversations:
         self._ids += 1
         return self._format.call_id(self._ids - 1)
 
-    def answer(self, asked: AgentRequest, completion: Completion, *, reply: Reply | None = None) -> dict[str, Any]:
-        """The policy answered; returns its message as the client gets it. `reply` has been told all of its text."""
+    def answer(
+        self,
+        asked: AgentRequest,
+        completion: Completion,
+        *,
+        reply: Reply | None = None,
+        id: str = "",
+        state: str | None = None,
+    ) -> dict[str, Any]:
+        """The policy answered, under this id and in this state; returns its message as the client gets it. `reply` has
+        been told all of its text."""
         if reply is None:
             reply = self.reply(asked)
             reply.push(completion.text)
             reply.finish()
         transcript, message = asked.transcript, reply.message()
-        transcript.speak(completion)
+        transcript.speak(completion, state=state)
         calls = [{**call, "function": _as_object(call["function"])} for call in message.get("tool_calls", ())]
         self.calls += len(calls)
         if calls:
             transcript.messages[-1] = {**transcript.messages[-1], "tool_calls": calls}
         offered, said = asked.key
-        node = Answered(transcript=transcript, key=(offered, said + key_of([message])))  # type: ignore[list-item]
+        node = Answered(transcript=transcript, key=(offered, said + key_of([message])), id=id)  # type: ignore[list-item]
         self.answered.append(node)
         self._by_key[node.key] = node
         (self._begun if asked.before is None else asked.before.after).append(node)
         return message
 
+    def reward(self, node: Answered, value: float) -> None:
+        """Add to what a turn was given."""
+        node.transcript.reward((node.turn.reward or 0.0) + value)
+
     def turns(self, *, only_first: bool = False) -> tuple[Turn, ...]:
-        """The turns branch by branch; with `only_first` none is trained but the one that was answered first."""
+        """The turns branch by branch, with their numbers in time where that is another order; with `only_first` none is
+        trained but the one that was answered first."""
         ordered: list[Answered] = []
         waiting = self._begun[::-1]
         while waiting:
             ordered.append(node := waiting.pop())
             waiting += node.after[::-1]
-        if not only_first:
-            return tuple(node.turn for node in ordered)
-        return tuple(replace(node.turn, trained=node is self.answered[0]) for node in ordered)
+        turns = [node.turn for node in ordered]
+        if ordered != self.answered:
+            taken = {node: number for number, node in enumerate(self.answered)}
+            turns = [replace(node.turn, taken=taken[node]) for node in ordered]
+        if only_first:
+            turns = [replace(turn, trained=node is self.answered[0]) for turn, node in zip(turns, ordered, strict=True)]
+        return tuple(turns)
 
 
 def _copy(transcript: Transcript) -> Transcript:

@@ -186,23 +186,26 @@ class Endpoint:
     async def _chat(self, http: Request) -> Response:
         session = self._session(http)
         request = protocol.read_request(await http.body())
-        writer = protocol.ChatWriter(id=session.new_id("chatcmpl-"), request=request, tokenizer=self._tokenizer)
-        return await _answer(http, session, request, writer, done=b"data: [DONE]\n\n")
+        id = session.new_id("chatcmpl-")
+        writer = protocol.ChatWriter(id=id, request=request, tokenizer=self._tokenizer)
+        return await _answer(http, session, request, writer, id=id, done=b"data: [DONE]\n\n")
 
     async def _messages(self, http: Request) -> Response:
         session = self._session(http)
         request, asked = protocol.read_other(await http.body(), anthropic.MessagesRequest)
-        writer = anthropic.MessageWriter(id=session.new_id("msg_"), model=MODEL)
-        return await _answer(http, session, request, writer, names=asked.names)
+        id = session.new_id("msg_")
+        writer = anthropic.MessageWriter(id=id, model=MODEL)
+        return await _answer(http, session, request, writer, id=id, names=asked.names)
 
     async def _responses(self, http: Request) -> Response:
         session = self._session(http)
         asked = read(await http.body(), responses.ResponsesRequest)
         history = session.responses.history(asked.previous_response_id)
         request = protocol.translated(asked, asked.chat(history))
-        writer = responses.ResponseWriter(id=session.new_id("resp_"), model=MODEL, request=asked)
+        id = session.new_id("resp_")
+        writer = responses.ResponseWriter(id=id, model=MODEL, request=asked)
         keep = partial(session.responses.keep, asked, history=history)
-        return await _answer(http, session, request, writer, names=asked.names, keep=keep)
+        return await _answer(http, session, request, writer, id=id, names=asked.names, keep=keep)
 
     async def _response(self, http: Request) -> Response:
         """One that was stored."""
@@ -251,23 +254,24 @@ async def _answer(
     request: AgentChatRequest,
     writer: Writer,
     *,
+    id: str,
     names: Mapping[str, str] | None = None,
     keep: Keep = lambda answer: None,
     done: bytes = b"",
 ) -> Response:
-    """The policy's answer through the dialect's writer, whole or streamed. `names` are the dialect's for fields of the
-    chat form; `keep` is told the whole answer before its end is sent; `done` ends a stream."""
+    """The policy's answer through the dialect's writer, whole or streamed, under this id. `names` are the dialect's for
+    fields of the chat form; `keep` is told the whole answer before its end is sent; `done` ends a stream."""
     ignored = [(names or {}).get(name, name) for name in request.ignored(recorded=session.recorded)]
     headers = {"x-ignored": ", ".join(ignored)} if ignored else {}
     if not request.stream:
         with _in_words_of(names):
-            reply = await _while_connected(http, session.answer(request))
+            reply = await _while_connected(http, session.answer(request, id=id, ignored=ignored))
         writer.open(reply.ending.prompt_tokens)
         writer.push(reply.parts)
         writer.close(reply.ending)
         keep(writer.answer)
         return _json(writer.answer, headers)
-    stream = _Stream(session, request, writer, keep, done)
+    stream = _Stream(session, request, writer, keep, done, id=id, ignored=ignored)
     try:
         with _in_words_of(names):
             first = await _while_connected(http, stream.next())
@@ -291,11 +295,22 @@ def _in_words_of(names: Mapping[str, str] | None) -> Iterator[None]:
 class _Stream:
     """One answer as a stream. It begins with the first part, so that what is wrong by then has a status of its own."""
 
-    def __init__(self, session: AgentSession, request: AgentChatRequest, writer: Writer, keep: Keep, done: bytes):
+    def __init__(
+        self,
+        session: AgentSession,
+        request: AgentChatRequest,
+        writer: Writer,
+        keep: Keep,
+        done: bytes,
+        *,
+        id: str,
+        ignored: Sequence[str],
+    ):
         self._writer, self._keep, self._done = writer, keep, done
         self._prompt_tokens = session.count(request)
         self._parts: asyncio.Queue[Sequence[ReplyPart] | None] = asyncio.Queue()
-        self._answer = asyncio.ensure_future(session.answer(request, hear=self._parts.put_nowait))
+        heard = self._parts.put_nowait
+        self._answer = asyncio.ensure_future(session.answer(request, id=id, ignored=ignored, hear=heard))
         self._answer.add_done_callback(lambda _: self._parts.put_nowait(None))
 
     def cancel(self) -> None:

@@ -231,14 +231,14 @@ def state_of(value: Any, method: str) -> str | None:
     return value
 
 
-def reward_of(value: Any, method: str) -> float:
+def reward_of(value: Any, method: str, *, did: str = "returned") -> float:
     """Check a reward: a finite float of sensible size. Raises EnvError."""
     try:
         number = float(value) if not isinstance(value, str | bytes) else math.nan
     except (TypeError, ValueError):
         number = math.nan
     if not abs(number) <= MAX_REWARD:
-        message = f"{method} returned {_short(value)}; a reward is a finite number within {MAX_REWARD:g} of 0"
+        message = f"{method} {did} {_short(value)}; a reward is a finite number within {MAX_REWARD:g} of 0"
         raise EnvError(message, field=method)
     return number
 

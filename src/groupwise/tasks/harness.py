@@ -23,7 +23,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,6 +49,7 @@ from groupwise.rewards.sandbox import (
     workspace_program,
 )
 from groupwise.tasks.agents import Agent, AgentResult
+from groupwise.tasks.agents import outcome_of as returned
 from groupwise.tasks.episode import case_of
 from groupwise.types import Prompt, Rollout
 
@@ -390,18 +391,19 @@ class Harness:
         metrics = {"program_s": float(end["seconds"]), "program_failed": float(failed)}
         ending = f"it was killed after {self._timeout_s:g} s" if late else f"it ended with status {status}"
         ending = f"{ending}; the end of its output: {(stderr or stdout).strip()[-400:] or 'nothing'}"
-        reward, failure = None, None
+        worth, failure = AgentResult(), None
         if failed and config.on_failure == "error":
             failure = EnvError(f"{NAME} failed: {ending}", kind="timeout" if late else None)
             late = False  # a limit is no failure, and this one is to be
         elif failed and config.on_failure == "zero":
-            reward = 0.0
+            worth = AgentResult(reward=0.0)
         elif config.score is not None:
-            reward, judged = await self._score(config.score, place, told)
+            worth, judged = await self._score(config.score, place, told)
             columns |= {"score_status": judged.status, "score_output": (judged.stdout + judged.stderr)[-4000:]}
         return AgentResult(
-            reward=reward,
-            metrics=metrics,
+            reward=worth.reward,
+            metrics={**worth.metrics, **metrics},
+            turn_rewards=worth.turn_rewards,
             columns=columns,
             stop="timeout" if late else None,
             failure=failure,
@@ -410,8 +412,9 @@ class Harness:
 
     async def _score(
         self, score: HarnessScoreConfig, place: _EpisodeFolders, told: Mapping[str, Any]
-    ) -> tuple[float, ProgramResult]:
-        """What the command says of the workspace, and what it printed. Raises EnvError for what is not its doing."""
+    ) -> tuple[AgentResult, ProgramResult]:
+        """What the command says of the workspace, and what it printed. Raises EnvError for what is not its doing, and
+        for an object in its last line that says no reward."""
         argv = [_filled(part, told, "env.harness.score.command") for part in score.command]
         files = {path: _filled(text, told, "env.harness.score.files") for path, text in score.files.items()}
         limits = Limits(
@@ -437,8 +440,8 @@ class Harness:
         if judged.status == "lost":
             raise EnvError("the workspace could not be scored: its command was killed from outside of its box")
         if score.reward == "exit_status":
-            return float(judged.status == "ok"), judged
-        return _number_of(judged.stdout), judged
+            return AgentResult(reward=float(judged.status == "ok")), judged
+        return _said_of(judged.stdout), judged
 
     # ---- threads ----
     @property
@@ -572,10 +575,14 @@ def _filled(text: str, told: Mapping[str, Any], key: str) -> str:
     return _PLACE.sub(value, text)
 
 
-def _number_of(text: str) -> float:
-    """The number in the last line; 0 where there is none."""
-    lines: Iterable[str] = reversed(text.strip().splitlines())
+def _said_of(text: str) -> AgentResult:
+    """The number in the last line, or the object that an agent may return; 0 where there is neither. Raises EnvError
+    for an object that is none of those."""
+    last = (text.strip().splitlines() or [""])[-1].strip()
     with suppress(ValueError):
-        number = float(next(iter(lines), "").strip())
-        return number if math.isfinite(number) else 0.0
-    return 0.0
+        number = float(last)
+        return AgentResult(reward=number if math.isfinite(number) else 0.0)
+    with suppress(ValueError):
+        if isinstance(said := json.loads(last), dict):
+            return returned(said, "env.harness.score.command")
+    return AgentResult(reward=0.0)

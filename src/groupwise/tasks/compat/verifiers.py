@@ -27,6 +27,7 @@ import math
 import os
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from groupwise.config.load import first_on_path
@@ -65,6 +66,7 @@ class TasksetAgent:
         self._envs = {TRAIN: self._environment(dict(config or {}))}
         if eval_config is not None:
             self._envs[EVAL] = self._environment(_merged(config or {}, eval_config))
+        self._show_folder()
         self._tasks: dict[str, list[Any]] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}  # by environment: what holds its shared tools
 
@@ -95,10 +97,19 @@ class TasksetAgent:
         return _outcome(episode)
 
     # ---- inside ----
+    def _show_folder(self) -> None:
+        """A taskset beside the configuration is found by its tool servers too, which are other processes: their
+        environment is this one's."""
+        if self._folder is None or not any((Path(self._folder) / each).exists() for each in _files_of(self._taskset)):
+            return
+        before = os.environ.get("PYTHONPATH", "")
+        if str(self._folder) not in before.split(os.pathsep):
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(self._folder), *filter(None, [before])])
+
     def _environment(self, config: dict[str, Any]) -> Any:
         """The environment of a configuration, where the one agent's harness and runtime have defaults."""
         taskset = {"id": self._taskset, **dict(config.get("taskset") or {})}
-        package = self._taskset.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+        package = _package_of(self._taskset)
         try:
             with first_on_path(package, self._folder):
                 kind = self._loaders.env_config_type(self._taskset, config.get("id") or "")
@@ -163,6 +174,16 @@ def _loaders() -> Any:
             hint="environments of 0.1.14 to 0.3.1 are env.agent groupwise.tasks.compat.others:VerifiersAgent",
         )
     return importlib.import_module("verifiers.v1.utils.loaders")
+
+
+def _package_of(taskset: str) -> str:
+    """The module of a taskset's id, which may have an owner and a version."""
+    return taskset.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def _files_of(taskset: str) -> tuple[str, str]:
+    """What its module is called in a folder: a package or one file."""
+    return _package_of(taskset), f"{_package_of(taskset)}.py"
 
 
 def _is_seat(default: Any) -> bool:

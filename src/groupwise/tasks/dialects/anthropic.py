@@ -180,6 +180,15 @@ class InputMessage(BodyPart):
         return messages
 
 
+def _one_system(system: str, said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of the chat form with one system message, at the head, as chat templates have it: `system` and those
+    that `said` begins with. Later ones, in which harnesses remind the model, are the user's."""
+    begun = next((i for i, message in enumerate(said) if message["role"] != "system"), len(said))
+    head = [text for text in (system, *(message["content"] for message in said[:begun])) if text]
+    later = [{**each, "role": "user"} if each["role"] == "system" else each for each in said[begun:]]
+    return [*([{"role": "system", "content": joined(head)}] if head else []), *later]
+
+
 def _said(blocks: Sequence[Any]) -> dict[str, Any]:
     """A turn of the assistant's, its texts as they were sampled: one behind another."""
     calls = [call(b.id, b.name, json.dumps(b.input, ensure_ascii=False)) for b in blocks if b.type == "tool_use"]
@@ -298,10 +307,9 @@ class CountRequest(DialectRequest):
     context_management: ContextManagement | None = None
 
     def chat(self) -> dict[str, Any]:
-        system = _text(self.system)
-        opening = [{"role": "system", "content": system}] if system else []
         said = [each for message in self.messages for each in message.chat()]
-        body: dict[str, Any] = {**self.passed_on, "model": self.model, "messages": merged([*opening, *said])}
+        messages = _one_system(_text(self.system), said)
+        body: dict[str, Any] = {**self.passed_on, "model": self.model, "messages": merged(messages)}
         if self.tools:
             body["tools"] = [tool.chat() for tool in self.tools]
         if self.tool_choice is not None:
