@@ -123,7 +123,13 @@ class LocalEngine:
         if dtype is not None and why is not None:
             raise ConfigError(f"rollout.dtype={dtype} cannot be had: {why}", hint="leave it out", field="rollout.dtype")
         self._shared = EngineModel(
-            base, self._model, self._budget, hooked=not self.packed, records=record_routing, dtype=dtype
+            base,
+            self._model,
+            self._budget,
+            hooked=not self.packed,
+            records=record_routing,
+            dtype=dtype,
+            compiled=compile,
         )
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
         self._replaced: dict[PolicyVersion, Replaced] = {}  # versions that newer ones sample for
