@@ -75,6 +75,8 @@ def run(mode: str, seed: int, wait: float, options: argparse.Namespace) -> dict[
         with LineDisplay(options.steps, stream=sys.stderr) as display:
             result = run_loop(config, display=display)
         steps = [step for step in read_metrics(result.run_dir / "metrics.jsonl") if "time/step_s" in step]
+    if len(steps) < options.steps:
+        sys.exit(f"stopped after {len(steps)} of {options.steps} steps; what is finished is in {options.out}")
     return {
         "mode": mode,
         "seed": seed,

@@ -50,8 +50,8 @@ from rich.table import Table
 from step_vs_trl import machine
 from subjects import load, parameters_of, random_ids, save_adapter
 
+from groupwise.engine.cpu_weights import KINDS
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.rounded import KINDS
 from groupwise.model.chat import decode
 from groupwise.model.load import LoadedModel
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest

@@ -93,6 +93,8 @@ def run(measure: str, mode: str, seed: int, options: argparse.Namespace) -> dict
         with LineDisplay(options.steps, stream=sys.stderr) as display:
             directory = run_loop(config, display=display).run_dir
         steps = [step for step in read_metrics(directory / "metrics.jsonl") if "rollout/len_mean" in step]
+    if len(steps) < options.steps:
+        sys.exit(f"stopped after {len(steps)} of {options.steps} steps; what is finished is in {options.out}")
         drawn = [list(read_rollouts(directory / "rollouts" / f"step_{step['step']:06d}.jsonl")) for step in steps]
     by_step = [
         statistics.fmean(float(group.prompt.columns["slow"]) for group in groups)

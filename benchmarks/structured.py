@@ -11,26 +11,28 @@ that do not (anyOf), several schemas at once (allOf), additional and nullable pr
     compiled   schemas that the engine takes, and how long that took
     valid      answers that ended by themselves and that the `jsonschema` package finds valid (formats included)
     cut        answers that ended at `--max-tokens`: an unfinished answer is no wrong one, and is counted apart
-    tokens/s   of all rows together, beside as many rows without a grammar in the same process, each as many tokens long
+    tokens/s   of all rows together, compiling included, beside as many rows without a grammar in the same process, each
+               as many tokens long
 
 The model is small, so that its own work is little and the mask's share is large: of a larger model it is less. With
 `--vllm`, the same schemas through vLLM's own structured outputs, in a Python that has it
-(tests/vllm_server/install.sh).
+(tests/vllm_server/install.sh); both sides by turns of 64 schemas, so that a busy machine slows all alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ WORDS = (
     *("items", "note", "title", "score", "unit", "code", "level", "owner", "date"),
 )
 PATTERNS = (r"^[A-Z]{3}-\d{4}$", r"^(\d{1,3}\.){3}\d{1,3}$", r"^#[0-9a-f]{6}$", r"^[a-z]\w{0,9}$", r"^v\d+\.\d+$")
-TURN = 64  # schemas
+TURN, ROWS = 64, 32  # schemas; decoded at once
 FORMATS = ("date", "date-time", "uuid", "email", "ipv4", "ipv6")
 
 
@@ -204,8 +206,10 @@ def judged(said: Sequence[tuple[str, Schema, str, bool]]) -> dict[str, Any]:
     }
 
 
-def measured(asked: Sequence[tuple[str, Schema]], *, max_tokens: int) -> dict[str, Any]:
-    """The local engine: compile, sample, and sample as much without a grammar."""
+def measured(
+    asked: Sequence[tuple[str, Schema]], *, max_tokens: int, vllm: Vllm | None = None
+) -> dict[str, dict[str, Any]]:
+    """What each side makes of the schemas, by turns: compile, sample, and sample as much without a grammar."""
     import torch
 
     from groupwise.config.run import STARTER
@@ -216,42 +220,70 @@ def measured(asked: Sequence[tuple[str, Schema]], *, max_tokens: int) -> dict[st
 
     base = load_model(STARTER)
     prompt = prompt_of(base.tokenizer)
-    with closing(LocalEngine(base, max_rows=32)) as engine:
+    ours, theirs, times, refused = Sums(), Sums(), list[float](), Counter[str]()
+    with closing(LocalEngine(base, max_rows=ROWS)) as engine:
         engine.prepare(Grammar.of_json()).result()  # the tokenizer
-        times, refused, requests, kept = [], Counter(), [], []
-        for i, (kind, schema) in enumerate(asked):
-            grammar, began = Grammar.of_json(schema), time.perf_counter()
-            try:
-                engine.prepare(grammar).result()
-            except GrammarError:
-                refused[kind] += 1
-                continue
-            times.append(time.perf_counter() - began)
-            params = SamplingParams(max_tokens=max_tokens, seed=i, grammar=grammar)
-            requests.append(SamplingRequest(prompt_ids=prompt, params=params))
-            kept.append((kind, schema))
-        said, seconds, free_seconds = [], 0.0, 0.0
-        for at in range(0, len(requests), TURN):  # by turns, so that a busy machine slows both
-            groups, took = timed(lambda at=at: engine.generate(requests[at : at + TURN]))
+        for at in range(0, len(asked), TURN):
+            turn = asked[at : at + TURN]
+            requests, kept, compiling = [], [], 0.0
+            for i, (kind, schema) in enumerate(turn, at):
+                grammar, began = Grammar.of_json(schema), time.perf_counter()
+                try:
+                    engine.prepare(grammar).result()
+                except GrammarError:
+                    refused[kind] += 1
+                    continue
+                finally:
+                    compiling += time.perf_counter() - began
+                times.append(time.perf_counter() - began)
+                params = SamplingParams(max_tokens=max_tokens, seed=i, grammar=grammar)
+                requests.append(SamplingRequest(prompt_ids=prompt, params=params))
+                kept.append((kind, schema))
+            groups, took = timed(lambda requests=requests: engine.generate(requests))
             lengths = [len(group[0].token_ids) for group in groups]
             free = [
                 SamplingRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=length, seed=i, ignore_eos=True))
                 for i, length in enumerate(lengths)
             ]
-            seconds, free_seconds = seconds + took, free_seconds + timed(lambda free=free: engine.generate(free))[1]
-            said += [group[0] for group in groups]
-    texts = [(*one, each.text.strip(), each.finish_reason == "length") for one, each in zip(kept, said, strict=True)]
-    return {
-        "schemas": len(asked),
-        "compiled": len(times),
-        "refused": refused,
-        "compile_ms": {"median": 1e3 * statistics.median(times), "worst": 1e3 * max(times)},
-        **judged(texts),
-        "tokens": (tokens := sum(len(each.token_ids) for each in said)),
-        "tokens_per_s": tokens / seconds,
-        "free_tokens_per_s": tokens / free_seconds,
-        "threads": torch.get_num_threads(),
-    }
+            free_took = timed(lambda free=free: engine.generate(free))[1]
+            said = [(group[0].text, group[0].finish_reason == "length") for group in groups]
+            ours.add(kept, said, sum(lengths), compiling + took, free_took)
+            if vllm is not None:
+                answer = vllm.turn(at, [schema for _, schema in turn])
+                pairs = [(one, each) for one, each in zip(turn, answer["said"], strict=True) if each is not None]
+                said = [(text, cut) for _, (text, cut) in pairs]
+                theirs.add([one for one, _ in pairs], said, answer["tokens"], answer["seconds"], answer["free_seconds"])
+    compiled = {"compile_ms": {"median": 1e3 * statistics.median(times), "worst": 1e3 * max(times)}}
+    sides = {"groupwise": ours.result() | compiled | {"refused": refused, "threads": torch.get_num_threads()}}
+    if vllm is not None:
+        sides["vllm"] = theirs.result()
+    return {name: {"schemas": len(asked)} | side for name, side in sides.items()}
+
+
+@dataclass
+class Sums:
+    """What one side said in all turns."""
+
+    said: list[tuple[str, Schema, str, bool]] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    free_seconds: float = 0.0
+
+    def add(
+        self,
+        asked: Sequence[tuple[str, Schema]],
+        said: Sequence[tuple[str, bool]],
+        tokens: int,
+        seconds: float,
+        free_seconds: float,
+    ) -> None:
+        self.said += [(*one, text.strip(), cut) for one, (text, cut) in zip(asked, said, strict=True)]
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.free_seconds += free_seconds
+
+    def result(self) -> dict[str, Any]:
+        rates = {"tokens_per_s": self.tokens / self.seconds, "free_tokens_per_s": self.tokens / self.free_seconds}
+        return {"compiled": len(self.said), **judged(self.said), "tokens": self.tokens, **rates}
 
 
 def prompt_of(tokenizer: Any) -> tuple[int, ...]:
@@ -268,57 +300,87 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 # ---- vLLM, in the Python that has it ----
 VLLM = """
-import json, sys, time
+import json, os, sys, time
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-asked = json.load(open(sys.argv[1]))
-llm = LLM(model=asked["model"], max_num_seqs=32, seed=0)
-said, kept = [], []
-def params(i, schema):
-    form = {} if schema is None else {"structured_outputs": StructuredOutputsParams(json=schema)}
-    return SamplingParams(max_tokens=asked["max_tokens"], seed=i, temperature=1.0, **form)
-prompt = {"prompt_token_ids": asked["prompt"]}
-began, count = time.perf_counter(), 0
-for at in range(0, len(asked["schemas"]), 32):
-    chosen = asked["schemas"][at : at + 32]
+answers = os.fdopen(int(sys.argv[1]), "w")
+about = json.loads(sys.stdin.readline())
+llm = LLM(model=about["model"], max_num_seqs=about["rows"], seed=0, enable_prefix_caching=True)
+prompt = {"prompt_token_ids": about["prompt"]}
+
+def sample(params):
+    return llm.generate([prompt] * len(params), params, use_tqdm=False)
+
+def constrained(i, schema):
+    form = StructuredOutputsParams(json=schema)
+    return SamplingParams(max_tokens=about["max_tokens"], seed=i, temperature=1.0, structured_outputs=form)
+
+def free(length):
+    return SamplingParams(max_tokens=length, temperature=1.0, ignore_eos=True)
+
+def turn(start, schemas):
+    params = [constrained(start + i, schema) for i, schema in enumerate(schemas)]
     try:
-        outs = llm.generate([prompt] * len(chosen), [params(at + i, s) for i, s in enumerate(chosen)], use_tqdm=False)
-    except Exception:
+        return sample(params)
+    except Exception:  # one that cannot be compiled
         outs = []
-        for i, schema in enumerate(chosen):
+        for each in params:
             try:
-                outs += llm.generate([prompt], [params(at + i, schema)], use_tqdm=False)
+                outs += sample([each])
             except Exception:
                 outs.append(None)
-    for out in outs:
-        each = out and out.outputs[0]
-        count += len(each.token_ids) if each else 0
-        said.append(each and [each.text, each.finish_reason == "length"])
-json.dump({"said": said, "tokens": count, "seconds": time.perf_counter() - began}, open(sys.argv[2], "w"))
+        return outs
+
+sample([free(8)] * about["rows"])
+print(json.dumps("ready"), file=answers, flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    began = time.perf_counter()
+    outs = [out and out.outputs[0] for out in turn(asked["start"], asked["schemas"])]
+    seconds = time.perf_counter() - began
+    lengths = [len(each.token_ids) for each in outs if each]
+    began = time.perf_counter()
+    sample([free(length) for length in lengths])
+    free_seconds = time.perf_counter() - began
+    said = [each and [each.text, each.finish_reason == "length"] for each in outs]
+    answer = {"said": said, "tokens": sum(lengths), "seconds": seconds, "free_seconds": free_seconds}
+    print(json.dumps(answer), file=answers, flush=True)
 """
 
 
-def measured_vllm(python: str, asked: Sequence[tuple[str, Schema]], *, max_tokens: int) -> dict[str, Any]:
-    from groupwise.config.run import STARTER_DIR
-    from groupwise.model.load import load_tokenizer
+class Vllm:
+    """vLLM in a process of its own, which waits between turns."""
 
-    prompt = prompt_of(load_tokenizer("starter"))
-    with tempfile.TemporaryDirectory() as place:
-        given, made = Path(place) / "asked.json", Path(place) / "said.json"
-        only = [schema for _, schema in asked]
-        given.write_text(
-            json.dumps({"model": str(STARTER_DIR), "prompt": prompt, "max_tokens": max_tokens, "schemas": only})
+    def __init__(self, python: str, *, max_tokens: int):
+        from groupwise.config.run import STARTER_DIR
+        from groupwise.model.load import load_tokenizer
+
+        prompt = prompt_of(load_tokenizer("starter"))
+        answers, theirs = os.pipe()
+        self._process = subprocess.Popen(
+            [python, "-c", VLLM, str(theirs)], stdin=subprocess.PIPE, text=True, pass_fds=[theirs]
         )
-        subprocess.run([python, "-c", VLLM, str(given), str(made)], check=True)
-        answer = json.loads(made.read_text())
-    pairs = [(one, each) for one, each in zip(asked, answer["said"], strict=True) if each is not None]
-    return {
-        "schemas": len(asked),
-        "compiled": len(pairs),
-        **judged([(*one, text.strip(), cut) for one, (text, cut) in pairs]),
-        "tokens": answer["tokens"],
-        "tokens_per_s": answer["tokens"] / answer["seconds"],
-    }
+        os.close(theirs)
+        self._answers = os.fdopen(answers)
+        self._ask({"model": str(STARTER_DIR), "rows": ROWS, "prompt": prompt, "max_tokens": max_tokens})
+
+    def turn(self, start: int, schemas: Sequence[Schema]) -> dict[str, Any]:
+        """What it says of these, the first of which is the `start`-th, and how long that and as much text without a
+        grammar took."""
+        return self._ask({"start": start, "schemas": schemas})
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _ask(self, what: Any) -> Any:
+        assert self._process.stdin is not None
+        print(json.dumps(what), file=self._process.stdin, flush=True)
+        line = self._answers.readline()
+        if not line:
+            sys.exit(f"vLLM ended with {self._process.wait()}")
+        return json.loads(line)
 
 
 def show(sides: dict[str, dict[str, Any]]) -> None:
@@ -356,9 +418,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     asked = schemas(32 if options.quick else options.schemas, seed=options.seed)
-    sides = {"groupwise": measured(asked, max_tokens=options.max_tokens)}
-    if options.vllm:
-        sides["vllm"] = measured_vllm(options.vllm, asked, max_tokens=options.max_tokens)
+    with ExitStack() as stack:
+        vllm = options.vllm and stack.enter_context(closing(Vllm(options.vllm, max_tokens=options.max_tokens)))
+        sides = measured(asked, max_tokens=options.max_tokens, vllm=vllm)
     show(sides)
     if options.json:
         options.json.write_text(json.dumps(sides, indent=1))

@@ -207,8 +207,8 @@ def make_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     from groupwise.config.lora import LoraSpec
     from groupwise.train.learner import Learner
 
-    def make(base: LoadedModel, *, seed: int = 0, rank: int = 3) -> Path:
-        learner = Learner(base, lora=LoraSpec(rank=rank, alpha=6.0), seed=seed)
+    def make(base: LoadedModel, *, seed: int = 0, rank: int = 3, dora: bool = False) -> Path:
+        learner = Learner(base, lora=LoraSpec(rank=rank, alpha=6.0, use_dora=dora), seed=seed)
         g = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in learner.parameters:

@@ -254,7 +254,7 @@ def test_every_kind_of_schema_compiles_and_what_ends_is_valid(script: Any) -> No
     structured = script("structured")
     asked = structured.schemas(60, seed=1)
     assert {kind for kind, _ in asked} == {kind.__name__.strip("_") for kind in structured.KINDS}
-    found = structured.measured(asked, max_tokens=160)
+    found = structured.measured(asked, max_tokens=160)["groupwise"]
     assert found["compiled"] == 60 and not found["refused"]
     assert found["valid"] == found["ended"] > 40 and found["cut"] == 60 - found["ended"]
 

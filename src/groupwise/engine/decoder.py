@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from groupwise.engine.cpu_weights import Float32Matrix, RoundedLayers, lays_out
 from groupwise.engine.grammar import allowed_tokens, failed
 from groupwise.engine.multi_lora import AdapterBank, AdapterWeights
-from groupwise.engine.rounded import RoundedLayers
 from groupwise.engine.rows import PendingRequest, Row, Rows
 from groupwise.engine.sampling import KeptRows, mask_entries, reshape, sample_tokens, scaled_logprobs, uniforms
 from groupwise.model.chat import closing_ids, decode, stopped_text
@@ -46,7 +46,8 @@ Queue = deque[PendingRequest]
 class EngineModel:
     """What all decoders of an engine use: a module tree of the engine's own over the base model's weights, the LM head,
     the rows that there are, and the adapters (`bank`), as hooks where the model runs as transformers wrote it
-    (`hooked`). `dtype`: linear layers are multiplied with in this type (`rounded`)."""
+    (`hooked`). `dtype`: linear layers are multiplied with in this type (`rounded`).
+    `compiled`: compiled steps need its weights as plain tensors."""
 
     def __init__(
         self,
@@ -57,11 +58,13 @@ class EngineModel:
         hooked: bool,
         records: bool = False,
         dtype: str | None = None,
+        compiled: bool = False,
     ):
         rounded = None if dtype is None else partial(RoundedLayers, dtype)
+        lay_out = Float32Matrix if lays_out(model) and not compiled else None
         self.routers = Routers(model) if records else None
         self.base, self.model, self.device, self.budget = base, model, base.device, budget
-        self.head, self.bank = Head.of(model), AdapterBank(model, hooked=hooked, rounded=rounded)
+        self.head, self.bank = Head.of(model), AdapterBank(model, hooked=hooked, rounded=rounded, lay_out=lay_out)
         self.vocabulary = int(self.head.weight_VH.shape[0])
         self.eos_ids = base.eos_ids
         self.eos = torch.tensor(self.eos_ids, dtype=torch.long, device=base.device)

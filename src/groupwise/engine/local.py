@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.engine.cpu_weights import check_rounded
 from groupwise.engine.decoder import Decoder, EngineModel, Queue, RowBudget
 from groupwise.engine.grammar import GrammarCompiler
 from groupwise.engine.kv_cache import PrefixCache
 from groupwise.engine.multi_lora import AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.packed import PackedDecoder
 from groupwise.engine.plain import PlainDecoder
-from groupwise.engine.rounded import check_rounded
 from groupwise.engine.rows import PendingRequest
 from groupwise.engine.sampling import scaled_logprobs
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
@@ -123,7 +123,13 @@ class LocalEngine:
         if dtype is not None and why is not None:
             raise ConfigError(f"rollout.dtype={dtype} cannot be had: {why}", hint="leave it out", field="rollout.dtype")
         self._shared = EngineModel(
-            base, self._model, self._budget, hooked=not self.packed, records=record_routing, dtype=dtype
+            base,
+            self._model,
+            self._budget,
+            hooked=not self.packed,
+            records=record_routing,
+            dtype=dtype,
+            compiled=compile,
         )
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
         self._replaced: dict[PolicyVersion, Replaced] = {}  # versions that newer ones sample for

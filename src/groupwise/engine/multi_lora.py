@@ -4,8 +4,10 @@
 
 Base rows cost nothing. When one policy has the whole batch, which is how training samples, its weights are merged and
 an adapter costs nothing either: W + scale (B A), in float32 and float64 only (16 bits would round the update away), for
-as many policies as fit in `MERGED_BYTES`. The base weights themselves are never written to. Over rounded copies of them
-(`rounded`) nothing is merged: adapters act beside, unrounded.
+as many policies as fit in `MERGED_BYTES`. Large ones are laid out for the CPU where that pays (`lay_out`). For a single
+token it does not: that has a plain copy, or, where two copies do not fit, the base's own weights and the adapter. The
+base weights themselves are never written to. Over rounded copies of them (`rounded`) nothing is merged: adapters act
+beside, unrounded.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from groupwise.store.adapter_config import adapted, check_config
 from groupwise.store.files import MAGNITUDE
 
 MERGED_BYTES = 1 << 30
+LAID_OUT_BYTES = 1 << 20  # of a matrix, from which on it is laid out
 MOST_BESIDE = 64  # policies whose adapters are laid side by side for rounded weights
 
 _PREFIX = "base_model.model."
@@ -112,10 +115,16 @@ class _Selection(threading.local):
 class AdapterBank:
     """Applies the adapters of the current batch to a model's linear modules: as `project` where the model runs through
     the lean backbone, by forward hooks where it runs as transformers wrote it (`hooked`). Each thread has its own
-    batch. `rounded` makes what is multiplied with in the place of the base's own weights."""
+    batch. `rounded` makes what is multiplied with in the place of the base's own weights; `lay_out` the form of large
+    merged ones."""
 
     def __init__(
-        self, model: PreTrainedModel, *, hooked: bool = False, rounded: Callable[[], BaseProducts] | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        hooked: bool = False,
+        rounded: Callable[[], BaseProducts] | None = None,
+        lay_out: Callable[[Tensor], Matrix] | None = None,
     ):
         head = model.get_output_embeddings()  # applied without being called, so a hook would not hear of it
         self._modules = {name: module for name, module in model.named_modules() if module is not head}
@@ -128,6 +137,9 @@ class AdapterBank:
         exact = all(weight.dtype in (torch.float32, torch.float64) for weight in linear)
         self._quantized = quantization_of(model) is not None  # whose weights nothing can be merged into
         self._most_merged = MERGED_BYTES // max(size, 1) if self._lean and exact and not self._quantized else 0
+        self._lay_out, self._twice = lay_out, lay_out is not None and self._most_merged > 1  # plain copies besides
+        if self._twice:
+            self._most_merged //= 2
         self._new_rounded, self._rounded = rounded, rounded and rounded()  # in the place of the base's own weights
         if self._rounded is not None:
             self._most_merged = MOST_BESIDE  # of which nothing is merged
@@ -224,9 +236,21 @@ class AdapterBank:
             if id(weights) not in self._merged:
                 while len(self._merged) >= self._most_merged:
                     self._merged.popitem(last=False)
-                self._merged[id(weights)] = weights, Products(self._names, weights, rounded=self._rounded)
+                self._merged[id(weights)] = weights, self._new_products(weights)
             self._merged.move_to_end(id(weights))
             return self._merged[id(weights)][1]
+
+    def _new_products(self, weights: AdapterWeights | None) -> Products:
+        new = partial(Products, self._names, weights)
+        if self._rounded is not None:
+            return new(rounded=self._rounded)
+        if self._lay_out is None:
+            return new()
+        if self._twice:
+            return new(lay_out=self._lay_out, single=new())
+        if weights is not None and weights.columns:  # of DoRA, which is not only an adapter beside
+            return new(lay_out=self._lay_out)
+        return new(lay_out=self._lay_out, single=new(merged=False))
 
     def _adapted(self, name: str, x: Tensor, output: Tensor) -> Tensor:
         for weights, rows in self._now.batch:
@@ -328,8 +352,9 @@ def _delta(pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
 
 class Products:
     """What one policy's linear modules multiply with. Merged: W^T + A B of the modules that share an input, one matrix
-    [in, sum of out] for all of them. It has the inputs first: on a CPU the product is up to a third faster so.
-    Over `rounded` weights: theirs, with A B beside."""
+    [in, sum of out] for all of them. It has the inputs first: on a CPU the product is up to a third faster so; from
+    LAID_OUT_BYTES on it is in the form that `lay_out` gives it, and `single` is for a single token. Over `rounded`
+    weights: theirs, with A B beside."""
 
     def __init__(
         self,
@@ -338,15 +363,21 @@ class Products:
         *,
         merged: bool = True,
         rounded: BaseProducts | None = None,
+        lay_out: Callable[[Tensor], Matrix] | None = None,
+        single: Products | None = None,
     ):
         self.weights, self._names, self._merged, self._rounded = weights, names, merged, rounded
         self._pairs = {} if weights is None else weights.pairs
         self._columns = {} if weights is None else weights.columns
+        self._lay_out = lay_out
+        self._single = single
         self._made: dict[int, tuple[Product, ...]] = {}  # by the first module's id
         self._lock = threading.Lock()
 
     def project(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
         """`backbone.Project`."""
+        if len(x) == 1 and self._single is not None and _is_large(modules):
+            return self._single.project(modules, x)
         return multiply(self.of(modules), x)
 
     def of(self, modules: Sequence[Any]) -> tuple[Product, ...]:
@@ -394,7 +425,15 @@ class Products:
         if any(bias is not None for bias in biases):
             columns = zip(biases, matrices, strict=True)
             whole = torch.cat([m.new_zeros(m.shape[1]) if b is None else b for b, m in columns])
-        return Product(torch.cat(matrices, 1).contiguous(), whole, None)
+        matrix = torch.cat(matrices, 1).contiguous()
+        if self._lay_out is not None and _is_large(modules):
+            return Product(self._lay_out(matrix), whole, None)
+        return Product(matrix, whole, None)
+
+
+def _is_large(modules: Sequence[Any]) -> bool:
+    """Whether the matrix of modules that share an input is one that is laid out."""
+    return sum(module.weight.nbytes for module in modules) >= LAID_OUT_BYTES
 
 
 def _in_out(module: nn.Module | None) -> tuple[int, int] | None:

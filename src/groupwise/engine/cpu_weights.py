@@ -1,4 +1,4 @@
-"""Rounded copies of a model's linear layers that a CPU multiplies with in less time (`rollout.dtype`).
+"""Copies of a model's linear layers that a CPU multiplies with in less time: rounded (`rollout.dtype`), or laid out.
 
     bfloat16   weights and inputs rounded to bfloat16, summed in float32, the output rounded to bfloat16
     int8       weights rounded to whole numbers from -127 to 127 with a scale for each output, inputs likewise with a
@@ -12,7 +12,8 @@ one copy serves all versions. Embeddings, norms, attention and the LM head stay 
 A scale for each token, and not one for the whole batch as `torch.ao.nn.quantized.dynamic` has it: what a completion is
 does not depend on what it is batched with.
 
-oneDNN does the products, on weights that it has laid out beforehand.
+oneDNN does the products, on weights that it has laid out beforehand. In float32 nothing is rounded by that, and it pays
+on CPUs for which MKL, whose products torch has, is slow (`lays_out`): merged weights are laid out there.
 
 Shapes: S tokens.
 """
@@ -69,6 +70,18 @@ class Int8Matrix:
         return product.div_(steps).to(x.dtype)
 
 
+class Float32Matrix:
+    """W [in, out] in float32, laid out by oneDNN. With two tokens or more, what one gives does not depend on the
+    others, nor on how many there are."""
+
+    def __init__(self, matrix: Tensor):
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(matrix.T.contiguous(), USUAL_ROWS)
+
+    def times(self, x: Tensor) -> Tensor:
+        """x W [S, out] of x [S, in]."""
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], None)
+
+
 KINDS = {"bfloat16": Bfloat16Matrix, "int8": Int8Matrix}
 
 
@@ -95,6 +108,21 @@ def joined_bias(modules: Sequence[Any]) -> Tensor | None:
     if all(module.bias is None for module in modules):
         return None
     return torch.cat([m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules])
+
+
+def lays_out(model: PreTrainedModel) -> bool:
+    """Whether float32 products of large matrices are faster with `Float32Matrix` here: on AMD's CPUs with AVX-512, for
+    which MKL has no kernels of its own. A rule and not a measurement, so that a seeded run is the same on a busy
+    machine."""
+    cpu = torch.cpu.get_capabilities()
+    there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return (
+        there
+        and model.device.type == "cpu"
+        and model.dtype == torch.float32
+        and bool(cpu.get("avx512_f"))
+        and "AMD" in str(cpu.get("cpu_name", ""))
+    )
 
 
 def check_rounded(kind: str, model: PreTrainedModel) -> None:

@@ -1,4 +1,5 @@
-"""Sampling with rounded base weights: what is computed, what it depends on, what is trained of it, what is refused."""
+"""Sampling with base weights that are rounded, or laid out for the CPU: what is computed, what it depends on, what is
+trained of it, what is refused."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from groupwise.config.run import parse_config
+from groupwise.engine import multi_lora
+from groupwise.engine.cpu_weights import KINDS, Float32Matrix, Int8Matrix, lays_out
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.rounded import KINDS, Int8Matrix
 from groupwise.errors import ConfigError
 from groupwise.run.plan import make_plan
 from groupwise.store.tracking import read_metrics
@@ -87,6 +89,16 @@ def test_a_tokens_int8_product_is_the_same_whatever_else_is_in_the_batch():
         assert torch.equal(matrix.times(x[row : row + 1])[0], every[row])
 
 
+def test_a_tokens_float32_product_is_torchs_whatever_else_is_in_the_batch():
+    torch.manual_seed(0)
+    x, matrix = torch.randn(70, 512), torch.randn(512, 1024) / 512**0.5
+    laid_out = Float32Matrix(matrix)
+    every = laid_out.times(x)
+    torch.testing.assert_close(every, x @ matrix, rtol=1e-5, atol=1e-5)
+    for rows in (2, 3, 4, 33):
+        assert torch.equal(laid_out.times(x[:rows]), every[:rows])
+
+
 # ---- the engine ----
 
 
@@ -156,6 +168,96 @@ def test_weights_that_are_trained_themselves_are_rounded_anew(open_engine, make_
     after, exact = (each.score((1, 2, 3), (4, 5, 6), BASE) for each in (engine, open_engine(base)))
     assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.02
     assert after == pytest.approx(exact, abs=0.1)
+
+
+# ---- float32 weights that are laid out ----
+
+
+@pytest.fixture
+def laid_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """All merged weights are laid out, on any CPU -> the rows of each product with them."""
+    times, rows = Float32Matrix.times, list[int]()
+
+    def counted(self: Float32Matrix, x: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return times(self, x)
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: AMD)
+    monkeypatch.setattr(multi_lora, "LAID_OUT_BYTES", 1)
+    monkeypatch.setattr(Float32Matrix, "times", counted)
+    return rows
+
+
+AMD = dict(HAS) | {"avx512_f": True, "cpu_name": "AMD EPYC"}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2"])
+def test_laid_out_weights_are_the_same_policy(
+    open_engine, make_base, make_adapter, laid_out, monkeypatch, architecture: str, twice: bool, dora: bool
+):
+    """Alone in a batch, with one row and with several, and beside another policy; with room for a plain copy besides,
+    and without."""
+    base = make_base(architecture, dtype=torch.float32)
+    if not twice:
+        linear = [module.weight.nbytes for module in base.model.model.modules() if isinstance(module, torch.nn.Linear)]
+        monkeypatch.setattr(multi_lora, "MERGED_BYTES", sum(linear))
+    engine = open_engine(base)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    exact = open_engine(base)
+    for each in (engine, exact):
+        each.load(FIRST, make_adapter(base, seed=1, dora=dora))
+        each.load(SECOND, make_adapter(base, seed=2, rank=5))
+    for requests in (
+        [asked(BASE, n=1)], [asked(BASE, n=4)], [asked(FIRST, n=1)], [asked(FIRST, n=4)], [asked(FIRST), asked(SECOND)]
+    ):  # fmt: skip
+        laid_out.clear()
+        mine = engine.generate(requests)
+        rows = set(laid_out)
+        laid_out.clear()
+        theirs = exact.generate(requests)
+        assert not laid_out and said(mine) == said(theirs)
+        for one, other in zip(chain(*mine), chain(*theirs), strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        alone = len({request.version for request in requests}) == 1
+        single = dora and not twice and requests[0].version == FIRST
+        assert (requests[0].n in rows) == (alone and (requests[0].n > 1 or single))
+
+
+def test_weights_that_are_trained_themselves_are_laid_out_anew(open_engine, make_base, laid_out, monkeypatch):
+    base = make_base(dtype=torch.float32)
+    engine = open_engine(base)
+    before = engine.score((1, 2, 3), (4, 5, 6), BASE)
+    with torch.no_grad():
+        for layer in base.model.model.layers:
+            layer.mlp.down_proj.weight.mul_(-2)
+    engine.adopt(FIRST)
+    after = engine.score((1, 2, 3), (4, 5, 6), BASE)
+    assert laid_out and max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.02
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert after == pytest.approx(open_engine(base).score((1, 2, 3), (4, 5, 6), BASE), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype", "expected"),
+    [
+        (AMD, torch.float32, True),
+        (AMD, torch.bfloat16, False),
+        (AMD | {"avx512_f": False}, torch.float32, False),
+        (AMD | {"cpu_name": "Intel(R) Xeon(R) Platinum 8488C"}, torch.float32, False),
+        ({}, torch.float32, False),  # not an x86
+    ],
+)
+def test_where_weights_are_laid_out(make_base, monkeypatch, capabilities: dict[str, Any], dtype: Any, expected: bool):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert lays_out(make_base("qwen3", dtype=dtype).model) == expected
+
+
+def test_compiled_steps_have_plain_weights(open_engine, make_base, laid_out):
+    base = make_base(dtype=torch.float32)
+    assert open_engine(base, compile=True)._shared.bank._lay_out is None
+    assert open_engine(base)._shared.bank._lay_out is Float32Matrix
 
 
 # ---- in a run ----
