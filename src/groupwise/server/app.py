@@ -63,7 +63,19 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     from starlette.middleware.cors import CORSMiddleware
 
     from groupwise import __version__
-    from groupwise.server import adapters, admin, findings, messages, openai, responses, rollout_log, rollouts, train
+    from groupwise.server import (
+        adapters,
+        admin,
+        feedback,
+        findings,
+        learn,
+        messages,
+        openai,
+        responses,
+        rollout_log,
+        rollouts,
+        train,
+    )
     from groupwise.server.bodies import describe
     from groupwise.server.errors import add_handlers, private_paths
     from groupwise.server.guard import Gate, Guard
@@ -71,7 +83,19 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
 
     app = FastAPI(title="Groupwise", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = server
-    for module in (openai, responses, messages, rollouts, rollout_log, train, findings, adapters, admin):
+    for module in (
+        openai,
+        responses,
+        messages,
+        rollouts,
+        rollout_log,
+        feedback,
+        learn,
+        train,
+        findings,
+        adapters,
+        admin,
+    ):
         app.include_router(module.router)
     app.include_router(findings.definitions_router)
     config = server.config
@@ -212,6 +236,9 @@ class _ServerProcess:
             gc.freeze()  # what is here now stays; looking through it again and again would make requests wait
             later = (_keep_house(ledger, self._config), self._keep_versions(), self._have_reader())
             tasks += [asyncio.create_task(each) for each in later]
+            assert self._server is not None
+            if self._server.trainer is not None:
+                tasks.append(asyncio.create_task(self._server.trainer.run()))
             self._say_ready()
             await _first(asyncio.create_task(self._stop.wait()), tasks[0])
             await self._drain()
@@ -259,6 +286,7 @@ class _ServerProcess:
             self._announce(f"warning: {warning}")
         app = await asyncio.to_thread(build_app, server, gate=self._gate)
         await asyncio.to_thread(app.openapi)
+        _ = server.trainer  # rewards that cannot be loaded end the start
         await server.supervisor.start()
         self._front.app = app if self._start.run_dir is None else await asyncio.to_thread(self._with_run, app)
         self._gate.phase = "ready"
@@ -318,6 +346,9 @@ class _ServerProcess:
             self._server.policies.close()
             self._server.reader.close()
             await asyncio.to_thread(self._server.engine.close)
+            await asyncio.to_thread(self._server.answers.close)
+            if self._config.learn is not None and self._server.trainer is not None:
+                await asyncio.to_thread(self._server.trainer.close)
         ledger.close()
 
 
@@ -380,9 +411,15 @@ async def _in_daemon(work: Callable[[], Server]) -> Server:
 
 async def _keep_house(ledger: Ledger, config: ServeConfig) -> None:
     """Forget old jobs and rollouts, and read and back up the ledger, now and every hour."""
+    from groupwise.store.feedback import FeedbackLog
+
+    def prune() -> None:
+        ledger.prune()
+        FeedbackLog(ledger).prune()
+
     back_up = partial(ledger.back_up, least_free=config.min_free_bytes)
     while True:
-        for what, act in (("old jobs were not removed", ledger.prune), ("the ledger was not backed up", back_up)):
+        for what, act in (("old jobs were not removed", prune), ("the ledger was not backed up", back_up)):
             try:
                 await asyncio.to_thread(act)
             except GroupwiseError as error:

@@ -120,6 +120,7 @@ class Recorder:
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to end.", _LATENCY, "model_name")
         self._prompt_length = self._histogram("request_prompt_tokens", "Of a request.", _TOKENS, "model_name")
         self._length = self._histogram("request_generation_tokens", "Of a request.", _TOKENS, "model_name")
+        self._feedback = self._counter("feedback", "Feedback that was kept.", "kind")
         self._swaps = self._counter("adapter_swaps", "Changes of the active version.", "result")
         self._swap_seconds = self._histogram("adapter_swap_seconds", "Load, verify, activate.", _SWAP)
 
@@ -231,6 +232,10 @@ class Recorder:
         }
 
     # --- the rest ---
+
+    def rated(self, *, score: float | None) -> None:
+        """Feedback was kept: a good score (0.5 or more), a poor one, or none."""
+        self._feedback.labels("no_score" if score is None else "good" if score >= 0.5 else "poor").inc()
 
     def http(self, handler: str, method: str, status: int, seconds: float) -> None:
         """A request was answered. `handler` is the route's template."""
