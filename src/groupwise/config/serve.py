@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from groupwise.config.engine import Engine, VllmConfig
-from groupwise.config.learn import LearnConfig
+from groupwise.config.learn import GateConfig, LearnConfig
 from groupwise.config.yaml import Document, Section, Text, Texts, conflict, validate
 from groupwise.errors import ConfigError
 
@@ -144,8 +144,10 @@ class ServeConfig(Section):
     answer's id; false keeps only what /v1/completions/batch sampled."""
     learn: LearnConfig | None = None
     """Train by itself on feedback (docs/learn.md); null: only on what is posted."""
+    gate: GateConfig | None = None
+    """What versions that jobs made must pass to become active (docs/learn.md); null: nothing but their own checks."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
-    """Where the modules and files that `learn` names are looked for; that of the file, with --config."""
+    """Where the modules and files that `learn` and `gate` name are looked for; that of the file, with --config."""
     min_free_bytes: int = Field(default=GIB, ge=0)
     """Free disk space below which the server says that it is not ready and takes no jobs."""
     worker_threads: int | None = Field(default=None, ge=1)
@@ -227,6 +229,8 @@ class ServeConfig(Section):
         if self.learn is not None and self.learn.adapter == self.served_name:
             message = f"{self.learn.adapter!r} is what requests call the served model; choose another name"
             raise conflict("learn", "adapter", message)
+        if self.gate is not None and self.gate.canary is not None and not self.keep_answers:
+            raise conflict("keep_answers", "is false, and gate.canary looks at feedback on answers; leave one out")
         return self
 
     @property

@@ -225,6 +225,9 @@ class LearnAnswer(Answer):
     max_jobs_per_hour: int | None
     active: str
     """The version that is active."""
+    trial: str | None
+    """The version on trial (canary), which answers `trial_share` of the requests that name none."""
+    trial_share: float | None
     transitions: list[LearnTransition]
     """What happened lately, newest first."""
 

@@ -239,6 +239,8 @@ class _ServerProcess:
             assert self._server is not None
             if self._server.trainer is not None:
                 tasks.append(asyncio.create_task(self._server.trainer.run()))
+            if self._server.gate is not None:
+                tasks.append(asyncio.create_task(self._server.gate.watch()))
             self._say_ready()
             await _first(asyncio.create_task(self._stop.wait()), tasks[0])
             await self._drain()
@@ -286,7 +288,6 @@ class _ServerProcess:
             self._announce(f"warning: {warning}")
         app = await asyncio.to_thread(build_app, server, gate=self._gate)
         await asyncio.to_thread(app.openapi)
-        _ = server.trainer  # rewards that cannot be loaded end the start
         await server.supervisor.start()
         self._front.app = app if self._start.run_dir is None else await asyncio.to_thread(self._with_run, app)
         self._gate.phase = "ready"
@@ -347,8 +348,9 @@ class _ServerProcess:
             self._server.reader.close()
             await asyncio.to_thread(self._server.engine.close)
             await asyncio.to_thread(self._server.answers.close)
-            if self._config.learn is not None and self._server.trainer is not None:
-                await asyncio.to_thread(self._server.trainer.close)
+            for part in (self._server.trainer, self._server.gate):
+                if part is not None:
+                    await asyncio.to_thread(part.close)
         ledger.close()
 
 

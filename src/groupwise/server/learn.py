@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 
@@ -67,6 +67,9 @@ HOUR_S = 3600.0
 SHOWN = 50  # transitions in one answer
 PAUSED = "learn.paused"  # the setting
 SIMILARITY = RewardConfig(function="groupwise.rewards.text:rouge_l", args={"beyond_prompt": False})
+
+if TYPE_CHECKING:
+    from groupwise.server.gate import Gatekeeper
 
 log = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/learn", tags=["feedback"])
@@ -216,6 +219,8 @@ class FeedbackTrainer:
         """What keeps it from making a job, however many ratings there are."""
         if self.paused:
             return "paused"
+        if (trial := self._server.policies.trial) is not None:
+            return f"{trial.version} is on trial"
         jobs = [job for job in self._server.ledger.jobs() if job.summary.get("automatic")]
         if running := next((job for job in jobs if not job.state.is_final), None):
             return f"job {running.id} is {running.state}"
@@ -373,6 +378,28 @@ async def resume(request: Request) -> LearnAnswer:
     return await asyncio.to_thread(_set_paused, server_of(request), False)
 
 
+@router.post("/promote", **documented(answer=LearnAnswer, errors=[RequestError]))
+async def promote(request: Request) -> LearnAnswer:
+    """Make the version that is on trial the active one, without waiting for more ratings."""
+    server = server_of(request)
+    await _on_trial(server).promote("by hand")
+    return await asyncio.to_thread(_shown, server)
+
+
+@router.post("/reject", **documented(answer=LearnAnswer, errors=[RequestError]))
+async def reject(request: Request) -> LearnAnswer:
+    """End the trial: the version stays in the store and answers no more requests."""
+    server = server_of(request)
+    await _on_trial(server).reject("by hand")
+    return await asyncio.to_thread(_shown, server)
+
+
+def _on_trial(server: Server) -> Gatekeeper:
+    if server.gate is None or server.gate.trial is None:
+        raise RequestError("no version is on trial", hint="GET /v1/learn says what is")
+    return server.gate
+
+
 def _set_paused(server: Server, paused: bool) -> LearnAnswer:
     if server.trainer is None:
         raise RequestError("this server makes no jobs by itself", hint="start it with `learn` in its configuration")
@@ -398,6 +425,8 @@ def _shown(server: Server) -> LearnAnswer:
         jobs_last_hour=sum(job.created_at > time.time() - HOUR_S for job in lately),
         max_jobs_per_hour=None if config is None else config.max_jobs_per_hour,
         active=str(server.policies.active),
+        trial=None if (trial := server.policies.trial) is None else str(trial.version),
+        trial_share=None if trial is None else trial.share,
         transitions=[transition_shown(each) for each in server.feedback.transitions(limit=SHOWN)],
     )
 

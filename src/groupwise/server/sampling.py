@@ -518,6 +518,9 @@ class Admission:
         reasons = {DeadlineError: "timeout", ClientGone: "client_disconnect", SlowReaderError: "client_disconnect"}
         prompt = sum(len(request.prompt_ids) for request in self.requests)
         reason = reasons.get(kind, "error") if kind is not None else "error"
+        trial = self.server.policies.trial
+        if trial is not None and isinstance(error, Exception) and reason != "client_disconnect":
+            trial.failed(self.version)
         self.server.recorder.finished(self.record, finish_reason=reason, prompt_tokens=prompt)
 
 
@@ -570,8 +573,16 @@ async def admit(
     whole_s, first_s = server.config.request_timeout_s, server.config.first_token_timeout_s
     patience_s = min(whole_s, first_s) if stream else whole_s
     version = await resources.enter_async_context(
-        server.policies.lease(model=body.model, adapter=body.adapter, adapters=body.adapters, patience_s=patience_s)
+        server.policies.lease(
+            model=body.model,
+            adapter=body.adapter,
+            adapters=body.adapters,
+            patience_s=patience_s,
+            session=_session(http, body) if interactive else None,
+        )
     )
+    if interactive and server.policies.trial is not None:
+        server.policies.trial.answered(version)
     n = body.n or 1
     interactive = interactive and n * len(prompts) <= INTERACTIVE
     requests = tuple(
@@ -616,6 +627,13 @@ async def admit(
     )
     resources.push(admission.failed)
     return admission
+
+
+def _session(http: Request, body: Sampling) -> str:
+    """What has the same answerer while a version is on trial: the header x-session-id, the body's `user`, or else the
+    request alone."""
+    user = (body.model_extra or {}).get("user")
+    return http.headers.get("x-session-id") or (str(user) if user else secrets.token_hex(8))
 
 
 async def compiled(engine: LiveEngine, grammars: Sequence[Grammar | None]) -> None:

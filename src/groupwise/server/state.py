@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from groupwise.config.serve import ServeConfig
     from groupwise.model.load import LoadedModel
     from groupwise.server.feedback import AnswerLog
+    from groupwise.server.gate import Gatekeeper
     from groupwise.server.learn import FeedbackTrainer
     from groupwise.server.metrics import Recorder
     from groupwise.server.policies import Policies
@@ -70,6 +71,13 @@ class Server:
         from groupwise.server.learn import FeedbackTrainer
 
         return None if self.config.learn is None else FeedbackTrainer(self, self.config.learn)
+
+    @cached_property
+    def gate(self) -> Gatekeeper | None:
+        """Decides which versions go live; None where the configuration has no `gate`. Raises ConfigError and others."""
+        from groupwise.server.gate import Gatekeeper
+
+        return None if self.config.gate is None else Gatekeeper(self, self.config.gate)
 
     @cached_property
     def answers(self) -> AnswerLog:

@@ -58,6 +58,16 @@ class Swaps(Protocol):
         ...
 
 
+class Admits(Protocol):
+    """The part of `Gatekeeper` that is needed here."""
+
+    async def decide(
+        self, job: Job, version: PolicyVersion
+    ) -> tuple[Literal["activate", "refused", "trial", "wait"], str]:
+        """What is to be done with a published version, and why. Raises GroupwiseError for what passes by itself."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
     """What is known of the worker process; `waiting` is to be started again."""
@@ -116,6 +126,7 @@ class Supervisor:
         self._overdue_since: float | None = None
         self._again_at: dict[str, float] = {}  # job -> when its swap, which failed for a passing reason, is tried again
         self._status = WorkerStatus()
+        self.gate: Admits | None = None  # decides which versions are swapped in; None: all of them
 
     @property
     def status(self) -> WorkerStatus:
@@ -254,9 +265,29 @@ class Supervisor:
             if self._again_at.get(job.id, 0.0) <= time.monotonic():
                 await self._finish(job)
 
+    async def _admitted(self, job: Job) -> bool:
+        """Whether the job's version is to be swapped in now; the gate's other decisions are carried out here."""
+        if self.gate is None:
+            return True
+        version = PolicyVersion.parse(str(job.version))
+        try:
+            decision, why = await self.gate.decide(job, version)
+        except (GroupwiseError, TimeoutError) as error:
+            log.warning("%s of job %s is not judged yet (%s); it is tried again", version, job.id, error)
+            decision, why = "wait", str(error)
+        if decision == "refused":
+            await asyncio.to_thread(self._ledger.refuse_version, job.id, why)
+        elif decision == "trial":
+            await asyncio.to_thread(self._ledger.complete, job.id, message=f"{version} {why}")
+        elif decision == "wait":
+            self._again_at[job.id] = time.monotonic() + SWAP_AGAIN_S
+        return decision == "activate"
+
     async def _finish(self, job: Job) -> None:
         """Activate what `job` published and complete it, or refuse it with the reason. A swap in which the server dies
         has been begun and not ended, which the ledger counts."""
+        if not await self._admitted(job):
+            return
         if not await asyncio.to_thread(self._ledger.begin_swap, job.id):
             log.error("job %s is given up: servers died in its swap", job.id)
             return

@@ -225,13 +225,34 @@ class FeedbackLog:
         query = "SELECT * FROM transition WHERE seq > ? ORDER BY seq DESC LIMIT ?"
         with self._db.reading("reading transitions") as db:
             rows = db.execute(query, (after, limit)).fetchall()
-        return [Transition(row["seq"], row["at"], row["kind"], row["message"], json.loads(row["data"])) for row in rows]
+        return [_transition(row) for row in rows]
+
+    def next_transition(self, after: int) -> Transition | None:
+        """The oldest transition behind `after`."""
+        with self._db.reading("reading transitions") as db:
+            row = db.execute("SELECT * FROM transition WHERE seq > ? ORDER BY seq LIMIT 1", (after,)).fetchone()
+        return None if row is None else _transition(row)
+
+    def transition_counts(self) -> dict[str, int]:
+        """How many transitions of each kind are kept."""
+        with self._db.reading("counting transitions") as db:
+            rows = db.execute("SELECT kind, count(*) AS n FROM transition GROUP BY kind ORDER BY kind").fetchall()
+        return {row["kind"]: row["n"] for row in rows}
+
+    def set(self, key: str, value: Any) -> None:
+        """Keep a setting."""
+        with self._db.transaction("keeping a setting") as db:
+            db.execute("INSERT OR REPLACE INTO setting (key, value) VALUES (?, ?)", (key, dump(value)))
 
     def setting(self, key: str, default: Any = None) -> Any:
         """A setting that `note` kept."""
         with self._db.reading("reading a setting") as db:
             row = db.execute("SELECT value FROM setting WHERE key = ?", (key,)).fetchone()
         return default if row is None else json.loads(row["value"])
+
+
+def _transition(row: sqlite3.Row) -> Transition:
+    return Transition(row["seq"], row["at"], row["kind"], row["message"], json.loads(row["data"]))
 
 
 def new_id() -> str:

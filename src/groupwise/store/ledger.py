@@ -612,16 +612,33 @@ class Ledger:
         faults.point("swap:after-complete")
         return job
 
+    def refuse_version(self, id: str, reason: str) -> Job:
+        """The version exists and is not to become active by itself (a gate): the job is completed, and `unhealthy` says
+        why. Raises JobNotFoundError."""
+        message = f"completed, and its version was not made active: {reason}"
+        return self._end_swap(id, JobState.COMPLETED, message=message, unhealthy=reason)
+
     def refuse_swap(self, id: str, error: Mapping[str, Any]) -> Job:
         """The version exists but was not activated: the job failed in phase "swapping". Raises JobNotFoundError."""
         return self._end_swap(id, JobState.FAILED, message=str(error.get("message", "swap refused")), error=error)
 
-    def _end_swap(self, id: str, state: JobState, *, message: str, error: Mapping[str, Any] | None = None) -> Job:
+    def _end_swap(
+        self,
+        id: str,
+        state: JobState,
+        *,
+        message: str,
+        error: Mapping[str, Any] | None = None,
+        unhealthy: str | None = None,
+    ) -> Job:
         with self._db.transaction("ending a swap") as db:
             row = read_row(db, id)
             if row["version"] is None or row["state"] not in (JobState.RUNNING, state):
                 raise ValueError(f"job {id} is {row['state']} in phase {row['phase']}; no swap of it can end")
-            if row["state"] == JobState.RUNNING:
+            if row["state"] == JobState.RUNNING and unhealthy is not None:
+                update_job(db, row["seq"], unhealthy=unhealthy)
+                finish(db, row["seq"], state, message, level="warning", unhealthy=unhealthy)
+            elif row["state"] == JobState.RUNNING:
                 finish(db, row["seq"], state, message, error=error)
             return read_job(db, id)
 
