@@ -45,9 +45,7 @@ _ROWS = f"SELECT feedback.*, {_STATE} AS state FROM feedback LEFT JOIN job ON jo
 
 
 class FeedbackTakenError(ConflictError):
-    """Another job took some of the feedback first."""
-
-    code = "feedback_taken"
+    """Another job took some of the feedback first; no client is told of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
