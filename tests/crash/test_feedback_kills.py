@@ -21,8 +21,8 @@ from .place import Place, a_place
 from .test_kills import SUBMITTING
 
 KILLS = 20
-LEARN = "learn={adapter: sums, after: 6, max_jobs_per_hour: 10000, max_tokens: 8, config: {learning_rate: 1.0e-3}}"
-LONGEST_LIFE_S = 12.0
+LEARN = "learn={adapter: sums, after: 6, max_jobs_per_hour: 240, max_tokens: 8, config: {learning_rate: 1.0e-3}}"
+LONGEST_LIFE_S = 8.0
 
 
 class Users:

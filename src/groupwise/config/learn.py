@@ -37,7 +37,7 @@ class LearnConfig(Section):
     """Longest of the completions that are sampled."""
     max_groups: int = Field(default=256, ge=1)
     """Prompts in one job, the oldest feedback first."""
-    max_jobs_per_hour: int = Field(default=4, ge=1)
+    max_jobs_per_hour: int = Field(default=4, ge=1, le=240)
     """Jobs that are made within an hour."""
     base: Literal["active", "newest"] = "active"
     """What a job continues: the active version, or the newest of `adapter`."""

@@ -111,7 +111,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     describe(app, config)
     app.add_middleware(Guard, config=config, gate=gate or Gate("ready"), recorder=server.recorder)
     if config.cors_origins:
-        headers = ["authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id"]
+        headers = ["authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id", "x-session-id"]
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),

@@ -46,7 +46,7 @@ from groupwise.server.train import pending, submit
 from groupwise.server.webhooks import ACTIVE, utc
 from groupwise.server.wire import documented
 from groupwise.store.feedback import Feedback, Transition, opinions
-from groupwise.store.ledger import RolloutRecord
+from groupwise.store.ledger import Job, RolloutRecord
 from groupwise.tasks.reply import plain_text
 from groupwise.types import (
     Completion,
@@ -64,6 +64,7 @@ from groupwise.types import (
 POLL_S = 2.0
 AGAIN_S = 60.0  # after a failure
 HOUR_S = 3600.0
+NEWEST = 256  # jobs that are looked at
 SHOWN = 50  # transitions in one answer
 PAUSED = "learn.paused"  # the setting
 SIMILARITY = RewardConfig(function="groupwise.rewards.text:rouge_l", args={"beyond_prompt": False})
@@ -143,6 +144,12 @@ def scored_completion(record: RolloutRecord, reward: float, *, temperature: floa
     return {**tokens, "reward": reward}
 
 
+def automatic_jobs(server: Server) -> list[Job]:
+    """Those among the newest jobs, and those that have not ended, that the server made by itself."""
+    found = {job.id: job for job in (*server.ledger.jobs(limit=NEWEST), *server.ledger.jobs(states=ACTIVE))}
+    return [job for job in found.values() if job.summary.get("automatic")]
+
+
 def open_scorer(rewards: Sequence[RewardConfig], scoring: ScoringConfig, *, folder: Path) -> Scorer:
     """The rewards, in processes of their own if there are to be any. Raises ConfigError, LoadError."""
     functions = load_rewards(rewards, folder=folder)
@@ -165,6 +172,7 @@ class FeedbackTrainer:
         rewards = config.rewards or (SIMILARITY,)
         self._scorer = open_scorer(rewards, config.scoring, folder=server.config.folder)
         self._again_at = 0.0
+        self._seen: tuple[int, int] | None = None  # the revision of the feedback that was last looked at
         self._text_model = TextModel.of(server.base)
 
     @property
@@ -197,10 +205,13 @@ class FeedbackTrainer:
         if returned := await asyncio.to_thread(book.give_back):
             transition = f"{returned} ratings wait again: the job that took them failed or was cancelled"
             await asyncio.to_thread(book.note, "feedback_returned", transition, data={"ratings": returned})
-        groups, lost = await asyncio.to_thread(self._groups)
-        if lost:
-            await asyncio.to_thread(lambda: book.failed(lost, for_good=True))
-        self.trainable = len({seq for group in groups for seq in group.seqs})
+        revision = await asyncio.to_thread(book.revision)
+        groups = list[RatedGroup]()
+        if revision != self._seen or self.trainable >= self._config.after:
+            groups, lost = await asyncio.to_thread(self._groups)
+            if lost:
+                await asyncio.to_thread(lambda: book.failed(lost, for_good=True))
+            self._seen, self.trainable = revision, len({seq for group in groups for seq in group.seqs})
         why_not = await asyncio.to_thread(self._why_not)
         if why_not is None and self.trainable < self._config.after:
             why_not = f"{self.trainable} of {self._config.after} ratings that can be trained on are there"
@@ -221,7 +232,7 @@ class FeedbackTrainer:
             return "paused"
         if (trial := self._server.policies.trial) is not None:
             return f"{trial.version} is on trial"
-        jobs = [job for job in self._server.ledger.jobs() if job.summary.get("automatic")]
+        jobs = automatic_jobs(self._server)
         if running := next((job for job in jobs if not job.state.is_final), None):
             return f"job {running.id} is {running.state}"
         lately = sum(job.created_at > time.time() - HOUR_S for job in jobs)
@@ -411,7 +422,7 @@ def _set_paused(server: Server, paused: bool) -> LearnAnswer:
 
 def _shown(server: Server) -> LearnAnswer:
     config, trainer = server.config.learn, server.trainer
-    lately = [job for job in server.ledger.jobs() if job.summary.get("automatic")]
+    lately = automatic_jobs(server)
     running = next((job for job in lately if job.state in ACTIVE), None)
     return LearnAnswer(
         enabled=config is not None,

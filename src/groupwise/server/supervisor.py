@@ -43,6 +43,7 @@ WORKER = "worker"  # the name under which it leases; attempts tell one process f
 TEMPORARY = 75  # the exit code of errors that pass by themselves
 LONGEST_DELAY_S = 60.0
 SWAP_AGAIN_S = 5.0
+JUDGE_AGAIN_S = 30.0  # after a gate whose rewards failed, say
 OOM_SCORE = 500  # when memory runs out the kernel is to end the worker, not the server
 MAX_LOG_BYTES = 16 << 20
 LAST_LINES, LAST_BYTES = 40, 16 << 10
@@ -274,7 +275,8 @@ class Supervisor:
             decision, why = await self.gate.decide(job, version)
         except (GroupwiseError, TimeoutError) as error:
             log.warning("%s of job %s is not judged yet (%s); it is tried again", version, job.id, error)
-            decision, why = "wait", str(error)
+            self._again_at[job.id] = time.monotonic() + JUDGE_AGAIN_S
+            return False
         if decision == "refused":
             await asyncio.to_thread(self._ledger.refuse_version, job.id, why)
         elif decision == "trial":

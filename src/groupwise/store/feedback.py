@@ -149,10 +149,20 @@ class FeedbackLog:
     # --- what jobs take ---
 
     def waiting(self, *, limit: int = 10_000) -> list[Feedback]:
-        """The ratings that no job has taken, oldest first."""
-        query = f"{_ROWS} WHERE trained_by IS NULL AND failures < {MAX_FAILURES} ORDER BY feedback.seq LIMIT ?"
-        with self._db.reading("reading the waiting feedback") as db:
-            return [_read(row) for row in db.execute(query, (limit,))]
+        """The newest of the ratings that no job has taken, oldest first. Nobody waits for who reads them."""
+        query = f"{_ROWS} WHERE trained_by IS NULL AND failures < {MAX_FAILURES} ORDER BY feedback.seq DESC LIMIT ?"
+        with self._ledger.reader("reading the waiting feedback") as db:
+            return [_read(row) for row in db.execute(query, (limit,))][::-1]
+
+    def revision(self) -> tuple[int, int]:
+        """Another value whenever other ratings wait than before."""
+        query = f"""
+            SELECT (SELECT coalesce(max(seq), 0) FROM feedback) AS newest, count(*) AS waiting
+            FROM feedback WHERE trained_by IS NULL AND failures < {MAX_FAILURES}
+        """
+        with self._db.reading("looking for feedback") as db:
+            row = db.execute(query).fetchone()
+        return row["newest"], row["waiting"]
 
     def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
         """Those of the rollouts that are still kept, read without making anybody wait."""
