@@ -179,6 +179,8 @@ def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_
         job = train(server, learning_rate=0.0)
         assert job.state == "completed" and shown(server)["active"] == "base"
         assert (shown(server)["trial"], shown(server)["trial_share"]) == ("sums@1", 0.5)
+        deleted = server.http.delete("/v1/adapters/sums@1")
+        assert deleted.status_code == 409 and "it is on trial" in deleted.json()["error"]["message"]
         answers = {user: chat(server, user=user) for user in map(str, range(24))}
         assert {version for _, version in answers.values()} == {"base", "sums@1"}
         assert all(chat(server, user=user)[1] == version for user, (_, version) in answers.items()), "by session"

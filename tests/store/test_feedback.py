@@ -137,6 +137,15 @@ def test_there_is_one_score_for_each_author_and_rollout(said: list[tuple[str, st
     assert set(found) == {r for r, _, _ in said}
 
 
+def test_what_a_version_was_rated_counts_lost_comparisons_too(ledger: Ledger, log: FeedbackLog) -> None:
+    ledger.save_rollouts([rollout("a"), rollout("b")])
+    begin = time.time() - 1
+    for said in (rating("a", score=0.25), rating("a", correction="x"), rating("a", worse="b")):
+        log.add(said)
+    assert sorted(log.rated("base", since=begin)) == [0.0, 0.0, 0.25, 1.0]
+    assert log.rated("base", since=time.time() + 1) == log.rated("other@1", since=begin) == []
+
+
 def test_transitions_and_settings_are_kept(ledger: Ledger, log: FeedbackLog) -> None:
     assert log.setting("paused", False) is False
     first = log.note("paused", "by hand", settings={"paused": True})

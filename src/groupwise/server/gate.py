@@ -290,7 +290,7 @@ class Gatekeeper:
             new,
             old,
             config=canary,
-            minutes=(time.time() - trial.since) / 60,
+            minutes=(time.time() - max(trial.since, self._began)) / 60,  # nobody rates while the server is away
             requests=(trial.requests[True], trial.requests[False]),
             errors=(trial.errors[True], trial.errors[False]),
         )

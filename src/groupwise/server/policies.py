@@ -318,9 +318,11 @@ class Policies:
         async with self._changing:
             for version in versions:
                 users = self.in_use.get(version, 0)
-                if version in (self._active, self._store.active) or users:
-                    reason = "requests use it" if users else "it is active"
+                tried = self.trial is not None and version == self.trial.version
+                if version in (self._active, self._store.active) or users or tried:
+                    reason = "it is on trial" if tried else "requests use it" if users else "it is active"
                     hint = "wait for them, or cancel them" if users else "activate another one, or unload it, first"
+                    hint = "end its trial first: POST /v1/learn/reject" if tried else hint
                     raise AdapterInUseError(f"{version} cannot be deleted: {reason}", hint=hint)
             self._deleting.update(versions)
             try:
@@ -343,6 +345,7 @@ class Policies:
         """
         async with self._changing:
             kept = {self._active, self._store.active, *(version for version, users in self.in_use.items() if users)}
+            kept |= set() if self.trial is None else {self.trial.version, self.trial.against}
             free = set(await asyncio.to_thread(find)) - kept
             self._deleting.update(free)
             try:

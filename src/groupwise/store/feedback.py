@@ -141,10 +141,15 @@ class FeedbackLog:
         """The scores that answers of a version got since then: a score as it is, a won comparison 1, a lost one 0; a
         correction alone is 0."""
         own = "SELECT score, correction, worse FROM feedback WHERE version = ? AND created_at >= ? ORDER BY seq"
-        with self._db.reading("reading scores") as db:
+        lost = """
+            SELECT count(*) FROM feedback JOIN rollout ON rollout.id = feedback.worse
+            WHERE rollout.version = ? AND feedback.created_at >= ?
+        """
+        with self._ledger.reader("reading scores") as db:
             rows = db.execute(own, (version, since)).fetchall()
+            losses = db.execute(lost, (version, since)).fetchone()[0]
         found = [row["score"] if row["score"] is not None else 1.0 if row["worse"] else 0.0 for row in rows]
-        return [float(score) for score in found]
+        return [*map(float, found), *[0.0] * losses]
 
     # --- what jobs take ---
 
