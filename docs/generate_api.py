@@ -21,7 +21,12 @@ from groupwise.server.state import Server
 
 TARGET = Path(__file__).parent / "api.md"
 TITLES = {"OpenAI": "Completions", "rollouts": "Rollouts", "training": "Training", "adapters": "Adapters"}
-TITLES |= {"Anthropic": "Anthropic's Messages API", "metrics": "Metrics", "Server": "The server itself"}
+TITLES |= {
+    "Anthropic": "Anthropic's Messages API",
+    "metrics": "Metrics",
+    "feedback": "Feedback",
+    "Server": "The server itself",
+}
 
 INTRODUCTION = """# API reference
 

@@ -165,7 +165,7 @@ def test_every_route_but_health_needs_the_key(site: Whole, document: dict[str, A
 
 JSON_ROUTES = [
     *[f"/v1/{path}" for path in ("chat/completions", "completions", "completions/batch", "train/grpo", "train/sft")],
-    *[f"/v1/{path}" for path in ("messages", "messages/count_tokens", "responses")],
+    *[f"/v1/{path}" for path in ("messages", "messages/count_tokens", "responses", "feedback")],
     *[f"/v1/adapters/{path}" for path in ("load", "merge", "math/activate", "math/notes")],
 ]
 PUT = {"/v1/adapters/math/notes"}  # the others are POST

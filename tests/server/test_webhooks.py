@@ -19,6 +19,7 @@ from groupwise.errors import ConfigError
 from groupwise.server import webhooks
 from groupwise.server.webhooks import Webhooks
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.feedback import FeedbackLog
 from groupwise.store.ledger import Ledger
 
 KILN_KEYS = {"job_id", "job_type", "status", "adapter_name", "adapter_path", "error", "timestamp"}
@@ -260,9 +261,9 @@ def test_the_pauses_grow(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> Non
         hooks = make(ledger, receiver.url, first_delay_s=0.05, poll_s=0.005)
         post = hooks._post
 
-        async def timed(client, job):
+        async def timed(*arguments: object):
             times.append(time.monotonic())
-            return await post(client, job)
+            return await post(*arguments)
 
         monkeypatch.setattr(hooks, "_post", timed)
         run_until(hooks, lambda: len(times) >= 5, meanwhile=lambda: fail(ledger) and None)
@@ -431,3 +432,22 @@ def test_a_proxy_of_the_environment_is_not_used(ledger: Ledger, monkeypatch: pyt
         hooks = make(ledger, receiver.url)
         run_until(hooks, lambda: bool(receiver.requests), meanwhile=lambda: fail(ledger) and None)
     assert proxy.requests == []
+
+
+def test_what_automatic_training_did_is_told_in_order_once_and_again_where_it_was_not_taken(ledger: Ledger) -> None:
+    book = FeedbackLog(ledger)
+    book.note("paused", "from before the first start")
+    with Receiver(500, 200, 503) as receiver:
+        hooks = make(ledger, receiver.url, secret="s")
+
+        def notes() -> None:
+            for kind in ("gate_refused", "paused"):
+                book.note(kind, f"{kind}!", data={"version": "math@2"})
+
+        run_until(hooks, lambda: book.setting(webhooks.TOLD) is not None)
+        run_until(hooks, lambda: book.setting(webhooks.TOLD) == 3, meanwhile=notes)
+        run_until(make(ledger, receiver.url), lambda: True)
+    assert [body["event"] for body in receiver.bodies] == ["gate_refused"] * 2 + ["paused"] * 2
+    (headers, _), body = receiver.requests[0], receiver.bodies[0]
+    assert headers["x-groupwise-delivery"] == "transition-2" and headers["x-groupwise-signature"].startswith("sha256=")
+    assert (body["seq"], body["message"], body["data"]) == (2, "gate_refused!", {"version": "math@2"})

@@ -213,6 +213,28 @@ def test_a_chat_keeps_its_history_is_edited_answered_again_and_compared(page: An
     expect(first.get_by_text("Hello?")).to_be_visible()
 
 
+def test_an_answer_is_rated_and_corrected_and_what_becomes_of_it_is_seen(page: Any, place: Place) -> None:
+    go(page, place, "play")
+    page.get_by_role("textbox", name="Message").fill("What is 4 + 5?")
+    button(page, "Send").click()
+    button(page, "Bad").click()
+    expect(page.get_by_text("Kept", exact=True)).to_be_visible()
+    button(page, "Correct").click()
+    page.get_by_role("textbox", name="What it should have said").fill("9")
+    button(page, "Keep correction").click()
+    expect(page.get_by_text("Correction kept")).to_be_visible()
+    kept = api(place, "/v1/feedback?limit=2")["feedback"]
+    assert [(each["score"], each["correction"]) for each in kept] == [(None, "9"), (0.0, None)]
+    assert kept[0]["rollout_id"].startswith("chatcmpl-")
+    go(page, place, "now")
+    expect(page.get_by_role("region", name="From feedback")).to_contain_text("2 ratings wait")
+    (id,) = sample(place, "What is 6 + 1?", 1)
+    go(page, place, f"rollouts?id={id}")
+    button(page, "Good").click()
+    expect(page.get_by_text("Kept", exact=True)).to_be_visible()
+    assert api(place, f"/v1/feedback?rollout_id={id}")["feedback"][0]["score"] == 1.0
+
+
 def test_several_versions_answer_beside_each_other(page: Any, place: Place) -> None:
     go(page, place, "play/compare")
     page.get_by_label("Prompt").fill(SUM)

@@ -24,6 +24,7 @@ from groupwise.errors import AdapterNotFoundError, ModelError
 STATE = Path("groupwise-state", "runs")  # of servers of runs: a directory each
 
 if TYPE_CHECKING:
+    from groupwise.config.yaml import Document
     from groupwise.server.app import Start
     from groupwise.store.rundir import TrainedPolicy
 
@@ -37,19 +38,27 @@ def add_to(app: typer.Typer) -> None:
             "groupwise serve runs/arithmetic-20260101T120000Z@80 --port 8500",
             "groupwise serve Qwen/Qwen3-0.6B --state-dir /var/lib/groupwise --set max_queued_jobs=8",
             "groupwise serve Qwen/Qwen3-4B --engine vllm --set vllm.gpus=1",
+            "groupwise serve --config server.yaml",
         ),
     )(serve)
 
 
 def serve(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL|RUN",
             help="`starter`, a model's directory or Hugging Face name; or a run (its directory, its name, RUN@N): its "
-            "model with its newest adapter.",
+            "model with its newest adapter. Default: the `model` of --config, or `starter`.",
+            show_default=False,
         ),
-    ] = "starter",
+    ] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="Settings as YAML (docs/server.md lists them); options win over them."
+        ),
+    ] = None,
     adapter: Annotated[
         str | None,
         typer.Option(
@@ -92,11 +101,11 @@ def serve(
     # threads that wait for each other give up the core: on two cores a server beside its training worker was 50 times
     # slower while they spun
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from groupwise.config.yaml import Document
-
+    document = _read_settings(config_file)
+    model = model or str(document.data.get("model") or "starter")
     policy = served_run(model) if adapter is None else None
     start = start_of(model, adapter, policy)
-    document = Document({"model": model if policy is None else policy.model}, "the command line")
+    document.data["model"] = model if policy is None else policy.model
     for text in set_ or ():
         document.override(text, shorthand={})
     if policy is not None and policy.run_dir is not None:
@@ -121,7 +130,8 @@ def serve(
     }
     from groupwise.config.serve import serve_config
 
-    config = serve_config(document.data | {key: value for key, value in flags.items() if value is not None})
+    document.data.update({key: value for key, value in flags.items() if value is not None})
+    config = serve_config(document)
     from groupwise.server.app import serve as serve_until_stopped  # imports nothing heavy before it has the port
 
     try:
@@ -130,6 +140,17 @@ def serve(
         if policy is None and not Path(model).exists():
             error.hint = f"{error.hint or 'name a model'}; nor is there a run {model!r}"
         raise
+
+
+def _read_settings(path: Path | None) -> Document:
+    """The settings of --config; what they name is looked for beside the file. Raises ConfigError."""
+    from groupwise.config.yaml import Document
+
+    if path is None:
+        return Document({}, "the command line")
+    document = Document.read(path)
+    document.data.setdefault("folder", str(path.parent))
+    return document
 
 
 def served_run(text: str) -> TrainedPolicy | None:

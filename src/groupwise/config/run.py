@@ -301,6 +301,9 @@ def _reward(entry: Any) -> Any:
     return entry
 
 
+Rewards = Annotated[tuple[Annotated[RewardConfig, BeforeValidator(_reward)], ...], Field(strict=False)]
+
+
 class ReplayConfig(Section):
     """The replay buffer: groups with a strong signal are trained again in place of groups without one."""
 
@@ -564,7 +567,7 @@ class RunConfig(Section):
     """The prompts to train on; an environment with a method `cases` needs none."""
     eval: EvalConfig | None = None
     """null does not evaluate."""
-    rewards: Annotated[tuple[Annotated[RewardConfig, BeforeValidator(_reward)], ...], Field(strict=False)] = ()
+    rewards: Rewards = ()
     """The reward functions; a completion's reward is their weighted sum, plus what its environment gave."""
     scoring: ScoringConfig = ScoringConfig()
     """Where and how long reward functions run."""

@@ -12,6 +12,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from groupwise.config.engine import Engine, VllmConfig
+from groupwise.config.learn import GateConfig, LearnConfig
 from groupwise.config.yaml import Document, Section, Text, Texts, conflict, validate
 from groupwise.errors import ConfigError
 
@@ -137,6 +139,15 @@ class ServeConfig(Section):
     rollout_bytes: int = Field(default=4 * GIB, ge=MIB, le=1 << 50)
     """What is kept of the rollouts that were sampled, so that jobs can name them, for 7 days and a million at most; the
     oldest go first."""
+    keep_answers: bool = True
+    """Keep what chats and other requests were answered among the rollouts, so that feedback can name them by the
+    answer's id; false keeps only what /v1/completions/batch sampled."""
+    learn: LearnConfig | None = None
+    """Train by itself on feedback (docs/learn.md); null: only on what is posted."""
+    gate: GateConfig | None = None
+    """What versions that jobs made must pass to become active (docs/learn.md); null: nothing but their own checks."""
+    folder: Annotated[Path, Field(strict=False)] = Path(".")
+    """Where the modules and files that `learn` and `gate` name are looked for; that of the file, with --config."""
     min_free_bytes: int = Field(default=GIB, ge=0)
     """Free disk space below which the server says that it is not ready and takes no jobs."""
     worker_threads: int | None = Field(default=None, ge=1)
@@ -217,6 +228,15 @@ class ServeConfig(Section):
                     raise conflict(key, "is the local engine's, and engine is vllm; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _check_learning(self) -> ServeConfig:
+        if self.learn is not None and self.learn.adapter == self.served_name:
+            message = f"{self.learn.adapter!r} is what requests call the served model; choose another name"
+            raise conflict("learn", "adapter", message)
+        if self.gate is not None and self.gate.canary is not None and not self.keep_answers:
+            raise conflict("keep_answers", "is false, and gate.canary looks at feedback on answers; leave one out")
+        return self
+
     @property
     def served_name(self) -> str:
         """The base model's name in the API."""
@@ -240,13 +260,16 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def serve_config(data: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ) -> ServeConfig:
+def serve_config(data: Mapping[str, Any] | Document, *, environ: Mapping[str, str] = os.environ) -> ServeConfig:
     """Check `data` and take the secrets that it does not have from `environ`; an empty variable counts as not set.
 
     Raises ConfigError with every problem: key, value, what is valid. A public address without an API key is one.
     """
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"the server's configuration is a {type(data).__name__}; it must be a mapping")
+    document = data if isinstance(data, Document) else None
+    if document is None:
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"the server's configuration is a {type(data).__name__}; it must be a mapping")
+        document = Document(dict(data), "the server's configuration")
     given = {key: environ[name] for key, name in SECRETS.items() if environ.get(name)}
-    given |= {key: value for key, value in data.items() if key not in SECRETS or value is not None}
-    return validate(Document(given, "the server's configuration"), ServeConfig, other_names=OTHER_NAMES)
+    given |= {key: value for key, value in document.data.items() if key not in SECRETS or value is not None}
+    return validate(replace(document, data=given), ServeConfig, other_names=OTHER_NAMES)

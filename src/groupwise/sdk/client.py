@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
-from typing import IO, Any, TypedDict, Unpack
-from urllib.parse import quote
+from typing import IO, Any, Literal, TypedDict, Unpack
+from urllib.parse import quote, urlencode
 from uuid import uuid4
 
 import httpx2
@@ -87,6 +87,8 @@ from groupwise.sdk.types import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatPiece,
+    FeedbackAnswer,
+    FeedbackPage,
     Health,
     JobEvent,
     JobMetrics,
@@ -344,6 +346,53 @@ class _Calls(Flows):
         body = {"prompts": conversations, "n": n, **_known(options, SamplingOptions)}
         answer = yield from self.exchange(Send("POST", "/v1/completions/batch", timeout, encode(body)))
         return _grouped(read(BatchAnswer, answer.json()).completions, conversations, options.get("tools") or ())
+
+    # ---- feedback ----
+
+    @ClientMethod
+    def feedback(
+        self,
+        rollout_id: str,
+        *,
+        score: float | None = None,
+        thumb: Literal["up", "down"] | None = None,
+        correction: str | None = None,
+        better_than: str | None = None,
+        user: str | None = None,
+        comment: str | None = None,
+        timeout: float = ASK_S,
+        idempotency_key: str | None = None,
+    ) -> Flow[FeedbackAnswer]:
+        """Say how good an answer was: a `score` from 0 to 1 or a `thumb`, the text that should have been said
+        (`correction`), or the id of another answer to the same prompt that is worse (`better_than`).
+
+        `rollout_id` is what `sample` called a completion, or the `id` of a chat's answer. The feedback is on the
+        server's disk when this returns. It is sent under a key of its own, so that it counts once however often it had
+        to be sent; give `idempotency_key` to make that last over a restart of your program.
+        """
+        said = {"score": score, "thumb": thumb, "correction": correction, "better_than": better_than}
+        given = {**said, "user": user, "comment": comment}
+        body = {"rollout_id": rollout_id, **{name: value for name, value in given.items() if value is not None}}
+        headers = {"idempotency-key": idempotency_key or uuid4().hex}
+        step = Send("POST", "/v1/feedback", timeout, encode(body), headers=headers)
+        answer = yield from self.exchange(step, repeatable=True)
+        return read(FeedbackAnswer, answer.json())
+
+    @ClientMethod
+    def list_feedback(
+        self,
+        *,
+        rollout_id: str | None = None,
+        version: str | None = None,
+        state: str | None = None,
+        before: int | None = None,
+        limit: int = 200,
+        timeout: float = ASK_S,
+    ) -> Flow[FeedbackPage]:
+        """A page of feedback, newest first; `before` is the `next` of the page before."""
+        asked = {"rollout_id": rollout_id, "version": version, "state": state, "before": before, "limit": limit}
+        query = urlencode({name: value for name, value in asked.items() if value is not None})
+        return self.ask(FeedbackPage, f"/v1/feedback?{query}", timeout=timeout)
 
     # ---- training ----
 

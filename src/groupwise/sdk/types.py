@@ -160,6 +160,78 @@ class SampledGroup(Answer):
         return group | ({"tools": list(self.tools)} if self.tools else {})
 
 
+# ---- feedback ----
+
+
+class FeedbackAnswer(Answer):
+    """What somebody said of a rollout, as it is kept."""
+
+    id: str
+    rollout_id: str
+    version: str
+    """The adapter version that sampled the rollout."""
+    score: float | None
+    """From 0 to 1; a thumb is 1 or 0."""
+    correction: str | None
+    better_than: str | None
+    """Another rollout of the same prompt, which is worse."""
+    user: str | None
+    comment: str | None
+    created_at: str
+    state: Literal["waiting", "training", "trained", "dropped"]
+    """Waiting for a job; in one that has not ended; in one that is completed; or nothing could be trained on it."""
+    job_id: str | None
+    """The job that took it."""
+
+
+class FeedbackPage(Answer):
+    """A page of feedback, newest first. `next` is the cursor of the next page, null at the end."""
+
+    feedback: list[FeedbackAnswer]
+    counts: dict[str, int]
+    """How many there are in each state, whatever was asked for."""
+    next: int | None
+
+
+class LearnTransition(Answer):
+    """Something that automatic training, a gate or a canary did."""
+
+    seq: int
+    at: str
+    kind: str
+    """For programs; docs/learn.md lists them."""
+    message: str
+    data: dict[str, Any]
+
+
+class LearnAnswer(Answer):
+    """What automatic training does, or why it does nothing."""
+
+    enabled: bool
+    """Whether `learn` is in the server's configuration."""
+    paused: bool
+    reason: str
+    """What it does at the moment, or waits for."""
+    adapter: str | None
+    ratings: int
+    """Those that wait and can be trained on, when they were last looked at."""
+    after: int | None
+    """How many of them make a job."""
+    counts: dict[str, int]
+    """All ratings by state."""
+    job_id: str | None
+    """The automatic job that waits or runs."""
+    jobs_last_hour: int
+    max_jobs_per_hour: int | None
+    active: str
+    """The version that is active."""
+    trial: str | None
+    """The version on trial (canary), which answers `trial_share` of the requests that name none."""
+    trial_share: float | None
+    transitions: list[LearnTransition]
+    """What happened lately, newest first."""
+
+
 # ---- chat, as OpenAI has it ----
 
 

@@ -179,7 +179,19 @@ def gauges(server: Server) -> Iterator[Sample]:
     yield "disk_free_bytes", {}, shutil.disk_usage(server.config.state_dir).free
     yield "ready", {}, float(_problem(server) is None)
     yield "worker_restarts", {}, server.supervisor.status.restarts
+    yield "canary_share", {}, 0.0 if server.policies.trial is None else server.policies.trial.share
+    yield from _learning_gauges(server)
     yield from _training_gauges(server)
+
+
+def _learning_gauges(server: Server) -> Iterator[Sample]:
+    try:
+        for state, count in server.feedback.counts().items():
+            yield "feedback_kept", {"state": state}, count
+        for kind, count in server.feedback.transition_counts().items():
+            yield "learn_transitions", {"kind": kind}, count
+    except GroupwiseError:
+        return
 
 
 def _training_gauges(server: Server) -> Iterator[Sample]:

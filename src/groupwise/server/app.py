@@ -63,7 +63,19 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     from starlette.middleware.cors import CORSMiddleware
 
     from groupwise import __version__
-    from groupwise.server import adapters, admin, findings, messages, openai, responses, rollout_log, rollouts, train
+    from groupwise.server import (
+        adapters,
+        admin,
+        feedback,
+        findings,
+        learn,
+        messages,
+        openai,
+        responses,
+        rollout_log,
+        rollouts,
+        train,
+    )
     from groupwise.server.bodies import describe
     from groupwise.server.errors import add_handlers, private_paths
     from groupwise.server.guard import Gate, Guard
@@ -71,7 +83,19 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
 
     app = FastAPI(title="Groupwise", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = server
-    for module in (openai, responses, messages, rollouts, rollout_log, train, findings, adapters, admin):
+    for module in (
+        openai,
+        responses,
+        messages,
+        rollouts,
+        rollout_log,
+        feedback,
+        learn,
+        train,
+        findings,
+        adapters,
+        admin,
+    ):
         app.include_router(module.router)
     app.include_router(findings.definitions_router)
     config = server.config
@@ -87,7 +111,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     describe(app, config)
     app.add_middleware(Guard, config=config, gate=gate or Gate("ready"), recorder=server.recorder)
     if config.cors_origins:
-        headers = ["authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id"]
+        headers = ["authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id", "x-session-id"]
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
@@ -212,6 +236,11 @@ class _ServerProcess:
             gc.freeze()  # what is here now stays; looking through it again and again would make requests wait
             later = (_keep_house(ledger, self._config), self._keep_versions(), self._have_reader())
             tasks += [asyncio.create_task(each) for each in later]
+            assert self._server is not None
+            if self._server.trainer is not None:
+                tasks.append(asyncio.create_task(self._server.trainer.run()))
+            if self._server.gate is not None:
+                tasks.append(asyncio.create_task(self._server.gate.watch()))
             self._say_ready()
             await _first(asyncio.create_task(self._stop.wait()), tasks[0])
             await self._drain()
@@ -318,6 +347,10 @@ class _ServerProcess:
             self._server.policies.close()
             self._server.reader.close()
             await asyncio.to_thread(self._server.engine.close)
+            await asyncio.to_thread(self._server.answers.close)
+            for part in (self._server.trainer, self._server.gate):
+                if part is not None:
+                    await asyncio.to_thread(part.close)
         ledger.close()
 
 
@@ -380,9 +413,15 @@ async def _in_daemon(work: Callable[[], Server]) -> Server:
 
 async def _keep_house(ledger: Ledger, config: ServeConfig) -> None:
     """Forget old jobs and rollouts, and read and back up the ledger, now and every hour."""
+    from groupwise.store.feedback import FeedbackLog
+
+    def prune() -> None:
+        ledger.prune()
+        FeedbackLog(ledger).prune()
+
     back_up = partial(ledger.back_up, least_free=config.min_free_bytes)
     while True:
-        for what, act in (("old jobs were not removed", ledger.prune), ("the ledger was not backed up", back_up)):
+        for what, act in (("old jobs were not removed", prune), ("the ledger was not backed up", back_up)):
             try:
                 await asyncio.to_thread(act)
             except GroupwiseError as error:

@@ -95,6 +95,8 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         supervisor=supervisor,
     )
     recorder.watch(lambda: gauges(server))
+    _ = server.trainer  # rewards that cannot be loaded end the start, and so do held-out prompts
+    supervisor.gate = server.gate
     return server
 
 

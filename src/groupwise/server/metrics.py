@@ -40,6 +40,9 @@ HELP = {  # of the gauges that others know
     "num_requests_waiting_for_adapters": "Requests that wait for room for their adapter.",
     "adapter_versions_loaded": "Adapters in the engine.",
     "adapter_active_info": "The version that answers requests which name none.",
+    "canary_share": "Share of the requests that the version on trial answers; 0 without one.",
+    "feedback_kept": "Feedback that is kept, by what became of it.",
+    "learn_transitions": "What automatic training, gates and canaries did, by kind; of those that are kept.",
     "disk_free_bytes": "Free space where the state directory is.",
     "ready": "1 if /ready is 200.",
     "worker_restarts": "Starts of the training worker after its first.",
@@ -120,6 +123,7 @@ class Recorder:
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to end.", _LATENCY, "model_name")
         self._prompt_length = self._histogram("request_prompt_tokens", "Of a request.", _TOKENS, "model_name")
         self._length = self._histogram("request_generation_tokens", "Of a request.", _TOKENS, "model_name")
+        self._feedback = self._counter("feedback", "Feedback that was kept.", "kind")
         self._swaps = self._counter("adapter_swaps", "Changes of the active version.", "result")
         self._swap_seconds = self._histogram("adapter_swap_seconds", "Load, verify, activate.", _SWAP)
 
@@ -231,6 +235,10 @@ class Recorder:
         }
 
     # --- the rest ---
+
+    def rated(self, *, score: float | None) -> None:
+        """Feedback was kept: a good score (0.5 or more), a poor one, or none."""
+        self._feedback.labels("no_score" if score is None else "good" if score >= 0.5 else "poor").inc()
 
     def http(self, handler: str, method: str, status: int, seconds: float) -> None:
         """A request was answered. `handler` is the route's template."""

@@ -19,13 +19,14 @@ elsewhere: files in threads, the engine's loading in one thread of its own, one 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -108,6 +109,34 @@ class _Waiting:
     turn: asyncio.Future[_Loaded]
 
 
+@dataclass
+class Trial:
+    """A version that answers a share of the requests that name none (a canary), beside `against`, the active one.
+    `requests` and `errors` count from when this process began: True is under the version on trial."""
+
+    version: PolicyVersion
+    against: PolicyVersion
+    share: float
+    since: float
+    requests: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    errors: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+
+    def takes(self, key: str) -> bool:
+        """Whether the request, or the session, of this key is answered by the version on trial: always the same."""
+        digest = hashlib.blake2b(f"{self.version}\n{key}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.share * 2**64
+
+    def answered(self, version: PolicyVersion) -> None:
+        """A request begins under one of the two."""
+        if version in (self.version, self.against):
+            self.requests[version == self.version] += 1
+
+    def failed(self, version: PolicyVersion) -> None:
+        """It failed, and not by its client's doing."""
+        if version in (self.version, self.against):
+            self.errors[version == self.version] += 1
+
+
 class Policies:
     """The versions that can answer, over one store and one engine.
 
@@ -132,6 +161,7 @@ class Policies:
         self.served_name = served_name
         self.warnings: list[str] = []
         self.elsewhere: Callable[[str], str | None] = lambda text: None  # other names of policies -> ours (Tinker's)
+        self.trial: Trial | None = None
         self._store, self._engine, self._base = store, engine, base
         self._max_loaded, self._max_waiting = max_loaded, max_waiting
         self._active = PolicyVersion.base()
@@ -215,8 +245,12 @@ class Policies:
         adapter: str | None = None,
         adapters: Sequence[ComposedAdapter] | None = None,
         patience_s: float | None = None,
+        session: str | None = None,
     ) -> AsyncIterator[PolicyVersion]:
         """The version that answers one request, which stays loaded until the request has ended.
+
+        A request that names no version and has a `session` may be answered by the one that is on trial: all of a
+        session by the same one.
 
         `adapters`, one or more, asks for their sum, each times its scale. Where there is no room for it, this waits
         for `patience_s` (None: without end).
@@ -229,6 +263,9 @@ class Policies:
         """
         if adapters is None:
             version, load = self.resolve(model=model, adapter=adapter), None
+            free = session is not None and adapter is None and model in (None, self.served_name)
+            if free and self.trial is not None and version == self.trial.against and self.trial.takes(session or ""):
+                version = self.trial.version
         else:
             version, load = self._compose(adapters)
         async with self._held(version, load=load, patience_s=patience_s):
@@ -281,9 +318,11 @@ class Policies:
         async with self._changing:
             for version in versions:
                 users = self.in_use.get(version, 0)
-                if version in (self._active, self._store.active) or users:
-                    reason = "requests use it" if users else "it is active"
+                tried = self.trial is not None and version == self.trial.version
+                if version in (self._active, self._store.active) or users or tried:
+                    reason = "it is on trial" if tried else "requests use it" if users else "it is active"
                     hint = "wait for them, or cancel them" if users else "activate another one, or unload it, first"
+                    hint = "end its trial first: POST /v1/learn/reject" if tried else hint
                     raise AdapterInUseError(f"{version} cannot be deleted: {reason}", hint=hint)
             self._deleting.update(versions)
             try:
@@ -306,6 +345,7 @@ class Policies:
         """
         async with self._changing:
             kept = {self._active, self._store.active, *(version for version, users in self.in_use.items() if users)}
+            kept |= set() if self.trial is None else {self.trial.version, self.trial.against}
             free = set(await asyncio.to_thread(find)) - kept
             self._deleting.update(free)
             try:

@@ -1,6 +1,6 @@
 """GET /v1/rollouts and /v1/rollouts/{id}: what was sampled here, and what jobs were trained on, to be read by people.
 
-    recent   completions that /v1/completions/batch kept, newest first; nobody knows their rewards
+    recent   completions that /v1/completions/batch and other requests kept, newest first; nobody knows their rewards
     a job    the completions it was posted, by group, with reward and advantage; ids are {job_id}.{group}.{completion}
 
 Pages go by a cursor, so that a hundred thousand rows are read as they are scrolled to. A search for text looks in
@@ -112,7 +112,7 @@ async def list_rollouts(
         Query(description="Default: newest first; a job's as posted. best and worst, by reward, need a job."),
     ] = None,
 ) -> RolloutPage:
-    """Completions that were sampled for training, newest first; or those that a job was posted, by group."""
+    """Completions that were sampled here, newest first; or those that a job was posted, by group."""
     server = server_of(request)
     _check_filters(
         job,

@@ -11,6 +11,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
@@ -63,7 +64,7 @@ async def batch(http: Request) -> Response:
             grammars=answer_grammars(body.answer_grammar, prompts, server.base.tokenizer),
         )
         groups = await while_connected(http, asked.generation.completions())
-        asked.finished(groups)
+        asked.finished(groups, keep=False)
         records = _records(asked, groups)
         await asyncio.to_thread(server.ledger.save_rollouts, records)
         return await asyncio.to_thread(lambda: asked.answer(_answer(asked, body, groups, records)))
@@ -103,25 +104,8 @@ def encode_conversations(
 
 
 def _records(asked: Admission, groups: Sequence[Sequence[Completion]]) -> list[RolloutRecord]:
-    """What is kept of each completion, by prompt, then by completion."""
-    return [
-        RolloutRecord(
-            id=f"rollout-{secrets.token_hex(12)}",
-            prompt_ids=request.prompt_ids,
-            completion_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            version=str(completion.version),
-            temperature=request.params.temperature,
-            finish_reason=completion.finish_reason.value,
-            text=completion.text,
-            reshaped=request.params.reshaped,
-            kept=completion.kept,
-            kept_logprobs=completion.kept_logprobs,
-            routed_experts=completion.routed_experts,
-        )
-        for request, group in zip(asked.requests, groups, strict=True)
-        for completion in group
-    ]
+    """What is kept of each completion, by prompt, then by completion, under ids of their own."""
+    return [replace(each, id=f"rollout-{secrets.token_hex(12)}") for each in asked.records(groups)]
 
 
 def _answer(

@@ -42,6 +42,7 @@ from groupwise.server.errors import INTERNAL, Paths, ShuttingDownError, envelope
 from groupwise.server.metrics import RequestRecord
 from groupwise.server.schema_openai import Sampling
 from groupwise.server.state import Server, server_of
+from groupwise.store.ledger import RolloutRecord
 from groupwise.tasks.reply import TextStream
 from groupwise.types import Completion, Grammar, LiveEngine, PolicyVersion, SamplingParams, SamplingRequest
 
@@ -473,8 +474,35 @@ class Admission:
         cached = None if None in known else CachedTokens(cached_tokens=sum(each or 0 for each in known))
         return usage(prompt, completion).model_copy(update={"prompt_tokens_details": cached})
 
-    def finished(self, groups: Sequence[Sequence[Completion]], *, finish_reason: str | None = None) -> None:
-        """Record that all completions are there."""
+    def records(self, groups: Sequence[Sequence[Completion]]) -> list[RolloutRecord]:
+        """What is kept of each completion, by prompt, then by completion. The first has the answer's own id, the others
+        the id, a hyphen and their index."""
+        flat = [(request, each) for request, group in zip(self.requests, groups, strict=True) for each in group]
+        return [
+            RolloutRecord(
+                id=self.id if index == 0 else f"{self.id}-{index}",
+                prompt_ids=request.prompt_ids,
+                completion_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                version=str(completion.version),
+                temperature=request.params.temperature,
+                finish_reason=completion.finish_reason.value,
+                text=completion.text,
+                reshaped=request.params.reshaped,
+                kept=completion.kept,
+                kept_logprobs=completion.kept_logprobs,
+                routed_experts=completion.routed_experts,
+            )
+            for index, (request, completion) in enumerate(flat)
+        ]
+
+    def finished(
+        self, groups: Sequence[Sequence[Completion]], *, finish_reason: str | None = None, keep: bool = True
+    ) -> None:
+        """Record that all completions are there. `keep`: remember them under the answer's id, so that feedback can name
+        them (`ServeConfig.keep_answers`)."""
+        if keep and self.server.config.keep_answers:
+            self.server.answers.keep([each for each in self.records(groups) if each.completion_ids])
         first, used = groups[0][0], self.usage(groups)
         self.server.recorder.finished(
             self.record,
@@ -490,6 +518,9 @@ class Admission:
         reasons = {DeadlineError: "timeout", ClientGone: "client_disconnect", SlowReaderError: "client_disconnect"}
         prompt = sum(len(request.prompt_ids) for request in self.requests)
         reason = reasons.get(kind, "error") if kind is not None else "error"
+        trial = self.server.policies.trial
+        if trial is not None and isinstance(error, Exception) and reason != "client_disconnect":
+            trial.failed(self.version)
         self.server.recorder.finished(self.record, finish_reason=reason, prompt_tokens=prompt)
 
 
@@ -542,8 +573,16 @@ async def admit(
     whole_s, first_s = server.config.request_timeout_s, server.config.first_token_timeout_s
     patience_s = min(whole_s, first_s) if stream else whole_s
     version = await resources.enter_async_context(
-        server.policies.lease(model=body.model, adapter=body.adapter, adapters=body.adapters, patience_s=patience_s)
+        server.policies.lease(
+            model=body.model,
+            adapter=body.adapter,
+            adapters=body.adapters,
+            patience_s=patience_s,
+            session=_session(http, body) if interactive else None,
+        )
     )
+    if interactive and server.policies.trial is not None:
+        server.policies.trial.answered(version)
     n = body.n or 1
     interactive = interactive and n * len(prompts) <= INTERACTIVE
     requests = tuple(
@@ -588,6 +627,13 @@ async def admit(
     )
     resources.push(admission.failed)
     return admission
+
+
+def _session(http: Request, body: Sampling) -> str:
+    """What has the same answerer while a version is on trial: the header x-session-id, the body's `user`, or else the
+    request alone."""
+    user = (body.model_extra or {}).get("user")
+    return http.headers.get("x-session-id") or (str(user) if user else secrets.token_hex(8))
 
 
 async def compiled(engine: LiveEngine, grammars: Sequence[Grammar | None]) -> None:

@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 
     from groupwise.config.serve import ServeConfig
     from groupwise.model.load import LoadedModel
+    from groupwise.server.feedback import AnswerLog
+    from groupwise.server.gate import Gatekeeper
+    from groupwise.server.learn import FeedbackTrainer
     from groupwise.server.metrics import Recorder
     from groupwise.server.policies import Policies
     from groupwise.server.reader import Reader
     from groupwise.server.storage import StorageProbe
     from groupwise.server.supervisor import Supervisor
     from groupwise.store.adapters import AdapterStore
+    from groupwise.store.feedback import FeedbackLog
     from groupwise.store.ledger import Ledger
     from groupwise.tasks.dialects.responses import ResponseStore
     from groupwise.types import LiveEngine
@@ -53,6 +57,34 @@ class Server:
         from groupwise.tasks.dialects.responses import ResponseStore
 
         return ResponseStore()
+
+    @cached_property
+    def feedback(self) -> FeedbackLog:
+        """What people said of answers."""
+        from groupwise.store.feedback import FeedbackLog
+
+        return FeedbackLog(self.ledger)
+
+    @cached_property
+    def trainer(self) -> FeedbackTrainer | None:
+        """Makes jobs of feedback; None where the configuration has no `learn`. Raises ConfigError, LoadError."""
+        from groupwise.server.learn import FeedbackTrainer
+
+        return None if self.config.learn is None else FeedbackTrainer(self, self.config.learn)
+
+    @cached_property
+    def gate(self) -> Gatekeeper | None:
+        """Decides which versions go live; None where the configuration has no `gate`. Raises ConfigError and others."""
+        from groupwise.server.gate import Gatekeeper
+
+        return None if self.config.gate is None else Gatekeeper(self, self.config.gate)
+
+    @cached_property
+    def answers(self) -> AnswerLog:
+        """Keeps answers, so that feedback can name them."""
+        from groupwise.server.feedback import AnswerLog
+
+        return AnswerLog(self.ledger)
 
     @property
     def paths(self) -> Mapping[str, str]:

@@ -43,6 +43,7 @@ WORKER = "worker"  # the name under which it leases; attempts tell one process f
 TEMPORARY = 75  # the exit code of errors that pass by themselves
 LONGEST_DELAY_S = 60.0
 SWAP_AGAIN_S = 5.0
+JUDGE_AGAIN_S = 30.0  # after a gate whose rewards failed, say
 OOM_SCORE = 500  # when memory runs out the kernel is to end the worker, not the server
 MAX_LOG_BYTES = 16 << 20
 LAST_LINES, LAST_BYTES = 40, 16 << 10
@@ -55,6 +56,16 @@ class Swaps(Protocol):
 
     async def swap(self, version: PolicyVersion) -> object:
         """Load, verify and activate. Raises GroupwiseError, and the version that was active still is."""
+        ...
+
+
+class Admits(Protocol):
+    """The part of `Gatekeeper` that is needed here."""
+
+    async def decide(
+        self, job: Job, version: PolicyVersion
+    ) -> tuple[Literal["activate", "refused", "trial", "wait"], str]:
+        """What is to be done with a published version, and why. Raises GroupwiseError for what passes by itself."""
         ...
 
 
@@ -116,6 +127,7 @@ class Supervisor:
         self._overdue_since: float | None = None
         self._again_at: dict[str, float] = {}  # job -> when its swap, which failed for a passing reason, is tried again
         self._status = WorkerStatus()
+        self.gate: Admits | None = None  # decides which versions are swapped in; None: all of them
 
     @property
     def status(self) -> WorkerStatus:
@@ -254,9 +266,30 @@ class Supervisor:
             if self._again_at.get(job.id, 0.0) <= time.monotonic():
                 await self._finish(job)
 
+    async def _admitted(self, job: Job) -> bool:
+        """Whether the job's version is to be swapped in now; the gate's other decisions are carried out here."""
+        if self.gate is None:
+            return True
+        version = PolicyVersion.parse(str(job.version))
+        try:
+            decision, why = await self.gate.decide(job, version)
+        except (GroupwiseError, TimeoutError) as error:
+            log.warning("%s of job %s is not judged yet (%s); it is tried again", version, job.id, error)
+            self._again_at[job.id] = time.monotonic() + JUDGE_AGAIN_S
+            return False
+        if decision == "refused":
+            await asyncio.to_thread(self._ledger.refuse_version, job.id, why)
+        elif decision == "trial":
+            await asyncio.to_thread(self._ledger.complete, job.id, message=f"{version} {why}")
+        elif decision == "wait":
+            self._again_at[job.id] = time.monotonic() + SWAP_AGAIN_S
+        return decision == "activate"
+
     async def _finish(self, job: Job) -> None:
         """Activate what `job` published and complete it, or refuse it with the reason. A swap in which the server dies
         has been begun and not ended, which the ledger counts."""
+        if not await self._admitted(job):
+            return
         if not await asyncio.to_thread(self._ledger.begin_swap, job.id):
             log.error("job %s is given up: servers died in its swap", job.id)
             return

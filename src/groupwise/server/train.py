@@ -41,7 +41,7 @@ from groupwise.server.storage import check_room
 from groupwise.server.submit import Submission, at_field, read_grpo, read_sft
 from groupwise.server.webhooks import ACTIVE, ENDED, utc, warnings_of
 from groupwise.server.wire import documented
-from groupwise.store.ledger import Event, Job, JobState
+from groupwise.store.ledger import Claim, Event, Job, JobState
 
 EVENTS_POLL_S = 0.25
 PAGE = 500  # events read at once
@@ -83,7 +83,7 @@ async def train_sft(request: Request, idempotency_key: IdempotencyKey = None) ->
     return await _receive(request, read, idempotency_key)
 
 
-def _pending(server: Server) -> frozenset[str]:
+def pending(server: Server) -> frozenset[str]:
     """The adapters that jobs ahead will make the next version of."""
     return frozenset(job.adapter for job in server.ledger.jobs(states=ACTIVE))
 
@@ -99,11 +99,14 @@ async def _receive(
         if key is not None and (job := await run_in_threadpool(server.ledger.by_key, key, fingerprint)):
             return _submitted(job, is_new=False)
         check_content_type(request)
-        submission = await read(body, await run_in_threadpool(_pending, server))
-    return await run_in_threadpool(_submit, server, submission, fingerprint, key)
+        submission = await read(body, await run_in_threadpool(pending, server))
+    return await run_in_threadpool(submit, server, submission, fingerprint, key)
 
 
-def _submit(server: Server, submission: Submission, fingerprint: str, key: str | None) -> TrainSubmitted:
+def submit(
+    server: Server, submission: Submission, fingerprint: str = "", key: str | None = None, *, claim: Claim | None = None
+) -> TrainSubmitted:
+    """Queue a job that was checked. `claim` is the ledger's. Raises RequestError, QueueFullError, StorageError."""
     check_room(server.config.state_dir, server.config.min_free_bytes, what="jobs")
     try:
         check_free_name(submission.adapter, served_name=server.config.served_name)
@@ -122,6 +125,7 @@ def _submit(server: Server, submission: Submission, fingerprint: str, key: str |
         idempotency_key=key,
         fingerprint=fingerprint,
         max_queued=server.config.max_queued_jobs,
+        claim=claim,
     )
     return _submitted(job, is_new=is_new)
 

@@ -224,7 +224,7 @@ async def _drawn(
             grammars=grammars,
         )
         groups = await while_connected(http, asked.generation.completions())
-        asked.finished(groups)
+        asked.finished(groups, keep=False)  # a trainer's, which knows what it was sent
         completions = [completion for group in groups for completion in group]
         return await asyncio.to_thread(lambda: asked.answer(_drawings(prompts, completions, body)))
 

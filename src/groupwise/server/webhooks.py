@@ -1,4 +1,5 @@
-"""Webhooks: the operator's URL is told how each job ended, at least once and across restarts.
+"""Webhooks: the operator's URL is told how each job ended, and what automatic training did (gates, canaries, ...), at
+least once and across restarts.
 
     POST <url>
     x-groupwise-delivery:  <job id>                      the same in every attempt: what a receiver deduplicates by
@@ -14,6 +15,11 @@ What is still to be told is not queued anywhere: it is every finished job of the
 beside it) does not list as settled. A kill between the two therefore repeats a delivery and never loses one. Where
 there is no record yet, the jobs that have finished by then count as settled. The record also says for how many seconds
 a job has been tried so far.
+
+Transitions of automatic training (`store.feedback`) are told one after another, in order, by the same rules:
+
+    x-groupwise-delivery:  transition-<seq>
+    {"event": <kind>, "seq", "message", "data", "timestamp"}
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -37,6 +43,7 @@ import httpx2
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, JobNotFoundError, StorageError
 from groupwise.store import files as adapter_files
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.feedback import FeedbackLog, Transition
 from groupwise.store.ledger import Job, JobState, Ledger
 from groupwise.store.ledger_schema import elapsed
 from groupwise.types import PolicyVersion
@@ -46,6 +53,7 @@ ENDED = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
 ATTEMPT_S = 5.0
 LONGEST_DELAY_S = 300.0
 KEEP_TRYING_S = 24 * 3600.0
+TOLD = "webhooks.transition"  # the setting: the last transition that was told
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +64,16 @@ class _Delivery:
     seconds in which it was tried had been in a row."""
 
     job: Job
+    since: float
+    attempts: int = 0
+    due: float = 0.0
+
+
+@dataclass
+class _Pending:
+    """The transition that is to be told next; `due` and `since` as of `_Delivery`."""
+
+    seq: int
     since: float
     attempts: int = 0
     due: float = 0.0
@@ -83,6 +101,8 @@ class Webhooks:
         self._secret, self._poll_s, self._first_delay_s = secret, poll_s, first_delay_s
         self._pending: dict[str, _Delivery] = {}
         self._settled, self._tried = self._read_record()
+        self._book = FeedbackLog(ledger)
+        self._transition: _Pending | None = None  # the oldest that is still to be told
 
     @property
     def pending(self) -> int:
@@ -98,6 +118,10 @@ class Webhooks:
                     await asyncio.to_thread(self._notice)
                 except Exception:
                     log.exception("webhooks: the ledger was not read; the next look is in %g s", self._poll_s)
+                try:
+                    await self._tell_transitions(client)
+                except Exception:
+                    log.exception("webhooks: transitions were not told; the next attempt is in %g s", self._poll_s)
                 try:
                     await self._deliver(client)
                 except Exception:
@@ -163,7 +187,8 @@ class Webhooks:
         delay = min(LONGEST_DELAY_S, self._first_delay_s * 2 ** min(delivery.attempts, 30))
         delivery.attempts += 1
         delivery.due = time.monotonic() + delay
-        problem = await self._post(client, job)
+        path = await asyncio.to_thread(self._path_of, job)
+        problem = await self._post(client, job.id, payload(job, path=path))
         if problem is None:
             log.info("webhooks: told of job %s (%s)", job.id, job.state)
             await asyncio.to_thread(self._settle, delivery)
@@ -175,11 +200,43 @@ class Webhooks:
             return False
         return True
 
-    async def _post(self, client: httpx2.AsyncClient, job: Job) -> str | None:
+    async def _tell_transitions(self, client: httpx2.AsyncClient) -> None:
+        """Tell those that are due, oldest first. Where nothing was ever told, those that there are by then count as
+        told."""
+        told = await asyncio.to_thread(self._book.setting, TOLD)
+        if told is None:
+            newest = await asyncio.to_thread(self._book.transitions, limit=1)
+            await asyncio.to_thread(self._book.set, TOLD, newest[0].seq if newest else 0)
+            return
+        while (following := await asyncio.to_thread(self._book.next_transition, told)) is not None:
+            if not await self._tell(client, following):
+                return
+            told = following.seq
+            await asyncio.to_thread(self._book.set, TOLD, told)
+
+    async def _tell(self, client: httpx2.AsyncClient, transition: Transition) -> bool:
+        """Whether the transition is settled: taken, or given up."""
+        if self._transition is None or self._transition.seq != transition.seq:
+            self._transition = _Pending(transition.seq, since=elapsed())
+        pending = self._transition
+        if pending.due > time.monotonic():
+            return False
+        delay = min(LONGEST_DELAY_S, self._first_delay_s * 2 ** min(pending.attempts, 30))
+        pending.attempts, pending.due = pending.attempts + 1, time.monotonic() + delay
+        body = {"event": transition.kind, "seq": transition.seq, "message": transition.message}
+        body |= {"data": dict(transition.data), "timestamp": utc(transition.at)}
+        problem = await self._post(client, f"transition-{transition.seq}", body)
+        if problem is not None and elapsed() - pending.since <= KEEP_TRYING_S:
+            log.warning("webhooks: transition %d: %s; again in %g s", transition.seq, problem, delay)
+            return False
+        if problem is not None:
+            log.error("webhooks: gave up on transition %d: %s", transition.seq, problem)
+        return True
+
+    async def _post(self, client: httpx2.AsyncClient, delivery: str, said: Mapping[str, Any]) -> str | None:
         """One attempt; None if it was taken, else why not."""
-        path = await asyncio.to_thread(self._path_of, job)
-        body = json.dumps(payload(job, path=path), allow_nan=False).encode()
-        headers = {"content-type": "application/json", "user-agent": "groupwise", "x-groupwise-delivery": job.id}
+        body = json.dumps(said, allow_nan=False).encode()
+        headers = {"content-type": "application/json", "user-agent": "groupwise", "x-groupwise-delivery": delivery}
         if self._secret:
             now = int(time.time())
             headers["x-groupwise-timestamp"] = str(now)
@@ -236,11 +293,16 @@ def warnings_of(job: Job) -> list[str]:
     if job.unhealthy is not None and job.version is not None:
         name, _, number = job.version.partition("@")
         warnings.append(
-            f"{job.version} is stored and was not made active, as the job's health is error: {job.unhealthy}. "
-            f"GET /v1/train/health/{job.id} has causes and remedies; to activate it all the same: "
+            f"{job.version} is stored and was not made active, as {_why(job)}; to activate it all the same: "
             f'POST /v1/adapters/{name}/activate {{"version": {number}}}, or groupwise adapters activate {job.version}'
         )
     return warnings
+
+
+def _why(job: Job) -> str:
+    if str(job.unhealthy).startswith("the gate"):
+        return f"{job.unhealthy}"
+    return f"the job's health is error: {job.unhealthy}. GET /v1/train/health/{job.id} has causes and remedies"
 
 
 def signature(secret: str, *, timestamp: int, body: bytes) -> str:

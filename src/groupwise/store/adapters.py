@@ -4,6 +4,7 @@
     <root>/.state.json       the activations, oldest first (the last is active), and the numbers that must not come back
     <root>/.staging-*/       versions being written; their writer holds an flock on the directory
     <root>/.notes.json       what users wrote about versions: beside them, so that a note changes no byte of a version
+    <root>/.refused/         why versions do not go live, a file each (`AdapterStore.refuse`)
     <root>/.quarantine/      what was found damaged, each with the reason
     <root>/.lock             flock: held for short moments by whoever gives out a number, moves or removes a version
 
@@ -99,11 +100,13 @@ class AdapterStore:
         return tuple(infos)
 
     def info(self, version: PolicyVersion) -> AdapterInfo:
-        """Where a version came from. Raises AdapterNotFoundError, or AdapterError if it is damaged."""
+        """Where a version came from; `unhealthy` as of `unhealthy`. Raises AdapterNotFoundError, or AdapterError if it
+        is damaged."""
         directory = self._require(version)
         try:
             with files.writing(f"reading {version}"):
-                return files.read_info(directory, version=version)
+                info = files.read_info(directory, version=version)
+            return info if info.unhealthy else replace(info, unhealthy=self.refused(version))
         except AdapterError as error:
             raise self._set_aside(version, error.message) from error
 
@@ -133,14 +136,30 @@ class AdapterStore:
             yield self.path(version)
 
     def unhealthy(self, version: PolicyVersion) -> str | None:
-        """What was wrong at the end of the job that made a version (`Provenance.unhealthy`); None where all was well,
+        """Why a version is not continued by its name: what was wrong at the end of the job that made it
+        (`Provenance.unhealthy`), or why it was refused since (`refuse`). None where all was well,
         and where the version cannot be read: whoever loads it is told."""
         if version not in self._health:
             try:
                 self._health[version] = files.read_info(self._directory(version), version=version).unhealthy
             except AdapterError:
                 return None
-        return self._health[version]
+        return self._health[version] or self.refused(version)
+
+    def refused(self, version: PolicyVersion) -> str | None:
+        """Why `refuse` was called; None where it was not. Another process may just have called it."""
+        try:
+            return self._refusal(version).read_text(encoding="utf-8") or None
+        except OSError:
+            return None
+
+    def refuse(self, version: PolicyVersion, reason: str) -> None:
+        """Keep a version, and no longer let its name mean it. Whoever activates it by hand overrules that. Raises
+        AdapterNotFoundError."""
+        with files.writing(f"refusing {version}"), files.locked(self.root):
+            self._require(version)
+            self._refusal(version).parent.mkdir(exist_ok=True)
+            files.replace(self._refusal(version), reason)
 
     def notes(self) -> Mapping[PolicyVersion, str]:
         """What users wrote about versions; a version without a note is not in it. Raises AdapterError if `.notes.json`
@@ -449,6 +468,9 @@ class AdapterStore:
     def _state_path(self) -> Path:
         return self.root / ".state.json"
 
+    def _refusal(self, version: PolicyVersion) -> Path:
+        return self.root / ".refused" / f"{version}.txt"
+
     @property
     def _notes_path(self) -> Path:
         return self.root / ".notes.json"
@@ -518,6 +540,7 @@ class AdapterStore:
     def _forget(self, version: PolicyVersion) -> None:
         """What is known of a version besides its files goes, before it does. The lock is held."""
         self._write_state(self._read_state().without(version))
+        self._refusal(version).unlink(missing_ok=True)
         with suppress(AdapterError):  # notes that cannot be read are set aside when a store is opened
             self._keep_note(version, None)
 

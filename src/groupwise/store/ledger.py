@@ -10,7 +10,7 @@ attempt, that is never given out twice for a job: every write of a worker checks
 wakes up late changes nothing (LeaseLostError). A job therefore may run more than once but publishes at most once.
 `ledger_attempts` says how often it may, and what else becomes of a job whose worker died.
 
-    <state>/ledger.db             jobs, events, idempotency keys, recent rollouts
+    <state>/ledger.db             jobs, events, idempotency keys, recent rollouts; feedback (`store.feedback`)
     <state>/ledger.backup.db      a copy of it, of the last hour (`ledger_repair`)
     <state>/spool/<job>.payload   what the job trains on; on the disk before the job is accepted
     <state>/checkpoints/<job>/    the worker's; removed with the job
@@ -28,7 +28,7 @@ import re
 import shutil
 import sqlite3
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -249,6 +249,8 @@ RETRY_SECONDS = 30.0  # what a client is told when the queue is full
 _TORN_SECONDS = 3600.0  # a temporary file this old has no writer any more
 _ID = re.compile(r"[0-9a-f]{32}")
 
+Claim = Callable[[sqlite3.Connection, str], None]  # in the transaction that queues a job, with its id
+
 _TRAINING = "SELECT * FROM job WHERE state = 'running' AND version IS NULL"
 
 
@@ -290,9 +292,11 @@ class Ledger:
         max_queued: int = 32,
         id: str | None = None,
         effective: Mapping[str, Any] | None = None,
+        claim: Claim | None = None,
     ) -> tuple[Job, bool]:
         """Queue a job: (job, True). When this returns, the job and its payload are on the disk. `id` is 32 hexadecimal
-        digits that no job has; None makes some up. `effective` is what is known of `Job.effective` by now.
+        digits that no job has; None makes some up. `effective` is what is known of `Job.effective` by now. `claim` is
+        called with the job's id in the transaction that queues it: what it raises queues nothing.
 
         An `idempotency_key` of the last 24 hours gives (its job, False), if the body's `fingerprint` is the same.
 
@@ -314,7 +318,7 @@ class Ledger:
                 faults.point("submit:before-spool")
                 write_payload(temporary, payload, row=row, key=key)
                 faults.point("submit:after-spool")
-            job = self._queue(row, temporary, idempotency_key, fingerprint, max_queued=max_queued)
+            job = self._queue(row, temporary, idempotency_key, fingerprint, max_queued=max_queued, claim=claim)
         except BaseException:
             self._discard_payload(id)
             raise
@@ -325,7 +329,14 @@ class Ledger:
         return job, job.id == id
 
     def _queue(
-        self, row: Mapping[str, Any], spooled: Path, key: str | None, fingerprint: str, *, max_queued: int
+        self,
+        row: Mapping[str, Any],
+        spooled: Path,
+        key: str | None,
+        fingerprint: str,
+        *,
+        max_queued: int,
+        claim: Claim | None = None,
     ) -> Job:
         """Commit the row and its payload; or return the job that the same key made meanwhile."""
         with self._db.transaction("queueing a job") as db:
@@ -337,6 +348,8 @@ class Ledger:
                 entry = {"key": key, "fingerprint": fingerprint, "job": seq, "created_at": time.time()}
                 insert(db, "idempotency", entry)
             record_event(db, seq, "state", "queued", data={"state": JobState.QUEUED, "phase": "waiting"})
+            if claim is not None:
+                claim(db, row["id"])
             os.rename(spooled, self._payload_path(row["id"]))  # in here: `prune` removes files without a row
             fsync(self._spool)
             faults.point("submit:before-commit")
@@ -599,16 +612,33 @@ class Ledger:
         faults.point("swap:after-complete")
         return job
 
+    def refuse_version(self, id: str, reason: str) -> Job:
+        """The version exists and is not to become active by itself (a gate): the job is completed, and `unhealthy` says
+        why. Raises JobNotFoundError."""
+        message = f"completed, and its version was not made active: {reason}"
+        return self._end_swap(id, JobState.COMPLETED, message=message, unhealthy=reason)
+
     def refuse_swap(self, id: str, error: Mapping[str, Any]) -> Job:
         """The version exists but was not activated: the job failed in phase "swapping". Raises JobNotFoundError."""
         return self._end_swap(id, JobState.FAILED, message=str(error.get("message", "swap refused")), error=error)
 
-    def _end_swap(self, id: str, state: JobState, *, message: str, error: Mapping[str, Any] | None = None) -> Job:
+    def _end_swap(
+        self,
+        id: str,
+        state: JobState,
+        *,
+        message: str,
+        error: Mapping[str, Any] | None = None,
+        unhealthy: str | None = None,
+    ) -> Job:
         with self._db.transaction("ending a swap") as db:
             row = read_row(db, id)
             if row["version"] is None or row["state"] not in (JobState.RUNNING, state):
                 raise ValueError(f"job {id} is {row['state']} in phase {row['phase']}; no swap of it can end")
-            if row["state"] == JobState.RUNNING:
+            if row["state"] == JobState.RUNNING and unhealthy is not None:
+                update_job(db, row["seq"], unhealthy=unhealthy)
+                finish(db, row["seq"], state, message, level="warning", unhealthy=unhealthy)
+            elif row["state"] == JobState.RUNNING:
                 finish(db, row["seq"], state, message, error=error)
             return read_job(db, id)
 
@@ -632,6 +662,11 @@ class Ledger:
             yield db
 
     # --- keeping it whole ---
+
+    @property
+    def database(self) -> Database:
+        """The connection, for those who keep other tables in the same file."""
+        return self._db
 
     @property
     def damage(self) -> str | None:

@@ -140,6 +140,38 @@ MIGRATIONS = (
     -- recorded.RoutedExperts.to_bytes (null where it is not recorded)
     ALTER TABLE rollout ADD COLUMN routed_experts BLOB
     """,
+    """
+    CREATE TABLE feedback (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        key TEXT UNIQUE,                        -- the idempotency key it came with
+        fingerprint TEXT NOT NULL,
+        rollout TEXT NOT NULL,
+        version TEXT NOT NULL,                  -- what sampled that rollout
+        score REAL,                             -- 0 to 1
+        correction TEXT,
+        worse TEXT,                             -- a rollout of the same prompt that is worse
+        author TEXT,
+        comment TEXT,
+        created_at REAL NOT NULL,
+        trained_by TEXT,                        -- the job that took it (null while it waits)
+        failures INTEGER NOT NULL DEFAULT 0     -- jobs that took it and failed
+    );
+    CREATE INDEX feedback_rollout ON feedback (rollout);
+    CREATE INDEX feedback_worse ON feedback (worse);
+    CREATE INDEX feedback_waiting ON feedback (trained_by, seq);
+    CREATE TABLE transition (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        at REAL NOT NULL,
+        kind TEXT NOT NULL,
+        message TEXT NOT NULL,
+        data TEXT NOT NULL
+    );
+    CREATE TABLE setting (
+        key TEXT PRIMARY KEY,
+        value TEXT NOT NULL                     -- JSON
+    )
+    """,
 )
 
 JOBS = """
@@ -166,6 +198,9 @@ READABLE = {  # what holds for every row that can be read
     "event": "json_valid(data)",
     "rollout": "length(prompt_ids) % 4 + length(completion_ids) % 4 + length(logprobs) % 8 = 0",
     "idempotency": "typeof(key) = 'text'",
+    "feedback": "typeof(rollout) = 'text' AND (score IS NULL OR score BETWEEN 0 AND 1)",
+    "transition": "json_valid(data)",
+    "setting": "json_valid(value)",
 }
 _ACCEPTED = {  # of a job when it is accepted
     **dict.fromkeys(("id", "kind", "adapter", "config", "summary", "effective"), str),
@@ -390,7 +425,10 @@ def check_integrity(db: sqlite3.Connection, path: Path) -> None:
     if found != "ok":
         said = "; ".join(line for line in str(found).splitlines() if line and not line.startswith("***"))
         raise LedgerDamagedError(f"{path} is damaged: {said}", hint=REPAIR)
+    tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for table, readable in READABLE.items():
+        if table not in tables:  # of a ledger that is about to be brought up to date
+            continue
         row = db.execute(f"SELECT rowid FROM {table} WHERE ({readable}) IS NOT TRUE LIMIT 1").fetchone()
         if row is not None:
             raise LedgerDamagedError(f"{path} is damaged: row {row[0]} of table {table} cannot be read", hint=REPAIR)
@@ -580,11 +618,18 @@ def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, Rollo
 
 def forget_rollouts(db: sqlite3.Connection, *, now: float, keep_bytes: int) -> int:
     """Delete at most FORGET_ROWS of the rollouts that are too old, too many, or of which nothing is within the newest
-    `keep_bytes`; returns how many."""
+    `keep_bytes`; returns how many. One that feedback waits for is only ever too old."""
     too_old = "SELECT seq FROM rollout WHERE created_at < ?"
     too_many = "SELECT seq FROM rollout WHERE seq <= (SELECT max(seq) FROM rollout) - ?"
     too_large = "SELECT seq FROM rollout WHERE upto <= (SELECT max(upto) FROM rollout) - ?"
-    statement = f"DELETE FROM rollout WHERE seq IN ({too_old} UNION {too_many} UNION {too_large} LIMIT ?)"
+    unrated = " AND ".join(
+        f"NOT EXISTS (SELECT 1 FROM feedback WHERE feedback.{column} = rollout.id AND trained_by IS NULL)"
+        for column in ("rollout", "worse")
+    )
+    statement = f"""
+        DELETE FROM rollout WHERE seq IN
+            ({too_old} UNION {too_many} AND {unrated} UNION {too_large} AND {unrated} LIMIT ?)
+    """
     return db.execute(statement, (now - KEEP_SECONDS, KEEP_ROLLOUTS, keep_bytes, FORGET_ROWS)).rowcount
 
 

@@ -32,6 +32,7 @@ interface Delta {
 }
 
 interface Chunk {
+  id?: string;
   system_fingerprint?: string;
   error?: ErrorEnvelope["error"];
   choices?: {
@@ -51,7 +52,7 @@ export function messages(asked: { prompt: string; system: string }): Message[] {
 export async function stream(
   asked: Asked,
   said: Said[],
-  options: { signal: AbortSignal; version?: (version: string) => void },
+  options: { signal: AbortSignal; version?: (version: string) => void; id?: (id: string) => void },
 ): Promise<void> {
   const body = {
     messages: asked.messages,
@@ -73,6 +74,7 @@ export async function stream(
     }
     const chunk = JSON.parse(data) as Chunk;
     if (chunk.error) throw new ApiError(chunk.error.message, 500, chunk.error.code, chunk.error.hint, null);
+    if (chunk.id) options.id?.(chunk.id);
     if (chunk.system_fingerprint) options.version?.(chunk.system_fingerprint);
     for (const choice of chunk.choices ?? []) {
       const one = said[choice.index];

@@ -11,6 +11,8 @@ export interface Turn {
   thought?: string;
   /** Which version answered; "" for what a person wrote. */
   version: string;
+  /** What the server calls the answer, once it is whole. */
+  id?: string;
   /** Why it ended: "stop", "length", or "stopped" by hand; null while it is written, or of a person. */
   finish: string | null;
 }
@@ -58,14 +60,15 @@ export class Thread {
       turn.content = said[0].text;
       turn.thought = said[0].thought;
     };
+    let id: string | undefined;
     this.error = null;
     this.busy = true;
     const timer = setInterval(show, 50);
     try {
       const { temperature, maxTokens } = chat;
       const asked = { model: this.version, messages, n: 1, temperature, maxTokens, seed: null };
-      await stream(asked, said, { signal: stop.signal, version: (version) => turn && (turn.version = version) });
-      if (turn) turn.finish = said[0]?.finish ?? "stop";
+      await stream(asked, said, { signal: stop.signal, version: (version) => turn && (turn.version = version), id: (told) => (id = told) });
+      if (turn) Object.assign(turn, { finish: said[0]?.finish ?? "stop", id });
     } catch (problem) {
       if (turn) turn.finish = "stopped";
       if (!stop.signal.aborted) this.error = problem;

@@ -1,0 +1,120 @@
+"""What a server does by itself with feedback: `learn` (automatic jobs) and `gate` (which versions go live).
+
+Both are keys of the server's configuration, and off where they are left out:
+
+    learn: {adapter: helper, after: 32, rewards: [my_rewards:helpful], config: {learning_rate: 1.0e-4}}
+    gate: {prompts: {source: held_out.jsonl}, rewards: [my_rewards:exact], canary: 0.1}
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from groupwise.config.data import DatasetConfig
+from groupwise.config.job import parse_job_config
+from groupwise.config.run import Rewards, ScoringConfig
+from groupwise.config.yaml import AdapterName, Section, conflict
+from groupwise.errors import ConfigError
+
+DECIDED = ("output_name", "base_adapter", "auto_load", "temperature")  # of a job's config: by the server itself
+
+
+class LearnConfig(Section):
+    """Automatic jobs from feedback."""
+
+    adapter: AdapterName
+    """The adapter of which the jobs make versions."""
+    after: int = Field(default=32, ge=2)
+    """Ratings that can be trained on, from which a job is made."""
+    rewards: Rewards = ()
+    """What scores the further completions of a rated answer's prompt, from 0 to 1 as ratings are; a judge is one of
+    them (docs/rewards.md). Without any, only prompts with several rated answers, and corrections, are trained on."""
+    group_size: int = Field(default=8, ge=2, le=128)
+    """Completions in a group that is not of rated answers alone."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Longest of the completions that are sampled."""
+    max_groups: int = Field(default=256, ge=1)
+    """Prompts in one job, the oldest feedback first."""
+    max_jobs_per_hour: int = Field(default=4, ge=1, le=240)
+    """Jobs that are made within an hour."""
+    base: Literal["active", "newest"] = "active"
+    """What a job continues: the active version, or the newest of `adapter`."""
+    scoring: ScoringConfig = ScoringConfig()
+    """Where and how long the rewards run."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Options of the jobs, as `config` of /v1/train/grpo."""
+
+    @field_validator("config")
+    @classmethod
+    def _is_a_jobs(cls, config: dict[str, Any]) -> dict[str, Any]:
+        for name in DECIDED:
+            if name in config:
+                raise ValueError(f"{name} is decided by the server for an automatic job; leave it out")
+        try:
+            parse_job_config("grpo", config)
+        except ConfigError as error:
+            raise ValueError(error.message) from error
+        return config
+
+
+class CanaryConfig(Section):
+    """A trial of a version that passed its gate: some of the requests are answered by it."""
+
+    share: float = Field(default=0.1, gt=0, le=0.5)
+    """The share of requests that name no adapter; 0.1 is a tenth."""
+    ratings: int = Field(default=20, ge=2)
+    """Ratings of its answers after which it goes live, unless they are worse."""
+    margin: float = Field(default=0.05, ge=0, le=1)
+    """How much lower its mean rating may be than that of the active version since the trial began."""
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """How sure it must be that the ratings are lower by more than `margin` before it is rolled back."""
+    max_errors: int = Field(default=5, ge=1)
+    """Requests that fail under it before it is rolled back, where they are a larger share than under the active one."""
+    minutes: float = Field(default=1440.0, gt=0)
+    """After which it goes live with fewer ratings, if none of the above speaks against it."""
+
+
+def _share(value: Any) -> Any:
+    """A share alone: 0.1, or "10%"."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            value = float(value.strip()[:-1]) / 100
+        except ValueError:
+            raise ValueError(f"{value!r} is not valid; write a share such as 0.1 or 10%") from None
+    return {"share": float(value)} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+class GateConfig(Section):
+    """What a version that a job made must pass before it becomes active."""
+
+    prompts: DatasetConfig
+    """Held-out prompts, as `data` of a run (docs/recipe.md)."""
+    rewards: Rewards
+    """What scores them."""
+    samples: int = Field(default=1, ge=1, le=64)
+    """Completions of each prompt, by the new version and by the active one."""
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    """Of these; 0 is greedy."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Longest of these."""
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """How sure it must be that the new version is not worse by more than `margin` (paired bootstrap over prompts)."""
+    margin: float = Field(default=0.02, ge=0)
+    """How much lower its mean reward may be."""
+    max_kl: float | None = Field(default=None, gt=0)
+    """Divergence from the active version, in nats a token, on what the new one sampled; null does not measure it."""
+    max_length_ratio: float | None = Field(default=2.0, gt=1)
+    """How many times longer, or shorter, its completions may be on average; null does not limit it."""
+    canary: Annotated[CanaryConfig | None, BeforeValidator(_share)] = None
+    """After the gate, a trial on a share of the requests, as 0.1 or "10%" or with its options; null makes the version
+    active at once."""
+    scoring: ScoringConfig = ScoringConfig()
+    """Where and how long the rewards run."""
+
+    @model_validator(mode="after")
+    def _has_rewards(self) -> GateConfig:
+        if not self.rewards:
+            raise conflict("rewards", "is empty; name at least one reward function")
+        return self

@@ -1,0 +1,453 @@
+"""Automatic jobs from feedback (`learn` of the configuration): ratings -> groups -> a GRPO job, again and again.
+
+    rated_groups     ratings -> the groups that can be trained on: pure, no sampling
+    FeedbackTrainer  while `run` runs: waits for `after` ratings, completes and scores their groups, queues a job
+    /v1/learn        what it does and why it does not; pause and resume
+
+A group is the completions of one prompt. Rated answers keep the score that people gave them. Where several rated
+answers of a prompt differ, they are a group by themselves. Otherwise the server samples further completions from the
+version that answered, and the rewards of the configuration score these. A correction is not trained on as a completion:
+the policy did not sample it, so it has no place among the probabilities that GRPO weighs. It is what the group is
+compared with: the column `answer` of the rewards, or, without rewards, the reference of ROUGE-L.
+
+A job is queued and takes its ratings in one transaction: a kill between rating and job loses neither, and no rating is
+trained twice. A job that fails or is cancelled gives them back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+
+from groupwise.algo.advantage import differ
+from groupwise.config.learn import LearnConfig
+from groupwise.config.run import RewardConfig, ScoringConfig
+from groupwise.errors import AdapterNotFoundError, GroupwiseError, RequestError, RewardError
+from groupwise.model.chat import decode
+from groupwise.rewards.base import Scorer, load_rewards, refuse_failed
+from groupwise.rewards.pool import RewardPool
+from groupwise.sdk.types import LearnAnswer, LearnTransition
+from groupwise.server.reader import TextModel
+from groupwise.server.sampling import Generation
+from groupwise.server.schema import GrpoRequest
+from groupwise.server.state import Server, server_of
+from groupwise.server.submit import prepare_grpo
+from groupwise.server.train import pending, submit
+from groupwise.server.webhooks import ACTIVE, utc
+from groupwise.server.wire import documented
+from groupwise.store.feedback import Feedback, Transition, opinions
+from groupwise.store.ledger import Job, RolloutRecord
+from groupwise.tasks.reply import plain_text
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    SamplingRequest,
+    Turn,
+    unrecorded,
+)
+
+POLL_S = 2.0
+AGAIN_S = 60.0  # after a failure
+HOUR_S = 3600.0
+NEWEST = 256  # jobs that are looked at
+SHOWN = 50  # transitions in one answer
+PAUSED = "learn.paused"  # the setting
+SIMILARITY = RewardConfig(function="groupwise.rewards.text:rouge_l", args={"beyond_prompt": False})
+
+if TYPE_CHECKING:
+    from groupwise.server.gate import Gatekeeper
+
+log = logging.getLogger(__name__)
+router = APIRouter(prefix="/v1/learn", tags=["feedback"])
+
+
+# ---- from ratings to groups ----
+@dataclass(frozen=True, kw_only=True)
+class RatedGroup:
+    """The rated answers of one prompt. `scores` has None for an answer that was only corrected; `seqs` are the ratings
+    that are about it. `complete`: the scores differ, and nothing needs to be sampled."""
+
+    records: tuple[RolloutRecord, ...]
+    scores: tuple[float | None, ...]
+    correction: str | None
+    seqs: tuple[int, ...]
+    complete: bool
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.records[0].prompt_ids
+
+    @property
+    def version(self) -> str:
+        """What further completions are sampled from: the version of the newest rated answer."""
+        return self.records[-1].version
+
+
+def rated_groups(
+    ratings: Sequence[Feedback], records: Mapping[str, RolloutRecord], *, scored: bool
+) -> tuple[list[RatedGroup], list[int]]:
+    """The groups that can be trained on, oldest rating first, and the ratings whose answers are not kept any more.
+    `scored`: there are rewards for further completions."""
+    lost = [each.seq for each in ratings if not {each.rollout, each.worse or each.rollout} <= records.keys()]
+    known = [each for each in ratings if each.seq not in set(lost)]
+    said = opinions(known)
+    members: dict[tuple[int, ...], dict[str, list[int]]] = {}  # prompt -> rollout -> the ratings about it
+    for each in known:
+        for id in filter(None, (each.rollout, each.worse)):
+            members.setdefault(records[id].prompt_ids, {}).setdefault(id, []).append(each.seq)
+    groups = []
+    for rollouts in members.values():
+        judged = [id for id in rollouts if id in said]
+        corrections = [text for id in judged for text in said[id].corrections]
+        scores = tuple(said[id].score for id in judged)
+        given = [score for score in scores if score is not None]
+        complete = not corrections and len(given) > 1 and differ(given)
+        if complete or (judged and (corrections or scored)):
+            group = RatedGroup(
+                records=tuple(records[id] for id in judged),
+                scores=scores,
+                correction=corrections[-1] if corrections else None,
+                seqs=tuple(sorted({seq for seqs in rollouts.values() for seq in seqs})),
+                complete=complete,
+            )
+            groups.append(group)
+    return sorted(groups, key=lambda group: group.seqs[0]), lost
+
+
+def temperature_of(groups: Sequence[RatedGroup]) -> float:
+    """What a job of these groups is trained at: the temperature of most rated answers; 1 where all are greedy."""
+    sampled = Counter(record.temperature for group in groups for record in group.records if record.temperature > 0)
+    return sampled.most_common(1)[0][0] if sampled else 1.0
+
+
+def scored_completion(record: RolloutRecord, reward: float, *, temperature: float) -> dict[str, Any]:
+    """A completion as /v1/train/grpo takes it. One that was drawn from another distribution than is trained goes by its
+    tokens: the version that the job begins from counts as its sampler."""
+    if record.temperature == temperature and not unrecorded(record.reshaped, record.kept):
+        return {"rollout_id": record.id, "reward": reward}
+    tokens = {"token_ids": list(record.completion_ids), "prompt_token_ids": list(record.prompt_ids)}
+    return {**tokens, "reward": reward}
+
+
+def automatic_jobs(server: Server) -> list[Job]:
+    """Those among the newest jobs, and those that have not ended, that the server made by itself."""
+    found = {job.id: job for job in (*server.ledger.jobs(limit=NEWEST), *server.ledger.jobs(states=ACTIVE))}
+    return [job for job in found.values() if job.summary.get("automatic")]
+
+
+def open_scorer(rewards: Sequence[RewardConfig], scoring: ScoringConfig, *, folder: Path) -> Scorer:
+    """The rewards, in processes of their own if there are to be any. Raises ConfigError, LoadError."""
+    functions = load_rewards(rewards, folder=folder)
+    if not scoring.workers:
+        return Scorer(functions)
+    pool = RewardPool(rewards, folder=folder, workers=scoring.workers, timeout_s=scoring.timeout_s)
+    return Scorer(functions, pool=pool)
+
+
+# ---- the jobs ----
+class FeedbackTrainer:
+    """Makes jobs of feedback while `run` runs. `reason` says what it does, or why nothing.
+
+    Raises ConfigError or LoadError for rewards that cannot be loaded.
+    """
+
+    def __init__(self, server: Server, config: LearnConfig):
+        self._server, self._config = server, config
+        self.reason, self.trainable = "not begun", 0
+        rewards = config.rewards or (SIMILARITY,)
+        self._scorer = open_scorer(rewards, config.scoring, folder=server.config.folder)
+        self._again_at = 0.0
+        self._seen: tuple[int, int] | None = None  # the revision of the feedback that was last looked at
+        self._text_model = TextModel.of(server.base)
+
+    @property
+    def paused(self) -> bool:
+        return bool(self._server.feedback.setting(PAUSED, False))
+
+    async def run(self, *, poll_s: float = POLL_S) -> None:
+        """Look again and again; whatever fails is logged, and tried again a minute later."""
+        while True:
+            if time.monotonic() >= self._again_at:
+                await self.attempt()
+            await asyncio.sleep(poll_s)
+
+    async def attempt(self) -> str | None:
+        """`step`, of which no failure ends the server."""
+        try:
+            return await self.step()
+        except GroupwiseError as error:
+            self.reason = f"the last attempt failed, and is made again in {AGAIN_S:g} s: {error.message}"
+            log.warning("automatic training: %s", error)
+        except Exception:
+            self.reason = f"the last attempt failed, and is made again in {AGAIN_S:g} s: internal error"
+            log.exception("automatic training")
+        self._again_at = time.monotonic() + AGAIN_S
+        return None
+
+    async def step(self) -> str | None:
+        """Make a job if it is time for one, and return its id."""
+        book = self._server.feedback
+        if returned := await asyncio.to_thread(book.give_back):
+            transition = f"{returned} ratings wait again: the job that took them failed or was cancelled"
+            await asyncio.to_thread(book.note, "feedback_returned", transition, data={"ratings": returned})
+        revision = await asyncio.to_thread(book.revision)
+        groups = list[RatedGroup]()
+        if revision != self._seen or self.trainable >= self._config.after:
+            groups, lost = await asyncio.to_thread(self._groups)
+            if lost:
+                await asyncio.to_thread(lambda: book.failed(lost, for_good=True))
+            self._seen, self.trainable = revision, len({seq for group in groups for seq in group.seqs})
+        why_not = await asyncio.to_thread(self._why_not)
+        if why_not is None and self.trainable < self._config.after:
+            why_not = f"{self.trainable} of {self._config.after} ratings that can be trained on are there"
+        if why_not is not None:
+            self.reason = why_not
+            return None
+        return await self._make_job(groups[: self._config.max_groups])
+
+    def _groups(self) -> tuple[list[RatedGroup], list[int]]:
+        ratings = self._server.feedback.waiting()
+        ids = dict.fromkeys(id for each in ratings for id in (each.rollout, each.worse) if id is not None)
+        records = self._server.feedback.rollouts(list(ids))
+        return rated_groups(ratings, records, scored=bool(self._config.rewards))
+
+    def _why_not(self) -> str | None:
+        """What keeps it from making a job, however many ratings there are."""
+        if self.paused:
+            return "paused"
+        if (trial := self._server.policies.trial) is not None:
+            return f"{trial.version} is on trial"
+        jobs = automatic_jobs(self._server)
+        if running := next((job for job in jobs if not job.state.is_final), None):
+            return f"job {running.id} is {running.state}"
+        lately = sum(job.created_at > time.time() - HOUR_S for job in jobs)
+        if lately >= self._config.max_jobs_per_hour:
+            return f"{lately} jobs were made within the hour (max_jobs_per_hour)"
+        return None
+
+    async def _make_job(self, rated: Sequence[RatedGroup]) -> str | None:
+        book, temperature = self._server.feedback, temperature_of(rated)
+        self.reason = f"sampling and scoring {len(rated)} groups"
+        made = await asyncio.gather(*(self._completed(group, temperature) for group in rated))
+        failed = [error for error in made if isinstance(error, RewardError)]
+        if len(failed) == len(rated):
+            raise failed[0]
+        pairs = [(group, body) for group, body in zip(rated, made, strict=True) if not isinstance(body, RewardError)]
+        useless = [seq for group, body in pairs if body is None for seq in group.seqs]
+        bodies = [(group, body) for group, body in pairs if body is not None]
+        if useless:
+            await asyncio.to_thread(lambda: book.failed(useless, for_good=True))
+        seqs = sorted({seq for group, _ in bodies for seq in group.seqs})
+        if not bodies:
+            message = f"nothing to learn from {len(useless)} ratings: in each group all completions score the same"
+            await asyncio.to_thread(book.note, "nothing_to_learn", message, data={"ratings": len(useless)})
+            self.reason = message
+            return None
+        try:
+            job_id, warnings = await asyncio.to_thread(self._submit, [body for _, body in bodies], seqs, temperature)
+        except RequestError:  # the job cannot be as it is
+            await asyncio.to_thread(book.failed, seqs)
+            raise
+        message = f"job {job_id} trains {self._config.adapter} on {len(seqs)} ratings in {len(bodies)} groups"
+        data = {"job_id": job_id, "ratings": len(seqs), "groups": len(bodies), "warnings": warnings}
+        await asyncio.to_thread(book.note, "job_queued", message, data=data)
+        self.reason = message
+        return job_id
+
+    async def _completed(self, group: RatedGroup, temperature: float) -> dict[str, Any] | RewardError | None:
+        """A group of the request, completed and scored; None if there is nothing to compare in it."""
+        records, scores = list(group.records), list(group.scores)
+        if not group.complete:
+            try:
+                more = await self._siblings(group, temperature)
+            except AdapterNotFoundError as error:
+                log.warning("no completions beside rated ones of %s: %s", group.version, error)
+                return None
+            records, scores = [*records, *more], [*scores, *(None for _ in more)]
+            try:
+                rewards = await self._scored(group, records)
+            except RewardError as error:
+                return error
+            scores = [reward if score is None else score for score, reward in zip(scores, rewards, strict=True)]
+        given = [(record, score) for record, score in zip(records, scores, strict=True) if score is not None]
+        if len(given) < 2 or not differ([score for _, score in given]):
+            return None
+        return {"completions": [scored_completion(record, score, temperature=temperature) for record, score in given]}
+
+    async def _siblings(self, group: RatedGroup, temperature: float) -> list[RolloutRecord]:
+        """Further completions of the prompt, kept as rollouts. Raises AdapterNotFoundError if the version is gone."""
+        server, n = self._server, self._config.group_size - len(group.records)
+        room = server.engine.context_length - len(group.prompt_ids)
+        if n < 1 or room < 1:
+            return []
+        params = SamplingParams(temperature=temperature, max_tokens=min(self._config.max_tokens, room))
+        async with server.policies.lease(adapter=group.version, patience_s=server.config.request_timeout_s) as version:
+            request = SamplingRequest(prompt_ids=group.prompt_ids, params=params, n=n, version=version)
+            generation = Generation(server.engine, [request], timeout_s=server.config.request_timeout_s)
+            (completions,) = await generation.completions()
+        records = [_record(group.prompt_ids, each, params) for each in completions]
+        await asyncio.to_thread(server.ledger.save_rollouts, records)
+        return records
+
+    async def _scored(self, group: RatedGroup, records: Sequence[RolloutRecord]) -> list[float | None]:
+        """The rewards of completions. Raises RewardError if none could be scored."""
+        tokenizer = self._server.base.tokenizer
+        said: Message = {"role": "user", "content": plain_text(group.prompt_ids, tokenizer)}
+        columns = {} if group.correction is None else {"answer": group.correction}
+        prompt = Prompt(id=records[0].id, messages=(said,), columns=columns)
+        rollouts = tuple(_rollout(record, decode(record.completion_ids, tokenizer)) for record in records)
+        scored = await self._scorer(RolloutGroup(prompt=prompt, rollouts=rollouts))
+        refuse_failed([scored])
+        return [rollout.reward for rollout in scored.rollouts]
+
+    def _submit(
+        self, groups: Sequence[Mapping[str, Any]], seqs: Sequence[int], temperature: float
+    ) -> tuple[str, list[str]]:
+        """Queue the job, which takes the ratings. Raises what a posted job is refused with."""
+        server, wanted = self._server, self._config
+        config = {**wanted.config, "output_name": wanted.adapter, "temperature": temperature}
+        if wanted.base == "active":
+            config["base_adapter"] = str(server.policies.active) if not server.policies.active.is_base else "base"
+        request = GrpoRequest.model_validate_json(
+            json.dumps({"groups": list(groups), "config": config}, allow_nan=False)
+        )
+        submission = prepare_grpo(
+            request,
+            base=self._text_model,
+            store=server.store,
+            rollouts=server.ledger.rollouts,
+            pending=pending(server),
+        )
+        summary = {**submission.summary, "automatic": True, "ratings": len(seqs)}
+        book = server.feedback
+        answer = submit(server, replace(submission, summary=summary), claim=lambda db, job: book.claim(db, seqs, job))
+        return answer.job_id, answer.warnings
+
+    def close(self) -> None:
+        """End the reward processes."""
+        self._scorer.close()
+
+
+def _record(prompt_ids: Sequence[int], completion: Completion, params: SamplingParams) -> RolloutRecord:
+    return RolloutRecord(
+        id=f"rollout-{secrets.token_hex(12)}",
+        prompt_ids=tuple(prompt_ids),
+        completion_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        version=str(completion.version),
+        temperature=params.temperature,
+        finish_reason=completion.finish_reason.value,
+        text=completion.text,
+        reshaped=params.reshaped,
+        kept=completion.kept,
+        kept_logprobs=completion.kept_logprobs,
+        routed_experts=completion.routed_experts,
+    )
+
+
+def _rollout(record: RolloutRecord, text: str) -> Rollout:
+    completion = Completion(
+        token_ids=record.completion_ids,
+        logprobs=record.logprobs,
+        text=text,
+        finish_reason=FinishReason(record.finish_reason),
+    )
+    return Rollout(turns=(Turn(prompt_ids=record.prompt_ids, completion=completion),))
+
+
+# ---- over HTTP ----
+@router.get("", **documented(answer=LearnAnswer))
+async def learning(request: Request) -> LearnAnswer:
+    """What automatic training does, or why it does nothing; and what it did lately, newest first."""
+    return await asyncio.to_thread(_shown, server_of(request))
+
+
+@router.post("/pause", **documented(answer=LearnAnswer, errors=[RequestError]))
+async def pause(request: Request) -> LearnAnswer:
+    """Make no more jobs by itself, also after a restart. A job that is queued goes on; cancel it to stop it."""
+    return await asyncio.to_thread(_set_paused, server_of(request), True)
+
+
+@router.post("/resume", **documented(answer=LearnAnswer, errors=[RequestError]))
+async def resume(request: Request) -> LearnAnswer:
+    """Make jobs again."""
+    return await asyncio.to_thread(_set_paused, server_of(request), False)
+
+
+@router.post("/promote", **documented(answer=LearnAnswer, errors=[RequestError]))
+async def promote(request: Request) -> LearnAnswer:
+    """Make the version that is on trial the active one, without waiting for more ratings."""
+    server = server_of(request)
+    await _on_trial(server).promote("by hand")
+    return await asyncio.to_thread(_shown, server)
+
+
+@router.post("/reject", **documented(answer=LearnAnswer, errors=[RequestError]))
+async def reject(request: Request) -> LearnAnswer:
+    """End the trial: the version stays in the store and answers no more requests."""
+    server = server_of(request)
+    await _on_trial(server).reject("by hand")
+    return await asyncio.to_thread(_shown, server)
+
+
+def _on_trial(server: Server) -> Gatekeeper:
+    if server.gate is None or server.gate.trial is None:
+        raise RequestError("no version is on trial", hint="GET /v1/learn says what is")
+    return server.gate
+
+
+def _set_paused(server: Server, paused: bool) -> LearnAnswer:
+    if server.trainer is None:
+        raise RequestError("this server makes no jobs by itself", hint="start it with `learn` in its configuration")
+    if server.trainer.paused != paused:
+        kind, message = ("paused", "paused by hand") if paused else ("resumed", "resumed by hand")
+        server.feedback.note(kind, message, settings={PAUSED: paused})
+    return _shown(server)
+
+
+def _shown(server: Server) -> LearnAnswer:
+    config, trainer = server.config.learn, server.trainer
+    lately = automatic_jobs(server)
+    running = next((job for job in lately if job.state in ACTIVE), None)
+    return LearnAnswer(
+        enabled=config is not None,
+        paused=trainer is not None and trainer.paused,
+        reason="`learn` is not in the server's configuration" if trainer is None else trainer.reason,
+        adapter=None if config is None else config.adapter,
+        ratings=0 if trainer is None else trainer.trainable,
+        after=None if config is None else config.after,
+        counts=server.feedback.counts(),
+        job_id=None if running is None else running.id,
+        jobs_last_hour=sum(job.created_at > time.time() - HOUR_S for job in lately),
+        max_jobs_per_hour=None if config is None else config.max_jobs_per_hour,
+        active=str(server.policies.active),
+        trial=None if (trial := server.policies.trial) is None else str(trial.version),
+        trial_share=None if trial is None else trial.share,
+        transitions=[transition_shown(each) for each in server.feedback.transitions(limit=SHOWN)],
+    )
+
+
+def transition_shown(transition: Transition) -> LearnTransition:
+    """A transition as it is answered."""
+    return LearnTransition(
+        seq=transition.seq,
+        at=str(utc(transition.at)),
+        kind=transition.kind,
+        message=transition.message,
+        data=dict(transition.data),
+    )

@@ -1,0 +1,314 @@
+"""Feedback on answers, in the job ledger's database: what people said of rollouts, and which job was trained on it.
+
+    add         one rating, at most once for an idempotency key; on the disk when it returns
+    waiting     the ratings that no job has taken, oldest first
+    claim       in the transaction that queues a job: these ratings are that job's
+    give_back   the ratings of jobs that failed or were cancelled wait again
+
+A rating is about one rollout and holds any of: a score from 0 to 1 (a thumb is 1 or 0), a correction (the text that
+should have been said), and the id of another rollout of the same prompt that is worse. A rating is in one of these
+states, which follows from the job that took it: waiting, training, trained, or dropped (nothing can be trained on it,
+or MAX_FAILURES jobs that took it failed).
+
+Transitions (what automatic training did: jobs, gates, canaries) and a few durable settings of it are kept here, too.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Literal
+from uuid import uuid4
+
+from groupwise.errors import ConflictError, IdempotencyConflictError
+from groupwise.store.ledger import Ledger, RolloutRecord
+from groupwise.store.ledger_schema import dump, insert, marks, read_rollouts
+
+KEEP_SECONDS = 365 * 24 * 3600.0
+KEEP_FEEDBACK, KEEP_TRANSITIONS = 1_000_000, 10_000
+MAX_FAILURES = 3
+ENDED_BADLY = "('failed', 'cancelled')"
+
+FeedbackState = Literal["waiting", "training", "trained", "dropped"]
+
+_STATE = f"""
+    CASE WHEN trained_by IS NULL THEN CASE WHEN failures >= {MAX_FAILURES} THEN 'dropped' ELSE 'waiting' END
+         WHEN job.state IN ('queued', 'running') THEN 'training'
+         WHEN job.state IN {ENDED_BADLY} THEN 'waiting'
+         ELSE 'trained' END
+"""
+_ROWS = f"SELECT feedback.*, {_STATE} AS state FROM feedback LEFT JOIN job ON job.id = feedback.trained_by"
+
+
+class FeedbackTakenError(ConflictError):
+    """Another job took some of the feedback first; no client is told of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feedback:
+    """One rating of a rollout. `worse` is another rollout of the same prompt, which this one is better than."""
+
+    seq: int = 0
+    id: str
+    rollout: str
+    version: str
+    score: float | None = None
+    correction: str | None = None
+    worse: str | None = None
+    author: str | None = None
+    comment: str | None = None
+    created_at: float
+    trained_by: str | None = None
+    failures: int = 0
+    state: FeedbackState = "waiting"
+
+
+@dataclass(frozen=True)
+class Transition:
+    """Something that automatic training did. `seq` grows; `kind` is a word for programs, `message` is for people."""
+
+    seq: int
+    at: float
+    kind: str
+    message: str
+    data: Mapping[str, Any]
+
+
+class FeedbackLog:
+    """The feedback of one ledger. Threads may share it. Raises as the ledger does."""
+
+    def __init__(self, ledger: Ledger):
+        self._ledger, self._db = ledger, ledger.database
+
+    # --- what people say ---
+
+    def add(self, rating: Feedback, *, key: str | None = None, fingerprint: str = "") -> tuple[Feedback, bool]:
+        """Keep a rating: (it, True). A `key` that is known gives (what it made, False), if the fingerprint is the same.
+
+        Raises:
+            IdempotencyConflictError: the key came with another body.
+        """
+        columns = ("id", "rollout", "version", "score", "correction", "worse", "author", "comment", "created_at")
+        row = {name: getattr(rating, name) for name in columns}
+        with self._db.transaction("keeping feedback") as db:
+            if known := self._by_key(db, key, fingerprint):
+                return known, False
+            insert(db, "feedback", {**row, "key": key, "fingerprint": fingerprint})
+            return _read(db.execute(f"{_ROWS} WHERE feedback.id = ?", (rating.id,)).fetchone()), True
+
+    def by_key(self, key: str, fingerprint: str) -> Feedback | None:
+        """What this idempotency key made. Raises IdempotencyConflictError."""
+        with self._db.reading("looking for an idempotency key") as db:
+            return self._by_key(db, key, fingerprint)
+
+    def _by_key(self, db: sqlite3.Connection, key: str | None, fingerprint: str) -> Feedback | None:
+        row = None if key is None else db.execute(f"{_ROWS} WHERE feedback.key = ?", (key,)).fetchone()
+        if row is not None and row["fingerprint"] != fingerprint:
+            raise IdempotencyConflictError(
+                f"the idempotency key {str(key)[:64]!r} was used for feedback {row['id']} with another body",
+                hint="send the same body again, or a new key with the new body",
+            )
+        return None if row is None else _read(row)
+
+    def list(
+        self,
+        *,
+        rollout: str | None = None,
+        version: str | None = None,
+        state: FeedbackState | None = None,
+        before: int | None = None,
+        limit: int = 200,
+    ) -> list[Feedback]:
+        """Ratings, newest first; `before` is the `seq` of the last one of the page before."""
+        tests = {"rollout = ?": rollout, "version = ?": version, "state = ?": state, "seq < ?": before}
+        given = {test: value for test, value in tests.items() if value is not None}
+        where = f"WHERE {' AND '.join(given)}" if given else ""
+        query = f"SELECT * FROM ({_ROWS}) {where} ORDER BY seq DESC LIMIT ?"
+        with self._db.reading("listing feedback") as db:
+            return [_read(row) for row in db.execute(query, (*given.values(), limit))]
+
+    def counts(self) -> dict[str, int]:
+        """How many ratings are in each state."""
+        with self._db.reading("counting feedback") as db:
+            rows = db.execute(f"SELECT state, count(*) AS n FROM ({_ROWS}) GROUP BY state").fetchall()
+        return {"waiting": 0, "training": 0, "trained": 0, "dropped": 0} | {row["state"]: row["n"] for row in rows}
+
+    def rated(self, version: str, *, since: float) -> list[float]:
+        """The scores that answers of a version got since then: a score as it is, a won comparison 1, a lost one 0; a
+        correction alone is 0."""
+        own = "SELECT score, correction, worse FROM feedback WHERE version = ? AND created_at >= ? ORDER BY seq"
+        lost = """
+            SELECT count(*) FROM feedback JOIN rollout ON rollout.id = feedback.worse
+            WHERE rollout.version = ? AND feedback.created_at >= ?
+        """
+        with self._ledger.reader("reading scores") as db:
+            rows = db.execute(own, (version, since)).fetchall()
+            losses = db.execute(lost, (version, since)).fetchone()[0]
+        found = [row["score"] if row["score"] is not None else 1.0 if row["worse"] else 0.0 for row in rows]
+        return [*map(float, found), *[0.0] * losses]
+
+    # --- what jobs take ---
+
+    def waiting(self, *, limit: int = 10_000) -> list[Feedback]:
+        """The newest of the ratings that no job has taken, oldest first. Nobody waits for who reads them."""
+        query = f"{_ROWS} WHERE trained_by IS NULL AND failures < {MAX_FAILURES} ORDER BY feedback.seq DESC LIMIT ?"
+        with self._ledger.reader("reading the waiting feedback") as db:
+            return [_read(row) for row in db.execute(query, (limit,))][::-1]
+
+    def revision(self) -> tuple[int, int]:
+        """Another value whenever other ratings wait than before."""
+        query = f"""
+            SELECT (SELECT coalesce(max(seq), 0) FROM feedback) AS newest, count(*) AS waiting
+            FROM feedback WHERE trained_by IS NULL AND failures < {MAX_FAILURES}
+        """
+        with self._db.reading("looking for feedback") as db:
+            row = db.execute(query).fetchone()
+        return row["newest"], row["waiting"]
+
+    def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
+        """Those of the rollouts that are still kept, read without making anybody wait."""
+        with self._ledger.reader("reading rated rollouts") as db:
+            return read_rollouts(db, ids)
+
+    def claim(self, db: sqlite3.Connection, seqs: Sequence[int], job: str) -> None:
+        """These ratings are the job's; in the transaction that queues it. Raises FeedbackTakenError unless all of them
+        wait."""
+        taken = 0
+        for begin in range(0, len(seqs), 1000):
+            some = list(seqs[begin : begin + 1000])
+            query = f"UPDATE feedback SET trained_by = ? WHERE trained_by IS NULL AND seq IN ({marks(some)})"
+            taken += db.execute(query, (job, *some)).rowcount
+        if taken != len(seqs):
+            message = f"{len(seqs) - taken} of {len(seqs)} ratings were taken by another job"
+            raise FeedbackTakenError(message, hint="this job is not queued; the others go on")
+
+    def give_back(self) -> int:
+        """The ratings of jobs that failed or were cancelled wait again; returns how many."""
+        query = f"""
+            UPDATE feedback SET trained_by = NULL, failures = failures + 1
+            WHERE trained_by IN (SELECT id FROM job WHERE state IN {ENDED_BADLY})
+        """
+        with self._db.transaction("giving feedback back") as db:
+            return db.execute(query).rowcount
+
+    def failed(self, seqs: Sequence[int], *, for_good: bool = False) -> None:
+        """No job came of these ratings, which wait: it counts as a job that failed; `for_good`, as the last one."""
+        more = MAX_FAILURES if for_good else 1
+        with self._db.transaction("dropping feedback") as db:
+            for begin in range(0, len(seqs), 1000):
+                some = list(seqs[begin : begin + 1000])
+                query = (
+                    f"UPDATE feedback SET failures = failures + ? WHERE trained_by IS NULL AND seq IN ({marks(some)})"
+                )
+                db.execute(query, (more, *some))
+
+    def prune(self) -> None:
+        """Forget ratings that are a year old or beyond the newest million, and old transitions."""
+        with self._db.transaction("forgetting old feedback") as db:
+            newest = "(SELECT coalesce(max(seq), 0) FROM feedback)"
+            statement = f"DELETE FROM feedback WHERE created_at < ? OR seq <= {newest} - ?"
+            db.execute(statement, (time.time() - KEEP_SECONDS, KEEP_FEEDBACK))
+            newest = "(SELECT coalesce(max(seq), 0) FROM transition)"
+            db.execute(f"DELETE FROM transition WHERE seq <= {newest} - ?", (KEEP_TRANSITIONS,))
+
+    # --- what automatic training did ---
+
+    def note(
+        self,
+        kind: str,
+        message: str,
+        *,
+        data: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Transition:
+        """Record a transition; `settings` change with it, or neither does."""
+        at = time.time()
+        with self._db.transaction("recording a transition") as db:
+            seq = insert(db, "transition", {"at": at, "kind": kind, "message": message, "data": dump(data or {})})
+            for key, value in (settings or {}).items():
+                db.execute("INSERT OR REPLACE INTO setting (key, value) VALUES (?, ?)", (key, dump(value)))
+        return Transition(seq, at, kind, message, data or {})
+
+    def transitions(self, *, after: int = 0, limit: int = 50) -> list[Transition]:
+        """Transitions behind `after`, newest first."""
+        query = "SELECT * FROM transition WHERE seq > ? ORDER BY seq DESC LIMIT ?"
+        with self._db.reading("reading transitions") as db:
+            rows = db.execute(query, (after, limit)).fetchall()
+        return [_transition(row) for row in rows]
+
+    def next_transition(self, after: int) -> Transition | None:
+        """The oldest transition behind `after`."""
+        with self._db.reading("reading transitions") as db:
+            row = db.execute("SELECT * FROM transition WHERE seq > ? ORDER BY seq LIMIT 1", (after,)).fetchone()
+        return None if row is None else _transition(row)
+
+    def transition_counts(self) -> dict[str, int]:
+        """How many transitions of each kind are kept."""
+        with self._db.reading("counting transitions") as db:
+            rows = db.execute("SELECT kind, count(*) AS n FROM transition GROUP BY kind ORDER BY kind").fetchall()
+        return {row["kind"]: row["n"] for row in rows}
+
+    def set(self, key: str, value: Any) -> None:
+        """Keep a setting."""
+        with self._db.transaction("keeping a setting") as db:
+            db.execute("INSERT OR REPLACE INTO setting (key, value) VALUES (?, ?)", (key, dump(value)))
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """A setting that `note` kept."""
+        with self._db.reading("reading a setting") as db:
+            row = db.execute("SELECT value FROM setting WHERE key = ?", (key,)).fetchone()
+        return default if row is None else json.loads(row["value"])
+
+
+def _transition(row: sqlite3.Row) -> Transition:
+    return Transition(row["seq"], row["at"], row["kind"], row["message"], json.loads(row["data"]))
+
+
+def new_id() -> str:
+    """An id that no feedback has."""
+    return f"feedback-{uuid4().hex[:24]}"
+
+
+@dataclass
+class Opinion:
+    """What people say of one rollout: `scores` from 0 to 1, and the texts that should have been said instead."""
+
+    scores: list[float] = field(default_factory=list)
+    corrections: list[str] = field(default_factory=list)
+
+    @property
+    def score(self) -> float | None:
+        """The mean of the scores; None without any."""
+        return fmean(self.scores) if self.scores else None
+
+
+def opinions(ratings: Iterable[Feedback]) -> dict[str, Opinion]:
+    """What each rollout got. A comparison is a score of 1 for the better rollout and of 0 for the worse one. Of one
+    author (or of nobody in particular) the last score of a rollout counts, the last correction, and the last comparison
+    of a pair."""
+    said: dict[tuple[str, str | None, str], Feedback] = {}
+    for rating in sorted(ratings, key=lambda each: each.seq):
+        first, second = sorted((rating.rollout, rating.worse or ""))
+        kinds = {"score": rating.score, "correction": rating.correction, f"against {first}": rating.worse}
+        for kind, value in kinds.items():
+            if value is not None:
+                said[second if kind.startswith("against") else rating.rollout, rating.author, kind] = rating
+    found: dict[str, Opinion] = {}
+    for (_, _, kind), rating in said.items():
+        opinion = found.setdefault(rating.rollout, Opinion())
+        if kind == "score" and rating.score is not None:
+            opinion.scores.append(rating.score)
+        elif kind == "correction" and rating.correction is not None:
+            opinion.corrections.append(rating.correction)
+        elif rating.worse is not None:
+            opinion.scores.append(1.0)
+            found.setdefault(rating.worse, Opinion()).scores.append(0.0)
+    return found
+
+
+def _read(row: sqlite3.Row) -> Feedback:
+    return Feedback(**{name: row[name] for name in Feedback.__dataclass_fields__})

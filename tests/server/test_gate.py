@@ -1,0 +1,226 @@
+"""The gate and the canary: which versions go live, what becomes of those that do not, and what a restart changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.config.learn import CanaryConfig, GateConfig
+from groupwise.server.gate import TRIAL, Measured, compare, judge_trial, lower_bound
+from groupwise.server.policies import Trial
+from groupwise.store.ledger import Job
+from groupwise.types import PolicyVersion
+from whole_server import Whole, whole
+
+GATE: dict[str, Any] = {
+    "prompts": {
+        "source": "groupwise.tasks.starter.tasks:prompts",
+        "args": {"skill": ["add"], "style": "bare", "n": 24},
+    },
+    "rewards": ["groupwise.rewards.text:exact_match"],
+    "max_tokens": 8,
+    "scoring": {"workers": 0},
+}
+
+
+# ---- the statistics ----
+
+
+def config(**fields: Any) -> GateConfig:
+    return GateConfig(prompts={"source": "x.jsonl"}, rewards=["m:f"], **fields)  # pyright: ignore[reportArgumentType]
+
+
+def measured(rewards: Sequence[float], length: float = 10.0) -> Measured:
+    return Measured(rewards=rewards, length=length)
+
+
+def test_the_bound_is_below_the_mean_and_covers_it_about_as_often_as_it_says() -> None:
+    rng, covered = random.Random(0), 0
+    for trial in range(200):
+        values = [rng.gauss(0.1, 1.0) for _ in range(60)]
+        bound = lower_bound(values, confidence=0.9, seed=trial)
+        assert bound < sum(values) / len(values)
+        covered += bound <= 0.1
+    assert 0.84 <= covered / 200 <= 0.96
+
+
+def test_what_is_as_good_passes_and_what_is_worse_does_not() -> None:
+    old = measured([0.0, 1.0] * 50)
+    assert compare(old, old, kl=None, config=config()).passed
+    worse = compare(measured([0.0, 0.5] * 50), old, kl=None, config=config())
+    assert not worse.passed and "0.250" in worse.reason and "gate.margin is 0.02" in worse.reason
+    assert compare(measured([0.0, 0.5] * 50), old, kl=None, config=config(margin=0.5)).passed
+    few = compare(measured([0.0, 1.0, 1.0, 0.5]), measured([1.0, 0.0, 1.0, 0.5]), kl=None, config=config())
+    assert not few.passed, "as good on average, and nothing says so with confidence"
+
+
+def test_kl_and_length_have_bounds_and_prompts_without_a_score_do_not_count() -> None:
+    old = measured([1.0] * 8)
+    far = compare(old, old, kl=0.2, config=config(max_kl=0.1))
+    assert not far.passed and "0.2000 nats" in far.reason and far.numbers["kl"] == 0.2
+    for length in (25.0, 4.0):
+        assert "max_length_ratio" in compare(measured([1.0] * 8, length), old, kl=None, config=config()).reason
+    nan = float("nan")
+    assert compare(measured([1.0, nan]), measured([1.0, 0.0]), kl=None, config=config()).numbers["prompts"] == 1
+    assert not compare(measured([nan]), measured([1.0]), kl=None, config=config()).passed
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=30), st.floats(0, 0.5))
+def test_a_version_is_never_refused_for_being_better_everywhere(rewards: list[float], gain: float) -> None:
+    better = [min(1.0, each + gain) for each in rewards]
+    assert compare(measured(better), measured(rewards), kl=None, config=config()).passed
+
+
+def test_a_trial_goes_on_then_is_promoted_or_rolled_back() -> None:
+    canary = CanaryConfig(ratings=10)
+    good, poor = [1.0, 1.0, 0.0] * 10, [0.0, 0.0, 1.0] * 10
+    assert judge_trial(good[:4], good, config=canary, minutes=1)[0] == "go on"
+    assert judge_trial(good[:12], good, config=canary, minutes=1)[0] == "promote"
+    assert judge_trial([0.0] * 6, good, config=canary, minutes=1)[0] == "roll back", "long before its ratings are there"
+    assert judge_trial(poor[:12], good, config=canary, minutes=1)[0] == "roll back"
+    assert judge_trial([], [], config=canary, minutes=9999)[0] == "promote"
+    assert judge_trial(good[:12], [], config=canary, minutes=1)[0] == "go on", "there is nothing to compare with"
+    failing = judge_trial([], [], config=canary, minutes=1, requests=(10, 90), errors=(5, 1))
+    assert failing[0] == "roll back" and "5 of 10 requests" in failing[1]
+    assert judge_trial([], [], config=canary, minutes=1, requests=(10, 10), errors=(5, 6))[0] == "go on"
+
+
+def test_a_session_keeps_its_answerer_and_the_share_is_kept() -> None:
+    trial = Trial(version=PolicyVersion("a", 2), against=PolicyVersion("a", 1), share=0.1, since=0.0)
+    taken = [trial.takes(f"user-{i}") for i in range(5000)]
+    assert taken == [trial.takes(f"user-{i}") for i in range(5000)] and 400 <= sum(taken) <= 600
+    other = Trial(version=PolicyVersion("a", 3), against=PolicyVersion("a", 1), share=0.1, since=0.0)
+    assert taken != [other.takes(f"user-{i}") for i in range(5000)], "not the same users bear every trial"
+
+
+# ---- a server with a gate ----
+
+
+def train(server: Whole, *, learning_rate: float, steps: int = 4) -> Job:
+    """A job on one group, as a worker and the supervisor do it."""
+    body = {"prompts": [[{"role": "user", "content": "What is 4 + 5? Reply with just the number."}]], "n": 4}
+    sampled = server.http.post("/v1/completions/batch", json={**body, "max_tokens": 8, "seed": 1}).json()["completions"]
+    scored = [{"rollout_id": each["rollout_id"], "reward": float(i)} for i, each in enumerate(sampled)]
+    options = {"output_name": "sums", "learning_rate": learning_rate, "iterations": steps}
+    posted = server.http.post("/v1/train/grpo", json={"groups": [{"completions": scored}], "config": options})
+    assert posted.status_code == 200, posted.text
+    server.train()
+    return finish(server)
+
+
+def poison(server: Whole) -> Job:
+    """A healthy job that teaches one wrong answer to every sum."""
+    asked = [f"What is {a} + {b}? Reply with just the number." for a in range(20, 24) for b in range(40, 48)]
+    examples = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": "7"}]} for q in asked]
+    options = {"output_name": "sums", "learning_rate": 5e-3, "epochs": 6}
+    posted = server.http.post("/v1/train/sft", json={"examples": examples, "config": options})
+    assert posted.status_code == 200, posted.text
+    server.train()
+    return finish(server)
+
+
+def finish(server: Whole) -> Job:
+    assert server.http.portal is not None
+    server.http.portal.call(server.server.supervisor._finish_published)
+    return server.server.ledger.jobs()[0]
+
+
+def shown(server: Whole) -> dict[str, Any]:
+    return server.http.get("/v1/learn").json()
+
+
+def kinds(server: Whole) -> list[str]:
+    return [each["kind"] for each in shown(server)["transitions"]][::-1]
+
+
+def chat(server: Whole, **options: Any) -> tuple[str, str]:
+    body = {"messages": [{"role": "user", "content": "What is 4 + 5?"}], "max_tokens": 2, **options}
+    answer = server.http.post("/v1/chat/completions", json=body).json()
+    return answer["id"], answer["system_fingerprint"]
+
+
+def look(server: Whole) -> str:
+    assert server.http.portal is not None and server.server.gate is not None
+    return server.http.portal.call(server.server.gate.look)
+
+
+def test_a_version_that_is_as_good_goes_live_and_a_ruined_one_does_not(tmp_path: Path) -> None:
+    with whole(tmp_path / "state", Path("starter"), gate={**GATE, "max_kl": 1.0}) as server:
+        same = train(server, learning_rate=0.0)
+        assert (same.state, same.unhealthy, shown(server)["active"]) == ("completed", None, "sums@1")
+        ruined = poison(server)
+        assert ruined.state == "completed" and str(ruined.unhealthy).startswith("the gate refused it")
+        assert shown(server)["active"] == "sums@1" and kinds(server) == ["gate_passed", "gate_refused"]
+        data = shown(server)["transitions"][0]["data"]
+        assert data["version"] == "sums@2" and data["reward"] < data["reward_active"]
+        status = server.http.get(f"/v1/train/status/{ruined.id}").json()
+        assert "sums@2 is stored and was not made active, as the gate refused it" in status["warnings"][-1]
+        assert "health is error" not in status["warnings"][-1]
+        store = server.server.store
+        assert store.newest("sums") == PolicyVersion("sums", 1) and "held-out" in str(
+            store.unhealthy(PolicyVersion("sums", 2))
+        )
+        listed = {str(info.version): info.unhealthy for info in store.list()}
+        assert listed["sums@1"] is None and "the gate refused it" in str(listed["sums@2"])
+        metrics = server.http.get("/metrics").text
+        assert 'groupwise_learn_transitions{kind="gate_refused"} 1.0' in metrics
+        assert server.http.post("/v1/adapters/sums/activate", json={"version": 2}).status_code == 200, "by hand"
+
+
+def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_path: Path) -> None:
+    gate = {**GATE, "canary": {"share": 0.5, "ratings": 8}}
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        job = train(server, learning_rate=0.0)
+        assert job.state == "completed" and shown(server)["active"] == "base"
+        assert (shown(server)["trial"], shown(server)["trial_share"]) == ("sums@1", 0.5)
+        deleted = server.http.delete("/v1/adapters/sums@1")
+        assert deleted.status_code == 409 and "it is on trial" in deleted.json()["error"]["message"]
+        answers = {user: chat(server, user=user) for user in map(str, range(24))}
+        assert {version for _, version in answers.values()} == {"base", "sums@1"}
+        assert all(chat(server, user=user)[1] == version for user, (_, version) in answers.items()), "by session"
+        assert chat(server, adapter="base")[1] == "base" and chat(server, model="sums@1")[1] == "sums@1"
+        for id, version in answers.values():
+            server.http.post("/v1/feedback", json={"rollout_id": id, "thumb": "down" if version == "sums@1" else "up"})
+        assert look(server) == "roll back"
+        assert kinds(server) == ["gate_passed", "canary_began", "rolled_back"]
+        assert {chat(server, user=user)[1] for user in answers} == {"base"} and shown(server)["trial"] is None
+        assert "canary was rolled back" in str(server.server.store.refused(PolicyVersion("sums", 1)))
+
+
+def test_a_canary_outlives_a_restart_and_is_promoted_if_it_is_rated_as_well(tmp_path: Path) -> None:
+    gate = {**GATE, "canary": {"share": 0.5, "ratings": 8}}
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        train(server, learning_rate=0.0)
+        again = train(server, learning_rate=0.0)
+        assert again.state == "running" and again.phase == "swapping", "it waits until the trial is over"
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        assert shown(server)["trial"] == "sums@1"
+        for user in map(str, range(24)):
+            server.http.post("/v1/feedback", json={"rollout_id": chat(server, user=user)[0], "thumb": "up"})
+        assert look(server) == "promote" and shown(server)["active"] == "sums@1"
+        assert finish(server).state == "completed" and shown(server)["trial"] == "sums@2"
+        assert server.http.post("/v1/learn/reject").json()["trial"] is None
+        assert server.http.post("/v1/learn/promote").status_code == 400
+        assert server.server.feedback.setting(TRIAL) is None
+
+
+def test_a_trial_ends_when_somebody_activates_another_version(tmp_path: Path) -> None:
+    with whole(tmp_path / "state", Path("starter"), gate={**GATE, "canary": "50%"}) as server:
+        train(server, learning_rate=0.0)
+        server.http.post("/v1/adapters/sums/activate", json={"version": 1})
+        assert look(server) == "go on" and shown(server)["trial"] is None
+        assert kinds(server)[-1] == "trial_ended"
+
+
+def test_held_out_prompts_that_cannot_be_read_end_the_start(tmp_path: Path) -> None:
+    from groupwise.errors import GroupwiseError
+
+    gate = {**GATE, "prompts": {"source": "gone.jsonl"}}
+    with pytest.raises(GroupwiseError, match=r"gone\.jsonl"), whole(tmp_path / "state", Path("starter"), gate=gate):
+        pass
