@@ -70,6 +70,7 @@ def test_groups_alone_are_a_whole_request(live: Live) -> None:
     assert (json.loads(archive)["r"], json.loads(archive)["lora_alpha"]) == (16, 32)
 
 
+@pytest.mark.slow
 def test_it_serves_while_it_trains(live: Live) -> None:
     job_id = live.train(iterations=10_000, learning_rate=0.0, output_name="endless")
     end = time.monotonic() + JOB_S
@@ -90,6 +91,7 @@ def test_it_serves_while_it_trains(live: Live) -> None:
     assert live.ended(waiting)["state"] == "completed"
 
 
+@pytest.mark.slow
 def test_base_adapter_continues_and_output_name_is_stable(live: Live) -> None:
     """And `auto_load: false` leaves what answers as it is."""
     live.ended(live.train(output_name="rounds", learning_rate=1e-3))

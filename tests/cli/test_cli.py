@@ -291,6 +291,7 @@ def test_eval_samples_k_times_and_counts_what_reaches_success(project):
     assert [line for line in table if line[0] == "pass@3"] == [["pass@3", "-", "0.000"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "kind"), [("hangs", "did not answer within"), ("ends_the_process", "exit status 7")]
 )

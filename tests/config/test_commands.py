@@ -28,6 +28,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return project
 
 
+@pytest.mark.slow
 def test_the_quick_start_runs_as_it_is_with_the_starter_and_without_vllm(folder):
     result = cli("run", folder / "quickstart.yaml", *STARTER, *DATA, *SHORT, "--json")
     assert result.exit_code == 0, result.stderr

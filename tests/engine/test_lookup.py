@@ -20,6 +20,7 @@ from groupwise.engine.rows import History
 from groupwise.errors import ConfigError
 from groupwise.model.chat import decode
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
+from slow_cases import slow_but
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 3)
 LOOP = (5, 9, 2, 7) * 4
@@ -130,7 +131,7 @@ def test_the_draws_of_plain_decoding_with_changed_logits(open_pair: OpenPair, ea
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 3, 9])
+@pytest.mark.parametrize("draft_tokens", slow_but({3}, of=(1, 3, 9)))
 def test_whatever_is_drafted_the_draws_are_the_same(open_pair: OpenPair, architecture: str, foresee, draft_tokens: int):
     """Drafts that are right for a while and then, one time in two, wrong; at temperature 1, in uneven rows."""
     plain, drafting = open_pair(architecture, draft_tokens=draft_tokens, max_rows=4)

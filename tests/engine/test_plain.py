@@ -63,9 +63,9 @@ def logprobs(groups: list[list[Completion]]) -> list[float]:
         ("gpt_oss", True),
         ("deepseek_v3", True),
         ("lfm2", True),
-        ("qwen3_next", True),
+        pytest.param("qwen3_next", True, marks=pytest.mark.slow),
         ("qwen3_5_text", True),
-        ("falcon_h1", True),
+        pytest.param("falcon_h1", True, marks=pytest.mark.slow),
         pytest.param("granitemoehybrid", True, marks=pytest.mark.slow),
     ],
 )

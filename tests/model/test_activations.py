@@ -81,11 +81,11 @@ def live(learner: Learner, samples: list[Sample]) -> int:
     ("shape", "options"),
     [
         ((3, 100, 60, 6), {}),
-        ((2, 300, 40, 8), {}),  # long prompts, which a fused kernel scores
+        pytest.param((2, 300, 40, 8), {}, marks=pytest.mark.slow),  # long prompts, which a fused kernel scores
         ((1, 0, 200, 4), {}),
-        ((3, 100, 60, 6), {"kind": LlamaConfig}),
+        pytest.param((3, 100, 60, 6), {"kind": LlamaConfig}, marks=pytest.mark.slow),
         ((3, 100, 60, 6), {"dtype": torch.bfloat16}),
-        ((3, 100, 60, 6), {"dropout": 0.1}),
+        pytest.param((3, 100, 60, 6), {"dropout": 0.1}, marks=pytest.mark.slow),
         ((3, 100, 60, 6), {"rank": None}),
     ],
 )

@@ -15,6 +15,7 @@ from family_checks import GROUPS, agreement, gradient_gap
 from groupwise.model import packed_check
 from groupwise.model.packed_check import ways_of
 from model_families import FAMILIES
+from slow_cases import slow_but
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOW = "if this is meant, write docs/models.json anew (the head of tests/slow/test_models.py says how)"
@@ -22,7 +23,9 @@ PACKED = ("qwen3_moe", "gemma4", "smollm3", "gpt_neox")
 PLAIN = ("gpt_oss", "llama4_text", "deepseek_v3", "qwen3_next", "lfm2", "falcon_h1", "granitemoehybrid", "mamba")
 
 
-@pytest.mark.parametrize("family", [*PACKED, *PLAIN])
+@pytest.mark.parametrize(
+    "family", slow_but({"qwen3_moe", "gemma4", "gpt_oss", "deepseek_v3", "falcon_h1"}, of=(*PACKED, *PLAIN))
+)
 def test_sampler_trainer_and_peft_agree_on_an_adapter(make_base, tmp_path: Path, family: str) -> None:
     """On prompts of several lengths, in float32; where the model cannot run packed, by its own forward."""
     base, again = (make_base(family, dtype=torch.float32) for _ in range(2))

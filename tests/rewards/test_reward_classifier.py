@@ -154,6 +154,7 @@ def test_torch_is_imported_only_when_it_scores():
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "inside"), [(0, False), (0, True), (1, True), pytest.param(1, False, marks=pytest.mark.slow)]
 )

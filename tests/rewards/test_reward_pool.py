@@ -440,6 +440,7 @@ def test_closing_does_not_wait_for_what_hangs(pool_of):
         asyncio.run(score([group("a", kind="good")], functions, pool=pool))
 
 
+@pytest.mark.slow
 def test_a_module_that_a_worker_cannot_load(tmp_path, monkeypatch):
     text = "import os\nif 'BROKEN' in os.environ: raise RuntimeError('broken')\ndef f(completions): return [1.0]\n"
     (tmp_path / "loads_once.py").write_text(text)

@@ -60,6 +60,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_what_programs_did(project: Path) -> None:
     result = run_loop(load_config(project / "run.yaml", [f"run_dir={project / 'run'}"]))
     row = next(each for each in read_metrics(result.run_dir / "metrics.jsonl") if "reward/mean" in each)

@@ -74,9 +74,13 @@ def posted(sampled: Sequence[RolloutGroup]) -> dict[str, Any]:
         ({"policy_loss": "grpo", "kl": "k3", "kl_coeff": 0.1}, {}),  # a job's defaults
         ({"policy_loss": "grpo"}, {"kl_coeff": 0.0}),
         ({"policy_loss": "dapo", "entropy_coeff": 0.05}, {"policy_loss": "dapo", "entropy_coeff": 0.05}),
-        ({"policy_loss": "dr_grpo"}, {"policy_loss": "dr_grpo", "reduction_length": 8.0}),  # rollout.max_tokens
-        ({"policy_loss": "gspo"}, {"policy_loss": "gspo"}),
-        ({"advantage": "batch_std"}, {"advantage": "batch_std", "kl_coeff": 0.0}),
+        pytest.param(
+            {"policy_loss": "dr_grpo"},
+            {"policy_loss": "dr_grpo", "reduction_length": 8.0},  # rollout.max_tokens
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"policy_loss": "gspo"}, {"policy_loss": "gspo"}, marks=pytest.mark.slow),
+        pytest.param({"advantage": "batch_std"}, {"advantage": "batch_std", "kl_coeff": 0.0}, marks=pytest.mark.slow),
     ],
     ids=["kl", "no kl", "entropy", "dr_grpo", "gspo", "batch_std"],
 )

@@ -26,6 +26,7 @@ from groupwise.store.ledger import JobState
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
 from job_place import PROMPTS, REPLIES, REWARDS, SMALL, Place, examples, groups
+from slow_cases import slow_but
 
 
 @pytest.fixture
@@ -567,7 +568,7 @@ class Stop:
 HARD = {"iterations": 3, "minibatches": 2, "lora_dropout": 0.2, "anchor": "old", "schedule": "cosine"}
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3, 5, 6])
+@pytest.mark.parametrize("steps", slow_but({0, 3}, of=(0, 1, 3, 5, 6)))
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
 def test_an_interrupted_job_goes_on_to_the_same_bytes(place, kind, steps):
     posted = groups() if kind == "grpo" else examples()

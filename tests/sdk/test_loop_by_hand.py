@@ -23,6 +23,7 @@ def load() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_it_learns_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

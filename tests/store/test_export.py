@@ -24,6 +24,7 @@ from groupwise.store.rundir import TrainedPolicy, find_policy
 from groupwise.train.learner import Learner
 from groupwise.train.lora import lora_tensors
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
+from slow_cases import slow_but
 
 FAMILIES = ("qwen3", "qwen2", "llama", "gemma3", "gpt2", "qwen3_moe")
 IN_GGUF = ("qwen3", "qwen2", "llama")
@@ -144,7 +145,7 @@ def read_back(path: Path) -> tuple[dict, dict]:
     return {name: field.contents() for name, field in reader.fields.items()}, tensors
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])
+@pytest.mark.parametrize("dtype", slow_but({"bfloat16", "q8_0"}, of=("float32", "float16", "bfloat16", "q8_0")))
 @pytest.mark.parametrize("family", IN_GGUF)
 def test_gguf_has_the_merged_weights(trained, family: str, dtype: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")

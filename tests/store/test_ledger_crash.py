@@ -53,6 +53,7 @@ def test_rivals_get_one_job_per_key_and_one_lease_per_job(tmp_path):
     assert_nothing_wrong(counts)
 
 
+@pytest.mark.slow
 def test_files_that_may_not_grow(tmp_path):
     counts = play("small_files", tmp_path / "state")
     assert counts.pop("full") >= 50

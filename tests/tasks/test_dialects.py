@@ -130,7 +130,7 @@ def is_one_segment(rollout: Rollout, recorder: Any) -> None:
 
 
 # ---- what is recorded ----
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("dialect", TOOLS)
 def test_a_conversation_with_calls_is_one_segment_of_what_was_sampled(play_group, recorder, dialect, stream):
     heard: list[Any] = []
@@ -148,7 +148,7 @@ def test_a_conversation_with_calls_is_one_segment_of_what_was_sampled(play_group
     is_one_segment(rollout, recorder)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("dialect", TOOLS)
 def test_a_thought_that_is_passed_back_is_what_was_sampled(play_group, recorder, dialect, stream):
     async def agent(base_url, api_key):

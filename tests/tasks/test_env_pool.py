@@ -167,6 +167,7 @@ def test_a_process_with_a_thread_that_loops_takes_no_new_episodes_and_ends(rollo
     assert becomes(lambda: set(descendants(os.getpid())) <= here)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_loaded_in_the_process_is_said(rollouts: Play) -> None:
     [rollout] = rollouts("NotThere", {})
     assert "could not be called: its worker could not load the code: " in str(rollout.error)

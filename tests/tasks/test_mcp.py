@@ -141,6 +141,7 @@ time.sleep(float(sys.argv[1]))
     assert all(map(gone, pids))
 
 
+@pytest.mark.slow
 def test_a_server_behind_a_url(script: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -139,7 +139,10 @@ def test_refusals(name, args, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("environment", ["textarena:GuessTheNumber-v0", "reasoning-gym:chain_sum"])
+@pytest.mark.parametrize(
+    "environment",
+    ["textarena:GuessTheNumber-v0", pytest.param("reasoning-gym:chain_sum", marks=pytest.mark.slow)],
+)
 def test_two_steps_with_the_starter(tmp_path, environment):
     if environment.startswith("reasoning-gym"):
         pytest.importorskip("reasoning_gym")

@@ -70,7 +70,7 @@ def test_peft_loads_what_was_trained(make_base, make_samples, family: str, spec:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES[:2], of=FAMILIES))
 def test_engine_samples_what_is_trained(make_base, family: str, spec: LoraSpec, tmp_path: Path) -> None:
     """Alone in a batch, where weights are merged, and beside plain LoRA and the base, where they are not."""
     base, prompt = make_base(family, dtype=torch.float32), (5, 6, 7)

@@ -47,6 +47,7 @@ def test_there_is_no_trouble_in_16_bits(make_base):
     assert trouble(share_weights(make_base("qwen3", dtype=torch.bfloat16).model), checkpointing=False) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("dense")
 @pytest.mark.parametrize("leave", [1, -1])
 def test_a_wrong_mask_is_found(make_base, monkeypatch, leave: int):

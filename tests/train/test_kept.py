@@ -84,7 +84,7 @@ def saved_adapter(learner: Learner, directory: Path) -> Path:
 # ---- on policy ----
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("setting", NARROWED)
 def test_the_ratio_is_one_on_policy(sampler: LocalEngine, make_base, setting: str, temperature: float):
     requests = [asked(ids, temperature=temperature, **NARROWED[setting]) for ids in ((1, 2, 3), (9, 8))]

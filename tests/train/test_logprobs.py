@@ -212,7 +212,7 @@ def entries_of(kept: torch.Tensor):
     return [mask_entry(row, most=3) for row in kept.numpy()]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.6])
 @pytest.mark.parametrize("kind", HEADS)
 def test_fused_head_restricted_to_what_was_kept(kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch):
     """The log-probability, the entropy and both gradients of the distribution over what was kept, and no NaN from

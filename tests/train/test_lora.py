@@ -149,7 +149,7 @@ ROUNDED = 1e-4  # routers and recurrences of some families are float32 in any ty
 
 
 @PADDED
-@pytest.mark.parametrize("family", DEFAULT)
+@pytest.mark.parametrize("family", slow_but({"qwen3_moe", "gpt_oss", "deepseek_v3"}, of=DEFAULT))
 @pytest.mark.parametrize("targets", ["all-linear", ["o_proj"], None])
 def test_peft_loads_an_adapter_of_a_mixture(make_base, make_samples, tmp_path: Path, family: str, targets):
     """What it adapts, that `PeftModel.from_pretrained` adapts the same, and that log-probabilities are the learner's.

@@ -60,7 +60,7 @@ def assert_all_agree(model: Path, adapter: Path) -> None:
         assert engine.score(PROMPT, COMPLETION, version) == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "experts"])
+@pytest.mark.parametrize("targets", [pytest.param("all-linear", marks=pytest.mark.slow), "experts"])
 def test_a_run(mixture_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: str):
     monkeypatch.chdir(tmp_path)
     project = Project.make(tmp_path, model=mixture_dir)
@@ -70,7 +70,9 @@ def test_a_run(mixture_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert_all_agree(mixture_dir, tmp_path / "out" / "adapters" / "toy" / "v000002")
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["all-linear", "experts"]], ids=str)
+@pytest.mark.parametrize(
+    "targets", [pytest.param("all-linear", marks=pytest.mark.slow), ["all-linear", "experts"]], ids=str
+)
 def test_a_job_of_a_server(mixture_dir: Path, tmp_path: Path, targets):
     with whole(tmp_path / "state", mixture_dir) as server:
         parts = server.server
