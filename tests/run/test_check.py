@@ -9,10 +9,10 @@ import pytest
 from groupwise.cli import print as shown
 from groupwise.config.run import parse_config
 from groupwise.model.memory import step_size
-from groupwise.run.check import Pace
+from groupwise.run.check import StepPace
 
 
-def pace(**rollout) -> tuple[Pace, tuple[float, float]]:
+def pace(**rollout) -> tuple[StepPace, tuple[float, float]]:
     config = parse_config(
         {
             "data": {"source": "rows.jsonl"},
@@ -22,7 +22,7 @@ def pace(**rollout) -> tuple[Pace, tuple[float, float]]:
         }
     )
     step = step_size(config, prompt_tokens=10, completion_tokens=20, rows=1000)
-    found = Pace.of(config, step, sampled_s=0.5, trained_s=0.1, tokens=4 * 10 + 16 * 20)
+    found = StepPace.of(config, step, sampled_s=0.5, trained_s=0.1, tokens=4 * 10 + 16 * 20)
     return found, found.of_run(config)
 
 

@@ -77,7 +77,7 @@ class CheckReport:
     memory: Memory
     available: int
     trained_step: StepTrial
-    pace: Pace
+    pace: StepPace
     template: TemplateCheck | None  # with an environment: whether episodes can be trained as one sequence
     family: ModelRow | None
     warnings: tuple[str, ...]
@@ -127,7 +127,7 @@ class StepTrial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class StepPace:
     """Seconds of a step, extrapolated from the trial's few completions. `sampling` is a range: as long as the trial's
     if more rows decode in the same time (a GPU that is not full), and in proportion to the rows if they do not (a CPU).
     Scoring, publishing and evaluations are not in it."""
@@ -136,7 +136,7 @@ class Pace:
     training: float
 
     @classmethod
-    def of(cls, config: RunConfig, step: StepSize, *, sampled_s: float, trained_s: float, tokens: float) -> Pace:
+    def of(cls, config: RunConfig, step: StepSize, *, sampled_s: float, trained_s: float, tokens: float) -> StepPace:
         """Of a step, from the seconds in which the trial's completions were sampled and its `tokens` trained."""
         high = sampled_s * step.completions / (PROMPTS * COMPLETIONS)
         training = trained_s * step.tokens / tokens * config.train.passes if tokens else 0.0
@@ -328,7 +328,7 @@ def _report(
         packed=parts.learner.packed,
     )
     tried_tokens = sum(len(group.prompt.token_ids) for group in groups) + sum(completions)
-    pace = Pace.of(config, step, sampled_s=sampled_s, trained_s=tried.seconds, tokens=tried_tokens)
+    pace = StepPace.of(config, step, sampled_s=sampled_s, trained_s=tried.seconds, tokens=tried_tokens)
     load = parts.load or load_of(
         config, parts.base, parts.learner, longest_prompt=max(lengths), reads_reference=plan.reads_reference
     )
