@@ -20,6 +20,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from episodes import sampled, trained
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import Segment, samples_of, segments_of
 from groupwise.config.algo import CreditConfig
@@ -42,26 +43,6 @@ ASKED = {"role": "user", "content": "Use the calculator: 47 * 12"}
 
 def segments(rollout: Rollout) -> list[Segment]:
     return segments_of(rollout.turns)
-
-
-def trained(rollout: Rollout) -> list[tuple[tuple[int, ...], int, float]]:
-    """Each trained token: all that stands before it, itself, and its log-probability."""
-    found = []
-    for each in segments(rollout):
-        for t, (token, mask, logprob) in enumerate(zip(each.completion_ids, each.mask, each.logprobs, strict=True)):
-            assert mask or logprob == 0.0
-            if mask:
-                found.append(((*each.prompt_ids, *each.completion_ids[:t]), token, logprob))
-    return sorted(found)
-
-
-def sampled(recorder) -> list[tuple[tuple[int, ...], int, float]]:
-    """The same of what the engine sampled, as it saw it."""
-    return sorted(
-        ((*request.prompt_ids, *said.token_ids[:t]), token, logprob)
-        for request, said in recorder.turns
-        for t, (token, logprob) in enumerate(zip(said.token_ids, said.logprobs, strict=True))
-    )
 
 
 async def use_calculator(case: dict[str, Any], base_url: str, api_key: str, model: str) -> float:
