@@ -1,4 +1,4 @@
-"""What the tests of episodes share: environments that behave, and ones that do not."""
+"""What the tests of episodes share: environments that behave, and ones that do not; what an engine sampled."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.tasks.env import EnvFactory, Observation, StepResult
 from groupwise.tasks.episode import EpisodeRollouts, Player, play_all
-from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
+from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest, TokenSink
 
 
 class Echo:
@@ -129,4 +130,46 @@ def play(
             params=params or SamplingParams(max_tokens=6),
             version=PolicyVersion.base(),
         )
+    )
+
+
+# ---- what was sampled, and what is trained ----
+class Recorder:
+    """The engine, and what it was asked and answered, in the order of the answers."""
+
+    def __init__(self, engine: LocalEngine):
+        self.engine, self.turns = engine, []
+        self.context_length = engine.context_length
+
+    async def sample(self, requests: list[SamplingRequest]):
+        answers = await self.engine.sample(requests)
+        self.turns += [(request, c) for request, (c,) in zip(requests, answers, strict=True)]
+        return answers
+
+    def submit(self, requests: list[SamplingRequest], *, on_token: TokenSink | None = None):
+        futures = self.engine.submit(requests, on_token=on_token)
+        for request, future in zip(requests, futures, strict=True):
+            future.add_done_callback(
+                lambda done, request=request: done.cancelled() or self.turns.append((request, done.result()[0]))
+            )
+        return futures
+
+
+def trained(rollout: Rollout) -> list[tuple[tuple[int, ...], int, float]]:
+    """Each trained token: all that stands before it, itself, and its log-probability."""
+    found = []
+    for each in segments_of(rollout.turns):
+        for t, (token, mask, logprob) in enumerate(zip(each.completion_ids, each.mask, each.logprobs, strict=True)):
+            assert mask or logprob == 0.0
+            if mask:
+                found.append(((*each.prompt_ids, *each.completion_ids[:t]), token, logprob))
+    return sorted(found)
+
+
+def sampled(recorder: Recorder) -> list[tuple[tuple[int, ...], int, float]]:
+    """The same of what the engine sampled, as it saw it."""
+    return sorted(
+        ((*request.prompt_ids, *said.token_ids[:t]), token, logprob)
+        for request, said in recorder.turns
+        for t, (token, logprob) in enumerate(zip(said.token_ids, said.behaviour_logprobs, strict=True))
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import sys
 import time
 from argparse import Namespace
@@ -22,7 +24,9 @@ from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.server import ServerLaunch
 from groupwise.model.load import LoadedModel
+from groupwise.run import assemble
 from groupwise.train.learner import Learner
+from groupwise.types import Prompt, Rollout, RolloutGroup
 from processes import becomes, descendants
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -74,6 +78,47 @@ def test_products_are_measured_at_their_shapes(script: Any) -> None:
     large, small = limits.Product("forward", 256, 256, 256), limits.Product("forward", 16, 16, 16)
     seconds = limits.by_turns({product: product.function() for product in (large, small)}, repeats=1)
     assert seconds[large] > seconds[small] > 0
+
+
+def test_the_control_of_harnesses_deals_the_rewards_of_a_group(script: Any) -> None:
+    harness = script("harness")
+    groups = [
+        RolloutGroup(prompt=Prompt(id="x"), rollouts=tuple(Rollout(turns=(), reward=float(i)) for i in range(size)))
+        for size in (32, 1)
+    ]
+
+    async def played(group: RolloutGroup) -> RolloutGroup:
+        return group
+
+    class Source:
+        def begin(self, *, n: int) -> list[Any]:
+            return [played(group) for group in groups]
+
+    async def dealt() -> list[RolloutGroup]:
+        return [await group for group in harness.Shuffled(Source(), random.Random(0)).begin(n=32)]
+
+    many, single = asyncio.run(dealt())
+    rewards = [rollout.reward for rollout in many.rollouts]
+    assert sorted(rewards) == [float(i) for i in range(32)] != rewards and single == groups[1]
+    assert [replace(rollout, reward=None) for rollout in many.rollouts] == [
+        replace(rollout, reward=None) for rollout in groups[0].rollouts
+    ]
+
+
+def test_the_control_of_harnesses_is_for_its_run_only(script: Any) -> None:
+    harness, open_play = script("harness"), assemble.open_play
+    with harness.without_information(0):
+        assert assemble.open_play is not open_play
+    assert assemble.open_play is open_play
+
+
+def test_a_table_of_harnesses(script: Any) -> None:
+    scores = {"before": {"sampled": 0.1}, "after": {"sampled": 0.9}}
+    means = {"time/step_s": 2.0, "env/failed_frac": 0.0}
+    run = {"seed": 1, "shuffled": True, "steps": 24, "means": means, "wall_s": 60.0, **scores}
+    assert script("harness").table("repair", [run])[-1] == (
+        "| 1, rewards shuffled | 24 | sampled 10.0% | sampled 90.0% | 0.0% | 2.0 | 60 |"
+    )
 
 
 def test_lengths_have_a_heavy_tail(script: Any) -> None:

@@ -23,6 +23,7 @@ from groupwise.tasks.env import load_env
 from groupwise.tasks.tools import CallOutcome
 
 PAGE = (Path(__file__).parent.parent / "docs" / "environments.md").read_text(encoding="utf-8")
+EXAMPLES = Path(__file__).parent.parent / "examples" / "envs"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -110,6 +111,13 @@ def test_the_rollout_function_trains(folder):
     settings |= {"rollout": {**settings["rollout"], "prompts_per_step": 4, "group_size": 4}, "train": {"steps": 1}}
     (row,) = read_metrics(run_loop(parse_config(settings)).run_dir / "metrics.jsonl")
     assert row["env/failed_frac"] == row["env/foreign_tokens"] == 0 and row["rollout/turns_mean"] == 2
+
+
+@pytest.mark.parametrize("name", ["openai_agents_calculator.py", "openai_agents_calculator.yaml"])
+def test_an_agent_of_the_page_is_the_example(folder, name):
+    """Which is trained in tests/slow/test_openai_agents.py."""
+    shown = (folder / name).read_text().removeprefix(f"# {name}\n")
+    assert (EXAMPLES / name).read_text().endswith(shown) and shown.startswith(("import re\n", "name: "))
 
 
 def test_sessions():

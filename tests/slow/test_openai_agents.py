@@ -1,23 +1,28 @@
-"""OpenAI's agents, unchanged, with a tool, on /v1/responses of a live server and in an episode.
+"""OpenAI's agents, unchanged, with a tool: on /v1/responses of a live server and in an episode, and the example.
 
-pip install openai-agents; pytest -m slow tests/slow/test_openai_agents.py     seconds
+pip install openai-agents; pytest -m slow tests/slow/test_openai_agents.py     a minute
 """
 
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 
+from episodes import Recorder, sampled, trained
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
+from groupwise.run.config_file import load_config
+from groupwise.run.loop import run_loop
 from groupwise.server import responses
+from groupwise.store.tracking import read_metrics
 from groupwise.tasks.agents import Agent as Played
-from groupwise.tasks.agents import AgentRollouts
+from groupwise.tasks.agents import AgentRollouts, load_agent
 from groupwise.tasks.episode import play_all
 from groupwise.tasks.starter.tasks import calculate
 from groupwise.types import PolicyVersion, Prompt, SamplingParams
@@ -26,6 +31,7 @@ from serving import served, starter
 agents = pytest.importorskip("agents", reason="pip install openai-agents")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "envs" / "openai_agents_calculator.yaml"
 ASKED = "Use the calculator: 47 * 12"
 
 
@@ -78,3 +84,40 @@ def test_in_an_episode(stream: bool) -> None:
     (rollout,) = group.rollouts
     assert rollout.reward == 1.0 and len(rollout.turns) == 2 and rollout.info["tool_calls"] == 1
     assert len(segments_of(rollout.turns)) == 1
+
+
+# ---- the example ----
+
+
+def test_the_example_is_trained_on_what_was_sampled() -> None:
+    """Every token that the engine sampled is trained once, behind what the engine saw before it."""
+    config = load_config(EXAMPLE)
+    assert config.env is not None
+    agent = load_agent(config.env, folder=config.folder)
+    engine = LocalEngine(starter(), max_rows=32)
+    recorder = Recorder(engine)
+    source = AgentRollouts(recorder, starter().tokenizer, agent, config.env, scored=False)
+    params, cases = SamplingParams(max_tokens=config.rollout.max_tokens), (agent.cases() or [])[:4]
+    try:
+        played = play_all(source, cases, seeds=range(4), n=8, params=params, version=PolicyVersion.base())
+        rollouts = [rollout for group in asyncio.run(played) for rollout in group.rollouts]
+    finally:
+        source.close()
+        engine.close()
+    assert sorted(chain.from_iterable(map(trained, rollouts))) == sampled(recorder)
+    assert not any(rollout.error for rollout in rollouts) and {rollout.reward for rollout in rollouts} == {0.0, 1.0}
+    for rollout in rollouts:  # its history is always gone on from
+        assert len(segments_of(rollout.turns)) == 1 and len(rollout.turns) <= 1 + rollout.info["tool_calls"]
+    assert sum(rollout.info["tool_calls"] for rollout in rollouts) >= len(rollouts) / 2
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    short = ["train.steps=2", "rollout.prompts_per_step=8", "eval.limit=32"]
+    result = run_loop(load_config(EXAMPLE, [f"run_dir={tmp_path / 'run'}", *short]))
+    steps = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "reward/mean" in row]
+    assert result.version == PolicyVersion("openai-agents-calculator", 2) and len(steps) == 2
+    for row in steps:
+        assert (
+            row["env/failed_frac"] == row["env/forks"] == 0 and row["env/tool_calls"] > 0.5 and row["reward/mean"] > 0
+        )
+    assert set(result.after) == {"greedy", "sampled"}

@@ -8,35 +8,15 @@ from typing import Any
 
 import pytest
 
+from episodes import Recorder
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel
 from groupwise.tasks.agents import NEEDED, Agent, AgentRollouts
 from groupwise.tasks.episode import play_all
-from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest, TokenSink
+from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 Played = Callable[..., list[Rollout]]
-
-
-class Recorder:
-    """The engine, and what it was asked and answered, in the order of the answers."""
-
-    def __init__(self, engine: LocalEngine):
-        self.engine, self.turns = engine, []
-        self.context_length = engine.context_length
-
-    async def sample(self, requests: list[SamplingRequest]):
-        answers = await self.engine.sample(requests)
-        self.turns += [(request, c) for request, (c,) in zip(requests, answers, strict=True)]
-        return answers
-
-    def submit(self, requests: list[SamplingRequest], *, on_token: TokenSink | None = None):
-        futures = self.engine.submit(requests, on_token=on_token)
-        for request, future in zip(requests, futures, strict=True):
-            future.add_done_callback(
-                lambda done, request=request: done.cancelled() or self.turns.append((request, done.result()[0]))
-            )
-        return futures
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,19 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from episodes import sampled, trained
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import Segment, samples_of, segments_of
 from groupwise.config.algo import CreditConfig
+from groupwise.config.run import EnvConfig
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.rewards.base import RewardFunction, score
 from groupwise.run.config_file import load_config
 from groupwise.run.loop import run_loop
 from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.store.tracking import read_metrics
+from groupwise.tasks.agents import AgentSession, LimitError
+from groupwise.tasks.openai import AgentChatRequest, AgentReply
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams
 from starter_run import starter_run
@@ -38,26 +43,6 @@ ASKED = {"role": "user", "content": "Use the calculator: 47 * 12"}
 
 def segments(rollout: Rollout) -> list[Segment]:
     return segments_of(rollout.turns)
-
-
-def trained(rollout: Rollout) -> list[tuple[tuple[int, ...], int, float]]:
-    """Each trained token: all that stands before it, itself, and its log-probability."""
-    found = []
-    for each in segments(rollout):
-        for t, (token, mask, logprob) in enumerate(zip(each.completion_ids, each.mask, each.logprobs, strict=True)):
-            assert mask or logprob == 0.0
-            if mask:
-                found.append(((*each.prompt_ids, *each.completion_ids[:t]), token, logprob))
-    return sorted(found)
-
-
-def sampled(recorder) -> list[tuple[tuple[int, ...], int, float]]:
-    """The same of what the engine sampled, as it saw it."""
-    return sorted(
-        ((*request.prompt_ids, *said.token_ids[:t]), token, logprob)
-        for request, said in recorder.turns
-        for t, (token, logprob) in enumerate(zip(said.token_ids, said.logprobs, strict=True))
-    )
 
 
 async def use_calculator(case: dict[str, Any], base_url: str, api_key: str, model: str) -> float:
@@ -619,30 +604,78 @@ def test_an_engine_that_fails_ends_the_run(play_group, starter_engine):
         play_group(agent, takes=FOUR, sampler=Broken())
 
 
-def test_a_request_that_the_agent_gave_up_is_no_turn(play_group, starter_engine):
-    class Slow:
-        context_length, cancelled = starter_engine.context_length, 0
+class Held:
+    """The engine, whose first answer waits until it is let go of."""
 
-        async def sample(self, requests):
-            if len(requests[0].prompt_ids) > 30:
-                try:
-                    await asyncio.sleep(60)
-                except asyncio.CancelledError:
-                    Slow.cancelled += 1
-                    raise
-            return await starter_engine.sample(requests)
+    def __init__(self, engine):
+        self.engine, self.context_length, self.asked, self.given_up = engine, engine.context_length, 0, 0
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    async def sample(self, requests):
+        self.asked += 1
+        if self.asked == 1:
+            self.begun.set()
+            try:
+                while not self.released.is_set():
+                    await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                self.given_up += 1
+                raise
+        return await self.engine.sample(requests)
+
+
+def test_a_request_that_the_agent_gave_up_is_no_turn(play_group, starter_engine):
+    held = Held(starter_engine)
 
     async def agent(case, base_url, api_key, model):
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=0.3) as client:
-            with pytest.raises(openai.APITimeoutError):
-                await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1 + 1" * 40}])
-            await client.with_options(timeout=120).chat.completions.create(
-                model=model, messages=[{"role": "user", "content": "1 + 1"}]
-            )
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            first, second = (partial(client.chat.completions.create, model=model, messages=[ASKED]) for _ in range(2))
+            given_up = asyncio.ensure_future(first())
+            await asyncio.to_thread(held.begun.wait)
+            given_up.cancel()
+            await second()
         return 1.0
 
-    (rollout,) = play_group(agent, takes=FOUR, sampler=Slow(), max_turns=1).rollouts
-    assert (rollout.reward, len(rollout.turns), Slow.cancelled) == (1.0, 1, 1)
+    (rollout,) = play_group(agent, takes=FOUR, sampler=held, max_turns=1).rollouts
+    assert (rollout.reward, len(rollout.turns), held.given_up) == (1.0, 1, 1)
+
+
+@pytest.mark.parametrize("ending", ["given up", "answered", "over"])
+def test_a_request_waits_for_a_last_turn_that_may_still_be_given_up(starter, starter_engine, ending):
+    """A client that goes away is seen to be gone only after what it asks next has arrived, perhaps."""
+    held, asked = Held(starter_engine), AgentChatRequest.model_validate({"messages": [ASKED]})
+    session = AgentSession(
+        sampler=held,
+        tokenizer=starter.tokenizer,
+        config=EnvConfig(agent="tests:agent", max_turns=1),
+        params=GREEDY,
+        version=PolicyVersion.base(),
+        seed=5,
+        number=0,
+    )
+
+    async def ask_twice():
+        first, second = asyncio.ensure_future(session.answer(asked)), asyncio.ensure_future(session.answer(asked))
+        while not held.begun.is_set():
+            await asyncio.sleep(0)
+        assert not second.done() and held.asked == 1
+        if ending == "answered":
+            held.released.set()
+        elif ending == "given up":
+            first.cancel()
+        else:
+            await session.end()
+        return await asyncio.gather(first, second, return_exceptions=True)
+
+    first, second = asyncio.run(ask_twice())
+    if ending == "given up":
+        assert isinstance(first, asyncio.CancelledError) and isinstance(second, AgentReply) and session.stop is None
+    elif ending == "answered":
+        assert isinstance(first, AgentReply) and isinstance(second, LimitError)
+        assert second.code == session.stop == "max_turns"
+    else:
+        assert [error.code for error in (first, second)] == ["episode_over"] * 2 and session.stop is None
+    assert held.asked == 1 + (ending == "given up")
 
 
 def test_the_key_ends_with_the_episode(play_group):
@@ -667,6 +700,8 @@ def test_versions_are_those_of_the_run(play_group, recorder):
 AGENT = """
 import json
 from openai import OpenAI
+from groupwise.tasks.agents import AgentSession, LimitError
+from groupwise.tasks.openai import AgentChatRequest, AgentReply
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate
 
 

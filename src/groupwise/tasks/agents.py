@@ -280,7 +280,6 @@ class AgentSession:
         number: of the episode in its group; with `seed`, the group's, it seeds what the policy says.
         stop: the limit that ended the episode, if one did.
         failed: has the exception when the policy could not be asked.
-        under_way: requests that the policy is answering.
         state: what the agent calls the state in which the policy speaks next, for `algo.credit: gigpo`.
         recorded: the engine records which tokens were left to draw from, so that a request may say what is left.
     """
@@ -296,7 +295,6 @@ class AgentSession:
     ignored: int = 0  # requests with parameters that change nothing here
     ignored_names: set[str] = field(default_factory=set)  # of those parameters
     failed: Future[None] = field(default_factory=Future)
-    under_way: int = 0
     state: str | None = None
     over: bool = False
     recorded: bool = True
@@ -308,6 +306,11 @@ class AgentSession:
 
     def __post_init__(self) -> None:
         self._conversations = Conversations(self.tokenizer)
+
+    @property
+    def under_way(self) -> int:
+        """How many requests the policy is answering."""
+        return len(self._tasks)
 
     async def answer(
         self, request: AgentChatRequest, *, id: str = "", ignored: Sequence[str] = (), hear: Hear | None = None
@@ -321,8 +324,9 @@ class AgentSession:
             RequestError, ChatError, GrammarError: the messages cannot be shown, or the answer not be what is asked for.
             PolicyFailedError: the engine failed.
         """
-        self._check_open()
         messages = request.conversation
+        await self._last_turns()
+        self._check_open()
         self._check_limits(messages)
         asked = self._ask(messages, request)
         params = self._params(asked, request)
@@ -397,11 +401,17 @@ class AgentSession:
         if self.over:
             raise _over()
 
+    async def _last_turns(self) -> None:
+        """Wait while the last turns of `max_turns` are under way, for each may still turn out to be none: that a client
+        gave up a request may be seen only after its next request has arrived."""
+        most, answered = self.config.max_turns, self._conversations.answered
+        while not self.over and len(answered) < most <= len(answered) + self.under_way:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+
     def _check_limits(self, messages: tuple[Message, ...]) -> None:
         config, so_far = self.config, self._conversations
-        turns = len(so_far.answered) + self.under_way
-        if turns >= config.max_turns:
-            raise self._at("max_turns", f"the policy had its {turns} turns (env.max_turns)")
+        if len(so_far.answered) >= config.max_turns:
+            raise self._at("max_turns", f"the policy had its {config.max_turns} turns (env.max_turns)")
         if config.max_tool_calls is not None and so_far.calls > config.max_tool_calls:
             raise self._at("max_tool_calls", f"{so_far.calls} tool calls are more than {config.max_tool_calls}")
         size = sum(len(str(message.get("content") or "")) for message in messages)
@@ -458,7 +468,6 @@ class AgentSession:
         prompt_ids = asked.transcript.prompt_ids
         request = SamplingRequest(prompt_ids=prompt_ids, params=params, version=self.version, cache=True)
         self._asked += 1
-        self.under_way += 1
         task = asyncio.ensure_future(self._draw(request, said))
         self._tasks.add(task)
         try:
@@ -474,7 +483,6 @@ class AgentSession:
         except Exception as error:
             raise self._fail(error) from error
         finally:
-            self.under_way -= 1
             self._tasks.discard(task)
 
     async def _draw(self, request: SamplingRequest, said: Callable[[int], None] | None) -> list[Completion]:
