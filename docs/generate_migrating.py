@@ -24,7 +24,9 @@ from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, understand
 
 TARGET = Path(__file__).parent / "migrating.md"
-TABLES = {system: keys_of(system) for system in ("axolotl", "trl", "aitraining", "prime-rl")}
+TABLES = {system: keys_of(system) for system in ("axolotl", "trl", "aitraining", "prime-rl")} | {
+    "unsloth": tuple(key for key in keys_of("unsloth") if key not in keys_of("trl"))  # and what differs from TRL's
+}
 PUBLISHED = Path(__file__).parent / "published_configs.yaml"
 BLOCK = re.compile(r"(<!-- ({}) -->\n).*?(<!-- end -->)".format("|".join([*TABLES, "published"])), re.DOTALL)
 

@@ -157,7 +157,7 @@ def commands() -> list[str]:
 def run_keys() -> set[str]:
     """Every key that an override may set, those of the other systems' files among them."""
     ours = {".".join(path[:depth]) for path in key_paths(RunConfig) for depth in range(1, len(path) + 1)}
-    return ours | {key.name for system in ("axolotl", "trl", "prime-rl") for key in keys_of(system)}
+    return ours | {key.name for system in ("axolotl", "trl", "prime-rl", "unsloth") for key in keys_of(system)}
 
 
 @pytest.mark.parametrize("line", commands())

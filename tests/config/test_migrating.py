@@ -24,6 +24,7 @@ from groupwise.sdk.cookbook_config import Config
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "migrating.md").read_text(encoding="utf-8")
 SYSTEMS = {system: keys_of(system) for system in ("axolotl", "trl", "aitraining", "prime-rl")}
+SYSTEMS["unsloth"] = tuple(key for key in keys_of("unsloth") if key not in keys_of("trl"))
 
 
 def generator() -> ModuleType:
@@ -51,6 +52,7 @@ def test_every_key_is_in_its_systems_section_once(system):
 def test_a_table_is_consistent(system):
     keys: tuple[Key, ...] = SYSTEMS[system]
     names = {key.name for key in keys}
+    assert names <= {key.name for key in keys_of(system)}
     ours = {".".join(path) for path in key_paths(RunConfig)} | {f"algo.{name}" for name in AlgoConfig.model_fields}
     assert len(names) == len(keys)
     for key in keys:

@@ -26,6 +26,8 @@ FILES = {
     "trainer: {model: {lora: {rank: 4}}}\n"
     "orchestrator: {group_size: 4, train: {source: [{env: {taskset: {id: x}}}]},"
     " eval: {source: [{env: {taskset: {id: x}}}]}}\n",
+    "unsloth": "from_pretrained: {model_name: starter, load_in_4bit: false}\nget_peft_model: {r: 8}\n"
+    "dataset_name: p.jsonl\nreward_funcs: [m.f]\nmax_steps: 10\n",
     "aitraining": "trainer: grpo\nproject_name: p\nmodel: starter\nmax_steps: 10\npeft: true\n",
 }
 TABLES = {system: keys_of(system) for system in FILES}

@@ -97,7 +97,7 @@ def a_run(make_base: Any, folder: Path, family: str) -> dict[str, Any]:
     words = [str(PYTHON), "-m", "groupwise", "run", str(Project.make(folder, model=model).config), *SHORT, *where]
     done = subprocess.run(words, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900)
     if done.returncode:
-        return {"refused": reason(done.stderr)}
+        return {"refused": reason(done.stdout + done.stderr)}
     steps = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     gaps = [step["mismatch/logprob_diff_max"] for step in steps if "mismatch/logprob_diff_max" in step]
     assert len(gaps) == 2 and max(gaps) < max(CLOSE, FAMILIES[family].rounding)
@@ -129,6 +129,7 @@ def reason(said: str) -> str:
     """Why a run ended, of what it said, in one line."""
     errors = re.findall(r"^error: (.*(?:\n  .*)?)", said, re.MULTILINE)
     assert errors, said[-2000:]
-    line = " ".join(errors[-1].split()).removeprefix("vLLM in this process has ended: ")
+    line = " ".join(errors[-1].split()).partition(" -> ")[0].removeprefix("vLLM in this process has ended: ")
+    line = re.sub(r"(/[\w.-]+)+/model\b", "the model", line)
     missing = re.findall(r"ModuleNotFoundError: (No module named \S+)", said)
     return (f"{missing[-1]}" if missing else re.sub(r" \[type=.*", "", line))[:200]

@@ -447,13 +447,15 @@ def import_(
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option("--from", metavar="SYSTEM", help="axolotl, trl, aitraining or prime-rl; default: its look."),
+        typer.Option(
+            "--from", metavar="SYSTEM", help="axolotl, trl, unsloth, aitraining or prime-rl; default: its look."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write it there.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """A configuration of Axolotl, TRL, prime-rl or aitraining as one of Groupwise, with where each value came from.
+    """A run of Axolotl, TRL, Unsloth, prime-rl or aitraining as one of Groupwise, with where each value came from.
 
     With `--from aitraining` the rest of the line may be its flags in place of a file.
     """

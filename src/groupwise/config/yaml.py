@@ -5,8 +5,8 @@
     to_yaml     the inverse of reading; `inline` on one line
 
 YAML is version 1.2 (https://yaml.org/spec/1.2.2/): `1e-5` is a number, `no` and `on` are strings, a duplicate key is an
-error. A file whose name ends with .toml is TOML. An override is `a.b=c` or `a[0].b=c`; its value is YAML, and the last
-of several wins.
+error. A file whose name ends with .toml is TOML, with .py or .ipynb a script (`script.py`). An override is `a.b=c` or
+`a[0].b=c`; its value is YAML, and the last of several wins.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from groupwise.config.script import is_script, parse_script
 from groupwise.config.toml import parse_toml
 from groupwise.errors import ConfigError
 from groupwise.types import BASE
@@ -90,7 +91,8 @@ class Document:
             raise ConfigError(
                 f"cannot read the configuration {path}: {error.strerror or error}", hint=_beside(path)
             ) from None
-        data, root = (parse_toml if path.suffix == ".toml" else _parse)(text, source=str(path))
+        parse = parse_script if is_script(path) else parse_toml if path.suffix == ".toml" else _parse
+        data, root = parse(text, source=str(path))
         if data is None:
             raise ConfigError(f"{path} is empty", hint="a run needs at least `data` and `rewards`")
         if not isinstance(data, dict):

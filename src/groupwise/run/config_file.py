@@ -5,6 +5,7 @@
     model_name_or_path, num_generations, ...       TRL: the arguments of `trl grpo --config`, at the top level
     rl_env_module, project_name, task and params   aitraining
     trainer:, orchestrator:                        prime-rl, in TOML
+    from_pretrained:, get_peft_model:              Unsloth, and TRL's words: what a script (.py, .ipynb) says of them
 
 Overrides are in the words of the file and are applied before it is read. What begins with one of our own sections, such
 as rollout.batch_rows=64, is applied to what came of it.
@@ -22,7 +23,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from groupwise.config.importers import aitraining, axolotl, prime_rl, trl
+from groupwise.config.importers import aitraining, axolotl, prime_rl, trl, unsloth
 from groupwise.config.importers.base import Note, Translation
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.run import OTHER_NAMES, DataConfig, EnvConfig, RunConfig
@@ -31,7 +32,7 @@ from groupwise.errors import ConfigError, GroupwiseError, StorageError
 from groupwise.tasks.env import load_env
 from groupwise.tasks.prompts import open_prompts
 
-System = Literal["Groupwise", "Axolotl", "TRL", "aitraining", "prime-rl"]
+System = Literal["Groupwise", "Axolotl", "TRL", "aitraining", "prime-rl", "Unsloth"]
 SHORTHAND = {"rewards": "function"}
 DEFAULT, MISSING = "default", "missing"
 
@@ -93,7 +94,8 @@ def understand(
     system = system or system_of(document.data)
     if system == "Groupwise":
         return _native(document, overrides, folder)
-    module = {"Axolotl": axolotl, "TRL": trl, "aitraining": aitraining, "prime-rl": prime_rl}[system]
+    modules = {"Axolotl": axolotl, "TRL": trl, "aitraining": aitraining, "prime-rl": prime_rl, "Unsloth": unsloth}
+    module = modules[system]
     own = {key.name.partition(".")[0].partition("[")[0] for key in keys_of(system.lower())}
     natives = []
     for text in overrides:
@@ -127,6 +129,8 @@ def system_of(data: Mapping[str, Any]) -> System:
         return "Axolotl"
     if not data.keys().isdisjoint(aitraining.MARKS) or {"task", "params"} <= data.keys():
         return "aitraining"
+    if not data.keys().isdisjoint(unsloth.SECTIONS):
+        return "Unsloth"
     return "TRL" if not data.keys().isdisjoint(trl.MARKS) else "Groupwise"
 
 
@@ -142,6 +146,7 @@ def _native(document: Document, overrides: Sequence[str], folder: Path) -> Loade
 
 def _complete(t: Translation) -> None:
     """A run needs an environment, or prompts and rewards; without them it can be looked at, but not run."""
+    t.refuse_unread()
     if "env" in t.draft.data:
         return
     if t.system == "aitraining" and not {"data", "rewards"} & t.draft.data.keys():
@@ -151,10 +156,12 @@ def _complete(t: Translation) -> None:
         t.put("rewards", ["MODULE:FUNCTION"], origin=MISSING)
         return
     if "source" not in t.draft.data.get("data", {}):
-        t.refuse("data", f"no data of {t.system}'s are said", instead="data.source=FILE.jsonl")
+        if "dataset_name" not in t.unread:
+            t.refuse("data", f"no data of {t.system}'s are said", instead="data.source=FILE.jsonl")
         t.put("data.source", "FILE.jsonl", origin=MISSING)
     if "rewards" not in t.draft.data:
-        t.refuse("rewards", f"no rewards of {t.system}'s are said", instead="rewards=[MODULE:FUNCTION]")
+        if "reward_funcs" not in t.unread:
+            t.refuse("rewards", f"no rewards of {t.system}'s are said", instead="rewards=[MODULE:FUNCTION]")
         t.put("rewards", ["MODULE:FUNCTION"], origin=MISSING)
 
 
@@ -276,7 +283,13 @@ def _section(loaded: LoadedRun, section: Mapping[str, Any], path: tuple[str | in
 # What a command is given to read, a file or flags, and where what `groupwise import` makes of it goes.
 # ----------------------------------------------------------------------------------------------------------------------
 
-SYSTEMS: dict[str, System] = {"axolotl": "Axolotl", "trl": "TRL", "aitraining": "aitraining", "prime-rl": "prime-rl"}
+SYSTEMS: dict[str, System] = {
+    "axolotl": "Axolotl",
+    "trl": "TRL",
+    "aitraining": "aitraining",
+    "prime-rl": "prime-rl",
+    "unsloth": "Unsloth",
+}
 
 
 def import_run(arguments: Sequence[str], *, system: str | None = None) -> LoadedRun:

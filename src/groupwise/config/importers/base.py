@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.config.run import OTHER_NAMES, RunConfig
+from groupwise.config.script import Unread
 from groupwise.config.yaml import Document, Keys, dotted, parse_keys, problems_error, validate
 from groupwise.errors import ConfigError, LoadError
 from groupwise.types import BASE
@@ -232,6 +233,7 @@ class Translation:
         self.differs: list[Note] = []
         self.refused: list[Note] = []
         self.problems: list[str] = []
+        self.unread: dict[str, Unread] = {}  # what a script says in a way that is not read
         self._paths: dict[str, Keys] = {}
         self._read(document.data, (), "")
         for key in self.keys.values():
@@ -306,6 +308,17 @@ class Translation:
         instead = f"{dotted(keys)}=null" if instead is None else instead
         self.refused.append(Note(place=self.place(name), text=why, instead=instead))
 
+    def refuse_unread(self) -> None:
+        """Refuse what a script says in a way that is not read, unless an override in our words says it."""
+        for name, unread in self.unread.items():
+            key = self.keys[name]
+            places = {unread.instead.partition("=")[0], *(key.here if len(key.here) == 1 else ())}
+            said = [dotted(assigned) for assigned, _ in self.draft.overrides]
+            if not any(
+                f"{place}.".startswith(f"{each}.") or each.startswith(place) for place in places for each in said
+            ):
+                self.refuse(name, unread.why, instead=unread.instead)
+
     def problem(self, name: str, message: str) -> None:
         """The file cannot be read as anything."""
         self.problems.append(f"{self.place(name)}: {message}")
@@ -346,6 +359,12 @@ class Translation:
                 self.problems.append(f"{place}: unknown; {self._suggest(known)}")
 
     def _take(self, key: Key, keys: Keys, value: Any) -> None:
+        if isinstance(value, Unread):
+            if key.fate == "idle":
+                self.note_idle(key.name, key.what)
+            else:
+                self.unread[key.name] = value
+            return
         try:
             value = key.kind(value)
         except ValueError as error:

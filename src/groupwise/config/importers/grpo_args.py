@@ -426,6 +426,10 @@ def _fits(sizes: Sizes, key: str, size: int) -> bool:
 
 def put_batch(t: Translation, names: Names, *, generation: int | None, said: str) -> Batch:
     """Prompts and minibatches of a translation; `said` is the key that gave `generation`. Raises ConfigError."""
+    for name in vars(names).values():
+        if name in t.unread:
+            t.problem(name, f"{t.unread[name].why}; write {t.unread[name].instead}")
+    t.raise_problems()
     try:
         sizes = Sizes(
             micro=t[names.micro],

@@ -78,7 +78,13 @@ Count = Callable[[Translation], int | None]
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     """The translation of a file in `folder`; `count` counts the prompts of a translation's data."""
-    t = Translation(document, system="TRL", keys=_keys(document.data))
+    keys = [*_keys(document.data), *(keys_of("script") if "GRPOTrainer" in document.data else ())]
+    return complete(Translation(document, system="TRL", keys=keys), folder=folder, count=count)
+
+
+def complete(t: Translation, *, folder: Path, count: Count) -> Translation:
+    """What becomes of TRL's arguments in a translation that has been begun."""
+    document = t.document
     t.put("name", run_name(Path(document.name).stem), origin="the file's name")
     batch = _put_batch(t)
     _put_data(t)
@@ -87,7 +93,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
         t.values["reward_funcs"] = [*(t["reward_funcs"] or []), *_texts(t["reward_model_name_or_path"])]
         put_rewards(t, "reward_funcs", "reward_weights", known=REWARDS)
     t.raise_problems()
-    by_epochs = (t["max_steps"] or 0) <= 0
+    by_epochs = (t["max_steps"] or 0) <= 0 and "max_steps" not in t.unread
     rows = count(t) if by_epochs or t["eval_strategy"] == "epoch" else None
     per_epoch = None if rows is None else rows // batch.prompts
     if per_epoch == 0:
@@ -147,7 +153,7 @@ def _put_dataset(t: Translation, to: str, split: str) -> None:
 
 
 def _put_model(t: Translation) -> None:
-    if not t.given("model_name_or_path"):
+    if not t.given("model_name_or_path") and "model_name_or_path" not in t.unread:
         t.problem("model_name_or_path", "required and missing")
     t.put("model", t["model_name_or_path"], "model_name_or_path")
     if not t["use_peft"]:
@@ -198,10 +204,13 @@ def _put_run(t: Translation, length: Length) -> None:
 
 def _put_eval(t: Translation, length: Length, per_epoch: int | None) -> None:
     if t["eval_strategy"] == "no":
+        t.unread.pop("dataset_test_split", None)
         if t.given("eval_steps"):
             t.note_idle("eval_steps", "eval_strategy is no, so nothing is evaluated")
         return
-    if t.given("dataset_name"):
+    if "dataset_test_split" in t.unread:
+        t.put("eval.data.source", "FILE.jsonl", "dataset_test_split")
+    elif t.given("dataset_name"):
         _put_dataset(t, "eval.data", "dataset_test_split")
     every = per_epoch if t["eval_strategy"] == "epoch" else length.interval(t["eval_steps"] or 500)
     t.put("eval.every", every, "eval_steps", "eval_strategy")
