@@ -288,7 +288,40 @@ def test_eval_samples_k_times_and_counts_what_reaches_success(project):
     hard = json.loads(cli("eval", project.config, "eval.k=3", "eval.success=2", "--json").stdout)["metrics"]
     assert hard["eval/sampled/pass@3"] == 0 and hard["eval/sampled/avg@3"] == metrics["eval/sampled/avg@3"]
     table = [line.split() for line in cli("eval", project.config, "eval.k=3").stdout.splitlines()]
-    assert [line for line in table if line[0] == "pass@3"] == [["pass@3", "-", "0.000"]]
+    assert [line for line in table if line[0] == "pass@3"] == [["pass@3", "-", "0.000", "±", "0.000"]]
+    assert [line[0] for line in table[2:]] == ["all", "even", "odd", "pass@1", "pass@3", "maj@3"]
+
+
+def test_eval_has_sampling_parameters_of_its_own(project):
+    """`eval.max_tokens` holds in both modes, `eval.temperature` in mode sampled: near 0 it decodes greedily."""
+    cold = json.loads(cli("eval", project.config, "eval.temperature=0.001", "--json").stdout)["metrics"]
+    assert cold["eval/sampled/reward"] == cold["eval/greedy/reward"]
+    hot = json.loads(cli("eval", project.config, "eval.temperature=3", "--json").stdout)["metrics"]
+    assert hot["eval/sampled/reward"] != hot["eval/greedy/reward"] == cold["eval/greedy/reward"]
+    short = json.loads(cli("eval", project.config, "eval.max_tokens=1", "--json").stdout)["metrics"]
+    assert short["eval/greedy/reward"] != cold["eval/greedy/reward"]
+    refused = cli("eval", project.config, "eval.modes=[greedy]", "eval.top_p=0.9")
+    assert refused.exit_code == 2 and "acts in mode sampled only" in refused.stderr
+    refused = cli("eval", project.config, "eval.answer=number")
+    assert refused.exit_code == 2 and "k is 1" in refused.stderr
+    refused = cli("eval", project.config, "eval.k=2", "eval.answer=nummer")
+    assert refused.exit_code == 2 and "valid: final, number, module:function" in refused.stderr
+
+
+def test_eval_tests_one_version_against_another(project, store):
+    """A version against itself is no different on any prompt; against the base model it is what the two means say."""
+    result = cli("eval", project.config, "--adapter", "toy@1", "--against", "toy@1", "eval.k=2", "--json")
+    same = json.loads(result.stdout)["paired"]
+    assert set(same) == {"greedy/reward", *(f"sampled/{each}" for each in ("reward", "pass@1", "pass@2", "maj@2"))}
+    assert all(
+        (each["difference"], each["p_value"], each["won"], each["lost"]) == (0, 1, 0, 0) for each in same.values()
+    )
+    shown = json.loads(cli("eval", project.config, "--adapter", "toy@1", "--against", "base", "--json").stdout)
+    means = [each["metrics"]["eval/greedy/reward"] for each in (shown, shown["against"])]
+    assert shown["paired"]["greedy/reward"]["difference"] == pytest.approx(means[0] - means[1])
+    table = cli("eval", project.config, "--adapter", "toy@1", "--against", "base").stdout
+    assert "no adapter, prompt by prompt" in table and "difference" in table
+    assert cli("eval", project.config, "--against", "toy@99").exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -477,6 +477,7 @@ def import_(
     epilog=examples(
         "groupwise eval my_run.yaml",
         "groupwise eval my_run.yaml --adapter runs/arithmetic-20260101T120000Z/arithmetic@80",
+        "groupwise eval my_run.yaml --adapter arithmetic@80 --against arithmetic@40",
     ),
 )
 def eval_(
@@ -491,6 +492,14 @@ def eval_(
             show_default=False,
         ),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADAPTER",
+            help="Also evaluate this one (base: the model alone) on the same prompts, and test the difference.",
+            show_default=False,
+        ),
+    ] = None,
     mode: Annotated[
         list[str] | None,
         typer.Option("--mode", metavar="MODE", help="greedy or sampled; may be repeated; default: eval.modes."),
@@ -499,26 +508,37 @@ def eval_(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """The mean reward of the base model or an adapter on CONFIG's evaluation prompts; pass@k where eval.k is more."""
+    """The mean reward of the base model or an adapter on CONFIG's evaluation prompts; pass@k and maj@k where eval.k is
+    more. With --against a second one's, and whether they differ: a paired test over the prompts."""
     loaded = _load(config, overrides, set_)
     from groupwise.run.evaluate import checked_modes
     from groupwise.run.plan import make_plan
-    from groupwise.store.rundir import find_adapter
+    from groupwise.store.rundir import find_version
 
     checked_modes(loaded, mode or ())
-    if adapter is not None:
-        find_adapter(adapter)
+    adapters = [adapter] if against is None else [adapter, against]
+    for each in adapters:
+        find_version(each)
     plan = _plan(loaded, make_plan)
-    from groupwise.cli.print import evaluation_as_json, print_evaluation
+    from groupwise.cli.print import evaluation_as_json, print_evaluation, print_tests, tests_as_json
     from groupwise.run.eval_adapter import assess
+    from groupwise.run.evaluate import paired_tests
 
     with json_alone(as_json):
-        result, policy = assess(loaded, plan=plan, adapter=adapter, modes=tuple(mode or ()), note=say)
+        first, *other = assess(loaded, plan=plan, adapters=adapters, modes=tuple(mode or ()), note=say)
     by = None if loaded.eval is None else loaded.eval.by
+    tests = paired_tests(first.evaluations, other[0].evaluations) if other else {}
     if as_json:
-        print_json(evaluation_as_json(result, policy=policy, by=by))
-    else:
-        print_evaluation(stdout(), result, policy=policy, by=by)
+        shown = evaluation_as_json(first.evaluations, policy=first.policy, by=by)
+        for each in other:
+            shown["against"] = evaluation_as_json(each.evaluations, policy=each.policy, by=by)
+            shown["paired"] = tests_as_json(tests)
+        print_json(shown)
+        return
+    for each in (first, *other):
+        print_evaluation(stdout(), each.evaluations, policy=each.policy, by=by)
+    for each in other:
+        print_tests(stdout(), tests, policy=first.policy, against=each.policy)
 
 
 @app.command()

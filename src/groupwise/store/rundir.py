@@ -31,7 +31,7 @@ from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Da
 from groupwise.platform import is_locked, try_lock
 from groupwise.store import checkpoint, files
 from groupwise.store.adapters import AdapterStore
-from groupwise.types import PolicyVersion
+from groupwise.types import BASE, PolicyVersion
 
 CONFIG, METRICS, HEALTH = "config.yaml", "metrics.jsonl", "health.jsonl"
 ROLLOUTS, EVALUATIONS, ADAPTERS = "rollouts", "evaluations", "adapters"
@@ -345,6 +345,11 @@ def find_adapter(text: str) -> Located:
         f"there is no run and no adapter {text!r}, and no such directory",
         hint=f"name a run (its directory or its name), RUN@N, or a directory with {files.CONFIG}{known}",
     )
+
+
+def find_version(text: str | None) -> Located | None:
+    """As `find_adapter`; None for None and for "base", which both mean the model alone."""
+    return None if text in (None, BASE) else find_adapter(text)
 
 
 def find_policy(text: str) -> TrainedPolicy:
