@@ -324,6 +324,30 @@ def test_eval_tests_one_version_against_another(project, store):
     assert cli("eval", project.config, "--against", "toy@99").exit_code == 2
 
 
+def test_eval_by_a_suite_refuses_what_does_not_go_with_it(project, tmp_path):
+    """Before anything is loaded: an unknown suite, no tasks, another suite's options, a Python without the suite."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without packages
+    bare.chmod(0o755)
+    for words, said in (
+        (("--suite", "lm_eval", "--tasks", "a"), "--suite 'lm_eval' does not exist; valid: lm-eval, inspect"),
+        (("--suite", "lm-eval"), "--suite lm-eval needs tasks"),
+        (("--suite", "inspect", "--tasks", "a", "--chat"), "--chat is of --suite lm-eval"),
+        (
+            ("--suite", "inspect", "--tasks", "a", "--against", "base"),
+            "--against is for evaluations on CONFIG's prompts",
+        ),
+        (("--tasks", "a"), "--tasks is for --suite SUITE"),
+        (("--suite", "lm-eval", "--tasks", "a", "--python", bare), "it has no lm_eval, transformers, aiohttp"),
+        (("--suite", "inspect", "--tasks", "a", "--python", tmp_path / "none"), "cannot be run"),
+    ):
+        refused = cli("eval", project.config, *words)
+        assert refused.exit_code == 2 and said in " ".join(refused.stderr.split()), refused.stderr
+    refused = cli("eval", "--suite", "lm-eval", "--tasks", "a")
+    assert refused.exit_code == 2 and "nothing to evaluate" in refused.stderr
+    assert "CONFIG is missing" in cli("eval").stderr
+
+
 @pytest.mark.parametrize(
     ("reward", "kind"), [("hangs", "did not answer within"), ("ends_the_process", "exit status 7")]
 )
@@ -364,6 +388,18 @@ def test_adapters_list_show_activate_and_roll_back(store):
     assert store.active.number == 1
     assert json.loads(cli("adapters", "rollback", "--store", store.root, "--json").stdout)["active"] == "toy@2"
     assert cli("adapters", "activate", "base").stdout == "base\n"
+
+
+def test_adapters_show_what_suites_measured(store):
+    metrics = {"arc/acc": {"value": 0.25, "stderr": 0.05, "samples": 75}, "gsm8k/exact_match": {"value": 0.5}}
+    kept = {"suite": "lm-eval", "release": "0.4", "created": "2026-11-23T10:00:00+00:00", "chat": True}
+    store.record(store.resolve("toy@1"), {**kept, "limit": None, "arguments": [], "metrics": metrics})
+    shown = json.loads(cli("adapters", "show", "toy@1", "--json").stdout)
+    assert shown["evaluations"][0]["metrics"] == metrics
+    lines = [line.split() for line in cli("adapters", "show", "toy@1").stdout.splitlines()]
+    row = ["2026-11-23T10:00:00+00:00", "arc/acc", "0.2500", "±", "0.0500", "75", "lm-eval", "0.4", "chat"]
+    assert row in lines and lines[lines.index(row) + 1][1:3] == ["gsm8k/exact_match", "0.5000"]
+    assert "evaluated" not in cli("adapters", "show", "toy@2").stdout
 
 
 def test_adapters_export_is_a_plain_peft_directory(store, tmp_path):

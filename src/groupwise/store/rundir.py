@@ -238,6 +238,12 @@ class Located:
         run_dir = self.directory.absolute().parents[2]
         return run_dir if self.directory.absolute().parents[1].name == STORE and (run_dir / CONFIG).is_file() else None
 
+    @property
+    def store(self) -> AdapterStore | None:
+        """The store that it is a version of; None for a directory from elsewhere."""
+        published = (self.directory / files.SIDECAR).is_file()
+        return AdapterStore(self.directory.absolute().parents[1]) if published else None
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Context manager: the run that it is of does not remove it. Raises AdapterNotFoundError if it has."""
