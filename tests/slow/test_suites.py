@@ -82,18 +82,20 @@ def python_with(package: str, variable: str) -> str:
     return python
 
 
-def groupwise(*words: object) -> Any:
+def groupwise(*words: object, folder: Path = Path(".")) -> Any:
     """What `groupwise ... --json` answers."""
     command = [sys.executable, "-m", "groupwise", *map(str, words), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **OFFLINE}, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **OFFLINE}, cwd=folder, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
 
-@pytest.fixture
-def trained(tmp_path, monkeypatch) -> Path:
-    """A folder with rows, tasks and a run of three steps; the working directory."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with rows, tasks and a run of three steps."""
+    folder: Path = tmp_path_factory.mktemp("suites")
     draw, rows = random.Random(0), []
     for _ in range(40):
         a, b = draw.randint(1, 49), draw.randint(1, 49)
@@ -101,14 +103,21 @@ def trained(tmp_path, monkeypatch) -> Path:
         draw.shuffle(choices)
         asked = f"What is {a} + {b}? Reply with just the number."
         rows.append({"prompt": asked, "answer": str(a + b), "choices": choices, "gold": choices.index(str(a + b))})
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("tasks").mkdir()
-    Path("tasks/choice.yaml").write_text(CHOICE % (tmp_path / "rows.jsonl"))
-    Path("tasks/text.yaml").write_text(TEXT % (tmp_path / "rows.jsonl"))
-    Path("sums.py").write_text(INSPECT)
-    Path("run.yaml").write_text(RUN)
-    groupwise("run", "run.yaml")
-    return tmp_path
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tasks").mkdir()
+    (folder / "tasks/choice.yaml").write_text(CHOICE % (folder / "rows.jsonl"))
+    (folder / "tasks/text.yaml").write_text(TEXT % (folder / "rows.jsonl"))
+    (folder / "sums.py").write_text(INSPECT)
+    (folder / "run.yaml").write_text(RUN)
+    groupwise("run", "run.yaml", folder=folder)
+    return folder
+
+
+@pytest.fixture
+def trained(place, monkeypatch) -> Path:
+    """The same, as the working directory."""
+    monkeypatch.chdir(place)
+    return place
 
 
 def samples_of(folder: Path, task: str) -> list[Any]:
