@@ -288,7 +288,64 @@ def test_eval_samples_k_times_and_counts_what_reaches_success(project):
     hard = json.loads(cli("eval", project.config, "eval.k=3", "eval.success=2", "--json").stdout)["metrics"]
     assert hard["eval/sampled/pass@3"] == 0 and hard["eval/sampled/avg@3"] == metrics["eval/sampled/avg@3"]
     table = [line.split() for line in cli("eval", project.config, "eval.k=3").stdout.splitlines()]
-    assert [line for line in table if line[0] == "pass@3"] == [["pass@3", "-", "0.000"]]
+    assert [line for line in table if line[0] == "pass@3"] == [["pass@3", "-", "0.000", "±", "0.000"]]
+    assert [line[0] for line in table[2:]] == ["all", "even", "odd", "pass@1", "pass@3", "maj@3"]
+
+
+def test_eval_has_sampling_parameters_of_its_own(project):
+    """`eval.max_tokens` holds in both modes, `eval.temperature` in mode sampled: near 0 it decodes greedily."""
+    cold = json.loads(cli("eval", project.config, "eval.temperature=0.001", "--json").stdout)["metrics"]
+    assert cold["eval/sampled/reward"] == cold["eval/greedy/reward"]
+    hot = json.loads(cli("eval", project.config, "eval.temperature=3", "--json").stdout)["metrics"]
+    assert hot["eval/sampled/reward"] != hot["eval/greedy/reward"] == cold["eval/greedy/reward"]
+    short = json.loads(cli("eval", project.config, "eval.max_tokens=1", "--json").stdout)["metrics"]
+    assert short["eval/greedy/reward"] != cold["eval/greedy/reward"]
+    refused = cli("eval", project.config, "eval.modes=[greedy]", "eval.top_p=0.9")
+    assert refused.exit_code == 2 and "acts in mode sampled only" in refused.stderr
+    refused = cli("eval", project.config, "eval.answer=number")
+    assert refused.exit_code == 2 and "k is 1" in refused.stderr
+    refused = cli("eval", project.config, "eval.k=2", "eval.answer=nummer")
+    assert refused.exit_code == 2 and "valid: final, number, module:function" in refused.stderr
+
+
+def test_eval_tests_one_version_against_another(project, store):
+    """A version against itself is no different on any prompt; against the base model it is what the two means say."""
+    result = cli("eval", project.config, "--adapter", "toy@1", "--against", "toy@1", "eval.k=2", "--json")
+    same = json.loads(result.stdout)["paired"]
+    assert set(same) == {"greedy/reward", *(f"sampled/{each}" for each in ("reward", "pass@1", "pass@2", "maj@2"))}
+    assert all(
+        (each["difference"], each["p_value"], each["won"], each["lost"]) == (0, 1, 0, 0) for each in same.values()
+    )
+    shown = json.loads(cli("eval", project.config, "--adapter", "toy@1", "--against", "base", "--json").stdout)
+    means = [each["metrics"]["eval/greedy/reward"] for each in (shown, shown["against"])]
+    assert shown["paired"]["greedy/reward"]["difference"] == pytest.approx(means[0] - means[1])
+    table = cli("eval", project.config, "--adapter", "toy@1", "--against", "base").stdout
+    assert "no adapter, prompt by prompt" in table and "difference" in table
+    assert cli("eval", project.config, "--against", "toy@99").exit_code == 2
+
+
+def test_eval_by_a_suite_refuses_what_does_not_go_with_it(project, tmp_path):
+    """Before anything is loaded: an unknown suite, no tasks, another suite's options, a Python without the suite."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without packages
+    bare.chmod(0o755)
+    for words, said in (
+        (("--suite", "lm_eval", "--tasks", "a"), "--suite 'lm_eval' does not exist; valid: lm-eval, inspect"),
+        (("--suite", "lm-eval"), "--suite lm-eval needs tasks"),
+        (("--suite", "inspect", "--tasks", "a", "--chat"), "--chat is of --suite lm-eval"),
+        (
+            ("--suite", "inspect", "--tasks", "a", "--against", "base"),
+            "--against is for evaluations on CONFIG's prompts",
+        ),
+        (("--tasks", "a"), "--tasks is for --suite SUITE"),
+        (("--suite", "lm-eval", "--tasks", "a", "--python", bare), "it has no lm_eval, transformers, aiohttp"),
+        (("--suite", "inspect", "--tasks", "a", "--python", tmp_path / "none"), "cannot be run"),
+    ):
+        refused = cli("eval", project.config, *words)
+        assert refused.exit_code == 2 and said in " ".join(refused.stderr.split()), refused.stderr
+    refused = cli("eval", "--suite", "lm-eval", "--tasks", "a")
+    assert refused.exit_code == 2 and "nothing to evaluate" in refused.stderr
+    assert "CONFIG is missing" in cli("eval").stderr
 
 
 @pytest.mark.slow
@@ -332,6 +389,18 @@ def test_adapters_list_show_activate_and_roll_back(store):
     assert store.active.number == 1
     assert json.loads(cli("adapters", "rollback", "--store", store.root, "--json").stdout)["active"] == "toy@2"
     assert cli("adapters", "activate", "base").stdout == "base\n"
+
+
+def test_adapters_show_what_suites_measured(store):
+    metrics = {"arc/acc": {"value": 0.25, "stderr": 0.05, "samples": 75}, "gsm8k/exact_match": {"value": 0.5}}
+    kept = {"suite": "lm-eval", "release": "0.4", "created": "2026-11-23T10:00:00+00:00", "chat": True}
+    store.record(store.resolve("toy@1"), {**kept, "limit": None, "arguments": [], "metrics": metrics})
+    shown = json.loads(cli("adapters", "show", "toy@1", "--json").stdout)
+    assert shown["evaluations"][0]["metrics"] == metrics
+    lines = [line.split() for line in cli("adapters", "show", "toy@1").stdout.splitlines()]
+    row = ["2026-11-23T10:00:00+00:00", "arc/acc", "0.2500", "±", "0.0500", "75", "lm-eval", "0.4", "chat"]
+    assert row in lines and lines[lines.index(row) + 1][1:3] == ["gsm8k/exact_match", "0.5000"]
+    assert "evaluated" not in cli("adapters", "show", "toy@2").stdout
 
 
 def test_adapters_export_is_a_plain_peft_directory(store, tmp_path):

@@ -218,6 +218,13 @@ env.taskset = { id = "letters", split = "test" }
     assert config.eval.limit == 64
     greedy = read(TASKSET + said, "orchestrator.eval.sampling.temperature=0", "orchestrator.eval.group_size=1")
     assert greedy.config.eval is not None and greedy.config.eval.modes == ("greedy",)
+    assert greedy.config.eval.max_tokens == 96 and greedy.config.eval.temperature is None
+    section = "orchestrator.eval.sampling"
+    warm = read(
+        TASKSET + said, f"{section}.temperature=0.6", f"{section}.top_p=0.9", f"{section}.max_completion_tokens=7"
+    )
+    drawn = warm.config.eval_sampling()
+    assert (drawn.temperature, drawn.top_p, drawn.max_tokens) == (0.6, 0.9, 7)
 
 
 def test_the_loss(read):

@@ -111,6 +111,18 @@ def test_weights_adapter_and_keys_and_values_by_hand():
     assert memory(run, replace(LOAD, gpu=True)).process == 0
 
 
+def test_evaluations_that_may_say_more_need_keys_and_values_for_it():
+    """Twice the tokens of 128 in evaluations: of samples and activations nothing changes."""
+    rollout = {"max_tokens": 100, "batch_rows": 10}
+    held_out = {"data": {"source": "x.jsonl"}}
+    run, longer, shorter = (
+        config(rollout=rollout, eval={**held_out, **more}) for more in ({}, {"max_tokens": 228}, {"max_tokens": 5})
+    )
+    alike, more = memory(run, LOAD), memory(longer, LOAD)
+    assert more.kv_cache == 2 * alike.kv_cache and memory(shorter, LOAD) == alike
+    assert more.total - more.kv_cache == alike.total - alike.kv_cache
+
+
 @pytest.mark.parametrize(
     ("family", "token", "row"),
     [  # in float32: keys and values of one attention layer, 2 heads of 8 values; and the states of the other layer

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.rewards import math as math_rewards
-from groupwise.rewards.math import boxed, equation_match, math_match, number_match
+from groupwise.rewards.math import boxed, equation_match, final_answer, final_number, math_match, number_match
 
 # ---- number_match ----
 
@@ -314,3 +314,24 @@ def test_equations_are_exact_and_rows_without_a_target_are_none():
     assert equation_match(["<answer>-(1 - 8 / 3) * 3</answer>"], [5], [[1, 8, 3, 3]]) == [1.0]
     assert equation_match(["<answer>1 / 3</answer>", "x"], [0.3333333333333333, None], [[1, 3], [1]]) == [0.0, None]
     assert equation_match(["7 × 6"], [42], tag=None) == [1.0]
+
+
+# ---- what votes in maj@k ----
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "number"),
+    [
+        ("5", "5", "5"),
+        (" five\n", "five", None),
+        ("<think>\\boxed{4} or 6?</think> It is \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}", "1/2"),
+        ("<answer>7</answer> no, <answer> 8 </answer>", "8", "8"),
+        ("2 + 3 = 5\n#### 1,000", "1,000", "1000"),
+        ("#### 1000.0", "1000.0", "1000"),
+        ("that makes 2 km", "that makes 2 km", "2000 length"),
+        ("</think>", None, None),
+        ("", None, None),
+    ],
+)
+def test_the_answer_that_a_completion_ends_with(text, answer, number):
+    assert (final_answer(text), final_number(text)) == (answer, number)

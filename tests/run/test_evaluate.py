@@ -18,7 +18,20 @@ import torch
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ContextLengthError, DataError, RewardError
 from groupwise.rewards.base import RewardFunction, Scorer
-from groupwise.run.evaluate import BestVersion, Evaluation, compare, evaluate, pass_at_k, prepare_all
+from groupwise.rewards.math import final_answer
+from groupwise.run.evaluate import (
+    BestVersion,
+    Evaluation,
+    compare,
+    evaluate,
+    load_evaluations,
+    majority,
+    paired,
+    paired_tests,
+    pass_at_k,
+    prepare_all,
+    save_evaluations,
+)
 from groupwise.tasks.episode import SingleTurnRollouts
 from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
@@ -45,7 +58,7 @@ def prepared(engine: LocalEngine) -> list[Prompt]:
 GOLD = Scorer([RewardFunction(name="gold", function=gold, args={})])
 
 
-def run(engine: LocalEngine, *, score=GOLD, seed: int = 0, k: int = 1, **params):
+def run(engine: LocalEngine, *, score=GOLD, seed: int = 0, k: int = 1, answer=final_answer, **params):
     return asyncio.run(
         evaluate(
             SingleTurnRollouts(engine, engine._base.tokenizer),
@@ -56,6 +69,7 @@ def run(engine: LocalEngine, *, score=GOLD, seed: int = 0, k: int = 1, **params)
             modes=("greedy", "sampled"),
             seed=seed,
             k=k,
+            answer=answer,
         )
     )
 
@@ -102,7 +116,7 @@ def test_compare(engine):
     assert all(first == last for _, first, last in rows)
     several = run(engine, k=2)
     names = [row[0] for row in compare(several, several, by=None)]
-    assert names == ["greedy/reward", "sampled/reward", "sampled/pass@2"]
+    assert names == ["greedy/reward", "sampled/reward", "sampled/pass@2", "sampled/maj@2"]
 
 
 # ---- several samples ----
@@ -147,24 +161,27 @@ def test_means_over_several_samples():
     """Each prompt counts the same, however many of its completions could be scored."""
     result = evaluation([1.0, 0.0, 0.0, 0.0], [1.0, None, None, 1.0], [0.0, 0.0, 0.0, 0.0], [None] * 4)
     assert result.mean() == pytest.approx((0.25 + 1 + 0) / 3)
-    assert result.pass_at(4) == pytest.approx((1 + 0) / 2)  # the second prompt has two that were scored
-    assert result.pass_at(2) == pytest.approx((0.5 + 1 + 0) / 3)
-    assert math.isnan(result.pass_at(5))
+    assert result.measured("pass@4") == pytest.approx((1 + 0) / 2)  # the second prompt has two that were scored
+    assert result.measured("pass@2") == pytest.approx((0.5 + 1 + 0) / 3)
+    assert math.isnan(result.measured("pass@5"))
     spread = statistics.stdev([0.25, 1.0, 0.0])
     assert result.details() == {
         "eval/sampled/reward_stderr": pytest.approx(spread / math.sqrt(3)),
         "eval/sampled/failed": 6.0,
         "eval/sampled/avg@4": result.mean(),
+        "eval/sampled/avg@4_stderr": pytest.approx(spread / math.sqrt(3)),
         "eval/sampled/pass@1": pytest.approx((0.25 + 1 + 0) / 3),
+        "eval/sampled/pass@1_stderr": pytest.approx(spread / math.sqrt(3)),
         "eval/sampled/pass@4": 0.5,
+        "eval/sampled/pass@4_stderr": pytest.approx(statistics.stdev([1, 0]) / math.sqrt(2)),
     }
 
 
 def test_the_reward_of_a_success():
     result = evaluation([0.4, 0.6], [0.5, 0.1 + 0.2])
-    assert result.pass_at(1) == 0.0
-    assert evaluation([0.4, 0.6], [0.5, 0.1 + 0.2], success=0.5).pass_at(1) == 0.5
-    assert evaluation([0.3, 0.1 + 0.2], success=0.1 + 0.2).pass_at(1) == 1.0  # equal but for rounding
+    assert result.measured("pass@1") == 0.0
+    assert evaluation([0.4, 0.6], [0.5, 0.1 + 0.2], success=0.5).measured("pass@1") == 0.5
+    assert evaluation([0.3, 0.1 + 0.2], success=0.1 + 0.2).measured("pass@1") == 1.0  # equal but for rounding
 
 
 def test_the_standard_error_is_that_of_the_prompts():
@@ -180,6 +197,119 @@ def test_the_standard_error_is_that_of_the_prompts():
     spread = statistics.stdev([each.mean() for each in results])
     assert statistics.fmean(each.standard_error() for each in results) == pytest.approx(spread, rel=0.15)
     assert math.isnan(evaluation([1.0, 0.0]).standard_error())
+
+
+# ---- the answer of the majority ----
+
+
+def test_the_majority_is_that_of_votes_drawn_at_random_where_several_lead():
+    """Against counting: every order of the votes is as likely, and the first to reach the most wins."""
+    random = Random(3)
+    for _ in range(50):
+        answers = [random.choice(["a", "b", "c", None]) for _ in range(4)]
+        right = random.choice(["a", "b", "c"])
+        solved = [each == right for each in answers]
+        said = [each for each in answers if each is not None]
+        winners = [each for each in dict.fromkeys(said) if said.count(each) == max(map(said.count, said))]
+        assert majority(answers, solved) == pytest.approx(winners.count(right) / len(winners) if winners else 0.0)
+    assert majority(["1", "1"], [True, False]) == 0.5  # a reward of the form, too: half of those that say so are right
+
+
+def test_maj_at_k():
+    """It counts prompts of which all k completions were scored, each by its majority; its error is over prompts."""
+    result = evaluation(
+        [1.0, 1.0, 0.0],
+        [0.0, 0.0, 1.0],
+        [1.0, None, 1.0],
+        [0.0, 1.0, 0.0],
+        answers=(("5", "5", "6"), ("7", "7", "8"), ("1", None, "1"), ("2", "3", "4")),
+    )
+    assert result.values("maj@3")[:2] == [1.0, 0.0] and math.isnan(result.values("maj@3")[2])
+    assert result.values("maj@3")[3] == pytest.approx(1 / 3)  # none leads: as one drawn at random
+    assert result.measured("maj@3") == pytest.approx((1 + 0 + 1 / 3) / 3)
+    assert result.standard_error("maj@3") == pytest.approx(statistics.stdev([1, 0, 1 / 3]) / math.sqrt(3))
+    assert result.measures == ("reward", "pass@1", "pass@3", "maj@3")
+    assert {"eval/sampled/maj@3", "eval/sampled/maj@3_stderr"} <= set(result.details())
+
+
+def test_votes_are_read_from_what_was_sampled_and_kept_with_it(engine, tmp_path):
+    """`answer` gets each scored completion's text; what it says is in the file of the evaluation."""
+    result = run(engine, k=3, answer=lambda text: len(text) % 2)
+    sampled = result["sampled"]
+    for group, votes in zip(sampled.groups, sampled.answers, strict=True):
+        scored = [rollout.reward is not None for rollout in group.rollouts]
+        expected = [str(len(rollout.completion.text) % 2) for rollout in group.rollouts]
+        assert votes == tuple(said if each else None for said, each in zip(expected, scored, strict=True))
+    assert result["greedy"].answers == () and run(engine)["sampled"].answers == ()
+    save_evaluations(tmp_path, 7, result)
+    loaded = load_evaluations(tmp_path, 7)
+    assert loaded["sampled"].answers == sampled.answers and loaded["greedy"].answers == ()
+    assert loaded["sampled"].values("maj@3")[:3] == sampled.values("maj@3")[:3]
+
+    def fails(text):
+        raise KeyError("no such answer")
+
+    with pytest.raises(RewardError, match=r"eval\.answer failed on a completion of prompt '0': KeyError"):
+        run(engine, k=2, answer=fails)
+
+
+# ---- two policies on the same prompts ----
+
+
+def test_the_p_value_is_the_share_of_signs_as_far_from_zero():
+    """Against all signs in plain Python, with differences of many sizes, and McNemar's binomial for those of one."""
+    random = Random(1)
+    for size in (1, 2, 5, 9):
+        first, second = ([random.random() for _ in range(size)] for _ in range(2))
+        differences = [a - b for a, b in zip(first, second, strict=True)]
+        sums = [
+            abs(sum(s * d for s, d in zip(signs, differences, strict=True)))
+            for signs in itertools.product((-1, 1), repeat=size)
+        ]
+        expected = sum(each >= abs(sum(differences)) - 1e-9 for each in sums) / len(sums)
+        assert paired(first, second).p_value == pytest.approx(expected)
+    test = paired([1.0] * 9 + [0.0] * 3, [0.0] * 9 + [1.0] + [0.0] * 2)
+    assert test.p_value == pytest.approx(2 * (1 + 10) / 2**10)  # 9 won, 1 lost
+    assert (test.won, test.lost, test.prompts) == (9 / 12, 1 / 12, 12)
+    assert test.difference == pytest.approx(8 / 12)
+    assert test.standard_error == pytest.approx(statistics.stdev([1.0] * 9 + [-1.0] + [0.0] * 2) / math.sqrt(12))
+
+
+def test_a_pair_without_a_value_is_left_out():
+    test = paired([1.0, math.nan, 0.5], [0.0, 1.0, 0.5])
+    assert (test.prompts, test.difference, test.won, test.lost) == (2, 0.5, 0.5, 0.0)
+    assert paired([0.5], [0.5]).p_value == 1.0 and math.isnan(paired([0.5], [0.5]).standard_error)
+    with pytest.raises(DataError, match="no prompt on which both"):
+        paired([math.nan], [1.0])
+
+
+def test_equal_policies_are_told_apart_as_often_as_p_says():
+    """Under the null hypothesis p is below 0.05 in at most that share of many repetitions; drawn signs agree with it,
+    and a difference that is there is found."""
+    random = Random(2)
+
+    def draw(shift: float, size: int = 40) -> float:
+        easy = [random.random() for _ in range(size)]  # prompts differ more than the policies do
+        return paired(
+            [each + random.gauss(shift, 0.1) for each in easy], [each + random.gauss(0, 0.1) for each in easy]
+        ).p_value
+
+    assert sum(draw(0.0) < 0.05 for _ in range(200)) <= 20
+    assert all(draw(0.2) < 0.001 for _ in range(5))
+    assert draw(0.2) == pytest.approx(1 / 20_001)  # no drawn sign is as far
+
+
+def test_versions_are_tested_by_mode_and_measure():
+    first = {"sampled": evaluation([1.0, 1.0], [1.0, 0.0], answers=(("a", "a"), ("a", "b")))}
+    second = {"sampled": evaluation([0.0, 1.0], [0.0, 0.0], answers=(("b", "a"), ("b", "b")))}
+    tests = paired_tests(first, second)
+    assert list(tests) == ["sampled/reward", "sampled/pass@1", "sampled/pass@2", "sampled/maj@2"]
+    assert tests["sampled/reward"].difference == 0.5 and tests["sampled/reward"].won == 1.0
+    assert tests["sampled/pass@2"].difference == 0.5 and tests["sampled/pass@2"].won == 0.5
+    assert tests["sampled/maj@2"].difference == pytest.approx(0.75 - 0.25)
+    other = {"sampled": replace(second["sampled"], groups=second["sampled"].groups[::-1])}
+    with pytest.raises(DataError, match="not evaluated on the same prompts"):
+        paired_tests(first, other)
 
 
 # ---- failures ----

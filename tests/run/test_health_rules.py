@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -64,6 +65,12 @@ CASES = {
     "reward.noise": Case({"reward/judge/noise": 0.6}, {"reward/judge/noise": 0.0}, 3, name="judge"),
     "reward.dominated": Case({"reward/form/share": 0.05}, {"reward/form/share": 0.4}, 5, name="form"),
     "reward.falling": Case({"reward/mean": lambda t: 0.9 - 0.02 * t}, {"reward/mean": 0.5}, 30),
+    "reward.lost": Case(
+        {"reward/mean": lambda t: max(0.5, 0.9 - 0.006 * t)},
+        {"reward/mean": 0.9},
+        51,
+        {"reward/mean": lambda t: max(0.2, 0.5 - 0.006 * t)},
+    ),
     "reward.flat": Case(
         {"reward/mean": lambda t: 0.4 + 0.1 * (t % 2), "reward/frac_zero_std": 0.2, "optim/lr": 1e-5},
         {"reward/mean": lambda t: 0.4 + 0.01 * t, "reward/frac_zero_std": 0.2, "optim/lr": 1e-5},
@@ -420,6 +427,43 @@ def test_runs_that_learned_are_healthy_and_the_controls_are_not(name: str, recor
         assert report.status == "error" and {"group.zero_std", "eval.regress", "reward.stuck_zero"} <= ids
     else:
         assert (report.status, ids) == ("warn", {"lr.zero"})
+
+
+REPLAYS = Path(__file__).parent / "replays"
+
+
+def replayed(path: Path) -> tuple[HealthMonitor, list[Event]]:
+    """The health of a run whose metrics are a table, as they would be told while it goes on."""
+    health, events = HealthMonitor(), list[Event]()
+    with path.open(newline="", encoding="utf-8") as file:
+        for record in csv.DictReader(file):
+            events += health.step(int(record.pop("step")), {name: float(value) for name, value in record.items()})
+    return health, events
+
+
+def test_a_reward_that_is_lost_over_hundreds_of_steps_is_named():
+    """The shape of a run of a 0.6B model whose mean reward fell from 0.8 to 0.09 by step 251, with noise: too slow for
+    what looks at 30 steps. It is named before a half is lost, as an error while there is something left, and stands at
+    the end; it is neither called flat nor as good as it gets meanwhile."""
+    health, events = replayed(REPLAYS / "reward_0.8_to_0.09.csv")
+    first = {(e.finding.id, e.finding.severity): e.step for e in reversed(events) if e.finding is not None}
+    assert first["reward.lost", "warn"] < 115 and first["reward.lost", "error"] < 185
+    standing = {each.id: each for each in health.standing}
+    assert standing["reward.lost"].severity == "error" and "from its best" in standing["reward.lost"].says
+    advice = [each.text for each in standing["reward.lost"].advice]
+    assert advice[0].startswith("go back to the version before it fell") and "eval.best" in advice[-1]
+    assert "reward.flat" not in standing
+
+
+def test_noise_around_one_level_is_not_called_lost():
+    """Whatever the draw, a mean reward that keeps its level, rises, or dips for some steps has lost nothing."""
+    for seed in range(20):
+        draw = Random(seed)
+        for level in (lambda t: 0.5, lambda t: 0.2 + 0.003 * t, lambda t: 0.3 if 100 < t < 104 else 0.5):
+            health = HealthMonitor()
+            for t in range(200):
+                events = health.step(t + 1, {"reward/mean": max(0.0, level(t) + draw.gauss(0, 0.08))})
+                assert not kinds(events, "reward.lost"), (seed, t)
 
 
 # ---- the document ----

@@ -95,6 +95,35 @@ def test_a_note_goes_with_its_version(store):
     assert set(store.notes()) == {versions[2]}
 
 
+def test_what_is_measured_of_a_version_is_kept_beside_it_and_goes_with_it(store):
+    versions = [publish(store) for _ in range(3)]
+    first, second = ({"suite": "lm-eval", "metrics": {"arc/acc": {"value": value}}} for value in (0.25, 0.5))
+    before = {path: path.read_bytes() for path in store.path(versions[0]).iterdir()}
+    store.record(versions[0], first)
+    store.record(versions[0], second)
+    store.record(versions[1], second)
+    other = AdapterStore(store.root)
+    assert other.evaluations(versions[0]) == (first, second) and other.evaluations(versions[2]) == ()
+    assert {path: path.read_bytes() for path in store.path(versions[0]).iterdir()} == before and not other.warnings
+    store.delete(versions[0])
+    assert store.evaluations(versions[0]) == () and store.evaluations(versions[1]) == (second,)
+    with pytest.raises(AdapterNotFoundError):
+        store.record(versions[0], first)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"suite": '])
+def test_results_that_cannot_be_read_are_said_and_not_written_over(store, text):
+    version = publish(store)
+    store.record(version, {"suite": "inspect"})
+    [path] = (store.root / ".evaluations").iterdir()
+    path.write_text(text)
+    for attempt in (lambda: store.evaluations(version), lambda: store.record(version, {"suite": "inspect"})):
+        with pytest.raises(AdapterError, match=r"toy@1\.json cannot be read|@1\.json cannot be read"):
+            attempt()
+    assert path.read_text() == text
+    assert store.path(version).is_dir()
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"no version": "x"}', "[" * 100_000])
 def test_unreadable_notes_are_set_aside_and_nothing_else_is_lost(store, text):
     version = publish(store)

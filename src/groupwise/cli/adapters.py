@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
@@ -114,11 +114,14 @@ def show(
         path = opened.path(version)
         described = _info_as_json(opened.info(version), opened.notes().get(version))
         described |= {"path": str(path), "active": version == opened.active}
+        described["evaluations"] = list(opened.evaluations(version))
     if as_json:
         return print_json(described)
     for key, value in described.items():
         if key == "history":
             print_table([("", "version", "step", "parent", "reward", "created", "", "note"), *map(_history_row, value)])
+        elif key == "evaluations":
+            print_table(evaluation_rows(value))
         elif key == "notes" or (key == "note" and value is None):
             continue  # of a server they stand behind each version
         else:
@@ -476,6 +479,19 @@ def _history_row(version: Mapping[str, Any]) -> tuple[str, ...]:
     fate = "not kept" if version["surplus"] else ""
     reward, made, note = _reward(version["metrics"]), str(version["created_at"]), version["note"] or ""
     return (mark, *texts, reward, made, fate, note)
+
+
+def evaluation_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """What suites measured of a version, a row a metric."""
+    rows = [("evaluated", "metric", "value", "", "samples", "by", "")] if results else []
+    for result in results:
+        by = f"{result['suite']} {result['release']}"
+        how = "chat" if result["chat"] else ""
+        for name, metric in result["metrics"].items():
+            error = f"± {metric['stderr']:.4f}" if "stderr" in metric else ""
+            samples = str(metric.get("samples", ""))
+            rows.append((result["created"], name, f"{metric['value']:.4f}", error, samples, by, how))
+    return rows
 
 
 def _weight(text: str) -> tuple[str, float]:

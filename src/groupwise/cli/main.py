@@ -479,10 +479,15 @@ def import_(
     epilog=examples(
         "groupwise eval my_run.yaml",
         "groupwise eval my_run.yaml --adapter runs/arithmetic-20260101T120000Z/arithmetic@80",
+        "groupwise eval my_run.yaml --adapter arithmetic@80 --against arithmetic@40",
+        "groupwise eval --adapter arithmetic@80 --suite lm-eval --tasks arc_easy,gsm8k --limit 200",
     ),
 )
 def eval_(
-    config: Config,
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="As of `run`; --suite needs none with --adapter.", show_default=False),
+    ] = None,
     overrides: Overrides = None,
     adapter: Annotated[
         str | None,
@@ -493,34 +498,115 @@ def eval_(
             show_default=False,
         ),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADAPTER",
+            help="Also evaluate this one (base: the model alone) on the same prompts, and test the difference.",
+            show_default=False,
+        ),
+    ] = None,
     mode: Annotated[
         list[str] | None,
         typer.Option("--mode", metavar="MODE", help="greedy or sampled; may be repeated; default: eval.modes."),
     ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(metavar="SUITE", help="lm-eval or inspect: run its tasks instead, and keep what they say."),
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Of --suite: its tasks, by its names.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Of --suite: most samples of each task.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Of lm-eval: ask by the chat template.")] = False,
+    include_path: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of lm-eval: a folder with tasks of your own.")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(metavar="PYTHON", help="Of --suite: the Python that has it; default: this one.")
+    ] = None,
+    suite_args: Annotated[
+        str | None, typer.Option(metavar="ARGS", help="Of --suite: more words for its command line.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Of --suite: where its files go.")] = None,
     set_: Set = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """The mean reward of the base model or an adapter on CONFIG's evaluation prompts; pass@k where eval.k is more."""
-    loaded = _load(config, overrides, set_)
+    """The mean reward of the base model or an adapter on CONFIG's evaluation prompts; pass@k and maj@k where eval.k is
+    more. With --against a second one's, and whether they differ: a paired test over the prompts. With --suite tasks of
+    lm-eval or inspect-ai in their place (docs/evaluation.md)."""
+    of_suite = {
+        "--tasks": tasks,
+        "--limit": limit,
+        "--chat": chat,
+        "--include-path": include_path,
+        "--python": python,
+        "--suite-args": suite_args,
+        "--output": output,
+    }
+    own = {"--against": against, "--mode": mode}
+    for option, given in (of_suite if suite is None else own).items():
+        if given:
+            without = "--suite SUITE" if suite is None else "evaluations on CONFIG's prompts, without --suite"
+            raise ConfigError(f"{option} is for {without}", hint="leave one of the two out")
+    loaded = None if config is None and suite is not None else _load(_given(config), overrides, set_)
+    if suite is not None:
+        from groupwise.cli.suite import evaluate_by_suite
+
+        return evaluate_by_suite(
+            suite,
+            config=loaded,
+            adapter=adapter,
+            tasks=tuple(filter(None, (tasks or "").split(","))),
+            limit=limit,
+            chat=chat,
+            folder=include_path,
+            python=python,
+            arguments=suite_args,
+            output=output,
+            as_json=as_json,
+        )
+    assert loaded is not None
+    _evaluate(loaded, adapter=adapter, against=against, modes=tuple(mode or ()), as_json=as_json)
+
+
+def _given(config: str | None) -> str:
+    if config is None:
+        raise ConfigError("CONFIG is missing", hint="groupwise eval my_run.yaml, or --suite SUITE with --adapter RUN")
+    return config
+
+
+def _evaluate(
+    loaded: RunConfig, *, adapter: str | None, against: str | None, modes: tuple[str, ...], as_json: bool
+) -> None:
+    """On the prompts of the configuration, by its rewards."""
     from groupwise.run.evaluate import checked_modes
     from groupwise.run.plan import make_plan
-    from groupwise.store.rundir import find_adapter
+    from groupwise.store.rundir import find_version
 
-    checked_modes(loaded, mode or ())
-    if adapter is not None:
-        find_adapter(adapter)
+    checked_modes(loaded, modes)
+    adapters = [adapter] if against is None else [adapter, against]
+    for each in adapters:
+        find_version(each)
     plan = _plan(loaded, make_plan)
-    from groupwise.cli.print import evaluation_as_json, print_evaluation
+    from groupwise.cli.print import evaluation_as_json, print_evaluation, print_tests, tests_as_json
     from groupwise.run.eval_adapter import assess
+    from groupwise.run.evaluate import paired_tests
 
     with json_alone(as_json):
-        result, policy = assess(loaded, plan=plan, adapter=adapter, modes=tuple(mode or ()), note=say)
+        first, *other = assess(loaded, plan=plan, adapters=adapters, modes=modes, note=say)
     by = None if loaded.eval is None else loaded.eval.by
+    tests = paired_tests(first.evaluations, other[0].evaluations) if other else {}
     if as_json:
-        print_json(evaluation_as_json(result, policy=policy, by=by))
-    else:
-        print_evaluation(stdout(), result, policy=policy, by=by)
+        shown = evaluation_as_json(first.evaluations, policy=first.policy, by=by)
+        for each in other:
+            shown["against"] = evaluation_as_json(each.evaluations, policy=each.policy, by=by)
+            shown["paired"] = tests_as_json(tests)
+        print_json(shown)
+        return
+    for each in (first, *other):
+        print_evaluation(stdout(), each.evaluations, policy=each.policy, by=by)
+    for each in other:
+        print_tests(stdout(), tests, policy=first.policy, against=each.policy)
 
 
 @app.command()

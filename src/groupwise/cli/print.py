@@ -22,7 +22,7 @@ from groupwise.config.algo import CreditConfig
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.config.yaml import inline
 from groupwise.run.display import before_after_table, said, side_by_side
-from groupwise.run.evaluate import Evaluation, compare
+from groupwise.run.evaluate import Evaluation, PairedTest, compare
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.tracking import METRICS, read_metrics
 from groupwise.tasks.transcript import visible
@@ -173,17 +173,44 @@ def print_evaluation(console: Console, result: Mapping[str, Evaluation], *, poli
     metrics = [each.metrics(by=by) for each in result.values()]
     for keys in zip(*metrics, strict=True):
         what = keys[0].split("/", 2)[2].removesuffix("reward").rstrip("/") or "all"
-        table.add_row(Text(visible(what)), *(_cell(m[key]) for m, key in zip(metrics, keys, strict=True)))
-    for k in sorted({k for each in result.values() if each.k > 1 for k in (1, each.k)}):
-        table.add_row(f"pass@{k}", *(_cell(each.pass_at(k) if each.k > 1 else math.nan) for each in result.values()))
+        errors = [each.standard_error() if what == "all" else math.nan for each in result.values()]
+        cells = (_cell(m[key], error) for m, key, error in zip(metrics, keys, errors, strict=True))
+        table.add_row(Text(visible(what)), *cells)
+    for measure in dict.fromkeys(measure for each in result.values() for measure in each.measures[1:]):
+        table.add_row(measure, *(_measured(each, measure) for each in result.values()))
     print_line(
-        f"mean reward of {policy} on {max(len(each.groups) for each in result.values())} prompts", console=console
+        f"mean reward of {policy} on {max(len(each.groups) for each in result.values())} prompts, ± standard error",
+        console=console,
     )
     console.print(table)
 
 
-def _cell(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3f}"
+def _measured(evaluation: Evaluation, measure: str) -> str:
+    if measure not in evaluation.measures:
+        return "-"
+    return _cell(evaluation.measured(measure), evaluation.standard_error(measure))
+
+
+def _cell(value: float, error: float = math.nan) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
+
+
+def tests_as_json(tests: Mapping[str, PairedTest]) -> dict[str, Any]:
+    return {name: {key: finite(value) for key, value in asdict(test).items()} for name, test in tests.items()}
+
+
+def print_tests(console: Console, tests: Mapping[str, PairedTest], *, policy: str, against: str) -> None:
+    """How two policies differ on the same prompts."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "difference", "p", "won", "lost", "prompts"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, test in tests.items():
+        error = "" if math.isnan(test.standard_error) else f" ± {test.standard_error:.3f}"
+        p_value = f"{test.p_value:.3f}" if test.p_value >= 0.001 else f"{test.p_value:.1e}"
+        shares = (f"{test.won:.1%}", f"{test.lost:.1%}", str(test.prompts))
+        table.add_row(name, f"{test.difference:+.3f}{error}", p_value, *shares)
+    print_line(f"{policy} less {against}, prompt by prompt", console=console)
+    console.print(table)
 
 
 # ---- check ----

@@ -221,7 +221,7 @@ MODELS: Mapping[str, type[GrpoJobConfig] | type[SftJobConfig]] = {"grpo": GrpoJo
 
 # What other systems, or the other kind of job, call our keys; only for "did you mean".
 _JOB_NAMES = {
-    **{key: name.rpartition(".")[2] for key, name in OTHER_NAMES.items()},
+    **{key: ours for key, name in OTHER_NAMES.items() if (ours := name.rpartition(".")[2]) != key},
     "lora_r": "lora_rank",
     "rank": "lora_rank",
     "r": "lora_rank",

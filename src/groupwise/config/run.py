@@ -13,6 +13,7 @@ secrets: tokens come from the environment.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -201,8 +202,12 @@ _WHERE = ("run_dir", "output_dir", "resume", "launcher")
 _ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s", "attention")  # of `train`
 
 
-# What other systems call our keys; only for "did you mean".
+EVAL_SAMPLING = ("temperature", "top_p", "max_tokens")  # keys of `eval` in the place of those of `rollout`
+
+
+# What other systems call our keys, and the first place of keys that have two; only for "did you mean".
 OTHER_NAMES = {
+    **{key: f"rollout.{key}" for key in EVAL_SAMPLING},
     "lr": "train.learning_rate",
     "max_steps": "train.steps",
     "lr_scheduler_type": "train.schedule",
@@ -235,13 +240,23 @@ class EvalConfig(Section):
     every: int = Field(default=25, ge=0)
     """Steps between evaluations; 0 is only before and after."""
     modes: Annotated[tuple[Mode, ...], Field(strict=False, min_length=1)] = ("greedy", "sampled")
-    """`greedy` decodes at temperature 0, `sampled` as in training."""
+    """`greedy` decodes at temperature 0, `sampled` as in training but for the three keys that follow."""
+    temperature: Temperature | None = None
+    """Of mode sampled; null is `rollout.temperature`."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Of mode sampled; null is `rollout.top_p`."""
+    max_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
+    """Longest completion in both modes, in tokens; null is `rollout.max_tokens`."""
     by: Text | None = None
     """A column of the dataset to break the means down by."""
     k: int = Field(default=1, ge=1, le=1024)
-    """Completions of each prompt in mode sampled: their mean is avg@k, the share of prompts solved at all pass@k."""
+    """Completions of each prompt in mode sampled: their mean is avg@k, the share of prompts solved at all pass@k, and
+    the share solved by the answer that most of them give maj@k."""
     success: float = 1.0
-    """The reward from which a completion counts as solved, for pass@k."""
+    """The reward from which a completion counts as solved, for pass@k and maj@k."""
+    answer: Text | None = None
+    """What of a completion votes in maj@k: `final` (which null is), `number`, or `module:function`, a function of your
+    own of the completion's text (docs/evaluation.md)."""
     best: Mode | None = None
     """Keep and report the version with the best mean reward in this mode; null is the last version."""
     patience: int = Field(default=0, ge=0)
@@ -262,6 +277,11 @@ class EvalConfig(Section):
             raise conflict("limit", f"{self.limit} acts on an environment's own cases; set eval.data.limit")
         if self.k > 1 and "sampled" not in self.modes:
             raise conflict("k", f"{self.k} acts in mode sampled only; modes is {list(self.modes)}")
+        for key in ("temperature", "top_p"):
+            if (value := getattr(self, key)) is not None and "sampled" not in self.modes:
+                raise conflict(key, f"{value:g} acts in mode sampled only; modes is {list(self.modes)}")
+        if self.answer is not None and self.k == 1:
+            raise conflict("answer", f"{self.answer!r} votes among several completions, and k is 1; raise eval.k")
         if self.best is not None and self.best not in self.modes:
             raise conflict("best", f"{self.best!r} is not evaluated; modes is {list(self.modes)}")
         if self.patience and self.best is None:
@@ -701,6 +721,11 @@ class RunConfig(Section):
         if self.algo.advantage == "batch_std":
             message = "does not go with algo.advantage batch_std, which needs the whole batch; use group_std"
             raise conflict("rollout", "stream_groups", message)
+
+    def eval_sampling(self) -> SamplingParams:
+        """The sampling parameters of evaluations in mode sampled: the training rollouts', with what `eval` changes."""
+        changes = {} if self.eval is None else {key: getattr(self.eval, key) for key in EVAL_SAMPLING}
+        return replace(self.rollout.sampling(), **{key: v for key, v in changes.items() if v is not None})
 
     def run_path(self, *, now: datetime) -> Path:
         """The run directory: `run_dir`, or `output_dir/name-20250131T120000Z` for the UTC time `now`."""

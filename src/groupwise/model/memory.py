@@ -500,6 +500,12 @@ def _longest(config: RunConfig, load: Load) -> int:
     return load.longest_prompt + config.rollout.max_tokens
 
 
+def _longest_sampled(config: RunConfig, load: Load) -> int:
+    """Tokens of the longest that is sampled: evaluations may go on for longer than what is trained on."""
+    evaluated = 0 if config.eval is None else config.eval.max_tokens or 0
+    return load.longest_prompt + max(config.rollout.max_tokens, evaluated)
+
+
 def _ranks(config: RunConfig) -> int:
     return config.train.devices or world().size
 
@@ -549,8 +555,8 @@ def _keys_and_values(config: RunConfig, load: Load) -> int:
         rows = min(rows, math.ceil(rollout.prompts_per_step * rollout.refill) * rollout.group_size)
     if load.own_cache is not None:
         token, row = load.own_cache
-        return rows * (_longest(config, load) * token + row)
-    cells = rows * math.ceil(_longest(config, load) * STORE_GROWTH)
+        return rows * (_longest_sampled(config, load) * token + row)
+    cells = rows * math.ceil(_longest_sampled(config, load) * STORE_GROWTH)
     kept = 0 if config.env is None else rollout.prefix_cache_mb << 20
     return 2 * model.layers * model.key_value * cells * model.value_bytes + kept
 

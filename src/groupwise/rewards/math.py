@@ -27,7 +27,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from groupwise.rewards.base import text_of
-from groupwise.rewards.text import answer_part, gold_text
+from groupwise.rewards.text import answer_part, gold_text, tagged
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Numbers as people and models write them, read exactly: the last one of a text, with its unit where it has one.
@@ -299,6 +299,36 @@ def boxed(text: str) -> str | None:
 
 
 # ---- numbers ----
+
+
+def final_answer(text: str) -> str | None:
+    r"""The answer that a completion ends with, as maj@k counts it; None where nothing is said.
+
+    Of what follows the last </think>: the last \boxed{}, else the last <answer>, else what stands behind the last
+    ####, else all of it. Runs of blanks are one blank.
+
+    >>> final_answer(r"<think>4?</think> So it is \boxed{5}."), final_answer("2 + 3 = 5 #### 5"), final_answer(" 5 ")
+    ('5', '5', '5')
+    """
+    said = answer_part(text, after="</think>") or ""
+    found = boxed(said)
+    found = tagged(said, "answer") if found is None else found
+    found = said.rpartition("####")[2] if found is None else found
+    return " ".join(unicodedata.normalize("NFC", found).split()) or None
+
+
+def final_number(text: str) -> str | None:
+    """The last number of `final_answer`, with its unit: 1,000 and 1000.0 are one answer. None where there is none.
+
+    >>> final_number("that makes 1,000"), final_number("1 km"), final_number("#### 1000.0 m"), final_number("many")
+    ('1000', '1000 length', '1000 length', None)
+    """
+    said = last_quantity(final_answer(text) or "")
+    if said is None:
+        return None
+    return " ".join(
+        [str(said.amount), *(f"{name}{'' if power == 1 else power}" for name, power in said.dimension or ())]
+    )
 
 
 def number_match(

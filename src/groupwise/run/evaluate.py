@@ -4,9 +4,12 @@ With k completions for each prompt in mode `sampled`, of which c succeed (reward
 
     avg@k    the mean over prompts of their mean reward
     pass@k   the mean over prompts of  1 - C(n - c, k) / C(n, k)     Chen et al. 2021, arXiv 2107.03374, equation 1
+    maj@k    the share of prompts solved by the answer that most completions give (`majority`), self-consistency
+             (Wang et al. 2022, arXiv 2203.11171)
 
-The standard error of the mean is std / sqrt(P) of the P prompts' mean rewards: the completions of one prompt are not
-independent. Completions that failed are counted and left out; only if all of a mode failed, RewardError is raised.
+Each is a mean over prompts, and its standard error is std / sqrt(P) of the P prompts' values: the completions of one
+prompt are not independent. Completions that failed are counted and left out; only if all of a mode failed, RewardError
+is raised. `paired` tests two policies on the same prompts.
 """
 
 from __future__ import annotations
@@ -16,15 +19,17 @@ import difflib
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from groupwise.config.run import RunConfig
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, RewardError
 from groupwise.model.chat import check_length
 from groupwise.rewards.base import refuse_failed
+from groupwise.rewards.math import final_answer
 from groupwise.run.batches import Score
 from groupwise.store import files
 from groupwise.store.rollouts import group_from_json, group_to_json
@@ -35,6 +40,7 @@ from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, S
 SUCCESS = 1.0  # the reward of a right answer, where nothing else is said
 _SAME = 1e-9
 MODES = ("greedy", "sampled")
+Answer = Callable[[str], object]  # the text of a completion -> what votes in maj@k, None for no vote
 
 
 def checked_modes(config: RunConfig, modes: Sequence[str]) -> tuple[str, ...]:
@@ -49,12 +55,16 @@ def checked_modes(config: RunConfig, modes: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Rewards of one policy in one mode, and the completions they come from (k per prompt)."""
+    """Rewards of one policy in one mode, and the completions they come from (k per prompt).
+
+    `answers` are, for each prompt and completion, what it votes for in maj@k; empty where nothing was voted on.
+    """
 
     mode: str
     version: PolicyVersion
     groups: tuple[RolloutGroup, ...]
     success: float = SUCCESS
+    answers: tuple[tuple[str | None, ...], ...] = ()
 
     @property
     def k(self) -> int:
@@ -77,22 +87,39 @@ class Evaluation:
     def mean(self, *, column: str | None = None, value: object = None) -> float:
         """The mean reward, of all prompts or of those whose `column` is `value`; NaN where nothing could be scored."""
         chosen = [each for each in self.groups if column is None or each.prompt.columns.get(column) == value]
-        means = _means(chosen)
-        return math.fsum(means) / len(means) if means else math.nan
+        return _mean(_mean(_rewards(group)) for group in chosen)
 
-    def standard_error(self) -> float:
-        """Of `mean`; NaN for fewer than two prompts."""
-        means = _means(self.groups)
-        return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
-
-    def pass_at(self, k: int) -> float:
-        """The chance that one of k completions succeeds, over the prompts with k that were scored; NaN without any."""
-        chances = [
-            pass_at_k(len(rewards), sum(reward >= self.success - _SAME for reward in rewards), k)
-            for rewards in map(_rewards, self.groups)
-            if len(rewards) >= k
+    def values(self, measure: str) -> list[float]:
+        """A measure of each prompt: its mean `reward`, `pass@K` or `maj@K`. NaN where too few completions were
+        scored: pass@K needs K of them, and maj@K all of K = `k`."""
+        name, _, size = measure.partition("@")
+        if name == "reward":
+            return [_mean(_rewards(group)) for group in self.groups]
+        solved = [[reward >= self.success - _SAME for reward in _rewards(group)] for group in self.groups]
+        if name == "pass":
+            k = int(size)
+            return [pass_at_k(len(each), sum(each), k) if len(each) >= k else math.nan for each in solved]
+        votes = self.answers or [()] * len(self.groups)
+        full = [len(each) == len(answers) == int(size) for each, answers in zip(solved, votes, strict=True)]
+        return [
+            majority(answers, each) if whole else math.nan
+            for each, answers, whole in zip(solved, votes, full, strict=True)
         ]
-        return math.fsum(chances) / len(chances) if chances else math.nan
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What there is to report: the reward, and with several completions of a prompt pass@1, pass@k, maj@k."""
+        voted = (f"maj@{self.k}",) if self.answers else ()
+        return ("reward", "pass@1", f"pass@{self.k}", *voted) if self.k > 1 else ("reward",)
+
+    def measured(self, measure: str) -> float:
+        """The mean over prompts of a measure (`values`); NaN without any."""
+        return _mean(self.values(measure))
+
+    def standard_error(self, measure: str = "reward") -> float:
+        """Of `measured`; NaN for fewer than two prompts."""
+        values = _known(self.values(measure))
+        return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
     def metrics(self, *, by: str | None = None) -> dict[str, float]:
         """{"eval/greedy/reward": mean} and, with `by`, the means per value of that column."""
@@ -103,10 +130,12 @@ class Evaluation:
         }
 
     def details(self) -> dict[str, float]:
-        """What else there is to log: the standard error, the failures, and for k > 1 avg@k and pass@k."""
+        """What else there is to log: standard errors, the failures, and for k > 1 avg@k, pass@k and maj@k."""
         details = {"reward_stderr": self.standard_error(), "failed": float(self.failed)}
+        for measure in self.measures[1:]:
+            details |= {measure: self.measured(measure), f"{measure}_stderr": self.standard_error(measure)}
         if self.k > 1:
-            details |= {f"avg@{self.k}": self.mean(), "pass@1": self.pass_at(1), f"pass@{self.k}": self.pass_at(self.k)}
+            details |= {f"avg@{self.k}": self.mean(), f"avg@{self.k}_stderr": self.standard_error()}
         return {f"eval/{self.mode}/{name}": value for name, value in details.items()}
 
 
@@ -121,12 +150,14 @@ async def evaluate(
     seed: int,
     k: int = 1,
     success: float = SUCCESS,
+    answer: Answer = final_answer,
 ) -> dict[str, Evaluation]:
     """Play every prompt (as `play.prepare` returns it) in each mode: "greedy" once at temperature 0, "sampled" k times
     as `params` says.
 
-    `score` gives a group its rewards (`scorer.Scorer`). The first of k samples are those of a smaller k. Raises
-    RewardError when no completion of a mode could be scored.
+    `score` gives a group its rewards (`scorer.Scorer`); `answer` reads what a completion votes for in maj@k. The first
+    of k samples are those of a smaller k. Raises RewardError when no completion of a mode could be scored, and where
+    `answer` fails.
     """
     result: dict[str, Evaluation] = {}
     for mode in modes:
@@ -136,8 +167,42 @@ async def evaluate(
         groups = await play_all(play, prompts, seeds=seeds, n=1 if greedy else k, params=how, version=version)
         scored = await asyncio.gather(*(score(_without_aborted(group)) for group in groups))
         refuse_failed(scored)
-        result[mode] = Evaluation(mode=mode, version=version, groups=tuple(scored), success=success)
+        answers = () if greedy or k == 1 else tuple(_answers(group, answer) for group in scored)
+        result[mode] = Evaluation(mode=mode, version=version, groups=tuple(scored), success=success, answers=answers)
     return result
+
+
+def _answers(group: RolloutGroup, answer: Answer) -> tuple[str | None, ...]:
+    """What each completion (of an episode its last turn) votes for; None where it was not scored."""
+    answers: list[str | None] = []
+    for rollout in group.rollouts:
+        counts = rollout.reward is not None and rollout.turns
+        try:
+            said = answer(rollout.completion.text) if counts else None
+            answers.append(None if said is None else str(said))
+        except Exception as error:
+            raise RewardError(
+                f"eval.answer failed on a completion of prompt {group.prompt.id!r}: {type(error).__name__}: {error}",
+                hint="it takes a completion's text, and returns its answer, or None where it has none",
+            ) from error
+    return tuple(answers)
+
+
+def majority(answers: Sequence[str | None], solved: Sequence[bool]) -> float:
+    """Whether the answer that most completions give is right, in [0, 1]; 0 where none of them gives one.
+
+    An answer is as right as the completions that give it: the share of them that are `solved` (all or none, where the
+    reward reads the answer alone). Of several answers with the most votes each is as likely as the others, so that
+    k answers which all differ have maj@k = pass@1.
+
+    >>> majority(["5", "5", "6"], [True, True, False]), majority(["5", "6"], [True, False]), majority([None], [True])
+    (1.0, 0.5, 0.0)
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    most = max(votes.values(), default=0)
+    winners = [answer for answer, count in votes.items() if count == most]
+    right = [sum(hit for answer, hit in zip(answers, solved, strict=True) if answer == each) / most for each in winners]
+    return _mean(right) if right else 0.0
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -203,14 +268,103 @@ def prepare_all(prompts: Sequence[Prompt], play: RolloutSource, *, context: int)
 def compare(
     before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], *, by: str | None
 ) -> list[tuple[str, float, float]]:
-    """Rows (what, before, after) of the closing table: mean rewards, and pass@k where there are several samples."""
+    """Rows (what, before, after) of the closing table: mean rewards, and with several samples pass@k and maj@k."""
     rows = []
     for mode, evaluation in after.items():
         first = before[mode].metrics(by=by)
         rows += [(key.removeprefix("eval/"), first[key], value) for key, value in evaluation.metrics(by=by).items()]
-        if (k := evaluation.k) > 1:
-            rows.append((f"{mode}/pass@{k}", before[mode].pass_at(k), evaluation.pass_at(k)))
+        for measure in evaluation.measures[2:]:
+            rows.append((f"{mode}/{measure}", before[mode].measured(measure), evaluation.measured(measure)))
     return rows
+
+
+# ---- two policies on the same prompts ----
+
+_EXACT = 16  # non-zero differences, up to which all 2^n signs are tried
+_FLIPS = 20_000  # draws of the signs beyond that
+_FLIPPED_AT_ONCE = 1 << 20  # numbers in memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedTest:
+    """A measure of one policy less that of another on the same prompts.
+
+    `standard_error` is of the `difference`: std / sqrt(prompts) of the prompts' differences; NaN for fewer than two.
+    `won` and `lost` are the shares of prompts on which the first is better and worse. `p_value` is that of a difference
+    as large in either direction, were the two policies equally good.
+    """
+
+    prompts: int
+    difference: float
+    standard_error: float
+    p_value: float
+    won: float
+    lost: float
+
+
+def paired(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> PairedTest:
+    """The paired test of two policies' values on the same prompts, in the same order; pairs with a NaN are left out.
+
+    Fisher's sign-flip permutation test: were the policies equally good, each prompt's difference could as well have had
+    the other sign. p is the share of signs whose sum is as far from 0 as the sum that was seen. It assumes no
+    distribution. Differences of one size make it McNemar's exact test (a binomial); up to 16 others are tried with all
+    signs, and more with 20,000 that are drawn by `seed`, so that p is then at least 5e-5.
+
+    Raises DataError where no prompt is left.
+    """
+    differences = [a - b for a, b in zip(first, second, strict=True) if not math.isnan(a - b)]
+    if not differences:
+        raise DataError("there is no prompt on which both policies have a value, so they cannot be compared")
+    changed = [each for each in differences if abs(each) > _SAME]
+    prompts, won = len(differences), sum(each > 0 for each in changed)
+    return PairedTest(
+        prompts=prompts,
+        difference=math.fsum(differences) / prompts,
+        standard_error=statistics.stdev(differences) / math.sqrt(prompts) if prompts > 1 else math.nan,
+        p_value=_sign_flips(changed, seed=seed),
+        won=won / prompts,
+        lost=(len(changed) - won) / prompts,
+    )
+
+
+def paired_tests(first: Mapping[str, Evaluation], second: Mapping[str, Evaluation]) -> dict[str, PairedTest]:
+    """The test of each mode and measure, by name ("greedy/reward", "sampled/pass@8"), of the first policy against the
+    second. Raises DataError where they were not evaluated on the same prompts."""
+    tests: dict[str, PairedTest] = {}
+    for mode, one in first.items():
+        other = second[mode]
+        if [each.prompt.id for each in one.groups] != [each.prompt.id for each in other.groups]:
+            raise DataError(f"{one.version} and {other.version} were not evaluated on the same prompts")
+        for measure in one.measures:
+            values = one.values(measure), other.values(measure)
+            if any(not math.isnan(a - b) for a, b in zip(*values, strict=True)):
+                tests[f"{mode}/{measure}"] = paired(*values)
+    return tests
+
+
+def _sign_flips(differences: Sequence[float], *, seed: int) -> float:
+    """The p value of the sign-flip test, of differences that are not 0."""
+    count = len(differences)
+    if not count:
+        return 1.0
+    sizes = [abs(each) for each in differences]
+    if max(sizes) - min(sizes) < _SAME:
+        more = max(won := sum(each > 0 for each in differences), count - won)
+        return min(1.0, 2 * sum(math.comb(count, i) for i in range(more, count + 1)) / 2**count)
+    import numpy as np
+
+    values = np.array(differences)
+    seen = abs(values.sum()) * (1 - _SAME) - _SAME
+
+    def as_far(signs: Any) -> int:  # [flips, differences] of 0 and 1
+        return int((np.abs((signs * 2.0 - 1.0) @ values) >= seen).sum())
+
+    if count <= _EXACT:
+        return as_far((np.arange(2**count)[:, None] >> np.arange(count)) & 1) / 2**count
+    random, rows = np.random.default_rng(seed), max(1, _FLIPPED_AT_ONCE // count)
+    sizes_of = [min(rows, _FLIPS - at) for at in range(0, _FLIPS, rows)]
+    found = sum(as_far(random.integers(0, 2, size=(size, count))) for size in sizes_of)
+    return (found + 1) / (_FLIPS + 1)
 
 
 def _without_aborted(group: RolloutGroup) -> RolloutGroup:
@@ -230,9 +384,14 @@ def _rewards(group: RolloutGroup) -> list[float]:
     return [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
 
 
-def _means(groups: Sequence[RolloutGroup]) -> list[float]:
-    """The mean reward of each prompt of which anything could be scored."""
-    return [math.fsum(rewards) / len(rewards) for rewards in map(_rewards, groups) if rewards]
+def _known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def _mean(values: Iterable[float]) -> float:
+    """The mean of the values that are not NaN; NaN without any."""
+    known = _known(values)
+    return math.fsum(known) / len(known) if known else math.nan
 
 
 def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluation]) -> None:
@@ -242,7 +401,10 @@ def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluat
         directory.mkdir(exist_ok=True)
         for mode, evaluation in evaluations.items():
             head = {"version": str(evaluation.version), "success": evaluation.success}
-            lines = [head, *(group_to_json(group) for group in evaluation.groups)]
+            votes = evaluation.answers or [None] * len(evaluation.groups)
+            groups = zip(evaluation.groups, votes, strict=True)
+            voted = (group_to_json(group) | ({} if vote is None else {"answers": vote}) for group, vote in groups)
+            lines = [head, *voted]
             text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
             files.replace(directory / f"step_{step:06d}.{mode}.jsonl", text)
 
@@ -258,5 +420,6 @@ def load_evaluations(run_dir: Path, step: int) -> dict[str, Evaluation]:
             version=PolicyVersion.parse(head["version"]),
             success=head["success"],
             groups=tuple(map(group_from_json, groups)),
+            answers=tuple(tuple(group["answers"]) for group in groups if "answers" in group),
         )
     return found

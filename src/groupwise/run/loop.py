@@ -214,11 +214,12 @@ class TrainingRun:
             parts.eval_prompts,
             parts.scorer,
             version=version,
-            params=self.plan.config.rollout.sampling(),
+            params=self.plan.config.eval_sampling(),
             modes=config.modes,
             seed=self.plan.config.seed,
             k=config.k,
             success=config.success,
+            answer=self.plan.answer,
         )
         save_evaluations(self.run_dir, step, result)
         metrics = {}

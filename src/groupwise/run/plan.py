@@ -7,16 +7,19 @@ configuration, the data or the rewards is told within a second or two.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from groupwise.config.hub import check_model
+from groupwise.config.load import load_object
 from groupwise.config.loss import LossSpec, loss_of
 from groupwise.config.run import RunConfig, identity, resolved
 from groupwise.config.yaml import to_yaml
 from groupwise.errors import ConfigError, GrammarError, GroupwiseError
 from groupwise.rewards.base import RewardFunction, check_columns, load_rewards
+from groupwise.rewards.math import final_answer, final_number
 from groupwise.store.tracking import check_installed
 from groupwise.tasks.agents import Agent, load_agent
 from groupwise.tasks.compat.three_method import LegacyEnv
@@ -27,6 +30,7 @@ from groupwise.tasks.prompts import PromptSource, open_prompts
 from groupwise.types import Prompt
 
 Env = EnvFactory | LegacyEnv | Agent  # what plays episodes
+ANSWERS: Mapping[str, Callable[[str], object]] = {"final": final_answer, "number": final_number}  # of `eval.answer`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,7 @@ class RunPlan:
     env: Env | None
     source: PromptSource
     eval_prompts: tuple[Prompt, ...]
+    answer: Callable[[str], object]
     loss: LossSpec
 
     @cached_property
@@ -106,6 +111,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         env=env,
         source=source,
         eval_prompts=tuple(held_out),
+        answer=_answer(config),
         loss=loss,
     )
 
@@ -185,6 +191,17 @@ def _held_out(config: RunConfig, env: Env | None) -> list[Prompt]:
     return cases[: config.eval.limit]
 
 
+def _answer(config: RunConfig) -> Callable[[str], object]:
+    """What `eval.answer` names: what a completion's text votes for in maj@k."""
+    name = (config.eval and config.eval.answer) or "final"
+    if name in ANSWERS:
+        return ANSWERS[name]
+    if not re.search(r"[.:]", name):
+        known = ", ".join(ANSWERS)
+        raise ConfigError(f"eval.answer {name!r} does not exist; valid: {known}, module:function", field="eval.answer")
+    return load_object(name, folder=config.folder)
+
+
 def _check_reroll(config: RunConfig, functions: Sequence[RewardFunction]) -> None:
     names, chosen = [function.name for function in functions], config.rollout.reroll.reward
     if chosen is not None and chosen not in names:
@@ -229,6 +246,7 @@ def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
             and config.eval.data
             and open_prompts(config.eval.data, folder=config.folder, cases=config.env is not None)
         ),
+        lambda: _answer(config),
         lambda: loss_of(config.algo, max_tokens=config.rollout.max_tokens, folder=config.folder),
     ]
     problems: list[GroupwiseError] = []

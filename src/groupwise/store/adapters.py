@@ -3,6 +3,7 @@
     <root>/math/v000012/     version math@12, never changed once it has this name
     <root>/.state.json       the activations, oldest first (the last is active), and the numbers that must not come back
     <root>/.staging-*/       versions being written; their writer holds an flock on the directory
+    <root>/.evaluations/     math@12.json: what others' suites measured of a version, oldest first
     <root>/.notes.json       what users wrote about versions: beside them, so that a note changes no byte of a version
     <root>/.refused/         why versions do not go live, a file each (`AdapterStore.refuse`)
     <root>/.quarantine/      what was found damaged, each with the reason
@@ -24,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from groupwise.errors import AdapterError, AdapterNotFoundError, InUseError, StorageError
@@ -345,6 +347,31 @@ class AdapterStore:
             raw = {str(each): text for each, text in kept.items()}
             files.replace(self._notes_path, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
 
+    # --- evaluations ---
+
+    def record(self, version: PolicyVersion, result: Mapping[str, Any]) -> None:
+        """Keep what was measured of a version, behind what is kept already; it goes when the version goes.
+
+        Raises AdapterNotFoundError, or AdapterError if what is kept cannot be read."""
+        with files.writing(f"writing the evaluations of {version}"), files.locked(self.root):
+            self._require(version)
+            path = self._evaluations_path(version)
+            path.parent.mkdir(exist_ok=True)
+            results = [*self.evaluations(version), dict(result)]
+            files.replace(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
+
+    def evaluations(self, version: PolicyVersion) -> tuple[Mapping[str, Any], ...]:
+        """What was measured of a version, oldest first. Raises AdapterError if it cannot be read."""
+        path = self._evaluations_path(version)
+        try:
+            with files.writing(f"reading {path}"):
+                results = json.loads(path.read_bytes()) if path.exists() else []
+            if not (isinstance(results, list) and all(isinstance(each, dict) for each in results)):
+                raise ValueError("it must be a list of objects")
+        except (ValueError, RecursionError) as error:
+            raise AdapterError(f"{path} cannot be read: {error}", hint="move it away to record new results") from error
+        return tuple(results)
+
     # --- removing ---
 
     def delete(self, version: PolicyVersion) -> None:
@@ -475,6 +502,9 @@ class AdapterStore:
     def _notes_path(self) -> Path:
         return self.root / ".notes.json"
 
+    def _evaluations_path(self, version: PolicyVersion) -> Path:
+        return self.root / ".evaluations" / f"{version}.json"
+
     def _read_state(self) -> _State:
         try:
             with files.writing(f"reading {self._state_path}"):
@@ -543,6 +573,7 @@ class AdapterStore:
         self._refusal(version).unlink(missing_ok=True)
         with suppress(AdapterError):  # notes that cannot be read are set aside when a store is opened
             self._keep_note(version, None)
+        self._evaluations_path(version).unlink(missing_ok=True)
 
     def _remove(self, version: PolicyVersion, *, held: bool = False) -> bool:
         """Take a version away in one step, then its files; whether it was. One that somebody holds stays, unless `held`

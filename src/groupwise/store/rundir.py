@@ -31,7 +31,7 @@ from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Da
 from groupwise.platform import is_locked, try_lock
 from groupwise.store import checkpoint, files
 from groupwise.store.adapters import AdapterStore
-from groupwise.types import PolicyVersion
+from groupwise.types import BASE, PolicyVersion
 
 CONFIG, METRICS, HEALTH = "config.yaml", "metrics.jsonl", "health.jsonl"
 ROLLOUTS, EVALUATIONS, ADAPTERS = "rollouts", "evaluations", "adapters"
@@ -238,6 +238,12 @@ class Located:
         run_dir = self.directory.absolute().parents[2]
         return run_dir if self.directory.absolute().parents[1].name == STORE and (run_dir / CONFIG).is_file() else None
 
+    @property
+    def store(self) -> AdapterStore | None:
+        """The store that it is a version of; None for a directory from elsewhere."""
+        published = (self.directory / files.SIDECAR).is_file()
+        return AdapterStore(self.directory.absolute().parents[1]) if published else None
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Context manager: the run that it is of does not remove it. Raises AdapterNotFoundError if it has."""
@@ -345,6 +351,11 @@ def find_adapter(text: str) -> Located:
         f"there is no run and no adapter {text!r}, and no such directory",
         hint=f"name a run (its directory or its name), RUN@N, or a directory with {files.CONFIG}{known}",
     )
+
+
+def find_version(text: str | None) -> Located | None:
+    """As `find_adapter`; None for None and for "base", which both mean the model alone."""
+    return None if text in (None, BASE) else find_adapter(text)
 
 
 def find_policy(text: str) -> TrainedPolicy:

@@ -512,16 +512,20 @@ def _put_eval_of(t: Translation, source: Source) -> None:
     """When and how often is evaluated, and whether greedily."""
     said = source.said
     t.put("eval.every", said.get("interval", t["orchestrator.eval.interval"]), "orchestrator.eval.interval")
-    sampling = {**_table(t, "orchestrator.eval.sampling"), **dict(said.get("sampling") or {})}
-    greedy = sampling.pop("temperature", None) == 0
-    t.put("eval.modes", ["greedy" if greedy else "sampled"], "orchestrator.eval.sampling")
+    key = "orchestrator.eval.sampling"
+    sampling = {**_table(t, key), **dict(said.get("sampling") or {})}
+    temperature, top_p = (sampling.pop(name, None) for name in ("temperature", "top_p"))
+    greedy = temperature == 0
+    t.put("eval.modes", ["greedy" if greedy else "sampled"], key)
     group = said.get("group_size", said.get("rollouts_per_example", t["orchestrator.eval.group_size"]))
     t.put("eval.k", None if greedy else group, "orchestrator.eval.group_size")
-    longest = t.draft.data["rollout"]["max_tokens"]
-    limits = {sampling.pop(key, longest) for key in ("max_completion_tokens", "max_tokens")}
-    if sampling or limits != {longest}:
-        others = ", ".join(sampling) or f"max_completion_tokens, which is {longest}"
-        t.note_difference("orchestrator.eval.sampling", f"evaluation samples as training does, but for {others}")
+    if not greedy:
+        t.put("eval.temperature", temperature, key)
+        t.put("eval.top_p", top_p, key)
+    longest = [sampling.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
+    t.put("eval.max_tokens", next((each for each in longest if each is not None), None), key)
+    if sampling:
+        t.note_difference(key, f"evaluation samples as training does, but for {', '.join(sampling)}")
 
 
 def _is_gym(sources: list[Source]) -> bool:
