@@ -103,6 +103,13 @@ def test_equal_completions_are_shown_once_and_get_the_same(start):
     assert sorted(replies_in(at.bodies[0])) == ["QUALITY 3", "QUALITY 4"]
 
 
+def test_a_completion_alone_has_one_order_and_takes_one_vote(start):
+    at = start(compare)
+    assert group_scores(at, ["QUALITY 3"], votes=4) == [0.3] and len(at.bodies) == 1
+    assert group_scores(at, ["QUALITY 4"] * 3, votes=4) == [0.4] * 3 and len(at.bodies) == 2
+    assert group_scores(at, ["QUALITY 4"], votes=2, temperature=0.5) == [0.4] and len(at.bodies) == 4
+
+
 def test_all_turns_of_an_episode_are_judged(start):
     at = start(lambda body, before: Said(verdict([5.0] * 2)))
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look_up"}}]}

@@ -403,10 +403,10 @@ async def group_judge(
     mode `rank`   (n - 1 - rank) / (n - 1), ties averaged: the share of the others that it beats, where a tie is half
 
     A vote is one request with all different completions, shuffled; every second one shows them in the reverse order of
-    the vote before. The orders follow from `seed` and the texts, so the same group gets the same verdicts, in whatever
-    order it comes. `shuffle` off keeps the group's order. Without `reason` the judge gives its numbers at once, which
-    costs less. With `structured` the answer's form is asked for as a JSON schema; "auto" does without where the server
-    refuses that.
+    the vote before; a completion alone takes one vote. The orders follow from `seed` and the texts, so the same group
+    gets the same verdicts, in whatever order it comes. `shuffle` off keeps the group's order. Without `reason` it
+    gives numbers at once, which costs less. With `structured` the answer's form is asked for as a JSON schema;
+    "auto" does without where the server refuses that.
 
     A vote that cannot be had, or read, within `retries`, is lost, and the others decide. Without any the group failed:
     RewardError, with the first cause; so too above `max_characters` in one request. The `cache_size` newest verdicts
@@ -448,6 +448,8 @@ async def group_judge(
         extra_body=dict(extra_body or {}),
     )
     _check_size(comparison, max_characters)
+    if len(comparison.texts) == 1 and not temperature > 0:
+        votes = 1  # it has one order only
     poll = _Poll(comparison, server=server, structured=structured, cache=verdicts)
     async with http_client(server) as http:
         outcomes = await asyncio.gather(*(poll.vote(http, vote) for vote in range(votes)))
