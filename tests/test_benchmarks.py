@@ -322,3 +322,27 @@ def test_compaction_trains_what_was_sampled_and_computes_what_is_shared_once(scr
     assert counts["requests"] == 3 * (9 + 2) and counts["samples"] == 3 * 3
     assert counts["trained"] == counts["sampled"] > 3 * 11 * 12
     assert counts["distinct"] <= counts["packed"] < counts["segments"] < counts["naive"]
+
+
+# ---- the judge of groups ----
+
+
+def test_the_oracle_of_the_judge_benchmark_has_the_faults_that_it_is_given(script: Callable[[str], ModuleType]) -> None:
+    from groupwise.rewards.judge import group_judge
+
+    judge = script("judge")
+    texts = [f"<think>\n{'x' * 40 * (i // 2)}\n</think>\n\n{41 + i % 2}" for i in range(4)]  # 41, 42, longer: 41, 42
+
+    def points(faults: Any) -> list[float]:
+        with judge.judge(faults) as url:
+            asked = {"base_url": url, "model": "oracle", "rubric": judge.RUBRIC, "api_key_env": None}
+            options = {"votes": faults.votes, "shuffle": faults.shuffle, "scale": [judge.LOWEST, judge.HIGHEST]}
+            values = asyncio.run(group_judge(texts, ["6 * 7?"] * 4, ["42"] * 4, **asked, **options))
+        return [judge.LOWEST + value * (judge.HIGHEST - judge.LOWEST) for value in values]
+
+    assert points(judge.Faults(noise=0.0)) == pytest.approx([0, 4, 0, 4])
+    assert points(judge.Faults(noise=0.0, place=6.0, votes=1, shuffle=False)) == pytest.approx([6, 8, 2, 4])
+    assert points(judge.Faults(noise=0.0, place=6.0)) == pytest.approx([3, 7, 3, 7])
+    longer = points(judge.Faults(noise=0.0, length=4.0))
+    assert longer[2] - longer[0] == pytest.approx(4) and longer[1] - longer[0] == pytest.approx(4)
+    assert points(judge.Faults(noise=2.0)) != pytest.approx([0, 4, 0, 4], abs=0.01)

@@ -86,8 +86,10 @@ def judge() -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            said = json.dumps({"choices": [{"message": {"content": '{"reason": "so so", "score": 5}'}}]}).encode()
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))["messages"][1]["content"]
+            count = len(re.findall(r"^--- reply \d+ ", asked, re.MULTILINE))
+            verdict = {"reason": "so so", "score": 5, "scores": [5] * count}
+            said = json.dumps({"choices": [{"message": {"content": json.dumps(verdict)}}]}).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(said)))
             self.end_headers()
@@ -130,7 +132,7 @@ def test_configurations(block, folder, judge, reward_model):
     specs = []
     for spec in config.rewards:  # the servers and models that this machine has
         here = {"base_url": judge} if "judge" in spec.function else {"model": reward_model, "device": "cpu"}
-        needs_it = spec.function.endswith((":judge", ":reward_model"))
+        needs_it = spec.function.endswith(("judge", ":reward_model"))
         specs.append(spec.model_copy(update={"args": {**spec.args, **here}}) if needs_it else spec)
     functions = load_rewards(specs, folder=folder)
     prompt = Prompt(id="p/1", messages=({"role": "user", "content": "What is 6 * 7?"},), columns={"answer": "42"})
@@ -139,7 +141,7 @@ def test_configurations(block, folder, judge, reward_model):
     assert summarize([group]).failed == 0, summarize([group]).first_cause
     right, wrong = (each.reward for each in group.rollouts)
     assert right is not None and wrong is not None
-    if any(each.function.endswith(":judge") for each in specs):
+    if any(each.function.endswith("judge") for each in specs):
         assert (right, wrong) == (0.5, 0.5)
     elif any(each.function.endswith(":reward_model") for each in specs):
         assert right != wrong

@@ -23,11 +23,13 @@ SMALL = "rollout.prompts_per_step=2 rollout.group_size=4 eval=null train.steps=2
 @dataclass
 class Reader:
     """Follows a page in `folder`, which is the working directory. `shorter` are words behind a command that would take
-    long, by what it begins with; what it said is in `said`."""
+    long, by what it begins with: "elsewhere" for one that is not run, "beside" for a program that goes on in a terminal
+    of its own. What a command said is in `said`."""
 
     folder: Path
     shorter: Mapping[str, str] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
+    beside: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def follow(self, page: str) -> None:
         text = (TUTORIALS / page).read_text(encoding="utf-8")
@@ -45,6 +47,11 @@ class Reader:
         program, *words = shlex.split(line)
         more = next((more for command, more in self.shorter.items() if line.startswith(command)), "")
         if more == "elsewhere":
+            return
+        if more == "beside":
+            started = subprocess.Popen([sys.executable, *words], cwd=self.folder, stdout=subprocess.PIPE, text=True)
+            self.beside.append(started)
+            assert started.stdout is not None and started.stdout.readline(), f"{line} ended at once"
             return
         if program == "python":
             subprocess.run([sys.executable, *words], cwd=self.folder, check=True, timeout=120)
@@ -97,3 +104,24 @@ def test_the_first_live_loop(
     reader.follow("first_live_loop.md")
     assert re.fullmatch(r"sums@\d+\n", capsys.readouterr().out)
     assert "sums@" in reader.said["groupwise adapters list"] and "completed" in reader.said["groupwise train status"]
+
+
+def test_training_without_a_reward_function(place: Path) -> None:
+    run = f"{SMALL} scoring.workers=0"
+    reader = Reader(
+        place,
+        {"python my_judge.py": "beside", "groupwise check": "scoring.workers=0", "groupwise run": run},
+    )
+    try:
+        reader.follow("no_reward_function.md")
+    finally:
+        for program in reader.beside:
+            program.kill()
+            program.communicate()
+    (linted,) = [said for line, said in reader.said.items() if line.startswith("groupwise rewards lint")]
+    assert "groupwise.rewards.judge:group_judge: ok" in linted
+    metrics = (next(place.glob("runs/sums-*")) / "metrics.jsonl").read_text()
+    page = (TUTORIALS / "no_reward_function.md").read_text(encoding="utf-8")
+    assert "reward/judge/log/disagreement" in metrics and (place / "verdicts.sqlite").stat().st_size > 0
+    for name in ("disagreement", "prefers_earlier", "prefers_longer", "votes_lost", "cache_hits"):
+        assert f"`{name}`" in page and f'"reward/judge/log/{name}"' in metrics
