@@ -8,7 +8,7 @@
 A rating is about one rollout and holds any of: a score from 0 to 1 (a thumb is 1 or 0), a correction (the text that
 should have been said), and the id of another rollout of the same prompt that is worse. A rating is in one of these
 states, which follows from the job that took it: waiting, training, trained, or dropped (nothing can be trained on it,
-or MAX_FAILURES jobs that took it failed).
+or MAX_FAILURES attempts came to nothing: jobs that failed, groups without a difference in scores).
 
 Transitions (what automatic training did: jobs, gates, canaries) and a few durable settings of it are kept here, too.
 """
