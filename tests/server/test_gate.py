@@ -84,7 +84,7 @@ def test_what_is_as_good_as_the_active_version_and_worse_than_the_best_does_not_
 
 def test_a_share_is_a_number_or_a_percentage_alone_and_beside_options() -> None:
     assert [config(canary=each).canary.share for each in (0.1, "10%", {"share": "10%", "ratings": 5})] == [0.1] * 3  # pyright: ignore[reportOptionalMemberAccess]
-    with pytest.raises(ValueError, match="write a share such as 0.1 or 10%"):
+    with pytest.raises(ValueError, match="write a share such as"):
         config(canary={"share": "a tenth"})
 
 

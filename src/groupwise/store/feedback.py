@@ -169,6 +169,16 @@ class FeedbackLog:
             row = db.execute(query).fetchone()
         return row["newest"], row["waiting"]
 
+    def newest(self) -> tuple[int, int]:
+        """The numbers of the newest rating and of the newest transition; 0 without any."""
+        query = """
+            SELECT (SELECT coalesce(max(seq), 0) FROM feedback) AS rating,
+                   (SELECT coalesce(max(seq), 0) FROM transition) AS transition
+        """
+        with self._db.reading("looking for feedback") as db:
+            row = db.execute(query).fetchone()
+        return row["rating"], row["transition"]
+
     def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
         """Those of the rollouts that are still kept, read without making anybody wait."""
         with self._ledger.reader("reading rated rollouts") as db:
