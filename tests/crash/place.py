@@ -22,7 +22,7 @@ from pathlib import Path
 
 import httpx2
 
-START_S = 120  # imports of torch on a busy machine
+START_S = 300  # imports of torch on a busy machine
 ORPHAN_S = 30  # a worker may finish its step, for 10 s
 
 

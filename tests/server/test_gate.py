@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.config.learn import CanaryConfig, GateConfig
-from groupwise.server.gate import TRIAL, Measured, compare, judge_trial, lower_bound
+from groupwise.server.gate import BEST, TRIAL, Measured, compare, judge_trial, lower_bound
 from groupwise.server.policies import Trial
 from groupwise.store.ledger import Job
 from groupwise.tasks.starter.tasks import prompts as arithmetic
@@ -266,6 +266,18 @@ def test_a_canary_outlives_a_restart_and_is_promoted_if_it_is_rated_as_well(tmp_
         assert server.http.post("/v1/learn/reject").json()["trial"] is None
         assert server.http.post("/v1/learn/promote").status_code == 400
         assert server.server.feedback.setting(TRIAL) is None
+
+
+def test_what_was_promoted_by_hand_is_what_others_are_compared_with(tmp_path: Path) -> None:
+    gate = {**GATE, "temperature": 0.0, "margin": 1.0, "max_length_ratio": None, "canary": 0.5}
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        poison(server)
+        data = shown(server)["transitions"][0]["data"]
+        assert data["reward"] < data["reward_active"] and shown(server)["trial"] == "sums@1"
+        assert server.http.post("/v1/learn/promote").json()["active"] == "sums@1"
+        look(server)
+        kept = server.server.feedback.setting(BEST)
+        assert (kept["best"]["version"], kept["live"]) == ("sums@1", ["sums@1"])
 
 
 def test_a_trial_ends_when_somebody_activates_another_version(tmp_path: Path) -> None:
