@@ -22,7 +22,7 @@ from pathlib import Path
 
 import httpx2
 
-START_S = 120  # imports of torch on a busy machine
+START_S = 300  # imports of torch on a busy machine
 ORPHAN_S = 30  # a worker may finish its step, for 10 s
 
 
@@ -122,10 +122,11 @@ class Place:
         self.until(lambda: self.workers(), "there is no worker")
         return self.workers()[0]
 
-    def await_kill_of_server(self) -> None:
+    def await_kill_of_server(self, *, seconds: float = START_S) -> None:
         """The fault that it was given ends it."""
         assert self._process is not None
-        assert self._process.wait(START_S) == -signal.SIGKILL, self.words
+        self.until(lambda: not self.is_alive, "the server did not reach the fault", seconds=seconds)
+        assert self._process.returncode == -signal.SIGKILL, self.words
         self.kills += 1
 
     def await_kill_of_worker(self) -> None:

@@ -23,6 +23,7 @@ from .test_kills import SUBMITTING
 KILLS = 20
 LEARN = "learn={adapter: sums, after: 6, max_jobs_per_hour: 240, max_tokens: 8, config: {learning_rate: 1.0e-3}}"
 LONGEST_LIFE_S = 8.0
+FAULT_S = 600.0  # a job that an earlier server queued is trained first, by a worker that begins anew
 
 
 class Users:
@@ -81,7 +82,7 @@ def blows() -> list[str]:
 def deal(place: Place, fault: str, rng: random.Random) -> None:
     place.start(fault=fault)
     if fault:
-        place.await_kill_of_server()
+        place.await_kill_of_server(seconds=FAULT_S)
     else:
         place.ends_or_is_ready()
         time.sleep(rng.uniform(0.0, LONGEST_LIFE_S))
@@ -101,8 +102,9 @@ def test_no_acknowledged_feedback_is_lost_or_trained_twice(tmp_path: Path) -> No
         users = Users(place.url)
         users.start()
         try:
-            for fault in blows():
+            for number, fault in enumerate(blows()):
                 deal(place, fault, rng)
+                print(f"blow {number}: {fault or 'at random'}; {len(users.acknowledged)} ratings are acknowledged")
                 assert not (wrong := place.faults_of_state()), (fault, wrong)
         finally:
             users.stop()

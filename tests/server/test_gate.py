@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.config.learn import CanaryConfig, GateConfig
-from groupwise.server.gate import TRIAL, Measured, compare, judge_trial, lower_bound
+from groupwise.server.gate import BEST, TRIAL, Measured, compare, judge_trial, lower_bound
 from groupwise.server.policies import Trial
 from groupwise.store.ledger import Job
+from groupwise.tasks.starter.tasks import prompts as arithmetic
 from groupwise.types import PolicyVersion
 from whole_server import Whole, whole
 
@@ -71,6 +72,22 @@ def test_kl_and_length_have_bounds_and_prompts_without_a_score_do_not_count() ->
     assert not compare(measured([nan]), measured([1.0]), kl=None, config=config()).passed
 
 
+def test_what_is_as_good_as_the_active_version_and_worse_than_the_best_does_not_pass() -> None:
+    best, active, new = ([1.0] * k + [0.0] * (100 - k) for k in (100, 98, 96))
+    options = config(margin=0.05)
+    assert compare(measured(new), measured(active), kl=None, config=options).passed
+    refused = compare(measured(new), measured(active), kl=None, config=options, best=("a@1", measured(best)))
+    assert not refused.passed and "a@1, the best that went live" in refused.reason
+    assert "of the active version" not in refused.reason and refused.numbers["reward_best"] == 1.0
+    assert compare(measured(active), measured(active), kl=None, config=options, best=("a@1", measured(best))).passed
+
+
+def test_a_share_is_a_number_or_a_percentage_alone_and_beside_options() -> None:
+    assert [config(canary=each).canary.share for each in (0.1, "10%", {"share": "10%", "ratings": 5})] == [0.1] * 3  # pyright: ignore[reportOptionalMemberAccess]
+    with pytest.raises(ValueError, match="write a share such as"):
+        config(canary={"share": "a tenth"})
+
+
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=30), st.floats(0, 0.5))
 def test_a_version_is_never_refused_for_being_better_everywhere(rewards: list[float], gain: float) -> None:
     better = [min(1.0, each + gain) for each in rewards]
@@ -84,11 +101,19 @@ def test_a_trial_goes_on_then_is_promoted_or_rolled_back() -> None:
     assert judge_trial(good[:12], good, config=canary, minutes=1)[0] == "promote"
     assert judge_trial([0.0] * 6, good, config=canary, minutes=1)[0] == "roll back", "long before its ratings are there"
     assert judge_trial(poor[:12], good, config=canary, minutes=1)[0] == "roll back"
-    assert judge_trial([], [], config=canary, minutes=9999)[0] == "promote"
+    assert judge_trial(good[:6], good[:6], config=canary, minutes=9999)[0] == "promote", "on what there is"
     assert judge_trial(good[:12], [], config=canary, minutes=1)[0] == "go on", "there is nothing to compare with"
     failing = judge_trial([], [], config=canary, minutes=1, requests=(10, 90), errors=(5, 1))
     assert failing[0] == "roll back" and "5 of 10 requests" in failing[1]
     assert judge_trial([], [], config=canary, minutes=1, requests=(10, 10), errors=(5, 6))[0] == "go on"
+
+
+def test_a_trial_that_nobody_rated_ends_as_is_configured() -> None:
+    for new, old in (([], []), ([1.0] * 4, [1.0] * 90), ([1.0] * 9, [])):
+        outcome, reason = judge_trial(new, old, config=CanaryConfig(), minutes=9999)
+        assert outcome == "roll back" and "canary.undecided is reject" in reason and f"{len(new)} ratings" in reason
+        assert judge_trial(new, old, config=CanaryConfig(undecided="promote"), minutes=9999)[0] == "promote"
+        assert judge_trial(new, old, config=CanaryConfig(), minutes=9)[0] == "go on"
 
 
 def test_a_session_keeps_its_answerer_and_the_share_is_kept() -> None:
@@ -114,11 +139,22 @@ def train(server: Whole, *, learning_rate: float, steps: int = 4) -> Job:
     return finish(server)
 
 
-def poison(server: Whole) -> Job:
+def poison(server: Whole, *, base: str | None = None) -> Job:
     """A healthy job that teaches one wrong answer to every sum."""
     asked = [f"What is {a} + {b}? Reply with just the number." for a in range(20, 24) for b in range(40, 48)]
-    examples = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": "7"}]} for q in asked]
-    options = {"output_name": "sums", "learning_rate": 5e-3, "epochs": 6}
+    return imitate(server, dict.fromkeys(asked, "7"), learning_rate=5e-3, epochs=6, base=base)
+
+
+def imitate(
+    server: Whole, answers: dict[str, str], *, learning_rate: float, epochs: int = 1, base: str | None = None
+) -> Job:
+    """A job that trains on these answers."""
+    examples = [
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+        for asked, said in answers.items()
+    ]
+    options: dict[str, Any] = {"output_name": "sums", "learning_rate": learning_rate, "epochs": epochs}
+    options |= {} if base is None else {"base_adapter": base}
     posted = server.http.post("/v1/train/sft", json={"examples": examples, "config": options})
     assert posted.status_code == 200, posted.text
     server.train()
@@ -173,6 +209,28 @@ def test_a_version_that_is_as_good_goes_live_and_a_ruined_one_does_not(tmp_path:
         assert server.http.post("/v1/adapters/sums/activate", json={"version": 2}).status_code == 200, "by hand"
 
 
+def test_losses_within_the_margin_do_not_add_up(tmp_path: Path) -> None:
+    """Three versions: one that knows the held-out sums, the base as it is, one that knows none. Each is worse than the
+    one before by less than the margin."""
+    gate = {**GATE, "temperature": 0.0, "margin": 0.8, "max_length_ratio": None}
+    right = {str(row["prompt"]): str(row["answer"]) for row in arithmetic(["add"], style="bare", n=24)}
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        assert imitate(server, right, learning_rate=3e-3, epochs=12).unhealthy is None
+        assert imitate(server, right, learning_rate=0.0, base="base").unhealthy is None
+        assert shown(server)["active"] == "sums@2"
+        first, second = (each["data"] for each in shown(server)["transitions"][::-1])
+        assert first["reward"] > second["reward"] + 0.1, "the test needs a better version"
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        assert server.http.portal is not None
+        server.http.portal.call(server.server.policies.start)
+        ruined = poison(server, base="base")
+        data = shown(server)["transitions"][0]["data"]
+        assert data["lower_bound"] >= -0.8 > data["lower_bound_best"] and data["reward_best"] == first["reward"]
+        assert "sums@1, the best that went live" in str(ruined.unhealthy) and shown(server)["active"] == "sums@2"
+        server.http.post("/v1/adapters/sums/activate", json={"version": 3})
+        assert imitate(server, right, learning_rate=0.0, base="sums@3").unhealthy is None, "the best is what was chosen"
+
+
 def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_path: Path) -> None:
     gate = {**GATE, "canary": {"share": 0.5, "ratings": 8}}
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
@@ -208,6 +266,18 @@ def test_a_canary_outlives_a_restart_and_is_promoted_if_it_is_rated_as_well(tmp_
         assert server.http.post("/v1/learn/reject").json()["trial"] is None
         assert server.http.post("/v1/learn/promote").status_code == 400
         assert server.server.feedback.setting(TRIAL) is None
+
+
+def test_what_was_promoted_by_hand_is_what_others_are_compared_with(tmp_path: Path) -> None:
+    gate = {**GATE, "temperature": 0.0, "margin": 1.0, "max_length_ratio": None, "canary": 0.5}
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        poison(server)
+        data = shown(server)["transitions"][0]["data"]
+        assert data["reward"] < data["reward_active"] and shown(server)["trial"] == "sums@1"
+        assert server.http.post("/v1/learn/promote").json()["active"] == "sums@1"
+        look(server)
+        kept = server.server.feedback.setting(BEST)
+        assert (kept["best"]["version"], kept["live"]) == ("sums@1", ["sums@1"])
 
 
 def test_a_trial_ends_when_somebody_activates_another_version(tmp_path: Path) -> None:

@@ -21,6 +21,15 @@ def likes_short(completions: Sequence[Any], **columns: Any) -> list[float]:
     return [1.0 / (1 + len(completion[0]["content"])) for completion in completions]
 
 
+def by_second_number(completions: Sequence[Any], prompts: Sequence[Any], **columns: Any) -> list[float]:
+    """Of sums with 8: all right; with 9: all wrong; of others the shorter ones are better."""
+    texts = [str(prompt) for prompt in prompts]
+    return [
+        1.0 if "+ 8?" in text else 0.0 if "+ 9?" in text else short
+        for text, short in zip(texts, likes_short(completions), strict=True)
+    ]
+
+
 def broken(completions: Sequence[Any], **columns: Any) -> list[float]:
     raise RuntimeError("the judge is away")
 
@@ -174,6 +183,55 @@ def test_rewards_score_what_is_sampled_beside_a_rated_answer(tmp_path: Path) -> 
         assert step(server) is not None
         (job,) = server.server.ledger.jobs()
         assert job.summary["completions"] == 8 and job.summary["rollouts"] == 8
+
+
+SCORED = {**LEARN, "rewards": [f"{__name__}:by_second_number"], "group_size": 4, "scoring": {"workers": 0}}
+
+
+def rollouts(server: Whole) -> list[str]:
+    """The versions that sampled the rollouts that are kept."""
+    with server.server.ledger.database.reading("counting") as db:
+        return [row["version"] for row in db.execute("SELECT version FROM rollout ORDER BY rowid")]
+
+
+def test_a_job_waits_for_enough_ratings_that_have_something_to_learn(tmp_path: Path) -> None:
+    with whole(tmp_path / "state", Path("starter"), learn=SCORED) as server:
+        for a, b in ((3, 2), (4, 2), (5, 2), (3, 9)):
+            rate(server, *sampled(server, a, b, n=1), thumb="down")
+        assert step(server) is None and "3 of 4 ratings have something to learn" in shown(server)["reason"]
+        assert [each["kind"] for each in shown(server)["transitions"]] == ["nothing_to_learn"]
+        assert len(rollouts(server)) == 16 and set(states(server)) == {"waiting"}
+        assert step(server) is None and len(rollouts(server)) == 16, "nothing is sampled twice"
+        rate(server, *sampled(server, 6, 2, n=1), thumb="down")
+        assert step(server) is not None and len(rollouts(server)) == 20, "only the new group was completed"
+        (job,) = server.server.ledger.jobs()
+        assert (job.summary["ratings"], job.summary["groups"], job.summary["completions"]) == (4, 4, 16)
+        assert sorted(states(server)) == ["training"] * 4 + ["waiting"]
+
+
+def test_a_group_that_scored_alike_is_tried_with_later_versions_and_then_dropped(tmp_path: Path) -> None:
+    with whole(tmp_path / "state", Path("starter"), learn={**SCORED, "after": 2}) as server:
+        rate_pairs(server, 1)
+        assert step(server) is not None
+        server.train()
+        finish(server)
+        for a in (3, 4):
+            rate(server, *sampled(server, a, 9, n=1), thumb="down")
+        for kept, activated in (("waiting", "rollback"), ("waiting", "helper/activate"), ("dropped", None)):
+            before = len(rollouts(server))
+            assert step(server) is None and step(server) is None
+            assert set(rollouts(server)[before:]) == {shown(server)["active"]} and len(rollouts(server)) == before + 6
+            assert states(server) == [kept, kept, "trained", "trained"]
+            if activated is not None:
+                assert server.http.post(f"/v1/adapters/{activated}", json={}).status_code == 200
+        assert step(server) is None and shown(server)["ratings"] == 0
+
+
+def test_a_group_in_which_everything_is_right_is_spent_at_once(tmp_path: Path) -> None:
+    with whole(tmp_path / "state", Path("starter"), learn={**SCORED, "after": 2}) as server:
+        for a in (3, 4):
+            rate(server, *sampled(server, a, 8, n=1), thumb="up")
+        assert step(server) is None and set(states(server)) == {"dropped"}
 
 
 def test_a_reward_that_fails_loses_no_feedback(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from groupwise.server.sampling import PING
 from serving import running
 from whole_server import Whole, whole
 
-NAMES = {"health", "decode", "requests", "adapters", "jobs"}
+NAMES = {"health", "decode", "requests", "adapters", "jobs", "learn"}
 CHAT = {"messages": [{"role": "user", "content": "What is 2+2?"}], "max_tokens": 4, "temperature": 0}
 
 Events = Iterator[tuple[str, Any]]
@@ -50,6 +50,18 @@ def first(stream: Events) -> dict[str, Any]:
 
 def next_of(stream: Events, name: str) -> Any:
     return next(data for each, data in stream if each == name)
+
+
+def test_feedback_is_told_when_it_comes(site: tuple[Whole, str]) -> None:
+    server, url = site
+    with events(url) as stream:
+        before = first(stream)["learn"]["counts"]["waiting"]
+        answer = httpx2.post(f"{url}/v1/chat/completions", json=CHAT, timeout=60).json()
+        said = httpx2.post(f"{url}/v1/feedback", json={"rollout_id": answer["id"], "thumb": "up"}, timeout=60)
+        assert said.status_code == 200, said.text
+        assert next_of(stream, "learn")["counts"]["waiting"] == before + 1
+        server.server.feedback.note("paused", "somebody paused it")
+        assert next_of(stream, "learn")["transitions"][0]["kind"] == "paused"
 
 
 def submitted(site: Whole) -> str:

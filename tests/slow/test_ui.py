@@ -626,3 +626,42 @@ def test_axe_finds_nothing_serious(browser: Any, place: Place, scheme: str, widt
         "adapters?version=lesson@1",
     ]
     assert serious(browser, place.url, pages, scheme=scheme, width=width) == []
+
+
+LEARN = "learn={adapter: sums, after: 2, max_tokens: 8, config: {learning_rate: 1.0e-3}}"
+GATE = (
+    "gate={prompts: {source: 'groupwise.tasks.starter.tasks:prompts', args: {n: 16}}, max_tokens: 8, margin: 1.0, "
+    "rewards: ['groupwise.rewards.text:exact_match'], scoring: {workers: 0}, canary: 10%}"
+)
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A server whose job from feedback is on trial."""
+    with a_place(tmp_path_factory.mktemp("learner"), settings=[LEARN, GATE]) as place:
+        place.start()
+        place.await_ready()
+        for id, score in zip(sample(place, SUM, 2), (0.0, 1.0), strict=True):
+            body = {"rollout_id": id, "score": score}
+            assert httpx2.post(place.url + "/v1/feedback", json=body, timeout=60).status_code == 200
+        place.until(lambda: api(place, "/v1/learn")["trial"], "no version is on trial")
+        yield place
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_axe_finds_nothing_serious_where_a_version_is_on_trial(
+    browser: Any, learner: Place, scheme: str, width: int
+) -> None:
+    assert serious(browser, learner.url, ["now"], scheme=scheme, width=width) == []
+
+
+def test_a_trial_is_shown_and_ended_by_hand(browser: Any, learner: Place) -> None:
+    page = browser.new_page()
+    go(page, learner, "now")
+    panel = page.get_by_role("region", name="From feedback")
+    expect(panel.get_by_text("is on trial: it answers 10% of the requests")).to_be_visible(timeout=20_000)
+    panel.get_by_role("button", name="Promote", exact=True).click()
+    expect(panel.get_by_text("sums@1 is active: by hand")).to_be_visible(timeout=20_000)
+    assert api(learner, "/v1/learn")["active"] == "sums@1"
+    page.close()

@@ -27,7 +27,7 @@ class LearnConfig(Section):
     adapter: AdapterName
     """The adapter of which the jobs make versions."""
     after: int = Field(default=32, ge=2)
-    """Ratings that can be trained on, from which a job is made."""
+    """Ratings that have something to learn, from which a job is made: in their groups not all scores are the same."""
     rewards: Rewards = ()
     """What scores the further completions of a rated answer's prompt, from 0 to 1 as ratings are; a judge is one of
     them (docs/rewards.md). Without any, only prompts with several rated answers, and corrections, are trained on."""
@@ -59,11 +59,21 @@ class LearnConfig(Section):
         return config
 
 
+def _fraction(value: Any) -> Any:
+    """A share as 0.1, or "10%"."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value.strip().removesuffix("%")) / (100 if value.strip().endswith("%") else 1)
+    except ValueError:
+        raise ValueError(f"{value!r} is not valid; write a share such as 0.1 or 10%") from None
+
+
 class CanaryConfig(Section):
     """A trial of a version that passed its gate: some of the requests are answered by it."""
 
-    share: float = Field(default=0.1, gt=0, le=0.5)
-    """The share of requests that name no adapter; 0.1 is a tenth."""
+    share: Annotated[float, BeforeValidator(_fraction)] = Field(default=0.1, gt=0, le=0.5)
+    """The share of requests that name no adapter; 0.1 or 10% is a tenth."""
     ratings: int = Field(default=20, ge=2)
     """Ratings of its answers after which it goes live, unless they are worse."""
     margin: float = Field(default=0.05, ge=0, le=1)
@@ -73,17 +83,14 @@ class CanaryConfig(Section):
     max_errors: int = Field(default=5, ge=1)
     """Requests that fail under it before it is rolled back, where they are a larger share than under the active one."""
     minutes: float = Field(default=1440.0, gt=0)
-    """After which it goes live with fewer ratings, if none of the above speaks against it."""
+    """After which it is decided on fewer ratings, at least 5 of each version."""
+    undecided: Literal["reject", "promote"] = "reject"
+    """What becomes of it if there are not even so many by then."""
 
 
 def _share(value: Any) -> Any:
-    """A share alone: 0.1, or "10%"."""
-    if isinstance(value, str) and value.strip().endswith("%"):
-        try:
-            value = float(value.strip()[:-1]) / 100
-        except ValueError:
-            raise ValueError(f"{value!r} is not valid; write a share such as 0.1 or 10%") from None
-    return {"share": float(value)} if isinstance(value, int | float) and not isinstance(value, bool) else value
+    """A share alone is a canary with that share."""
+    return value if value is None or isinstance(value, dict | CanaryConfig | bool) else {"share": value}
 
 
 class GateConfig(Section):

@@ -26,8 +26,8 @@ from groupwise.config.job import GrpoJobConfig, JobConfig, SftJobConfig
 from groupwise.errors import GroupwiseError, JobNotFoundError, ModelError, NotReadyError
 from groupwise.model.load import LoadedModel
 from groupwise.run.assemble import device_memory
-from groupwise.sdk.types import Answer, Check, Health, ModelCard, ModelList
-from groupwise.server import adapters, train
+from groupwise.sdk.types import Answer, Check, Health, LearnAnswer, ModelCard, ModelList
+from groupwise.server import adapters, learn, train
 from groupwise.server.errors import hidden
 from groupwise.server.metrics import Sample
 from groupwise.server.sampling import following, sse
@@ -363,6 +363,7 @@ async def recent_requests(request: Request) -> list[dict[str, Any]]:
 #     event: requests     GET /v1/stats/recent-requests
 #     event: adapters     GET /v1/adapters
 #     event: jobs         GET /v1/train/status, then only the jobs that changed
+#     event: learn        GET /v1/learn
 #
 # It is state, not history: events have no ids, and who comes back begins anew. The steps of a job are in its own
 # stream, /v1/train/events/{job_id}.
@@ -378,23 +379,25 @@ Told = dict[str, Any]  # the last data of each event, without ALWAYS_NEW
 
 @router.get("/v1/events", **documented(streams=True))
 async def live(request: Request) -> Response:
-    """Health, speed, the latest requests, adapters and jobs, as server-sent events, whenever they change.
+    """Health, speed, the latest requests, adapters, jobs and learning from feedback, as server-sent events, whenever
+    they change.
 
-    The `event` is `health`, `decode`, `requests`, `adapters` or `jobs`, and its data the answer of /v1/health,
-    /v1/stats/decode, /v1/stats/recent-requests, /v1/adapters and /v1/train/status; of jobs, after the first event, only
-    those that changed. Who comes back is told everything again."""
+    The `event` is `health`, `decode`, `requests`, `adapters`, `jobs` or `learn`, and its data the answer of /v1/health,
+    /v1/stats/decode, /v1/stats/recent-requests, /v1/adapters, /v1/train/status and /v1/learn; of jobs, after the first
+    event, only those that changed. Who comes back is told everything again."""
     return following(_follow(request))
 
 
 async def _follow(request: Request) -> AsyncGenerator[bytes, None]:
     server, told = server_of(request), Told()
-    jobs, shelf = _Jobs(request), _Shelf(request)
+    jobs, shelf, learner = _Jobs(request), _Shelf(request), _Learner(request)
     sources: dict[str, Callable[[], Awaitable[Any]]] = {
         "health": lambda: health_v1(request),
         "decode": lambda: decode_stats(request),
         "requests": lambda: recent_requests(request),
         "adapters": shelf.look,
         "jobs": jobs.look,
+        "learn": learner.look,
     }
     while server.supervisor.status.state != "stopped":  # then the server ends
         for name, look in sources.items():
@@ -433,6 +436,27 @@ class _Shelf:
         found = adapters.list_adapters(self._request)
         self._seen = seen
         return found
+
+
+class _Learner:
+    """Learning from feedback, read from the ledger only when there is other feedback, or something has happened."""
+
+    def __init__(self, request: Request):
+        self._request, self._server = request, server_of(request)
+        self._seen: object = None
+
+    async def look(self) -> LearnAnswer | None:
+        seen = await run_in_threadpool(self._state)
+        if seen == self._seen:
+            return None
+        found = await learn.learning(self._request)
+        self._seen = seen
+        return found
+
+    def _state(self) -> object:
+        server, trainer = self._server, self._server.trainer
+        reason = None if trainer is None else (trainer.reason, trainer.trainable)
+        return server.feedback.newest(), server.policies.active, server.policies.trial, reason
 
 
 def _versions(server: Server) -> list[PolicyVersion]:

@@ -10,6 +10,12 @@ version that answered, and the rewards of the configuration score these. A corre
 the policy did not sample it, so it has no place among the probabilities that GRPO weighs. It is what the group is
 compared with: the column `answer` of the rewards, or, without rewards, the reference of ROUGE-L.
 
+`after` counts ratings whose groups have something to learn, which is known once they are completed and scored. Those
+that are completed are kept in memory until they are enough, as long as the version that a job would continue is the
+same.
+A group in which everything scored alike waits for a later version, which completes it anew, up to MAX_FAILURES times;
+one in which everything is right (1) is spent at once.
+
 A job is queued and takes its ratings in one transaction: a kill between rating and job loses neither, and no rating is
 trained twice. A job that fails or is cancelled gives them back.
 """
@@ -22,7 +28,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +58,7 @@ from groupwise.types import (
     Completion,
     FinishReason,
     Message,
+    PolicyVersion,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -80,13 +87,15 @@ router = APIRouter(prefix="/v1/learn", tags=["feedback"])
 @dataclass(frozen=True, kw_only=True)
 class RatedGroup:
     """The rated answers of one prompt. `scores` has None for an answer that was only corrected; `seqs` are the ratings
-    that are about it. `complete`: the scores differ, and nothing needs to be sampled."""
+    that are about it. `complete`: the scores differ, and nothing needs to be sampled. `failures`: how often nothing
+    came of it."""
 
     records: tuple[RolloutRecord, ...]
     scores: tuple[float | None, ...]
     correction: str | None
     seqs: tuple[int, ...]
     complete: bool
+    failures: int = 0
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -105,7 +114,7 @@ def rated_groups(
     `scored`: there are rewards for further completions."""
     lost = [each.seq for each in ratings if not {each.rollout, each.worse or each.rollout} <= records.keys()]
     known = [each for each in ratings if each.seq not in set(lost)]
-    said = opinions(known)
+    said, failures = opinions(known), {each.seq: each.failures for each in known}
     members: dict[tuple[int, ...], dict[str, list[int]]] = {}  # prompt -> rollout -> the ratings about it
     for each in known:
         for id in filter(None, (each.rollout, each.worse)):
@@ -124,9 +133,36 @@ def rated_groups(
                 correction=corrections[-1] if corrections else None,
                 seqs=tuple(sorted({seq for seqs in rollouts.values() for seq in seqs})),
                 complete=complete,
+                failures=max(failures[seq] for seqs in rollouts.values() for seq in seqs),
             )
             groups.append(group)
     return sorted(groups, key=lambda group: group.seqs[0]), lost
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A group with all its completions and their scores. `pairs` are empty if nothing could be compared in it."""
+
+    pairs: tuple[tuple[RolloutRecord, float], ...]
+
+    @property
+    def useful(self) -> bool:
+        """Whether there is something to learn from it."""
+        return len(self.pairs) > 1 and differ([score for _, score in self.pairs])
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing is ever to be learned from it: everything is as good as can be."""
+        return bool(self.pairs) and all(score == 1.0 for _, score in self.pairs)
+
+    def body(self, temperature: float) -> dict[str, Any]:
+        """As /v1/train/grpo takes it."""
+        return {"completions": [scored_completion(each, score, temperature=temperature) for each, score in self.pairs]}
+
+
+def ratings_in(groups: Iterable[RatedGroup]) -> list[int]:
+    """The ratings of these groups, each once: a comparison may be in several."""
+    return sorted({seq for group in groups for seq in group.seqs})
 
 
 def temperature_of(groups: Sequence[RatedGroup]) -> float:
@@ -169,10 +205,12 @@ class FeedbackTrainer:
     def __init__(self, server: Server, config: LearnConfig):
         self._server, self._config = server, config
         self.reason, self.trainable = "not begun", 0
+        self._done: dict[tuple[int, ...], Completed] = {}  # the ratings of a group -> what came of it
+        self._done_for: PolicyVersion | None = None  # under this version
         rewards = config.rewards or (SIMILARITY,)
         self._scorer = open_scorer(rewards, config.scoring, folder=server.config.folder)
         self._again_at = 0.0
-        self._seen: tuple[int, int] | None = None  # the revision of the feedback that was last looked at
+        self._seen: object = None  # the revision of the feedback, and the version, that were last looked at
         self._text_model = TextModel.of(server.base)
 
     @property
@@ -205,20 +243,39 @@ class FeedbackTrainer:
         if returned := await asyncio.to_thread(book.give_back):
             transition = f"{returned} ratings wait again: the job that took them failed or was cancelled"
             await asyncio.to_thread(book.note, "feedback_returned", transition, data={"ratings": returned})
-        revision = await asyncio.to_thread(book.revision)
+        version = await asyncio.to_thread(self._continued)
+        if version != self._done_for:
+            self._done, self._done_for = {}, version
+        seen = (await asyncio.to_thread(book.revision), version)
         groups = list[RatedGroup]()
-        if revision != self._seen or self.trainable >= self._config.after:
+        if seen != self._seen or self.trainable >= self._config.after:
             groups, lost = await asyncio.to_thread(self._groups)
             if lost:
                 await asyncio.to_thread(lambda: book.failed(lost, for_good=True))
-            self._seen, self.trainable = revision, len({seq for group in groups for seq in group.seqs})
+            groups = self._promising(groups)
+            self._seen, self.trainable = seen, len(ratings_in(groups))
         why_not = await asyncio.to_thread(self._why_not)
         if why_not is None and self.trainable < self._config.after:
             why_not = f"{self.trainable} of {self._config.after} ratings that can be trained on are there"
         if why_not is not None:
             self.reason = why_not
             return None
-        return await self._make_job(groups[: self._config.max_groups])
+        return await self._make_job(groups[: self._config.max_groups], version)
+
+    def _continued(self) -> PolicyVersion:
+        """What a job would continue. In a thread."""
+        server, active = self._server, self._server.policies.active
+        if self._config.base == "active":
+            return active
+        try:
+            return server.store.newest(self._config.adapter) or active
+        except AdapterNotFoundError:
+            return active
+
+    def _promising(self, groups: Sequence[RatedGroup]) -> list[RatedGroup]:
+        """The groups that have something to learn or were not completed yet; forgets what came of others."""
+        self._done = {group.seqs: self._done[group.seqs] for group in groups if group.seqs in self._done}
+        return [group for group in groups if group.seqs not in self._done or self._done[group.seqs].useful]
 
     def _groups(self) -> tuple[list[RatedGroup], list[int]]:
         ratings = self._server.feedback.waiting()
@@ -240,63 +297,83 @@ class FeedbackTrainer:
             return f"{lately} jobs were made within the hour (max_jobs_per_hour)"
         return None
 
-    async def _make_job(self, rated: Sequence[RatedGroup]) -> str | None:
+    async def _make_job(self, rated: Sequence[RatedGroup], version: PolicyVersion) -> str | None:
+        """Complete the groups that are not, and queue a job of those with something to learn if they are enough."""
         book, temperature = self._server.feedback, temperature_of(rated)
-        self.reason = f"sampling and scoring {len(rated)} groups"
-        made = await asyncio.gather(*(self._completed(group, temperature) for group in rated))
+        todo = [group for group in rated if group.seqs not in self._done]
+        self.reason = f"sampling and scoring {len(todo)} groups"
+        made = await asyncio.gather(*(self._completed(group, temperature, version) for group in todo))
         failed = [error for error in made if isinstance(error, RewardError)]
-        if len(failed) == len(rated):
-            raise failed[0]
-        pairs = [(group, body) for group, body in zip(rated, made, strict=True) if not isinstance(body, RewardError)]
-        useless = [seq for group, body in pairs if body is None for seq in group.seqs]
-        bodies = [(group, body) for group, body in pairs if body is not None]
-        if useless:
-            await asyncio.to_thread(lambda: book.failed(useless, for_good=True))
-        seqs = sorted({seq for group, _ in bodies for seq in group.seqs})
-        if not bodies:
-            message = f"nothing to learn from {len(useless)} ratings: in each group all completions score the same"
-            await asyncio.to_thread(book.note, "nothing_to_learn", message, data={"ratings": len(useless)})
+        new = [(g, done) for g, done in zip(todo, made, strict=True) if not isinstance(done, RewardError)]
+        self._done |= {group.seqs: done for group, done in new}
+        alike = await self._put_off([(group, done) for group, done in new if not done.useful])
+        useful = [group for group in rated if group.seqs in self._done and self._done[group.seqs].useful]
+        seqs = ratings_in(useful)
+        self._seen = None  # what waits is counted anew
+        if len(seqs) < self._config.after and len(useful) < self._config.max_groups:
+            if failed:
+                raise failed[0]
+            self.trainable = len(seqs)
+            message = f"{len(seqs)} of {self._config.after} ratings have something to learn"
+            if alike:
+                message += f"; in the groups of {alike} others all completions score the same"
+                await asyncio.to_thread(book.note, "nothing_to_learn", message, data={"ratings": alike})
             self.reason = message
             return None
+        bodies = [self._done[group.seqs].body(temperature) for group in useful]
         try:
-            job_id, warnings = await asyncio.to_thread(self._submit, [body for _, body in bodies], seqs, temperature)
+            job_id, warnings = await asyncio.to_thread(self._submit, bodies, seqs, temperature)
         except RequestError:  # the job cannot be as it is
             await asyncio.to_thread(book.failed, seqs)
             raise
+        finally:
+            for group in useful:
+                del self._done[group.seqs]
         message = f"job {job_id} trains {self._config.adapter} on {len(seqs)} ratings in {len(bodies)} groups"
-        data = {"job_id": job_id, "ratings": len(seqs), "groups": len(bodies), "warnings": warnings}
+        data = {"job_id": job_id, "ratings": len(seqs), "groups": len(bodies), "alike": alike, "warnings": warnings}
         await asyncio.to_thread(book.note, "job_queued", message, data=data)
         self.reason = message
         return job_id
 
-    async def _completed(self, group: RatedGroup, temperature: float) -> dict[str, Any] | RewardError | None:
-        """A group of the request, completed and scored; None if there is nothing to compare in it."""
+    async def _put_off(self, alike: Sequence[tuple[RatedGroup, Completed]]) -> int:
+        """These groups had nothing to learn: those that are right are spent, the others wait for a later version.
+        Returns how many ratings they are."""
+        book = self._server.feedback
+        spent = ratings_in(group for group, done in alike if done.right)
+        again = sorted(set(ratings_in(group for group, _ in alike)).difference(spent))
+        if spent:
+            await asyncio.to_thread(lambda: book.failed(spent, for_good=True))
+        if again:
+            await asyncio.to_thread(book.failed, again)
+        return len(spent) + len(again)
+
+    async def _completed(
+        self, group: RatedGroup, temperature: float, version: PolicyVersion
+    ) -> Completed | RewardError:
+        """The group with the completions that it lacks, and scored. They are sampled from the version that answered,
+        and from `version` where nothing came of these, or it is gone."""
         records, scores = list(group.records), list(group.scores)
         if not group.complete:
             try:
-                more = await self._siblings(group, temperature)
-            except AdapterNotFoundError as error:
-                log.warning("no completions beside rated ones of %s: %s", group.version, error)
-                return None
+                more = await self._siblings(group, temperature, str(version) if group.failures else group.version)
+            except AdapterNotFoundError:
+                more = await self._siblings(group, temperature, str(version))
             records, scores = [*records, *more], [*scores, *(None for _ in more)]
             try:
                 rewards = await self._scored(group, records)
             except RewardError as error:
                 return error
             scores = [reward if score is None else score for score, reward in zip(scores, rewards, strict=True)]
-        given = [(record, score) for record, score in zip(records, scores, strict=True) if score is not None]
-        if len(given) < 2 or not differ([score for _, score in given]):
-            return None
-        return {"completions": [scored_completion(record, score, temperature=temperature) for record, score in given]}
+        return Completed(tuple((r, float(s)) for r, s in zip(records, scores, strict=True) if s is not None))
 
-    async def _siblings(self, group: RatedGroup, temperature: float) -> list[RolloutRecord]:
+    async def _siblings(self, group: RatedGroup, temperature: float, adapter: str) -> list[RolloutRecord]:
         """Further completions of the prompt, kept as rollouts. Raises AdapterNotFoundError if the version is gone."""
         server, n = self._server, self._config.group_size - len(group.records)
         room = server.engine.context_length - len(group.prompt_ids)
         if n < 1 or room < 1:
             return []
         params = SamplingParams(temperature=temperature, max_tokens=min(self._config.max_tokens, room))
-        async with server.policies.lease(adapter=group.version, patience_s=server.config.request_timeout_s) as version:
+        async with server.policies.lease(adapter=adapter, patience_s=server.config.request_timeout_s) as version:
             request = SamplingRequest(prompt_ids=group.prompt_ids, params=params, n=n, version=version)
             generation = Generation(server.engine, [request], timeout_s=server.config.request_timeout_s)
             (completions,) = await generation.completions()
@@ -393,7 +470,7 @@ async def resume(request: Request) -> LearnAnswer:
 async def promote(request: Request) -> LearnAnswer:
     """Make the version that is on trial the active one, without waiting for more ratings."""
     server = server_of(request)
-    await _on_trial(server).promote("by hand")
+    await _on_trial(server).promote("by hand", by_hand=True)
     return await asyncio.to_thread(_shown, server)
 
 

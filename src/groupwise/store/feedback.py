@@ -8,7 +8,7 @@
 A rating is about one rollout and holds any of: a score from 0 to 1 (a thumb is 1 or 0), a correction (the text that
 should have been said), and the id of another rollout of the same prompt that is worse. A rating is in one of these
 states, which follows from the job that took it: waiting, training, trained, or dropped (nothing can be trained on it,
-or MAX_FAILURES jobs that took it failed).
+or MAX_FAILURES attempts came to nothing: jobs that failed, groups without a difference in scores).
 
 Transitions (what automatic training did: jobs, gates, canaries) and a few durable settings of it are kept here, too.
 """
@@ -168,6 +168,16 @@ class FeedbackLog:
         with self._db.reading("looking for feedback") as db:
             row = db.execute(query).fetchone()
         return row["newest"], row["waiting"]
+
+    def newest(self) -> tuple[int, int]:
+        """The numbers of the newest rating and of the newest transition; 0 without any."""
+        query = """
+            SELECT (SELECT coalesce(max(seq), 0) FROM feedback) AS rating,
+                   (SELECT coalesce(max(seq), 0) FROM transition) AS transition
+        """
+        with self._db.reading("looking for feedback") as db:
+            row = db.execute(query).fetchone()
+        return row["rating"], row["transition"]
 
     def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
         """Those of the rollouts that are still kept, read without making anybody wait."""

@@ -950,11 +950,12 @@ export interface paths {
         };
         /**
          * Live
-         * @description Health, speed, the latest requests, adapters and jobs, as server-sent events, whenever they change.
+         * @description Health, speed, the latest requests, adapters, jobs and learning from feedback, as server-sent events, whenever
+         *     they change.
          *
-         *     The `event` is `health`, `decode`, `requests`, `adapters` or `jobs`, and its data the answer of /v1/health,
-         *     /v1/stats/decode, /v1/stats/recent-requests, /v1/adapters and /v1/train/status; of jobs, after the first event, only
-         *     those that changed. Who comes back is told everything again.
+         *     The `event` is `health`, `decode`, `requests`, `adapters`, `jobs` or `learn`, and its data the answer of /v1/health,
+         *     /v1/stats/decode, /v1/stats/recent-requests, /v1/adapters, /v1/train/status and /v1/learn; of jobs, after the first
+         *     event, only those that changed. Who comes back is told everything again.
          */
         get: operations["live_v1_events_get"];
         put?: never;
