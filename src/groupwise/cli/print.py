@@ -331,6 +331,7 @@ def _memory(report: CheckReport) -> str:
         "this rank's part of them": needed.shards,
         "merged weights": needed.merged,
         "frozen reference": needed.reference,
+        "teacher's weights": needed.teacher,
         "gradients and optimizer" if lora is None else "adapter and optimizer": needed.trained,
         "keys and values": needed.kv_cache,
         "vLLM in this process": needed.vllm,

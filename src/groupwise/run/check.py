@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from groupwise.algo.advantage import with_advantages
+from groupwise.algo.distillation import with_reward_weight, with_teacher
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, GroupwiseError
@@ -37,6 +38,7 @@ from groupwise.run.assemble import (
 )
 from groupwise.run.plan import RunPlan, plan_or_all_problems
 from groupwise.run.policy import Policy
+from groupwise.run.teacher import taught
 from groupwise.run.update import learner_thread
 from groupwise.store.adapters import AdapterStore
 from groupwise.tasks.episode import play_all
@@ -165,13 +167,17 @@ def check(
 def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], thread: Executor) -> StepTrial:
     """Train on the groups, publish, load, and sample with what came of it."""
     config, rollout = plan.config, plan.config.rollout
+    teacher = config.teacher
     weighed = with_advantages(groups, plan.config.algo, weights=plan.reward_weights)
+    weighed = weighed if teacher is None else with_reward_weight(weighed, teacher.reward_weight)
     made_up = not any(any(sample.weights or (sample.advantage,)) for sample in samples_of(weighed))
+    made_up = made_up and not any(rollout.teacher for group in weighed for rollout in group.rollouts)
     if made_up:
         weighed = [
             replace(group, rollouts=tuple(map(_made_up, range(COMPLETIONS), group.rollouts))) for group in groups
         ]
     samples = samples_of(weighed, mask_truncated=config.algo.mask_truncated and not made_up)
+    samples = with_teacher(samples, weighed, teacher)
     metrics: Mapping[str, float] = {}
     if any(any(sample.mask) for sample in samples):
         step = partial(parts.learner.step, samples, plan.loss, learning_rate=config.train.learning_rate)
@@ -227,7 +233,8 @@ async def _try_out(prompts: Sequence[Prompt], plan: RunPlan, parts: Components) 
         params=plan.config.rollout.sampling(),
         version=PolicyVersion.base(),
     )
-    scored = await asyncio.gather(*(parts.scorer(group) for group in groups))
+    score = taught(parts.scorer, parts.teacher)
+    scored = await asyncio.gather(*(score(group) for group in groups))
     refuse_failed(scored)
     return tuple(scored)
 
@@ -291,7 +298,12 @@ def _report(
         packed=parts.learner.packed,
     )
     load = parts.load or load_of(
-        config, parts.base, parts.learner, longest_prompt=max(lengths), reads_reference=plan.reads_reference
+        config,
+        parts.base,
+        parts.learner,
+        longest_prompt=max(lengths),
+        reads_reference=plan.reads_reference,
+        teacher=parts.teacher,
     )
     needed = memory(config, load, micro_tokens=parts.learner.micro_tokens)
     available = device_memory(parts.base.device)

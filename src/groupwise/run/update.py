@@ -1,6 +1,7 @@
 """One step's groups -> one update of the policy: advantages, the KL's weight, the learning rate, the optimizer steps.
 
-    rewards -> advantages (- beta (K - mean K), with the KL in the reward) -> samples -> policy loss -> AdamW
+    rewards -> advantages (- beta (K - mean K), with the KL in the reward) -> samples (+ a teacher's log-probabilities)
+    -> policy loss -> AdamW
 
 Groups may come in parts (`rollout.stream_groups`): each is run forward and backward while the next is sampled, and the
 gradient is the one of the whole step. `run/loop.py` calls this; sampling, scoring and publishing are not here.
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from groupwise.algo.advantage import has_signal, with_advantages
+from groupwise.algo.distillation import teacher_metrics, teacher_scores, with_reward_weight, with_teacher
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, sequence_kl, with_kl_penalty
 from groupwise.algo.metrics import Metrics, rollout_metrics, sample_metrics
 from groupwise.algo.samples import samples_of
@@ -131,6 +133,8 @@ class StepUpdate:
     async def train(self) -> Metrics:
         """The optimizer steps on all groups; nothing but counts where no token is trained."""
         metrics = sample_metrics(self.samples)
+        if self._plan.config.teacher is not None:
+            metrics |= teacher_metrics(self.samples, teacher_scores(self.groups))
         if self.trains:
             metrics |= await self._updates.in_learner_thread(self._train)
             self._updates.changed = self._step
@@ -140,18 +144,22 @@ class StepUpdate:
 
     def _prepare(self, groups: Sequence[RolloutGroup], beside: Sequence[RolloutGroup]) -> _Part:
         """Groups -> the same with advantages, and what the learner gets of them."""
-        plan, algo = self._plan, self._plan.config.algo
+        plan, algo, teacher = self._plan, self._plan.config.algo, self._plan.config.teacher
         weighed = with_advantages(groups, plan.config.algo, weights=plan.reward_weights, beside=beside)
+        if teacher is not None:
+            weighed = with_reward_weight(weighed, teacher.reward_weight)
         samples = samples_of(weighed)
         if plan.kl_coeff is None or not samples:
-            return _Part(groups=weighed, samples=samples_of(weighed, mask_truncated=algo.mask_truncated))
+            samples = samples_of(weighed, mask_truncated=algo.mask_truncated)
+            return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher))
         reference = self._learner.forward(samples, temperature=self._temperature, reference=True)
         kls = [sequence_kl(sample, row) for sample, row in zip(samples, reference, strict=True)]
         adaptive = self._updates.adaptive_kl
         coeff = plan.kl_coeff if adaptive is None else adaptive.coeff
         weighed = with_kl_penalty(weighed, kls, plan.config.algo, coeff=coeff)
         samples = samples_of(weighed, mask_truncated=algo.mask_truncated)
-        return _Part(groups=weighed, samples=samples, kl=kl_metrics(samples, reference))
+        kl = kl_metrics(samples, reference)
+        return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher), kl=kl)
 
     def _train(self) -> Metrics:
         """The optimizer steps, and the divergence from the reference, which the policy is weighed by next time."""
