@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from groupwise.config.run import STARTER_DIR
 from groupwise.config.teacher import TeacherConfig
 from groupwise.errors import ConfigError, ContextLengthError
 from groupwise.model.chat import encode_prompt
+from groupwise.run import teacher as teacher_module
 from groupwise.run.check import check
 from groupwise.run.loop import run_loop
 from groupwise.run.plan import make_plan
-from groupwise.run.teacher import Teacher, with_context
+from groupwise.run.teacher import EndpointTeacher, Teacher, with_context
+from groupwise.server import openai
 from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.types import (
     Completion,
@@ -32,6 +35,7 @@ from groupwise.types import (
     Turn,
 )
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of
+from serving import Served, served, starter
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +148,66 @@ def test_ahead_of_training_it_is_the_version_that_sampled(tmp_path: Path):
     assert result.steps == 6
     for step in metrics_of(result.run_dir):
         assert step["teacher/scored_frac"] == 1 and step["rollout/error_frac"] == 0
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A live server of the starter, whose answers to POST /v1/completions have `prompt_logprobs`."""
+    with served(tmp_path_factory.mktemp("state"), [openai.router]) as server:
+        yield server
+
+
+def endpoint(site: Served, **options) -> dict:
+    return {"base_url": f"{site.url}/v1", "model": site.server.config.served_name, **options}
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_server_is_the_teacher_that_it_serves(tmp_path: Path, better: str, site: Served, top_k: int):
+    """Over HTTP the same as in this process."""
+    steps = {}
+    for name, teacher in {"there": endpoint(site), "here": {"model": "starter"}}.items():
+        sections = {"teacher": {**teacher, "top_k": top_k}, "train": {"steps": 1}, "rewards": []}
+        (steps[name],) = metrics_of(run_loop(config(tmp_path / name, adapters={"start": better}, **sections)).run_dir)
+    here, there = steps["here"], steps["there"]
+    assert abs(here["teacher/kl"]) > 0.01
+    for metric in ("teacher/kl", "teacher/mass", "teacher/agreement", "teacher/tokens", "optim/grad_norm"):
+        assert there[metric] == pytest.approx(here[metric], rel=1e-3), metric
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": "another"}, "answered 404"),
+        ({"top_k": 21}, "answered 400"),
+        ({"base_url": "http://127.0.0.1:9/v1", "timeout_s": 0.2}, "the exchange with http://127.0.0.1:9/v1"),
+    ],
+)
+def test_a_server_that_cannot_be_asked(
+    tmp_path: Path, site: Served, monkeypatch: pytest.MonkeyPatch, options: dict, said: str
+):
+    monkeypatch.setattr(teacher_module, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setenv("OPENAI_API_KEY", "very-secret")
+    with pytest.raises(ConfigError, match=said) as refused:
+        run_loop(config(tmp_path, teacher=endpoint(site, **options), rewards=[]))
+    assert refused.value.field == "teacher.base_url" and "very-secret" not in str(refused.value)
+
+
+def test_a_server_with_another_tokenizer(site: Served):
+    backend = EndpointTeacher(TeacherConfig(**endpoint(site)))
+    tokenizer = starter().tokenizer
+
+    class Shifted:
+        """Gives each text the ids of another."""
+
+        def __call__(self, text: str, **options) -> dict:
+            return {"input_ids": [id + 1 for id in tokenizer(text, **options)["input_ids"]]}
+
+        def decode(self, ids: list[int]) -> str:
+            return tokenizer.decode([id - 1 for id in ids])
+
+    with pytest.raises(ConfigError, match=r"has another tokenizer: token \d+ is .* there and .* here"):
+        asyncio.run(backend.check_tokenizer(Shifted()))
+    asyncio.run(backend.check_tokenizer(tokenizer))
 
 
 # ---- what is refused before the first step ----
