@@ -21,7 +21,13 @@ from typing import Any, TypeVar
 import torch
 
 from groupwise.algo.advantage import has_signal, with_advantages
-from groupwise.algo.distillation import teacher_metrics, teacher_scores, with_reward_weight, with_teacher
+from groupwise.algo.distillation import (
+    teacher_metrics,
+    teacher_scores,
+    with_reward_weight,
+    with_teacher,
+    with_teacher_advantages,
+)
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, sequence_kl, with_kl_penalty
 from groupwise.algo.metrics import Metrics, rollout_metrics, sample_metrics
 from groupwise.algo.samples import samples_of
@@ -35,7 +41,7 @@ from groupwise.store.job_payload import EncodedGroup, GrpoPayload, SftPayload
 from groupwise.train.learner import Learner
 from groupwise.train.rollout_batch import RolloutBatch
 from groupwise.train.schedule import learning_rate_at
-from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
+from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, SequenceScores, Turn
 
 T = TypeVar("T")
 
@@ -375,7 +381,8 @@ def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPa
 
 def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
     groups = [_rollouts(i, group) for i, group in enumerate(payload.groups)]
-    differ = [has_signal(group, config) for group in groups]
+    taught = [any(rollout.teacher for rollout in group.rollouts) for group in groups]
+    differ = [has_signal(group, config) or each for group, each in zip(groups, taught, strict=True)]
     if not any(differ):
         raise TrainingError(
             f"none of the {len(groups)} groups has completions whose rewards differ, so there is nothing to learn",
@@ -385,7 +392,8 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
     flat_too = config.trains_flat(recorded=recorded)
     weighed = with_advantages(groups, config)
     kept = [group for group, differs in zip(weighed, differ, strict=True) if differs or flat_too]
-    samples = samples_of(kept)
+    scores, samples = teacher_scores(kept), samples_of(kept)
+    samples = with_teacher_advantages(samples, scores, coefficient=config.teacher_coefficient)
     measured = rollout_metrics(groups, trained=kept, advantage=config)
     batch = RolloutBatch.cut(
         samples,
@@ -399,7 +407,7 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
         samples=samples,
         batch=batch,
         temperature=batch.temperature,
-        facts={key: measured[key] for key in _FACTS},
+        facts={key: measured[key] for key in _FACTS} | (teacher_metrics(samples, scores) if any(taught) else {}),
     )
 
 
@@ -418,7 +426,8 @@ def _rollouts(index: int, group: EncodedGroup) -> RolloutGroup:
             routed_experts=each.routing,
         )
         turn = Turn(group.prompt_ids, completion)
-        rollouts.append(Rollout(turns=(turn,), rewards={_REWARD: each.reward}, reward=each.reward))
+        said = () if each.teacher_logprobs is None else (SequenceScores(logprobs=each.teacher_logprobs, top=()),)
+        rollouts.append(Rollout(turns=(turn,), rewards={_REWARD: each.reward}, reward=each.reward, teacher=said))
     return RolloutGroup(prompt=Prompt(id=str(index), token_ids=group.prompt_ids), rollouts=tuple(rollouts))
 
 
