@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from groupwise.algo.advantage import with_advantages
-from groupwise.algo.distillation import with_reward_weight, with_teacher
+from groupwise.algo.distillation import teacher_metrics, teacher_scores, with_reward_weight, with_teacher
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, GroupwiseError
@@ -118,11 +118,13 @@ class ModelRow:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrial:
-    """The step that was tried. `grad_norm` is None where no completion could be trained on."""
+    """The step that was tried. `grad_norm` is None where no completion could be trained on; `teacher` are the metrics
+    of the run's teacher on the trial completions, empty without one."""
 
     version: str
     grad_norm: float | None
     made_up: bool  # all groups had equal rewards, so advantages of 1 and -1 were taken
+    teacher: Mapping[str, float]
 
 
 def check(
@@ -156,7 +158,7 @@ def check(
             )
         on_phase("sampling and scoring")
         groups = run_coroutine(_try_out(usable[:PROMPTS], plan, parts))
-        recognised = run_coroutine(_try_answers(groups, parts)) if plan.env is None else None
+        recognised = run_coroutine(_try_answers(groups, parts)) if plan.env is None and plan.rewards else None
         on_phase("training, publishing and loading one step")
         with learner_thread(parts.learner.threads) as thread:
             tried = _try_step(plan, parts, groups, thread)
@@ -177,6 +179,7 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
             replace(group, rollouts=tuple(map(_made_up, range(COMPLETIONS), group.rollouts))) for group in groups
         ]
     samples = samples_of(weighed, mask_truncated=config.algo.mask_truncated and not made_up)
+    told = {} if teacher is None else teacher_metrics(samples, teacher_scores(weighed))
     samples = with_teacher(samples, weighed, teacher)
     metrics: Mapping[str, float] = {}
     if any(any(sample.mask) for sample in samples):
@@ -195,7 +198,8 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
         version = policy.publish(step=1, metrics={}, sync=True)
         params = replace(rollout.sampling(), max_tokens=1)
         run_coroutine(_sampled(parts, groups[0], version, params))
-    return StepTrial(version=str(version), grad_norm=metrics.get("optim/grad_norm"), made_up=made_up)
+    norm = metrics.get("optim/grad_norm")
+    return StepTrial(version=str(version), grad_norm=norm, made_up=made_up, teacher=told)
 
 
 def _made_up(number: int, rollout: Rollout) -> Rollout:
@@ -357,7 +361,9 @@ def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     count = len(rollouts)
     rewards = {rollout.reward for rollout in rollouts if rollout.reward is not None}
-    if len(rewards) == 1:
+    if any(rollout.teacher for rollout in rollouts):
+        pass  # whatever the rewards are, the teacher has something to say
+    elif len(rewards) == 1:
         yield (
             f"all {count} trial completions have the reward {rewards.pop():g}: a group of equal rewards teaches "
             "nothing; look at the completions, and see whether the reward can tell good from bad"
