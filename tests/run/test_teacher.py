@@ -176,6 +176,27 @@ def test_a_server_is_the_teacher_that_it_serves(tmp_path: Path, better: str, sit
         assert there[metric] == pytest.approx(here[metric], rel=1e-3), metric
 
 
+def test_requests_of_all_groups_together_are_bounded(site: Served, monkeypatch: pytest.MonkeyPatch):
+    """`concurrency` is of the server, not of a group."""
+    backend, under_way, most = EndpointTeacher(TeacherConfig(**endpoint(site, concurrency=3))), 0, 0
+
+    async def counted(http, ids):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.005)
+        under_way -= 1
+        return [None, *({str(id): {"logprob": -1.0}} for id in ids[1:])]
+
+    async def three_groups() -> None:
+        rows = [(number, 5) for number in range(4)]
+        await asyncio.gather(*(backend.score((1, prompt), rows, PolicyVersion.base()) for prompt in range(3)))
+
+    monkeypatch.setattr(backend, "_ask", counted)
+    asyncio.run(three_groups())
+    assert most == 3
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -18,6 +18,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import httpx2
 from transformers import PreTrainedTokenizerBase
@@ -110,11 +111,12 @@ class EndpointTeacher:
         assert config.base_url is not None and config.model is not None
         self._config, self._url = config, config.base_url.rstrip("/") + "/completions"
         self._key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
+        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def score(
         self, prompt_ids: Ids, completions: Sequence[Ids], sampled_by: PolicyVersion
     ) -> list[SequenceScores]:
-        gate, first = asyncio.Semaphore(self._config.concurrency), len(prompt_ids)
+        gate, first = self._gate(), len(prompt_ids)
         async with self._client() as http:
 
             async def one(ids: Ids) -> SequenceScores:
@@ -148,6 +150,10 @@ class EndpointTeacher:
 
     def close(self) -> None:
         """Does nothing: connections are closed with each group."""
+
+    def _gate(self) -> asyncio.Semaphore:
+        """What lets `concurrency` requests through at once, whichever groups they are of; one for each event loop."""
+        return self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._config.concurrency))
 
     def _client(self) -> httpx2.AsyncClient:
         headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
@@ -210,31 +216,30 @@ class Teacher:
 
     async def __call__(self, group: RolloutGroup) -> RolloutGroup:
         """The group with `Rollout.teacher` of those that have no error and something to be taught by."""
-        asked: dict[tuple[Ids, PolicyVersion], list[tuple[int, Ids]]] = {}
+        asked: dict[tuple[Ids, PolicyVersion], list[tuple[int, int, Ids]]] = {}
+        found: list[dict[int, SequenceScores]] = [{} for _ in group.rollouts]  # of each rollout, by segment
+        errors: dict[int, str] = {}
         for number, rollout in enumerate(group.rollouts):
             if rollout.error is not None or not rollout.turns:
                 continue
-            for prompt_ids, completion_ids in self._questions(group, rollout):
-                sampled_by, _ = rollout.completion.spans[-1]
-                asked.setdefault((prompt_ids, sampled_by), []).append((number, completion_ids))
-        found: dict[int, list[SequenceScores]] = {}
-        errors: dict[int, str] = {}
+            sampled_by, _ = rollout.completion.spans[-1]
+            for segment, (prompt_ids, ids) in enumerate(self._questions(group, rollout)):
+                asked.setdefault((prompt_ids, sampled_by), []).append((number, segment, ids))
 
-        async def ask(prompt_ids: Ids, sampled_by: PolicyVersion, rows: Sequence[tuple[int, Ids]]) -> None:
+        async def ask(prompt_ids: Ids, sampled_by: PolicyVersion, rows: Sequence[tuple[int, int, Ids]]) -> None:
             try:
-                scores = await self.backend.score(prompt_ids, [ids for _, ids in rows], sampled_by)
+                scores = await self.backend.score(prompt_ids, [ids for _, _, ids in rows], sampled_by)
             except GroupwiseError as error:
-                errors.update({number: f"the teacher could not score it: {error.message}" for number, _ in rows})
+                errors.update({number: f"the teacher could not score it: {error.message}" for number, _, _ in rows})
                 return
-            for (number, _), each in zip(rows, scores, strict=True):
-                found.setdefault(number, []).append(each)
+            for (number, segment, _), each in zip(rows, scores, strict=True):
+                found[number][segment] = each
 
-        for key, rows in asked.items():  # one after another: segments of a rollout come back in their order
-            await ask(*key, rows)
+        await asyncio.gather(*(ask(*key, rows) for key, rows in asked.items()))
         rollouts = tuple(
             replace(each, error=errors[number], reward=None)
             if number in errors
-            else replace(each, teacher=tuple(found.get(number, ())))
+            else replace(each, teacher=tuple(scores for _, scores in sorted(found[number].items())))
             for number, each in enumerate(group.rollouts)
         )
         return replace(group, rollouts=rollouts)
