@@ -148,7 +148,8 @@ class EnvError(GroupwiseError):
 
 
 class EngineError(GroupwiseError):
-    """vLLM cannot do what is needed: it refuses, is another model, or does not come back."""
+    """vLLM, or the server of a teacher, cannot do what is needed: it refuses, is another model, or does not come
+    back."""
 
     code, status, exit_code = "engine_failed", 502, 1
 

@@ -413,6 +413,9 @@ class Rollout:
     Of an episode with several players `role_rewards` are those of each, and `reward` is their mean; the turns of one
     stand together, in the order in which they were taken. Where turns have advantages of their own, `advantage` is the
     mean of those that are trained.
+
+    `teacher` is what a teacher said of the completion tokens of each of its segments (`algo.samples.segments_of`);
+    empty without one.
     """
 
     turns: tuple[Turn, ...]
@@ -426,6 +429,7 @@ class Rollout:
     info: Mapping[str, float] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
     role_rewards: Mapping[str, float] = field(default_factory=dict)
+    teacher: tuple[SequenceScores, ...] = ()
 
     @property
     def completion(self) -> Completion:
@@ -474,6 +478,9 @@ class Sample:
 
     `group` is a number that the samples of one prompt have in common, and stand together; None: not known. A loss that
     averages over prompts reads it.
+
+    `soft_targets[t]` are (token id, log-probability) of a few tokens in the place of `completion_ids[t]`, under a
+    distribution that the policy's is compared with there (`LossSpec.soft_kl`); None: there is none for this sample.
     """
 
     prompt_ids: tuple[int, ...]
@@ -487,10 +494,11 @@ class Sample:
     group: int | None = None
     routed_experts: RoutedExperts | None = field(default=None, compare=False)
     kept: SamplingMask | None = None
+    soft_targets: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
     def __post_init__(self) -> None:
         length = len(self.completion_ids)
-        for name in ("mask", "behaviour_logprobs", "weights", "targets", "kept"):
+        for name in ("mask", "behaviour_logprobs", "weights", "targets", "kept", "soft_targets"):
             value = getattr(self, name)
             if value is not None and len(value) != length:
                 raise ValueError(f"{name} has {len(value)} entries for {length} completion tokens; give one per token")

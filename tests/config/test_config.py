@@ -224,7 +224,8 @@ def test_training_all_parameters():
 
 def test_the_loss_options_are_those_of_the_loss():
     ours = {"policy_loss", "advantage", "advantage_eps", "advantage_ddof", "aggregation"}
-    assert set(AlgoConfig.model_fields) - ours == {field.name for field in fields(LossSpec)} - {"function"}
+    elsewhere = {"function", "soft_kl", "soft_kl_coeff"}  # policy_loss, and the section teacher
+    assert set(AlgoConfig.model_fields) - ours == {field.name for field in fields(LossSpec)} - elsewhere
     algo = parse_config(MINIMAL | {"algo": {"policy_loss": "dapo", "clip_high": 0.3}}).algo
     assert algo.loss_overrides() == {"clip_high": 0.3}
     assert resolve_loss(algo.policy_loss, **algo.loss_overrides()).clip_high == 0.3

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from groupwise.config.lora import LoraSpec
-from groupwise.engine import packed
+from groupwise.engine import local, packed
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import sample_tokens
 from groupwise.errors import (
@@ -764,6 +764,27 @@ def test_score_sequence_is_the_models_own_forward(open_engine, make_base, make_a
     whole = engine.score(ids[:1], ids[1:], FIRST)
     assert adapted.cells == pytest.approx([whole[place - 1] for place in places], abs=1e-9)
     assert adapted.logprobs == adapted.top == () and adapted.cells != pytest.approx(scores.cells, abs=1e-3)
+
+
+@pytest.mark.parametrize("most", [8192, 12])
+def test_a_group_is_scored_as_each_of_its_completions_alone(
+    open_engine, make_base, make_adapter, monkeypatch, architecture: str, most: int
+):
+    """Also in several forwards, and completions of one token and of none."""
+    monkeypatch.setattr(local, "PREFILL_TOKENS", most)
+    engine, prompt = open_engine(architecture), (3, 9, 4, 1)
+    engine.load(FIRST, make_adapter(make_base(architecture)))
+    rows = [(5, 6, 7, 8), (2,), (), (9, 9, 1, 4, 4, 2)]
+    for version in (BASE, FIRST):
+        scored = engine.score_group(prompt, rows, version, top=3, temperature=0.8)
+        for ids, scores in zip(rows, scored, strict=True):
+            alone = engine.score_sequence((*prompt, *ids), version, first=len(prompt), top=3, temperature=0.8)
+            assert scores.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+            assert [[id for id, _ in top] for top in scores.top] == [[id for id, _ in top] for top in alone.top]
+    with pytest.raises(ContextLengthError, match="do not fit into the context"):
+        engine.score_group(prompt, [(1,) * 10_000], BASE)
+    with pytest.raises(ConfigError, match="likeliest tokens are asked for"):
+        engine.score_group(prompt, rows, BASE, top=10**6)
 
 
 def test_score_sequence_runs_the_head_only_where_asked(open_engine, monkeypatch):

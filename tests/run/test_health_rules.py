@@ -59,6 +59,7 @@ CASES = {
         {"rollout/error_frac": 0.2}, {"rollout/error_frac": 0.01}, 3, {"rollout/error_frac": 0.9}
     ),
     "reward.not_applicable": Case({"rollout/excluded_frac": 0.5}, {"rollout/excluded_frac": 0.1}, 3),
+    "teacher.unlike": Case({"teacher/kl": 6.0}, {"teacher/kl": 1.0}, 5),
     "reward.hack_suspect": Case(
         {"rollout/len_mean": lambda t: 10.0 + t, **FLAT}, {"rollout/len_mean": 50.0, **FLAT}, 20
     ),

@@ -34,7 +34,13 @@ def moved_adapter(directory: Path, starter: LoadedModel) -> Path:
 
 
 def one_step(
-    tmp_path: Path, start: Path, algo: dict[str, Any], *, rollout: dict[str, Any] | None = None, **train: int
+    tmp_path: Path,
+    start: Path,
+    algo: dict[str, Any],
+    *,
+    rollout: dict[str, Any] | None = None,
+    sections: dict[str, Any] | None = None,
+    **train: int,
 ) -> tuple[list[RolloutGroup], Path, float]:
     """A run's only step: all groups that it sampled, the adapter that it made, the norm of its gradient."""
     given = config(
@@ -44,6 +50,7 @@ def one_step(
         adapters={"start": str(start)},
         algo=algo,
         checkpoint={"every": 0},
+        **(sections or {}),
     )
     result = run_loop(given, display=LineDisplay(1, stream=io.StringIO()))
     sampled = [group_from_json(line) for line in rollouts_of(result.run_dir)]
@@ -94,6 +101,26 @@ def test_a_posted_job_makes_the_step_of_a_run_with_the_same_groups(starter, tmp_
     place.store.import_(start, "math", info=origin)  # without the moments that its job left
     job = place.do(posted(sampled), **OF_A_JOB, **of_the_job)
     assert job.metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    ours, theirs = load_file(place.store.path(place.version(job)) / WEIGHTS), load_file(weights)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_job_with_a_teacher_makes_the_step_of_a_run_with_it(starter, tmp_path):
+    """The sampled form, with what the run's teacher said of each token."""
+    start, algo = moved_adapter(tmp_path / "start", starter), {"policy_loss": "dapo"}
+    sections = {"teacher": {"model": "starter", "coefficient": 2.0}}
+    sampled, weights, norm = one_step(tmp_path, start, algo, sections=sections)
+    assert sum(map(has_signal, sampled)) < len(sampled)
+    groups = posted(sampled)
+    for group, raw in zip(sampled, groups["groups"], strict=True):
+        for rollout, completion in zip(group.rollouts, raw["completions"], strict=True):
+            completion["teacher_logprobs"] = list(rollout.teacher[0].logprobs)
+    place = Place(tmp_path / "place", starter)
+    place.store.import_(start, "math", info=Provenance(base_model=starter.name, base_hash=starter.hash))
+    job = place.do(groups, **OF_A_JOB, **algo, teacher_coefficient=2.0)
+    assert job.metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert job.metrics["teacher/scored_frac"] == 1 and job.metrics["teacher/gap_max"] > 1e-3
     ours, theirs = load_file(place.store.path(place.version(job)) / WEIGHTS), load_file(weights)
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-6)

@@ -35,7 +35,8 @@ def client(api: Served) -> Iterator[OpenAI]:
 
 
 def ask(client: OpenAI, prompt: Any, **options) -> Any:
-    extra = {key: options.pop(key) for key in ("return_token_ids", "ignore_eos") if key in options}
+    names = ("return_token_ids", "ignore_eos", "prompt_logprobs")
+    extra = {key: options.pop(key) for key in names if key in options}
     return client.completions.create(model="starter", prompt=prompt, extra_body=extra, **options)
 
 
@@ -125,6 +126,27 @@ def test_a_prompt_can_be_scored_alone(api: Served, client: OpenAI) -> None:
     assert [value for chunk in streamed for value in chunk.choices[0].logprobs.token_logprobs] == pytest.approx(
         first.logprobs.token_logprobs
     )
+
+
+def test_the_prompt_is_told_by_ids(api: Served, client: OpenAI) -> None:
+    """As vLLM's `prompt_logprobs`, at temperature 1 whatever is sampled: what a teacher's server tells."""
+    prompts = [ids_of(QUESTION), ids_of(QUESTION)[:9]]
+    answer = ask(client, prompts, max_tokens=1, n=2, temperature=0.5, prompt_logprobs=3)
+    assert [len(choice.prompt_logprobs) for choice in answer.choices] == [len(prompts[0])] * 2 + [9] * 2
+    none, *rows = answer.choices[0].prompt_logprobs
+    scores = api.engine.score_sequence(prompts[0], BASE, first=1, top=3)
+    assert none is None and [row[str(id)]["logprob"] for id, row in zip(prompts[0][1:], rows, strict=True)] == (
+        pytest.approx(scores.logprobs, abs=1e-6)
+    )
+    for id, row, top in zip(prompts[0][1:], rows, scores.top, strict=True):
+        assert set(row) == {str(id), *(str(each) for each, _ in top)}
+    tokens = [row[str(id)]["decoded_token"] for id, row in zip(prompts[0][1:], rows, strict=True)]
+    assert "".join(tokens) == starter().tokenizer.decode(prompts[0][1:])
+    (own,) = ask(client, [7, 8], max_tokens=1, prompt_logprobs=0).choices
+    assert own.prompt_logprobs[0] is None and list(own.prompt_logprobs[1]) == ["8"]
+    assert not hasattr(ask(client, [7, 8], max_tokens=1).choices[0], "prompt_logprobs")
+    with pytest.raises(BadRequestError, match="prompt_logprobs are of a whole answer"):
+        ask(client, [7, 8], max_tokens=1, prompt_logprobs=0, stream=True)
 
 
 def test_what_the_tokenizer_puts_in_front_is_scored_and_not_shown(api: Served, tmp_path: Path) -> None:

@@ -174,6 +174,23 @@ def test_token_ids_are_taken_as_they_are(grpo: Grpo) -> None:
     assert [(c.ids, c.logprobs) for c in first.completions] == [((8, 9), (-0.5, 0.0)), ((10,), None)]
 
 
+def test_a_teacher_comes_with_tokens_and_with_rollouts(grpo: Grpo) -> None:
+    """And a group of equal rewards is trained for its sake; of a part of the vocabulary there is none."""
+    grpo.record("a", "185")
+    tokens = len(grpo.records["a"].completion_ids)
+    taught = {"token_ids": [8, 9], "logprobs": [-0.5, 0.0], "teacher_logprobs": [-0.1, -2.0], "reward": 1.0}
+    also = {"rollout_id": "a", "teacher_logprobs": [-1.0] * tokens, "reward": 1.0}
+    given = grpo(group(taught, also), config={"kl_coeff": 0.0, "teacher_coefficient": 0.5})
+    first, second = payload_of(given).groups[0].completions
+    assert first.teacher_logprobs == (-0.1, -2.0) and second.teacher_logprobs == (-1.0,) * tokens
+    with pytest.raises(RequestError, match="equal"):
+        grpo(group({**taught, "teacher_logprobs": None}, {"rollout_id": "a", "reward": 1.0}))
+    mask = SamplingMask.whole(grpo.base.vocabulary, tokens)
+    grpo.record("a", "185", kept=mask, kept_logprobs=(-0.1,) * tokens)
+    with pytest.raises(RequestError, match=r"completions\[1\] was drawn from a part of it"):
+        grpo(group(taught, also))
+
+
 def test_rounding_above_zero_is_taken_for_zero(grpo: Grpo) -> None:
     rounded = {"token_ids": [8, 9], "logprobs": [1e-6, -1.0], "reward": 1.0}
     payload = payload_of(grpo(group(rounded, BAD)))
@@ -478,6 +495,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "groups[0].completions[1].logprobs",
         "1 entries for 2 token_ids",
         "one for each",
+    ),
+    "a teacher of text": (
+        {"groups": [group(GOOD, {**BAD, "teacher_logprobs": [-1.0]})]},
+        "groups[0].completions[1].teacher_logprobs",
+        "are of tokens",
+        "rollout_id",
+    ),
+    "a teacher without the sampler": (
+        {"groups": [group(BAD, {**TOKENS, "teacher_logprobs": [-1.0, -1.0]})]},
+        "groups[0].completions[1].teacher_logprobs",
+        "compared with the sampler's",
+        "give logprobs",
+    ),
+    "too little of a teacher": (
+        {"groups": [group(BAD, {**TOKENS, "logprobs": [-1.0, -1.0], "teacher_logprobs": [-1.0]})]},
+        "groups[0].completions[1].teacher_logprobs",
+        "1 entries for 2 token_ids",
+        "one for each",
+    ),
+    "the weight of no teacher": (
+        {"groups": [group(GOOD, BAD)], "config": {"teacher_coefficient": 0.5}},
+        "config.teacher_coefficient",
+        "no completion has teacher_logprobs",
+        "leave the option out",
     ),
     "a positive logprob": (
         {"groups": [group(BAD, {**TOKENS, "logprobs": [-1.0, 0.5]})]},

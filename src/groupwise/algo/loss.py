@@ -1,11 +1,12 @@
 """Every policy loss, as one product of factors over the loss tokens of a batch.
 
-    L = sum_t  s_t ( c_t l_t + beta kl_t )  -  eta sum_t H_t / total_tokens
+    L = sum_t  s_t ( c_t l_t + beta kl_t + lambda d_t )  -  eta sum_t H_t / total_tokens
 
     w_t   ratio        exp(log pi - log anchor) of the token, or of its row's mean (GSPO)
     l_t   surrogate    what is minimised for advantage A_t: PPO's clip, CISPO, plain REINFORCE, ...    `_surrogate`
     c_t   correction   for the gap between the sampler and the trainer; no gradient                    `correction_of`
     kl_t  kl           divergence from the reference; with a gradient                                  `_kl`
+    d_t   soft KL      divergence from soft targets, a teacher's; with a gradient          `algo.distillation`
     s_t   reduction    how tokens become one number: 1 / total_tokens, 1 / (row's tokens * rows), ...  `_scale`
 
 Which factors make which published loss: `config.loss`. Explained for newcomers: docs/losses.md.
@@ -30,6 +31,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from groupwise.algo.distillation import soft_divergence
 from groupwise.config.load import load_object
 from groupwise.config.loss import PRESETS, LossSpec, resolve_loss
 from groupwise.errors import ConfigError
@@ -63,6 +65,7 @@ class LossInputs:
     old_N: Tensor | None = None  # logprobs under the trainer's snapshot; None: the current policy is the snapshot
     reference_N: Tensor | None = None  # logprobs under the reference
     length_N: Tensor | None = None  # loss tokens of the token's sequence (prompt_mean: prompt); None: of its row
+    soft_NK: Tensor | None = None  # logprobs of the soft targets, under what they are of; -inf where there are fewer
     total_tokens: float  # loss tokens of the whole global batch: all micro-batches, all ranks
     total_rows: float  # sequences (prompt_mean: prompts) with loss tokens of the whole global batch
 
@@ -73,6 +76,8 @@ class LossInputs:
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}, row_N {tuple(self.row_N.shape)}; both are [N]"
                 )
+        if self.soft_NK is not None and len(self.soft_NK) != len(self.row_N):
+            raise ValueError(f"soft_NK has {len(self.soft_NK)} rows and row_N {len(self.row_N)} entries; give as many")
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class Tokens:
     old_N: Tensor  # the snapshot, or the current policy without its graph
     reference_N: Tensor | None
     entropy_N: Tensor | None
+    kept_N: Tensor  # bool, of all loss tokens: those that are not dropped
 
     def row_sum(self, x_N: Tensor) -> Tensor:
         """[N] -> [B]"""
@@ -133,6 +139,7 @@ def select_tokens(logprobs_N: Tensor, inputs: LossInputs, entropy_N: Tensor | No
         old_N=logprobs.detach() if old is None else old,
         reference_N=kept_or_none(inputs.reference_N),
         entropy_N=kept_or_none(entropy_N),
+        kept_N=torch.ones_like(inputs.row_N).bool() if finite_N is None else finite_N,
     )
 
 
@@ -367,7 +374,12 @@ class CustomSurrogate(Protocol):
 
 
 def policy_loss(
-    logprobs_N: Tensor, inputs: LossInputs, spec: LossSpec, *, entropy_N: Tensor | None = None
+    logprobs_N: Tensor,
+    inputs: LossInputs,
+    spec: LossSpec,
+    *,
+    entropy_N: Tensor | None = None,
+    soft_NK: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro-batch (a scalar to call `backward` on) and its metrics, defined in docs/losses.md.
 
@@ -377,11 +389,12 @@ def policy_loss(
         logprobs_N: log pi of each loss token, with its graph.
         entropy_N: entropy (nats) of the distribution at each loss token; needed, with its graph, if
             `spec.reads_entropy`, else only reported.
+        soft_NK: log pi of the soft targets, with its graph; needed if `spec.reads_soft_targets`.
 
     Raises:
         ConfigError: the loss reads something that the inputs do not have.
     """
-    _require(inputs, spec, entropy_N)
+    _require(inputs, spec, entropy_N, soft_NK)
     t = select_tokens(logprobs_N, inputs, entropy_N, old_is_anchor=spec.anchor == "old")
     log_ratio_N = _policy_log_ratio(t, spec)
     ratio_N = _ratio(t, log_ratio_N, spec)
@@ -404,6 +417,12 @@ def policy_loss(
         kl_N = _kl(t, log_ratio_N, spec)
         loss = loss + spec.kl_coeff * (scale_N * kl_N).sum()
         metrics["loss/kl"] = kl_N.sum() / tokens
+    if spec.reads_soft_targets:
+        assert soft_NK is not None and inputs.soft_NK is not None and spec.soft_kl_coeff is not None
+        policy_NK, target_NK = (x_NK[t.kept_N] if t.dropped else x_NK for x_NK in (soft_NK, inputs.soft_NK))
+        soft_N = soft_divergence(policy_NK.to(scale_N), target_NK.to(scale_N), spec.soft_kl)
+        loss = loss + spec.soft_kl_coeff * (scale_N * soft_N).sum()
+        metrics["loss/soft_kl"] = soft_N.sum() / tokens
     if t.entropy_N is not None:
         entropy = t.entropy_N.sum() / tokens
         metrics["loss/entropy"] = entropy
@@ -575,7 +594,7 @@ def _scale(t: Tokens, inputs: LossInputs, spec: LossSpec) -> Tensor:
             return ones_N
 
 
-def _require(inputs: LossInputs, spec: LossSpec, entropy_N: Tensor | None) -> None:
+def _require(inputs: LossInputs, spec: LossSpec, entropy_N: Tensor | None, soft_NK: Tensor | None) -> None:
     if spec.reads_behaviour and inputs.behaviour_N is None:
         raise ConfigError(
             "this loss reads behaviour logprobs, and the samples have none (completions given as text have none)",
@@ -583,6 +602,11 @@ def _require(inputs: LossInputs, spec: LossSpec, entropy_N: Tensor | None) -> No
         )
     if spec.reads_reference and inputs.reference_N is None:
         raise ConfigError(f"kl {spec.kl!r} reads the reference's logprobs, and there are none", hint="give reference_N")
+    if spec.reads_soft_targets and (inputs.soft_NK is None or soft_NK is None):
+        raise ConfigError(
+            f"soft_kl {spec.soft_kl!r} reads soft targets, and none of the samples has any",
+            hint="give samples soft_targets, or leave soft_kl out",
+        )
     if spec.reads_entropy and entropy_N is None:
         raise ConfigError(f"entropy_coeff {spec.entropy_coeff} needs the entropy of each token", hint="give entropy_N")
     if spec.reduction == "constant" and spec.reduction_length is None:

@@ -117,7 +117,7 @@ def rollout_metrics(
     }
     if rollouts:
         metrics["rollout/error_frac"] = fmean(r.error is not None for r in rollouts)
-        metrics["rollout/excluded_frac"] = fmean(_finite(r.reward) is None for r in rollouts)
+        metrics["rollout/excluded_frac"] = fmean(map(_excluded, rollouts))
     if batch_groups:
         metrics["rollout/batch_fill"] = len(trained) / batch_groups
     if sampled or too_long:
@@ -179,7 +179,7 @@ def _rewards(
         metrics["reward/frac_best"] = fmean(not differ([reward, best]) for reward in rewards)
     if spreads := _spreads(by_group):
         metrics["reward/std"] = fmean(spreads)
-    if groups:
+    if any(rollout.rewards or rollout.reward is not None for group in groups for rollout in group.rollouts):
         metrics["reward/frac_zero_std"] = fmean(not has_signal(group, advantage, weights=weights) for group in groups)
     return metrics
 
@@ -295,7 +295,7 @@ def _selection(
     for group in sampled:
         whole = id(group) not in kept and has_signal(group, advantage, weights=weights)
         for rollout in (each for each in group.rollouts if each.turns):
-            if whole or _finite(rollout.reward) is None:
+            if whole or _excluded(rollout):
                 dropped.append(rollout)
             elif id(group) in kept:
                 trained.append(rollout)
@@ -314,6 +314,11 @@ def _selection(
     if dropped:
         metrics["rollout/dropped_len_mean"] = fmean(map(_length, dropped))
     return metrics
+
+
+def _excluded(rollout: Rollout) -> bool:
+    """Whether it cannot be trained: it has no reward, and was not scored by a teacher instead."""
+    return _finite(rollout.reward) is None and (rollout.error is not None or not rollout.teacher)
 
 
 def _said(rollout: Rollout) -> Iterator[int]:

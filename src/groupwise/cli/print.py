@@ -20,6 +20,7 @@ from rich.text import Text
 from groupwise.cli.frame import finite, print_line, print_pairs
 from groupwise.config.algo import CreditConfig
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
+from groupwise.config.teacher import TeacherConfig
 from groupwise.config.yaml import inline
 from groupwise.run.display import before_after_table, said, side_by_side
 from groupwise.run.evaluate import Evaluation, PairedTest, compare
@@ -253,7 +254,9 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         for rollout in group.rollouts:
             text = " ".join(said(rollout).split())
             shown = text if len(text) <= _TEXT_CHARS else text[: _TEXT_CHARS - 1] + "…"
-            table.add_row("  failed" if rollout.reward is None else f"  {rollout.reward:6.3f}", Text(visible(shown)))
+            none = "taught" if rollout.teacher and rollout.error is None else "failed"
+            reward = f"  {none}" if rollout.reward is None else f"  {rollout.reward:6.3f}"
+            table.add_row(reward, Text(visible(shown)))
         console.print(table)
     where = " ".join(_where(report).values())
     loss, advantage = report.plan.loss, report.plan.config.algo
@@ -274,6 +277,7 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         ("memory", _memory(report)),
         ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
         ("advantage", f"{advantage.advantage}, {advantage.aggregation}"),
+        *([] if config.teacher is None else [("teacher", _teacher(config.teacher, report.trained_step.teacher))]),
         ("one step", _one_step(report.trained_step)),
         *([] if report.template is None else [("episodes", str(report.template))]),
     )
@@ -289,6 +293,16 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         )
     if not report.warnings:
         print_line("nothing suspicious was found", console=console)
+
+
+def _teacher(teacher: TeacherConfig, told: Mapping[str, float]) -> str:
+    """Who the teacher is, and what it made of the trial completions."""
+    name = teacher.base_url or teacher.model or teacher.adapter or "the policy itself"
+    name += "" if teacher.context is None else f", with {teacher.context} in its prompt"
+    if "teacher/kl" not in told:
+        return f"{name}: it had nothing to say of the trial completions"
+    likeliest = "" if "teacher/agreement" not in told else f", {told['teacher/agreement']:.0%} of them its likeliest"
+    return f"{name}: KL {told['teacher/kl']:.3g} nats a token, over {told['teacher/tokens']:.0f}{likeliest}"
 
 
 def _one_step(tried: StepTrial) -> str:
@@ -383,6 +397,7 @@ def _memory(report: CheckReport) -> str:
         "this rank's part of them": needed.shards,
         "merged weights": needed.merged,
         "frozen reference": needed.reference,
+        "teacher's weights": needed.teacher,
         "gradients and optimizer" if lora is None else "adapter and optimizer": needed.trained,
         "keys and values": needed.kv_cache,
         "vLLM in this process": needed.vllm,

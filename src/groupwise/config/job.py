@@ -151,6 +151,8 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     per completion."""
     temperature: Temperature | None = None
     """The one the completions were sampled at; null is what was recorded with them, else 1."""
+    teacher_coefficient: float = Field(default=1.0, gt=0, le=1e6)
+    """Weight of `teacher_logprobs` of completions (docs/distillation.md)."""
     router_replay: bool | None = None
     """In a mixture of experts, train each token with the experts that it was sampled with (docs/mixtures.md): null,
     where they are recorded, which is for rollouts of the local engine; true, or refuse the job; false, never."""

@@ -44,6 +44,7 @@ Anchor = Literal["behaviour", "old"]
 Correction = Literal["none", "tis_token", "tis_sequence", "mask_token", "mask_sequence", "mask_geometric"]
 KL = Literal["none", "k1", "k2", "k3", "k3_unbiased"]
 Reduction = Literal["token_mean", "sequence_mean", "prompt_mean", "constant", "sequence_sum", "sum"]
+SoftKL = Literal["none", "reverse", "forward", "jsd"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "surrogate": get_args(Surrogate),
@@ -52,6 +53,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "correction": get_args(Correction),
     "kl": get_args(KL),
     "reduction": get_args(Reduction),
+    "soft_kl": get_args(SoftKL),
 }
 LARGEST = 3.4e38  # of any option
 
@@ -72,6 +74,7 @@ _READ_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "correction_cap": ("correction", get_args(Correction)[1:]),
     "correction_floor": ("correction", get_args(Correction)[1:]),
     "kl_coeff": ("kl", get_args(KL)[1:]),
+    "soft_kl_coeff": ("soft_kl", get_args(SoftKL)[1:]),
     "reduction_length": ("reduction", ("constant",)),
 }
 
@@ -107,6 +110,8 @@ class LossSpec:
     reduction: Reduction = "token_mean"
     reduction_length: float | None = None  # tokens; what `constant` divides by, usually the largest completion length
     entropy_coeff: float = 0.0
+    soft_kl: SoftKL = "none"  # the divergence from `Sample.soft_targets` (`algo.distillation.soft_divergence`)
+    soft_kl_coeff: float | None = None
 
     def __post_init__(self) -> None:
         for name, valid in _CHOICES.items():
@@ -142,6 +147,11 @@ class LossSpec:
         return self.kl != "none"
 
     @property
+    def reads_soft_targets(self) -> bool:
+        """Whether the log-probabilities of soft targets are needed."""
+        return self.soft_kl != "none"
+
+    @property
     def reads_entropy(self) -> bool:
         """Whether the entropy needs a gradient."""
         return self.entropy_coeff != 0.0
@@ -167,13 +177,14 @@ class LossSpec:
     def needs_flat(self, steps_per_batch: int, *, stale: bool = False) -> bool:
         """Whether samples with advantage 0 have a gradient, so that groups of equal rewards must be trained on.
 
-        Every surrogate is a multiple of the advantage. The other terms are not: a KL, an entropy bonus, and DRO's
-        square, which is flat only where the policy is its anchor: on the first of a batch's optimizer steps, and, if
-        the anchor is the behaviour policy, on data that is not `stale`. The square that DPPO may have is of the groups
-        that are trained on.
+        Every surrogate is a multiple of the advantage. The other terms are not: a KL, an entropy bonus, soft targets,
+        and DRO's square, which is flat only where the policy is its anchor: on the first of a batch's optimizer steps,
+        and, if the anchor is the behaviour policy, on data that is not `stale`. The square that DPPO may have is of the
+        groups that are trained on.
         """
         moved = steps_per_batch > 1 or (stale and self.anchor == "behaviour")
-        return self.reads_reference or self.reads_entropy or (self.surrogate == "dro" and moved)
+        other = self.reads_reference or self.reads_entropy or self.reads_soft_targets
+        return other or (self.surrogate == "dro" and moved)
 
     def off_policy_warnings(self, steps_per_batch: int, *, stale: bool, section: str = "algo.") -> list[str]:
         """What this loss does not account for where samples are not of the policy that is trained: in the optimizer
@@ -242,7 +253,8 @@ class LossSpec:
             "dro": ("dro_beta",),
             "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
         }.get(self.surrogate, ())
-        for name in (*needed, *(("kl_coeff",) if self.kl != "none" else ())):
+        coefficients = [name for name in ("kl_coeff", "soft_kl_coeff") if self.reads(name)]
+        for name in (*needed, *coefficients):
             if getattr(self, name) is None:
                 message = "{field} is not set, and this loss needs it; `resolve_loss` fills in the usual value"
                 raise FieldError(message, field=name, kind="missing")
@@ -265,6 +277,7 @@ class LossSpec:
             "sapo_tau_positive",
             "sapo_tau_negative",
             "kl_coeff",
+            "soft_kl_coeff",
             "correction_cap",
             "reduction_length",
         )
@@ -329,6 +342,7 @@ _USUAL: Mapping[str, float | str] = {
     "sapo_tau_positive": 1.0,
     "sapo_tau_negative": 1.05,
     "kl_coeff": 0.04,  # GRPO's
+    "soft_kl_coeff": 1.0,
 }
 _USUAL_BOUNDS: Mapping[str, tuple[float | None, float | None]] = {  # correction -> (floor, cap)
     "tis_token": (None, 2.0),

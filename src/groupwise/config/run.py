@@ -33,6 +33,7 @@ from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.harness import HarnessConfig
 from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
+from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
 from groupwise.config.yaml import AdapterName, Document, Name, Section, Text, Texts, conflict, to_yaml, validate
 from groupwise.errors import ConfigError
 from groupwise.types import NARROWING, Grammar, SamplingParams
@@ -601,6 +602,8 @@ class RunConfig(Section):
     """An environment that plays episodes of several turns; null asks each prompt once."""
     algo: RunAlgoConfig = RunAlgoConfig()
     """Advantages and the policy loss."""
+    teacher: TeacherConfig | None = None
+    """A teacher to learn from, besides rewards or instead of them; null has none (docs/distillation.md)."""
     train: TrainConfig = TrainConfig()
     """The optimizer."""
     adapters: AdaptersConfig = AdaptersConfig()
@@ -636,7 +639,9 @@ class RunConfig(Section):
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
         self._check_engine()
         self._check_quantization()
-        if self.env is None and not any(reward.weight for reward in self.rewards):
+        if self.teacher is not None:
+            self._check_teacher(self.teacher)
+        elif self.env is None and not any(reward.weight for reward in self.rewards):
             raise conflict("rewards", "every weight is 0, so there is nothing to train for; give one a weight")
         return self
 
@@ -664,6 +669,46 @@ class RunConfig(Section):
             raise conflict("quantization", message)
         if kind and self.train.parallel == "fsdp":
             raise conflict("quantization", f"{kind} weights are not cut by fsdp; set train.parallel: ddp")
+
+    def _check_teacher(self, teacher: TeacherConfig) -> None:
+        """What cannot go with a teacher."""
+        rollout, scored = self.rollout, bool(self.rewards) or self.env is not None
+        narrowed = [key for key, off in NARROWING.items() if getattr(rollout, key) != off]
+        narrowed += ["structured_outputs"] if rollout.grammar is not None else []
+        if narrowed:
+            message = "draws from a part of the vocabulary, and a teacher's log-probabilities are of all of it"
+            raise conflict("rollout", narrowed[0], f"{message}; leave it out, or the teacher")
+        if teacher.base_url is not None and rollout.temperature != 1:
+            message = f"{rollout.temperature:g} does not go with teacher.base_url, which tells log-probabilities at 1"
+            raise conflict("rollout", "temperature", f"{message}; set 1")
+        if teacher.top_k and rollout.replay.size:
+            message = "does not go with rollout.replay: of each token of a kept group so many numbers would be kept"
+            raise conflict("teacher", "top_k", f"{teacher.top_k} {message}; set top_k 0, or replay.size 0")
+        if teacher.context is not None and self.env is not None:
+            message = "puts a text into the prompt of a single turn, and an environment asks in several"
+            raise conflict("teacher", "context", f"{message}; leave context out, or env")
+        if teacher.context == BEST_COMPLETION and not scored:
+            raise conflict("teacher", "context", f"{BEST_COMPLETION} is told by rewards, and there are none")
+        if teacher.reward_weight != 1 and not scored:
+            raise conflict(
+                "teacher", "reward_weight", f"{teacher.reward_weight:g} acts with rewards, and there are none"
+            )
+        if self.eval is not None and not scored:
+            raise conflict("eval", "evaluation is by rewards, and there are none; name some (teacher.reward_weight: 0)")
+        if self.train.lora is None and (teacher.adapter is not None):
+            message = "is of the run's model, whose own weights are trained (train.lora: null)"
+            raise conflict(
+                "teacher", "adapter", f"{message}; export it as a model (teacher.model), or train an adapter"
+            )
+        if teacher.self and self.engine != "local":
+            raise conflict(
+                "teacher", "self", f"is scored by the engine that samples; set engine: local, not {self.engine}"
+            )
+        if teacher.self and rollout.in_flight_updates:
+            message = "has no one version that sampled a completion, with in_flight_updates; leave one of the two out"
+            raise conflict("teacher", "self", message)
+        if self.algo.credit != "episode" and not scored:
+            raise conflict("algo", "credit", f"{self.algo.credit!r} is of rewards, and there are none")
 
     def _check_engine(self) -> None:
         """Every knob of the engine that does not sample is left alone."""
@@ -699,8 +744,9 @@ class RunConfig(Section):
             return
         if self.data is None:
             raise conflict("data", "required and missing: name the prompts (data.source), or an environment (env)")
-        if not self.rewards:
-            raise conflict("rewards", "required and missing: name a reward function, or an environment (env)")
+        if not self.rewards and self.teacher is None:
+            message = "required and missing: name a reward function, an environment (env) or a teacher"
+            raise conflict("rewards", message)
         if self.algo.credit != "episode":
             message = (
                 f"{self.algo.credit!r} needs episodes of several turns; name an environment (env), or leave it out"

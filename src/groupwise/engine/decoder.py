@@ -103,6 +103,13 @@ class Decoder(Protocol):
         """The last hidden states [S, hidden] of one row of tokens."""
         ...
 
+    def hidden_before(
+        self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], weights: AdapterWeights | None
+    ) -> list[Tensor]:
+        """For each completion of a prompt the last hidden states [T, hidden] that predict its tokens, none of which is
+        empty."""
+        ...
+
     def follow(
         self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
     ) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from groupwise.engine.cpu_weights import check_rounded
-from groupwise.engine.decoder import Decoder, EngineModel, Queue, RowBudget
+from groupwise.engine.decoder import PREFILL_TOKENS, Decoder, EngineModel, Queue, RowBudget
 from groupwise.engine.grammar import GrammarCompiler
 from groupwise.engine.kv_cache import PrefixCache
 from groupwise.engine.multi_lora import AdapterWeights, add_adapters, read_adapter
@@ -344,6 +344,58 @@ class LocalEngine:
             self._start()
         return self._call_soon(run, self._lanes[0]).result()
 
+    def score_group(
+        self,
+        prompt_ids: Sequence[int],
+        completions: Sequence[Sequence[int]],
+        version: PolicyVersion,
+        *,
+        top: int = 0,
+        temperature: float = 1.0,
+    ) -> list[SequenceScores]:
+        """Log-probabilities of the tokens of several completions of one prompt, which is run once for as many of them
+        as one forward may have tokens; with the `top` likeliest in the place of each. Raises as `sample`."""
+        weights, prompt = self._check(tuple(prompt_ids), version), tuple(prompt_ids)
+        longest = max(map(len, completions), default=0)
+        if len(prompt) + longest > self.context_length:
+            raise ContextLengthError(
+                f"a prompt of {len(prompt)} tokens and a completion of {longest} do not fit into the context of "
+                f"{self.context_length} tokens of {self._base.name}",
+                hint="lower rollout.max_tokens or rollout.max_prompt_tokens",
+            )
+        if top > self._vocabulary:
+            raise ConfigError(f"{top} likeliest tokens are asked for, and the model has {self._vocabulary}")
+        self._check_ids([token for ids in completions for token in ids])
+        parts = _parts([len(ids) for ids in completions], most=max(PREFILL_TOKENS - len(prompt), 1))
+
+        def run() -> list[SequenceScores]:
+            scores: list[SequenceScores] = []
+            for part in parts:
+                rows = [completions[i] for i in part]
+                hidden = self._lanes[0].decoder.hidden_before(prompt, [ids for ids in rows if ids], weights)
+                rest = iter(hidden)
+                empty = SequenceScores(logprobs=(), top=())
+                scores += [self._scores_of(ids, next(rest), top, temperature) if ids else empty for ids in rows]
+            return scores
+
+        with self._wakeup:
+            self._start()
+        return self._call_soon(run, self._lanes[0]).result()
+
+    def _scores_of(self, ids: Sequence[int], hidden_TH: Tensor, top: int, temperature: float) -> SequenceScores:
+        """Of the tokens `ids`, which these hidden states predict."""
+        logprobs, tops = list[float](), list[Any]()
+        id_T = torch.tensor(ids, device=hidden_TH.device)
+        scale_1 = torch.tensor([temperature], dtype=widest_float(self._base.device), device=hidden_TH.device)
+        for start in range(0, len(ids), SCORED_AT_ONCE):
+            part = slice(start, start + SCORED_AT_ONCE)
+            logprobs_TV = scaled_logprobs(self._shared.head.logits(hidden_TH[part]), scale_1)
+            logprobs += logprobs_TV.gather(1, id_T[part][:, None])[:, 0].tolist()
+            best = logprobs_TV.topk(top)
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            tops += [tuple(zip(*each, strict=True)) for each in pairs]
+        return SequenceScores(logprobs=tuple(logprobs), top=tuple(tops))
+
     def _scores_at(
         self,
         places: Sequence[int],
@@ -530,6 +582,19 @@ class LocalEngine:
             job.settle(error)
         for _, future in calls:
             future.set_exception(error)
+
+
+def _parts(lengths: Sequence[int], *, most: int) -> list[list[int]]:
+    """The places of `lengths` in order, in parts of `most` tokens together, or of one that alone has more."""
+    parts: list[list[int]] = []
+    used = 0
+    for place, length in enumerate(lengths):
+        if not parts or used + length > most:
+            parts.append([])
+            used = 0
+        parts[-1].append(place)
+        used += length
+    return parts
 
 
 def _answer(function: Callable[[], Any], future: Future[Any]) -> None:

@@ -171,6 +171,19 @@ class PackedDecoder(DecodedRows):
         layout = SharedPrompts([len(ids)], device=self.shared.device)
         return self._forward(ids, range(len(ids)), layout, [weights] * len(ids))
 
+    def hidden_before(
+        self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], weights: AdapterWeights | None
+    ) -> list[Tensor]:
+        """As `Decoder.hidden_before`; the prompt is run once, and the last token of a completion is not run."""
+        rows, start = [ids[:-1] for ids in completions], len(prompt_ids)
+        ids = [*prompt_ids, *(token for row in rows for token in row)]
+        positions = [*range(start), *(start + i for row in rows for i in range(len(row)))]
+        layout = SharedPrompts([start], [len(row) for row in rows], [0] * len(rows), device=self.shared.device)
+        prompt_SH, *others = self._forward(ids, positions, layout, [weights] * len(ids)).split(
+            [start, *(len(row) for row in rows)]
+        )
+        return [torch.cat([prompt_SH[-1:], row_TH]) for row_TH in others]
+
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def admit(self, urgent: Queue, waiting: Queue) -> bool:

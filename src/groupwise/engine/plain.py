@@ -85,6 +85,13 @@ class PlainDecoder:
         ids_1T = torch.tensor([list(ids)], device=self.shared.device)
         return decoder_of(self.shared.model)(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
 
+    def hidden_before(
+        self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], weights: AdapterWeights | None
+    ) -> list[Tensor]:
+        """As `Decoder.hidden_before`, a row after another."""
+        first = len(prompt_ids) - 1
+        return [self.hidden((*prompt_ids, *ids[:-1]), weights)[first:] for ids in completions]
+
     def follow(
         self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
     ) -> None:

@@ -354,6 +354,7 @@ class Memory:
     shards: int
     merged: int
     reference: int
+    teacher: int
     trained: int
     kv_cache: int
     vllm: int
@@ -371,6 +372,7 @@ class Load:
     `keeps_reference`: full-parameter training with a term that reads the reference holds a frozen copy.
     `colocated`: bytes that a vLLM in this process takes. `flex`: FlexAttention is used. `packed`: whether the model
     runs packed; else in padded rows, with scores kept whole where it has no fused attention (`eager`).
+    `teacher`: bytes of a teacher's weights, where these are in this process besides the model's.
     `own_cache`: of a model that is sampled by its own forward, bytes that its cache takes for each token of a row and
     whatever the row's length (`packed_check.cache_bytes`); both 0 where it is decoded without a cache.
     """
@@ -379,6 +381,7 @@ class Load:
     trained: int
     longest_prompt: int
     keeps_reference: bool = False
+    teacher: int = 0
     gpu: bool = False
     colocated: int = 0
     flex: bool = False
@@ -404,6 +407,7 @@ def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) ->
         shards=_shards(config, load),
         merged=_merged(config, model),
         reference=weights if load.keeps_reference else 0,
+        teacher=load.teacher,
         trained=trained,
         kv_cache=_keys_and_values(config, load),
         vllm=load.colocated,

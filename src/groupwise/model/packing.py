@@ -34,10 +34,12 @@ Shapes: S packed tokens (or padded ones), N loss tokens, B rows (completions) of
 
 from __future__ import annotations
 
+import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -181,6 +183,21 @@ class MicroBatch:
             mine = sample.kept or SamplingMask.whole(vocabulary, len(sample.mask))
             entries += [entry for entry, trained in zip(mine.entries(), sample.mask, strict=True) if trained]
         return KeptRanges(entries, vocabulary, self.target_N.device) if entries else None
+
+    @cached_property
+    def soft_targets(self) -> tuple[Tensor, Tensor]:
+        """The soft targets of the loss tokens: ids [N, K], and log-probabilities [N, K] in the device's `widest_float`,
+        -inf in places that are not filled; K is 0 where no row has any."""
+        rows: list[tuple[tuple[int, float], ...]] = []
+        for sample in self.samples if any(each.soft_targets for each in self.samples) else ():
+            mine = sample.soft_targets or ((),) * len(sample.mask)
+            rows += [targets for targets, trained in zip(mine, sample.mask, strict=True) if trained]
+        width = max(map(len, rows), default=0)
+        flat = [pair for targets in rows for pair in (*targets, *[(0, -math.inf)] * (width - len(targets)))]
+        shape = len(self.row_N), width
+        id_NK = torch.tensor([id for id, _ in flat], dtype=torch.long).view(shape)
+        logprob_NK = torch.tensor([x for _, x in flat], dtype=widest_float(self.row_N.device)).view(shape)
+        return id_NK.to(self.row_N.device), logprob_NK.to(self.row_N.device)
 
     def per_token(self, values_by_row: Sequence[Sequence[float] | None]) -> Tensor | None:
         """One value per completion token of each row -> those of loss tokens [N], in the device's `widest_float`; None

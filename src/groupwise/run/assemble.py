@@ -31,10 +31,11 @@ from groupwise.platform import memory_bytes, run_coroutine
 from groupwise.rewards.base import RewardWorkers, Scorer, load_rewards
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
 from groupwise.rewards.pool import RewardPool
-from groupwise.run.batches import Batches, Pace
+from groupwise.run.batches import Batches, Pace, Score
 from groupwise.run.evaluate import prepare_all
 from groupwise.run.plan import RunPlan
 from groupwise.run.replay import Curriculum, ReplayBuffer, RerollQueue, total_reward
+from groupwise.run.teacher import Teacher, open_teacher, taught
 from groupwise.tasks.agents import Agent, AgentRollouts
 from groupwise.tasks.compat.reasoning_gym import AdaptiveDifficulty, score_answer
 from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
@@ -60,7 +61,13 @@ TOKENISED = 64  # prompts with the most characters, of which one has the most to
 
 
 def load_of(
-    config: RunConfig, base: LoadedModel, learner: Learner, *, longest_prompt: int, reads_reference: bool
+    config: RunConfig,
+    base: LoadedModel,
+    learner: Learner,
+    *,
+    longest_prompt: int,
+    reads_reference: bool,
+    teacher: Teacher | None = None,
 ) -> Load:
     """What `model.memory` must know of a run, whose longest prompt has so many tokens."""
     model, weights = base.model, list(base.model.parameters())
@@ -77,6 +84,7 @@ def load_of(
         trained=sum(parameter.numel() for parameter in learner.parameters),
         longest_prompt=longest_prompt,
         keeps_reference=config.train.lora is None and reads_reference,
+        teacher=0 if teacher is None else teacher.weights,
         gpu=base.device.type == "cuda",
         colocated=_colocated(config, base.device, weights=size.weights),
         flex=learner.layouts is FLEX,
@@ -139,6 +147,7 @@ class Components:
     learner: Learner
     batches: Batches
     scorer: Scorer
+    teacher: Teacher | None
     eval_prompts: tuple[Prompt, ...]
     load: Load | None  # what `train.memory_gb` was compared with
     threads: int  # of torch, which the calling thread had
@@ -152,6 +161,8 @@ class Components:
     def close(self) -> None:
         """Stop the engine, the reward workers, and what environments or agents are played with."""
         self.play.close()
+        if self.teacher is not None:
+            self.teacher.close()
         self.engine.close()
         self.scorer.close()
         gc.unfreeze()
@@ -207,9 +218,14 @@ def open_components(
         check_in_flight(config, engine)
         check_grammar(config, engine)
         play = open_play(plan, base, engine, envs)
-        load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
+        if config.teacher is not None:
+            on_phase("loading the teacher")
+        teacher = open_teacher(plan, base, engine, threads=threads)
+        if teacher is not None:
+            opened.callback(teacher.close)
+        load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play, teacher)
         eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
-        batches = _batches(plan, engine, play, scorer)
+        batches = _batches(plan, engine, play, taught(scorer, teacher))
         gc.freeze()  # what is here now stays; looking through it again and again would cost a step some percent
         opened.pop_all()
     return Components(
@@ -219,6 +235,7 @@ def open_components(
         learner=learner,
         batches=batches,
         scorer=scorer,
+        teacher=teacher,
         eval_prompts=eval_prompts,
         load=load,
         threads=threads,
@@ -295,11 +312,13 @@ def _check_replay(config: RunConfig, learner: Learner) -> None:
     raise ConfigError(f"train.router_replay is true, but {why}", hint=hint, field="train.router_replay")
 
 
-def _fitted(plan: RunPlan, base: LoadedModel, learner: Learner, play: RolloutSource) -> Load:
+def _fitted(plan: RunPlan, base: LoadedModel, learner: Learner, play: RolloutSource, teacher: Teacher | None) -> Load:
     """Give the learner micro-batches that `train.memory_gb` suffices for. Raises ConfigError where none does."""
     prompts = plan.source.all()
     longest = longest_prompt(plan.config, prompts, play, context=base.context_length)
-    load = load_of(plan.config, base, learner, longest_prompt=longest, reads_reference=plan.reads_reference)
+    load = load_of(
+        plan.config, base, learner, longest_prompt=longest, reads_reference=plan.reads_reference, teacher=teacher
+    )
     learner.set_micro_tokens(fitting_tokens(plan.config, load))
     return load
 
@@ -395,13 +414,13 @@ def _pool(plan: RunPlan, specs: Sequence[RewardConfig], remote: RemoteBackends |
     return pool
 
 
-def _batches(plan: RunPlan, engine: Sampler, play: RolloutSource, scorer: Scorer) -> Batches:
+def _batches(plan: RunPlan, engine: Sampler, play: RolloutSource, score: Score) -> Batches:
     config, rollout = plan.config, plan.config.rollout
     curriculum = None if config.data is None else config.data.curriculum
     source: PromptStream = plan.source
     if config.data is not None and config.data.difficulty:
-        score = next((each.name for each in plan.rewards if each.function is score_answer), None)
-        source = AdaptiveDifficulty(plan.source, config.data, reward=score)
+        reward = next((each.name for each in plan.rewards if each.function is score_answer), None)
+        source = AdaptiveDifficulty(plan.source, config.data, reward=reward)
     if curriculum is not None:
         source = Curriculum(
             plan.source,
@@ -414,7 +433,7 @@ def _batches(plan: RunPlan, engine: Sampler, play: RolloutSource, scorer: Scorer
     return Batches(
         source=source,
         play=play,
-        score=scorer,
+        score=score,
         context_length=engine.context_length,
         params=rollout.sampling(),
         group_size=rollout.group_size,

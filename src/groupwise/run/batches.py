@@ -18,8 +18,8 @@ A group's age counts from the version that it was begun with, which drew its old
 take over completions under way (`in_flight_updates`).
 
 A group is scored as soon as its completions are there. One that teaches nothing (rewards all equal, or too few that
-could be scored) is replaced by another prompt, within a budget of `refill` x P a step (dynamic sampling, DAPO, arXiv
-2503.14476), and what is missing then by groups of the replay buffer.
+could be scored, and no teacher) is replaced by another prompt, within a budget of `refill` x P a step (dynamic
+sampling, DAPO, arXiv 2503.14476), and what is missing then by groups of the replay buffer.
 
 On-policy, what a step lacks is sampled in rounds and used in the order of the prompts, so that a seeded run is
 reproducible bit for bit. Otherwise a step uses the oldest of the groups that are there, and waits for those that would
@@ -228,8 +228,8 @@ class Batches:
         self.done = state["done"]
 
     def versions_in_use(self) -> set[PolicyVersion]:
-        """The versions that groups are being sampled by."""
-        return {flight.version for flight in self._in_flight if flight.played is None or not flight.played.done()}
+        """The versions that groups are being sampled by, or were and are being scored."""
+        return {flight.version for flight in self._in_flight if flight.group is None}
 
     def metrics(self) -> dict[str, float]:
         """What waits to come back, where anything can."""
@@ -324,7 +324,8 @@ class Batches:
             self._source.resolve(flight.drawn.issued.ticket)
         self._source.observe([group])
         self._reroll.push([group])
-        if self.keep_flat or has_signal(group, self._advantage, weights=self._weights):
+        taught = any(rollout.teacher for rollout in group.rollouts)
+        if self.keep_flat or taught or has_signal(group, self._advantage, weights=self._weights):
             taken.keep(group, age=age)
             taken.token_ages += self._token_ages(flight, group)
         self._kept = len(taken.kept)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from groupwise.algo.advantage import with_advantages
+from groupwise.algo.distillation import teacher_metrics, teacher_scores, with_reward_weight, with_teacher
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, GroupwiseError
@@ -38,6 +39,7 @@ from groupwise.run.assemble import (
 )
 from groupwise.run.plan import RunPlan, plan_or_all_problems
 from groupwise.run.policy import Policy
+from groupwise.run.teacher import taught
 from groupwise.run.update import learner_thread
 from groupwise.store.adapters import AdapterStore
 from groupwise.tasks.episode import play_all
@@ -118,12 +120,14 @@ class ModelRow:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrial:
-    """The step that was tried. `grad_norm` is None where no completion could be trained on."""
+    """The step that was tried. `grad_norm` is None where no completion could be trained on; `teacher` are the metrics
+    of the run's teacher on the trial completions, empty without one."""
 
     version: str
     grad_norm: float | None
     made_up: bool  # all groups had equal rewards, so advantages of 1 and -1 were taken
     seconds: float  # of training, without publishing
+    teacher: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +183,7 @@ def check(
             )
         on_phase("sampling and scoring")
         groups, sampled_s = run_coroutine(_try_out(usable[:PROMPTS], plan, parts))
-        recognised = run_coroutine(_try_answers(groups, parts)) if plan.env is None else None
+        recognised = run_coroutine(_try_answers(groups, parts)) if plan.env is None and plan.rewards else None
         on_phase("training, publishing and loading one step")
         with learner_thread(parts.learner.threads) as thread:
             tried = _try_step(plan, parts, groups, thread)
@@ -190,13 +194,18 @@ def check(
 def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], thread: Executor) -> StepTrial:
     """Train on the groups, publish, load, and sample with what came of it."""
     config, rollout = plan.config, plan.config.rollout
+    teacher = config.teacher
     weighed = with_advantages(groups, plan.config.algo, weights=plan.reward_weights)
+    weighed = weighed if teacher is None else with_reward_weight(weighed, teacher.reward_weight)
     made_up = not any(any(sample.weights or (sample.advantage,)) for sample in samples_of(weighed))
+    made_up = made_up and not any(rollout.teacher for group in weighed for rollout in group.rollouts)
     if made_up:
         weighed = [
             replace(group, rollouts=tuple(map(_made_up, range(COMPLETIONS), group.rollouts))) for group in groups
         ]
     samples = samples_of(weighed, mask_truncated=config.algo.mask_truncated and not made_up)
+    told = {} if teacher is None else teacher_metrics(samples, teacher_scores(weighed))
+    samples = with_teacher(samples, weighed, teacher)
     metrics, seconds = dict[str, float](), 0.0
     if trained := next((sample for sample in samples if any(sample.mask)), None):
         step = partial(parts.learner.step, spec=plan.loss, temperature=rollout.temperature)
@@ -217,7 +226,13 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
         version = policy.publish(step=1, metrics={}, sync=True)
         params = replace(rollout.sampling(), max_tokens=1)
         run_coroutine(_sampled(parts, groups[0], version, params))
-    return StepTrial(version=str(version), grad_norm=metrics.get("optim/grad_norm"), made_up=made_up, seconds=seconds)
+    return StepTrial(
+        version=str(version),
+        grad_norm=metrics.get("optim/grad_norm"),
+        made_up=made_up,
+        seconds=seconds,
+        teacher=told,
+    )
 
 
 def _made_up(number: int, rollout: Rollout) -> Rollout:
@@ -263,7 +278,8 @@ async def _try_out(
         version=PolicyVersion.base(),
     )
     seconds = time.perf_counter() - began
-    scored = await asyncio.gather(*(parts.scorer(group) for group in groups))
+    score = taught(parts.scorer, parts.teacher)
+    scored = await asyncio.gather(*(score(group) for group in groups))
     refuse_failed(scored)
     return tuple(scored), seconds
 
@@ -330,7 +346,12 @@ def _report(
     tried_tokens = sum(len(group.prompt.token_ids) for group in groups) + sum(completions)
     pace = StepPace.of(config, step, sampled_s=sampled_s, trained_s=tried.seconds, tokens=tried_tokens)
     load = parts.load or load_of(
-        config, parts.base, parts.learner, longest_prompt=max(lengths), reads_reference=plan.reads_reference
+        config,
+        parts.base,
+        parts.learner,
+        longest_prompt=max(lengths),
+        reads_reference=plan.reads_reference,
+        teacher=parts.teacher,
     )
     needed = memory(config, load, micro_tokens=parts.learner.micro_tokens)
     available = device_memory(parts.base.device)
@@ -385,7 +406,9 @@ def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     count = len(rollouts)
     rewards = {rollout.reward for rollout in rollouts if rollout.reward is not None}
-    if len(rewards) == 1:
+    if any(rollout.teacher for rollout in rollouts):
+        pass  # whatever the rewards are, the teacher has something to say
+    elif len(rewards) == 1:
         yield (
             f"all {count} trial completions have the reward {rewards.pop():g}: a group of equal rewards teaches "
             "nothing; look at the completions, and see whether the reward can tell good from bad"

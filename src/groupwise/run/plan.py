@@ -16,6 +16,7 @@ from groupwise.config.hub import check_model
 from groupwise.config.load import load_object
 from groupwise.config.loss import LossSpec, loss_of
 from groupwise.config.run import RunConfig, identity, resolved
+from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
 from groupwise.config.yaml import to_yaml
 from groupwise.errors import ConfigError, GrammarError, GroupwiseError
 from groupwise.rewards.base import RewardFunction, check_columns, load_rewards
@@ -98,6 +99,8 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         stale=config.may_be_stale,
         folder=config.folder,
     )
+    if config.teacher is not None:
+        loss = _with_teacher(loss, config.teacher, [*prompts] if env is None else None)
     if config.rollout.stream_groups and not loss.streams:
         raise ConfigError(
             f"rollout.stream_groups does not go with an entropy bonus and reduction {loss.reduction!r}",
@@ -114,6 +117,22 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         answer=_answer(config),
         loss=loss,
     )
+
+
+def _with_teacher(loss: LossSpec, teacher: TeacherConfig, prompts: Sequence[Prompt] | None) -> LossSpec:
+    """The loss with the teacher's term. Raises ConfigError where no prompt has the column of its context, ModelError
+    where its model cannot be loaded."""
+    column = teacher.context
+    if prompts and column not in (None, BEST_COMPLETION) and not any(prompt.columns.get(column) for prompt in prompts):
+        held = ", ".join(map(repr, dict.fromkeys(name for prompt in prompts for name in prompt.columns))) or "none"
+        raise ConfigError(
+            f"no prompt has anything in the column {column!r}, which is to be the teacher's context; columns: {held}",
+            hint=f"name a column, or {BEST_COMPLETION}",
+            field="teacher.context",
+        )
+    if teacher.model is not None and teacher.base_url is None:
+        check_model(teacher.model)
+    return replace(loss, soft_kl=teacher.divergence, soft_kl_coeff=teacher.coefficient) if teacher.top_k else loss
 
 
 def _with_columns(prompts: Sequence[Prompt], env: Env | None) -> list[Prompt]:

@@ -1,6 +1,7 @@
 """One step's groups -> one update of the policy: advantages, the KL's weight, the learning rate, the optimizer steps.
 
-    rewards -> advantages (- beta (K - mean K), with the KL in the reward) -> samples -> policy loss -> AdamW
+    rewards -> advantages (- beta (K - mean K), with the KL in the reward) -> samples (+ a teacher's log-probabilities)
+    -> policy loss -> AdamW
 
 Groups may come in parts (`rollout.stream_groups`): each is run forward and backward while the next is sampled, and the
 gradient is the one of the whole step. `run/loop.py` calls this; sampling, scoring and publishing are not here.
@@ -20,6 +21,13 @@ from typing import Any, TypeVar
 import torch
 
 from groupwise.algo.advantage import has_signal, with_advantages
+from groupwise.algo.distillation import (
+    teacher_metrics,
+    teacher_scores,
+    with_reward_weight,
+    with_teacher,
+    with_teacher_advantages,
+)
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, sequence_kl, with_kl_penalty
 from groupwise.algo.metrics import Metrics, rollout_metrics, sample_metrics
 from groupwise.algo.samples import samples_of
@@ -33,7 +41,7 @@ from groupwise.store.job_payload import EncodedGroup, GrpoPayload, SftPayload
 from groupwise.train.learner import Learner
 from groupwise.train.rollout_batch import RolloutBatch
 from groupwise.train.schedule import learning_rate_at
-from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
+from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, SequenceScores, Turn
 
 T = TypeVar("T")
 
@@ -131,6 +139,8 @@ class StepUpdate:
     async def train(self) -> Metrics:
         """The optimizer steps on all groups; nothing but counts where no token is trained."""
         metrics = sample_metrics(self.samples)
+        if self._plan.config.teacher is not None:
+            metrics |= teacher_metrics(self.samples, teacher_scores(self.groups))
         if self.trains:
             metrics |= await self._updates.in_learner_thread(self._train)
             self._updates.changed = self._step
@@ -140,18 +150,22 @@ class StepUpdate:
 
     def _prepare(self, groups: Sequence[RolloutGroup], beside: Sequence[RolloutGroup]) -> _Part:
         """Groups -> the same with advantages, and what the learner gets of them."""
-        plan, algo = self._plan, self._plan.config.algo
+        plan, algo, teacher = self._plan, self._plan.config.algo, self._plan.config.teacher
         weighed = with_advantages(groups, plan.config.algo, weights=plan.reward_weights, beside=beside)
+        if teacher is not None:
+            weighed = with_reward_weight(weighed, teacher.reward_weight)
         samples = samples_of(weighed)
         if plan.kl_coeff is None or not samples:
-            return _Part(groups=weighed, samples=samples_of(weighed, mask_truncated=algo.mask_truncated))
+            samples = samples_of(weighed, mask_truncated=algo.mask_truncated)
+            return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher))
         reference = self._learner.forward(samples, temperature=self._temperature, reference=True)
         kls = [sequence_kl(sample, row) for sample, row in zip(samples, reference, strict=True)]
         adaptive = self._updates.adaptive_kl
         coeff = plan.kl_coeff if adaptive is None else adaptive.coeff
         weighed = with_kl_penalty(weighed, kls, plan.config.algo, coeff=coeff)
         samples = samples_of(weighed, mask_truncated=algo.mask_truncated)
-        return _Part(groups=weighed, samples=samples, kl=kl_metrics(samples, reference))
+        kl = kl_metrics(samples, reference)
+        return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher), kl=kl)
 
     def _train(self) -> Metrics:
         """The optimizer steps, and the divergence from the reference, which the policy is weighed by next time."""
@@ -367,7 +381,8 @@ def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPa
 
 def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
     groups = [_rollouts(i, group) for i, group in enumerate(payload.groups)]
-    differ = [has_signal(group, config) for group in groups]
+    taught = [any(rollout.teacher for rollout in group.rollouts) for group in groups]
+    differ = [has_signal(group, config) or each for group, each in zip(groups, taught, strict=True)]
     if not any(differ):
         raise TrainingError(
             f"none of the {len(groups)} groups has completions whose rewards differ, so there is nothing to learn",
@@ -377,7 +392,8 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
     flat_too = config.trains_flat(recorded=recorded)
     weighed = with_advantages(groups, config)
     kept = [group for group, differs in zip(weighed, differ, strict=True) if differs or flat_too]
-    samples = samples_of(kept)
+    scores, samples = teacher_scores(kept), samples_of(kept)
+    samples = with_teacher_advantages(samples, scores, coefficient=config.teacher_coefficient)
     measured = rollout_metrics(groups, trained=kept, advantage=config)
     batch = RolloutBatch.cut(
         samples,
@@ -391,7 +407,7 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
         samples=samples,
         batch=batch,
         temperature=batch.temperature,
-        facts={key: measured[key] for key in _FACTS},
+        facts={key: measured[key] for key in _FACTS} | (teacher_metrics(samples, scores) if any(taught) else {}),
     )
 
 
@@ -410,7 +426,8 @@ def _rollouts(index: int, group: EncodedGroup) -> RolloutGroup:
             routed_experts=each.routing,
         )
         turn = Turn(group.prompt_ids, completion)
-        rollouts.append(Rollout(turns=(turn,), rewards={_REWARD: each.reward}, reward=each.reward))
+        said = () if each.teacher_logprobs is None else (SequenceScores(logprobs=each.teacher_logprobs, top=()),)
+        rollouts.append(Rollout(turns=(turn,), rewards={_REWARD: each.reward}, reward=each.reward, teacher=said))
     return RolloutGroup(prompt=Prompt(id=str(index), token_ids=group.prompt_ids), rollouts=tuple(rollouts))
 
 

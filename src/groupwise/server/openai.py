@@ -53,6 +53,7 @@ from groupwise.server.schema_completions import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    PromptLogprob,
     Raw,
     TextCompletion,
 )
@@ -435,12 +436,15 @@ class _Answer:
     def __init__(self, asked: Admission, body: CompletionRequest):
         self._asked, self._body, self._n = asked, body, body.n or 1
         self._tokenizer = asked.server.base.tokenizer
+        self._read: list[list[dict[str, PromptLogprob] | None]] = []  # of each prompt, what is told of its tokens
         self._choices = [
             _Choice(p * self._n + j, asked, p, raw, body) for p, raw in enumerate(body.prompt) for j in range(self._n)
         ]
 
     async def sampled(self) -> tuple[list[list[_Row]], list[list[Completion]]]:
         """For each prompt its own tokens with their log-probabilities, where they are shown, and its completions."""
+        if self._body.prompt_logprobs is not None:
+            self._read = [await self._prompt_logprobs(each.prompt_ids) for each in self._asked.requests]
         return await self._scored(), await self._completions()
 
     def whole(self, scored: Sequence[Sequence[_Row]], groups: Sequence[Sequence[Completion]]) -> TextCompletion:
@@ -495,6 +499,17 @@ class _Answer:
             scored.append([_Row(first), *(_Row(i, *row) for i, row in zip(others, rows, strict=True))])
         return scored
 
+    async def _prompt_logprobs(self, ids: tuple[int, ...]) -> list[dict[str, PromptLogprob] | None]:
+        """For each token of a prompt it and the likeliest in its place, by their ids; None for the first."""
+        engine, version, top = self._asked.server.engine, self._asked.version, self._body.prompt_logprobs
+        rows = await asyncio.to_thread(engine.score_top, ids[:1], ids[1:], version, top=top or 0)
+
+        def told(pairs: Sequence[tuple[int, float]]) -> dict[str, PromptLogprob]:
+            texts = {id: token_text(id, self._tokenizer)[0] for id, _ in pairs}
+            return {str(id): PromptLogprob(logprob=sendable(x), decoded_token=texts[id]) for id, x in pairs}
+
+        return [None, *(told([(id, own), *likeliest]) for id, (own, likeliest) in zip(ids[1:], rows, strict=True))]
+
     # ---- the shapes ----
     def _chunk(self, choice: _Choice, text: str, tokens: Sequence[Token], **options: Any) -> bytes:
         rows = [*options.pop("rows", ()), *_rows(tokens)]
@@ -519,6 +534,7 @@ class _Answer:
             finish_reason=None if ends is None else ends.finish_reason.value,  # pyright: ignore[reportArgumentType]
             token_ids=[token.id for token in tokens] if ids else None,
             prompt_token_ids=list(choice.prompt_ids) if ids and opens else None,
+            prompt_logprobs=self._read[choice.index // self._n] if self._read else None,
         )
 
     def _logprobs(self, choice: _Choice, rows: Sequence[_Row]) -> CompletionLogprobs | None:

@@ -52,6 +52,9 @@ class ScoredCompletion(OwnPart):
     """Its tokens, the end of the turn included."""
     logprobs: Annotated[list[float], FailFast()] | None = None
     """The log-probability with which each of `token_ids` was sampled."""
+    teacher_logprobs: Annotated[list[float], FailFast()] | None = None
+    """The log-probability that a teacher gives each token, of `token_ids` with their `logprobs` or of a `rollout_id`:
+    what it is above the sampler's, times `config.teacher_coefficient`, is added to the token's advantage."""
     prompt_token_ids: SampledIds | None = None
     """Beside `token_ids`: the prompt they follow, where the group has no `messages`."""
 

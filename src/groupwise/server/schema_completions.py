@@ -61,6 +61,9 @@ class CompletionRequest(ShapedSampling, OpenRequest):
     """Give the prompt back in front of the completion, with its log-probabilities if those are asked for."""
     logprobs: Annotated[int, Field(ge=0), AtMost("max_top_logprobs")] | None = None
     """Report the log-probability of each token and this many likeliest ones."""
+    prompt_logprobs: Annotated[int, Field(ge=0), AtMost("max_top_logprobs")] | None = None
+    """Report the log-probability of each of the prompt's tokens, at temperature 1, and this many likeliest ones by
+    their ids, as vLLM does. Not with stream."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -70,6 +73,9 @@ class CompletionRequest(ShapedSampling, OpenRequest):
     @model_validator(mode="after")
     def _fits_together(self) -> CompletionRequest:
         check_stream(self.stream, self.stream_options)
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs are of a whole answer, and stream is true; leave one of the two out"
+            raise fault("invalid_value", message, param="prompt_logprobs")
         if self.max_tokens == 0 and not self.echo:
             message = "max_tokens is 0 and needs echo: true; otherwise there is nothing to answer"
             raise fault("invalid_value", message, param="max_tokens")
@@ -98,6 +104,13 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
 
+class PromptLogprob(Answer):
+    """A token that could stand in a place of the prompt."""
+
+    logprob: float
+    decoded_token: str
+
+
 class CompletionChoice(Answer):
     index: int
     text: str
@@ -105,6 +118,7 @@ class CompletionChoice(Answer):
     finish_reason: Literal["stop", "length"] | None
     token_ids: list[int] | None = absent()
     prompt_token_ids: list[int] | None = absent()
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = absent()
 
 
 class TextCompletion(Answer):

@@ -177,13 +177,19 @@ def _encode_completion(
         if max((*record.prompt_ids, *record.completion_ids)) >= base.vocabulary or not _routes(record, base):
             message = f"{at} was sampled from another model than {base.name}"
             raise RequestError(message, hint="sample it again", field=f"{at}.rollout_id")
-        return record.prompt_ids, _sampled(record, completion.reward)
+        return record.prompt_ids, _taught(_sampled(record, completion.reward), completion, at)
     if completion.token_ids is not None:
         ids = _checked_ids(completion.token_ids, f"{at}.token_ids", base)
         logprobs = _checked_logprobs(completion.logprobs, len(ids), f"{at}.logprobs")
         own = completion.prompt_token_ids
         prompt_ids = None if own is None else _checked_ids(own, f"{at}.prompt_token_ids", base)
-        return prompt_ids, _scored(ids, logprobs, completion.reward)
+        return prompt_ids, _taught(_scored(ids, logprobs, completion.reward), completion, at)
+    if completion.teacher_logprobs is not None:
+        raise RequestError(
+            f"{at}.teacher_logprobs are of tokens, and {at} is a text",
+            hint="give token_ids and logprobs, or a rollout_id",
+            field=f"{at}.teacher_logprobs",
+        )
     assert completion.text is not None  # _check_completion
     return None, _scored(texts.encode(completion.text, at), None, completion.reward)
 
@@ -206,6 +212,23 @@ def _sampled(record: RolloutRecord, reward: float) -> job_payload.EncodedComplet
 
 def _scored(ids: Ids, logprobs: tuple[float, ...] | None, reward: float) -> job_payload.EncodedCompletion:
     return job_payload.EncodedCompletion(ids=ids, logprobs=logprobs, reward=reward)
+
+
+def _taught(
+    encoded: job_payload.EncodedCompletion, completion: ScoredCompletion, at: str
+) -> job_payload.EncodedCompletion:
+    """The completion with the log-probabilities of a teacher that came with it, if any did."""
+    field = f"{at}.teacher_logprobs"
+    teacher = _checked_logprobs(completion.teacher_logprobs, len(encoded.ids), field)
+    if teacher is None:
+        return encoded
+    if encoded.logprobs is None:
+        hint = "give logprobs, those of what sampled the tokens, too"
+        raise RequestError(f"{field} are compared with the sampler's, and {at} has none", hint=hint, field=field)
+    if encoded.kept is not None:
+        message = f"{field} are of the whole vocabulary, and {at} was drawn from a part of it"
+        raise RequestError(message, hint="sample with top_p 1, top_k 0, min_p 0 and no grammar", field=field)
+    return encoded.model_copy(update={"teacher_logprobs": teacher})
 
 
 def _checked_ids(ids: Sequence[int], at: str, base: TextModel) -> Ids:
@@ -314,8 +337,10 @@ def prepare_grpo(
     groups, config = request.groups, request.config
     _check_groups(groups)
     flat = [i for i, group in enumerate(groups) if not differ([c.reward for c in group.completions])]
+    flat = [i for i in flat if all(c.teacher_logprobs is None for c in groups[i].completions)]
     if len(flat) == len(groups):
         raise _no_signal(groups)
+    _check_teacher(groups, config)
     start, effective = _continued(config, base=base, store=store, pending=pending)
     records = _found(groups, rollouts)
     temperature = _temperature(config, groups, records)
@@ -466,6 +491,17 @@ def _reward_stderr(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """The standard error of the mean reward over groups, whose completions are not independent of each other."""
     means = [fmean(completion.reward for completion in group.completions) for group in groups]
     return {"reward_stderr": stdev(means) / math.sqrt(len(means))} if len(means) > 1 else {}
+
+
+def _check_teacher(groups: Sequence[ScoredGroup], config: GrpoJobConfig) -> None:
+    """Raise RequestError for a weight of a teacher that none of the completions has."""
+    weight, default = config.teacher_coefficient, GrpoJobConfig.model_fields["teacher_coefficient"].default
+    if weight != default and all(completion.teacher_logprobs is None for _, completion in _completions(groups)):
+        raise RequestError(
+            f"config.teacher_coefficient is {weight:g}, and no completion has teacher_logprobs",
+            hint="give them, or leave the option out",
+            field="config.teacher_coefficient",
+        )
 
 
 def _no_signal(groups: Sequence[ScoredGroup]) -> RequestError:

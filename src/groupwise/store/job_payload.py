@@ -1,13 +1,14 @@
 """A training job's payload: the token ids that it trains on, as the server writes them and the worker reads them.
 
     grpo   {"groups": [{"prompt_ids": [..], "completions": [{"ids": [..], "logprobs": [..] | null, "reward": r,
-            "kept": null, "routed_experts": null}]}], "temperature": 1.0}
+            "kept": null, "routed_experts": null, "teacher_logprobs": null}]}], "temperature": 1.0}
     sft    {"examples": [{"prompt_ids": [..], "completion_ids": [..], "mask": [..]}]}
 
 `logprobs` are those of the policy that sampled, at `temperature`; null where nobody recorded them. `kept` is the part
 of the vocabulary that each token was drawn from, and `logprobs` are of the policy restricted to it; null is all of it
 (`recorded.SamplingMask`, its bytes in base64). `routed_experts` are those that the routers of a mixture chose for the
-tokens of prompt and completion (`recorded.RoutedExperts`, likewise); null where nobody recorded them. No torch here.
+tokens of prompt and completion (`recorded.RoutedExperts`, likewise); null where nobody recorded them.
+`teacher_logprobs` are a teacher's of the same tokens, null where there was none. No torch here.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class EncodedCompletion(Section):
     reward: float
     kept: Base64Bytes | None = None
     routed_experts: Base64Bytes | None = None
+    teacher_logprobs: Logprobs | None = None
 
     @property
     def sampling_mask(self) -> SamplingMask | None:
@@ -51,6 +53,8 @@ class EncodedCompletion(Section):
     def _fits(self) -> Self:
         if self.logprobs is not None and len(self.logprobs) != len(self.ids):
             raise ValueError(f"{len(self.logprobs)} logprobs for {len(self.ids)} ids; give one per id, or null")
+        if self.teacher_logprobs is not None and len(self.teacher_logprobs) != len(self.ids):
+            raise ValueError(f"{len(self.teacher_logprobs)} teacher_logprobs for {len(self.ids)} ids; give one per id")
         if (mask := self.sampling_mask) is not None:
             if self.logprobs is None or len(mask) != len(self.ids):
                 raise ValueError(

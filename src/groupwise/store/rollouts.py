@@ -2,7 +2,7 @@
 
 Token ids and logprobs come back bit for bit (JSON holds the shortest decimal that reads as the same float64). A number
 that is NaN or infinite is the string "NaN", "Infinity" or "-Infinity". Only `columns` come back as far as JSON has
-their types: a tuple is a list, a date is text.
+their types: a tuple is a list, a date is text; and of what a teacher said of a token only its likeliest one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from typing import Any
 
 from groupwise.errors import DataError
 from groupwise.recorded import RoutedExperts, SamplingMask
-from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SequenceScores,
+    Turn,
+)
 
 
 def group_to_json(group: RolloutGroup) -> dict[str, Any]:
@@ -37,6 +46,7 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
                 "advantage": plain(rollout.advantage),
                 "error": rollout.error,
                 **({} if rollout.error_kind is None else {"error_kind": rollout.error_kind}),
+                **({} if not rollout.teacher else {"teacher": [_scores_to_json(each) for each in rollout.teacher]}),
                 **_episode_to_json(rollout),
             }
             for rollout in group.rollouts
@@ -84,6 +94,15 @@ def _episode_to_json(rollout: Rollout) -> dict[str, Any]:
     return raw | ({"columns": plain(rollout.columns)} if rollout.columns else {})
 
 
+def _scores_to_json(scores: SequenceScores) -> dict[str, Any]:
+    return {"logprobs": plain(scores.logprobs), "top": plain([each[:1] for each in scores.top])}
+
+
+def _scores_from_json(raw: Mapping[str, Any]) -> SequenceScores:
+    top = tuple(tuple((id, _exact(value)) for id, value in likeliest) for likeliest in raw["top"])
+    return SequenceScores(logprobs=tuple(map(_exact, raw["logprobs"])), top=top)
+
+
 def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
     completion = turn.completion
     raw = {
@@ -127,6 +146,7 @@ def _rollout_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Rollout:
         info={name: _exact(value) for name, value in raw.get("info", {}).items()},
         columns=raw.get("columns", {}),
         role_rewards={name: _exact(value) for name, value in raw.get("role_rewards", {}).items()},
+        teacher=tuple(map(_scores_from_json, raw.get("teacher", ()))),
     )
 
 

@@ -10,7 +10,8 @@ Forward keeps h, logsumexp and entropy, N numbers each; backward computes the ti
 
     d logprob / dz = onehot(target) - p            d entropy / dz_v = -p_v (z_v - logsumexp + entropy)
 
-so a [N, V] tensor exists for one tile at a time only. (The idea: Liger kernel, arXiv 2410.10989.)
+so a [N, V] tensor exists for one tile at a time only. (The idea: Liger kernel, arXiv 2410.10989.) Where several tokens
+are asked for in one place (soft targets), their gradients add up: sum_k g_k (onehot(k) - p).
 
 A token that was drawn from a part K of the vocabulary (top_p, top_k, min_p, a grammar: `Sample.kept`) has the
 log-probability of the distribution that it was drawn from, and so has every sum over v above only v in K:
@@ -51,38 +52,40 @@ class _FusedHead(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         head: Head,
-        target_N: Tensor,
+        target_NK: Tensor,
         temperature: float,
         kept: KeptRanges | None,
     ):
         exact = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
-        logprob_N, entropy_N, lse_N = (hidden_NH.new_empty(len(target_N), dtype=exact) for _ in range(3))
-        for tile in _tiles(len(target_N), weight_VH.shape[0]):
+        entropy_N, lse_N = (hidden_NH.new_empty(len(target_NK), dtype=exact) for _ in range(2))
+        logprob_NK = hidden_NH.new_empty(target_NK.shape, dtype=exact)
+        for tile in _tiles(len(target_NK), weight_VH.shape[0]):
             z = head.logits(hidden_NH[tile])
             z = z if temperature == 1 else z.div_(temperature)
             dropped = None if kept is None else kept.dropped(tile, weight_VH.shape[0])
             drawn = z if dropped is None else z.masked_fill(dropped, -math.inf)
             lse = drawn.logsumexp(-1)
             lse_N[tile] = lse
-            logprob_N[tile] = drawn.gather(-1, target_N[tile, None])[:, 0] - lse
+            logprob_NK[tile] = drawn.gather(-1, target_NK[tile]) - lse[:, None]
             p = (z - lse[:, None]).exp_()
             p = p if dropped is None else p.masked_fill_(dropped, 0)
             entropy_N[tile] = lse - p.mul_(z).sum(-1)
-        ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, target_NK, lse_N, entropy_N)
         ctx.head, ctx.temperature, ctx.autocast = head, temperature, _autocast_type(hidden_NH.device.type)
         ctx.kept = kept
-        return logprob_N, entropy_N
+        return logprob_NK, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        grad_logprob_N, grad_entropy_N = grads
-        hidden_NH, weight_VH, target_N, lse_N, entropy_N = ctx.saved_tensors
+        grad_logprob_NK, grad_entropy_N = grads
+        hidden_NH, weight_VH, target_NK, lse_N, entropy_N = ctx.saved_tensors
+        grad_logprob_N = grad_logprob_NK.sum(1)
         head: Head = ctx.head
         wants_entropy = bool(grad_entropy_N.any())
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         grad_bias_V = torch.zeros_like(head.bias_V) if head.bias_V is not None and ctx.needs_input_grad[2] else None
-        for tile in _tiles(len(target_N), weight_VH.shape[0]):
+        for tile in _tiles(len(target_NK), weight_VH.shape[0]):
             with torch.autocast(hidden_NH.device.type, dtype=ctx.autocast, enabled=ctx.autocast is not None):
                 logits = head.logits(hidden_NH[tile])  # rounded as in the forward pass, or p would not sum to 1
             z = logits / ctx.temperature if ctx.temperature != 1 else logits
@@ -95,7 +98,7 @@ class _FusedHead(torch.autograd.Function):
                 grad = p.mul_(z.add_(grad_logprob_N[tile, None])).mul_(-head.scale / ctx.temperature)
             else:
                 grad = p.mul_(-slope)
-            grad.scatter_add_(1, target_N[tile, None], slope)
+            grad.scatter_add_(1, target_NK[tile], grad_logprob_NK[tile] * (head.scale / ctx.temperature))
             if head.softcap is not None:
                 grad *= 1 - (logits / head.softcap) ** 2
             grad = grad.to(weight_VH.dtype)
@@ -120,22 +123,33 @@ def fused_logprobs(
     hidden_NH: Tensor, head: Head, target_N: Tensor, *, temperature: float = 1.0, kept: KeptRanges | None = None
 ) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy), both [N] in nats, of `target_N` under softmax(head(hidden) / temperature), restricted
-    to what was `kept`.
+    to what was `kept`. With `target_N` [N, K] the log-probabilities are of K tokens in each place, [N, K].
 
     Gradients flow to `hidden_NH` and to the head's weight and bias (when they require them).
     """
-    return _FusedHead.apply(hidden_NH, head.weight_VH, head.bias_V, head, target_N, temperature, kept)  # type: ignore[return-value]
+    target_NK = target_N[:, None] if target_N.ndim == 1 else target_N
+    logprob_NK, entropy_N = _FusedHead.apply(  # type: ignore[misc]
+        hidden_NH, head.weight_VH, head.bias_V, head, target_NK, temperature, kept
+    )
+    return logprob_NK[:, 0] if target_N.ndim == 1 else logprob_NK, entropy_N
+
+
+def _targets(batch: MicroBatch) -> Tensor:
+    """The loss tokens [N], or where there are soft targets [N, 1 + K]: each loss token and its soft targets."""
+    id_NK, _ = batch.soft_targets
+    return torch.cat([batch.target_N[:, None], id_NK], dim=1) if id_NK.shape[1] else batch.target_N
 
 
 def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model)."""
+    """The one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model); of a micro-batch with soft
+    targets logprobs [N, 1 + K], those of the loss tokens and of their soft targets."""
     assert not isinstance(batch.layout, Padded)
     # The last token of the longest row is a target only: nothing reads it, and there may be no position for it.
     longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in batch.samples), default=0)  # none: an idle rank
     positions_S = batch.positions_S.clamp(max=max(longest - 2, 0))
     hidden_SH = Backbone(model, project_with_lora)(batch.input_ids_S, positions_S, batch.layout)
     hidden_NH = hidden_SH.index_select(0, batch.source_N)
-    return fused_logprobs(hidden_NH, Head.of(model), batch.target_N, temperature=temperature, kept=batch.kept())
+    return fused_logprobs(hidden_NH, Head.of(model), _targets(batch), temperature=temperature, kept=batch.kept())
 
 
 def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -146,4 +160,4 @@ def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: fl
     with plain_attention(model):  # causal: nothing looks at the padding
         hidden_BTH = decoder_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
     hidden_NH = hidden_BTH[batch.source_N // width, batch.source_N % width]
-    return fused_logprobs(hidden_NH, Head.of(model), batch.target_N, temperature=temperature, kept=batch.kept())
+    return fused_logprobs(hidden_NH, Head.of(model), _targets(batch), temperature=temperature, kept=batch.kept())

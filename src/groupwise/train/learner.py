@@ -352,6 +352,8 @@ class Learner:
             totals: loss tokens and rows of the batch that `samples` are a part of; None: they are all of it.
             on_logprobs: is shown each micro-batch and the log-probabilities of its loss tokens.
         """
+        if not spec.reads_soft_targets:
+            samples = [replace(sample, soft_targets=None) if sample.soft_targets else sample for sample in samples]
         by_prompt = spec.by_prompt
         counted = float(count_loss_tokens(samples)), float(count_sequences(samples, by_prompt=by_prompt))
         total_tokens, total_rows = totals or counted
@@ -367,10 +369,16 @@ class Learner:
                 old_N=batch.of_rows(old_logprobs),
                 reference_N=batch.of_rows(reference_logprobs) if reference_N is None else reference_N,
                 length_N=None if lengths is None else batch.per_row([lengths[row] for row in batch.rows]),
+                soft_NK=batch.soft_targets[1] if spec.reads_soft_targets else None,
                 total_tokens=total_tokens,
                 total_rows=total_rows,
             )
-            return lambda logprobs_N, entropy_N: policy_loss(logprobs_N, inputs, spec, entropy_N=entropy_N)
+
+            def token_loss(logprobs: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                soft_NK = logprobs.view(len(entropy_N), -1)[:, 1:] if spec.reads_soft_targets else None
+                return policy_loss(_of_tokens_alone(logprobs), inputs, spec, entropy_N=entropy_N, soft_NK=soft_NK)
+
+            return token_loss
 
         def share(batch: MicroBatch) -> tuple[float, float]:
             tokens, rows = len(batch.target_N), count_sequences(batch.samples, by_prompt=by_prompt)
@@ -386,7 +394,7 @@ class Learner:
         """Accumulate the gradient of the mean cross-entropy (nats per trained token, weighted by `Sample.weights`).
 
         It is over the whole vocabulary, whatever the samples were drawn from (`Sample.kept`)."""
-        samples = [replace(sample, kept=None) for sample in samples]
+        samples = [replace(sample, kept=None, soft_targets=None) for sample in samples]
         tokens = max(count_loss_tokens(samples), 1)
         total = sum(
             sum(w for w, m in zip(s.weights, s.mask, strict=True) if m) if s.weights else sum(s.mask) for s in samples
@@ -667,7 +675,7 @@ class Learner:
                 if not len(batch.target_N):
                     return batch, torch.empty(0)
                 with self._replaying(batch):
-                    return batch, self._logprobs(batch, temperature, model=model)[0]
+                    return batch, _of_tokens_alone(self._logprobs(batch, temperature, model=model)[0])
 
             return list(self._lanes.map(logprobs_of, batches, lanes=lanes))
 
@@ -705,7 +713,7 @@ class Learner:
                 else:
                     gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
             values = torch.stack(tuple(metrics.values())).tolist() if metrics else []  # waits for the device once
-            return batch, logprobs_N.detach(), dict(zip(metrics, values, strict=True)), gradients
+            return batch, _of_tokens_alone(logprobs_N.detach()), dict(zip(metrics, values, strict=True)), gradients
 
         parts: list[Metrics] = []
         with self.strategy.forward_and_backward():
@@ -769,6 +777,11 @@ class Learner:
             yield
 
 
+def _of_tokens_alone(logprobs: Tensor) -> Tensor:
+    """[N] of [N], or of [N, 1 + K] with soft targets behind."""
+    return logprobs if logprobs.ndim == 1 else logprobs[:, 0]
+
+
 def _of_tokens(batch: MicroBatch, tokens: int) -> tuple[float, float]:
     """A micro-batch's share of a batch of so many loss tokens, where the loss is a mean over them."""
     return len(batch.target_N) / tokens, len(batch.target_N) / tokens
@@ -781,4 +794,7 @@ def _no_loss(logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, T
 
 def _unmasked(samples: Sequence[Sample]) -> list[Sample]:
     """The samples with every completion token that something predicts marked as a loss token."""
-    return [replace(s, mask=tuple(int(bool(s.prompt_ids) or t > 0) for t in range(len(s.mask)))) for s in samples]
+    return [
+        replace(s, mask=tuple(int(bool(s.prompt_ids) or t > 0) for t in range(len(s.mask))), soft_targets=None)
+        for s in samples
+    ]

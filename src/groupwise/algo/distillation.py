@@ -1,0 +1,181 @@
+"""Distillation: what a teacher's log-probabilities of sampled tokens add to what is learned.
+
+The policy pi samples a completion y; the teacher q reads the same tokens and gives each its log-probability, after the
+same prompt or after one with more in it (privileged context). What is minimised is the divergence of the two next-token
+distributions at the places that the policy itself came to (on-policy distillation: GKD, arXiv 2306.13649; MiniLLM,
+arXiv 2306.08543). Two forms of it:
+
+**At the sampled token** (`with_teacher_advantages`). Each token has an advantage of its own, added to the one that it
+has from rewards:
+
+    A_t = w A_i + lambda (log q(y_t | y_<t) - log mu(y_t | y_<t))
+
+with mu the policy that sampled; no gradient flows through it. The expectation of the policy gradient with it is the
+gradient of -lambda KL(pi || q) at that place, the *reverse* KL, without credit for the places that follow (discount 0;
+Thinking Machines, "On-Policy Distillation", 2025; the sampled-token form of SDPO, arXiv 2601.20802). It needs one
+number a token of the teacher. The ratio, the clipping and the reduction of the policy loss apply to it as to any
+advantage.
+
+**Over the teacher's K likeliest tokens** (`soft_divergence`), a term of the loss with a gradient of its own:
+
+    lambda D(pi(. | y_<t), q(. | y_<t)),    over K + 1 outcomes: the K tokens, and all others as one
+
+    reverse   KL(pi || q) = sum_k p_k log (p_k / q_k)       what the sampled form estimates, without its variance
+    forward   KL(q || pi) = sum_k q_k log (q_k / p_k)       cross-entropy with the teacher's probabilities as targets
+    jsd       (KL(pi || m) + KL(q || m)) / 2,  m = (p + q) / 2      GKD's with beta = 1/2, SDPO's with alpha = 1/2
+
+The outcome "all others" is what makes it a divergence: it is 0 only where p_k = q_k for each k, while the sum over the
+K tokens alone is least where the policy has left all others. It is at most the divergence over the whole vocabulary,
+and that itself with K the vocabulary. The papers have all three; `reverse` keeps to what the teacher likes best,
+`forward` covers all that it would say.
+
+Shapes: N loss tokens of the micro-batch, K soft targets each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from groupwise.algo.samples import segments_of
+from groupwise.config.teacher import TeacherConfig
+from groupwise.types import Rollout, RolloutGroup, Sample, SequenceScores
+
+MAX_GAP = 20.0  # nats, of either sign, that a token's advantage is taken from
+
+
+def with_reward_weight(groups: Sequence[RolloutGroup], weight: float) -> list[RolloutGroup]:
+    """Groups with the advantages that rewards gave -> the same times `weight`; 0 for rollouts that a teacher scored and
+    that have no reward (a failed reward function excludes a rollout here, too)."""
+    return [replace(group, rollouts=tuple(_weighed(each, weight) for each in group.rollouts)) for group in groups]
+
+
+def _weighed(rollout: Rollout, weight: float) -> Rollout:
+    if rollout.advantage is None:
+        return replace(rollout, advantage=0.0) if rollout.teacher and rollout.error is None else rollout
+    turns = tuple(
+        turn if turn.advantage is None else replace(turn, advantage=weight * turn.advantage) for turn in rollout.turns
+    )
+    return replace(rollout, advantage=weight * rollout.advantage, turns=turns)
+
+
+def teacher_scores(groups: Sequence[RolloutGroup]) -> list[SequenceScores | None]:
+    """What the teacher said of each of the samples that `algo.samples.samples_of(groups)` makes; None where nothing."""
+    found: list[SequenceScores | None] = []
+    for rollout in (each for group in groups for each in group.rollouts if each.advantage is not None):
+        found += rollout.teacher or (None,) * len(segments_of(rollout.turns))
+    return found
+
+
+def with_teacher(
+    samples: Sequence[Sample], groups: Sequence[RolloutGroup], teacher: TeacherConfig | None
+) -> list[Sample]:
+    """The samples of groups with what their teacher said of them: as advantages of tokens, or as soft targets."""
+    if teacher is None:
+        return list(samples)
+    scores = teacher_scores(groups)
+    if teacher.top_k:
+        return with_soft_targets(samples, scores)
+    return with_teacher_advantages(samples, scores, coefficient=teacher.coefficient)
+
+
+def with_teacher_advantages(
+    samples: Sequence[Sample], scores: Sequence[SequenceScores | None], *, coefficient: float
+) -> list[Sample]:
+    """Samples with the advantage of each token plus coefficient (log q - log mu); those without scores unchanged."""
+    return [
+        sample if said is None else _with_gaps(sample, said.logprobs, coefficient)
+        for sample, said in zip(samples, scores, strict=True)
+    ]
+
+
+def _with_gaps(sample: Sample, teacher: Sequence[float], coefficient: float) -> Sample:
+    own = (1.0,) * len(sample.mask) if sample.weights is None else sample.weights
+    sampled = sample.behaviour_logprobs or ()
+    values = (sample.advantage * w + coefficient * _gap(q, p) for w, q, p in zip(own, teacher, sampled, strict=True))
+    return replace(sample, advantage=1.0, weights=tuple(values))
+
+
+def _gap(teacher: float, sampled: float) -> float:
+    """log q - log mu; 0 where the sampler's is not known (the token is dropped), bounded where the teacher's is not."""
+    gap = teacher - sampled
+    return 0.0 if math.isnan(gap) else min(max(gap, -MAX_GAP), MAX_GAP)
+
+
+def with_soft_targets(samples: Sequence[Sample], scores: Sequence[SequenceScores | None]) -> list[Sample]:
+    """Samples with the teacher's likeliest tokens as `soft_targets`."""
+    return [
+        sample if said is None else replace(sample, soft_targets=said.top)
+        for sample, said in zip(samples, scores, strict=True)
+    ]
+
+
+def soft_divergence(policy_NK: Tensor, target_NK: Tensor, kind: str) -> Tensor:
+    """The divergence [N] of two distributions, in nats, from the log-probabilities of K tokens each and the rest of
+    each as one outcome; `kind` is reverse, forward or jsd, as above.
+
+    Args:
+        policy_NK: log pi of the tokens, with its graph.
+        target_NK: log q of the same; -inf where there are fewer than K. A row of nothing else has divergence 0.
+    """
+    known_NK = target_NK.isfinite()
+    policy_NK, target_NK = (x.masked_fill(~known_NK, -math.inf) for x in (policy_NK, target_NK))
+    p, q = (torch.cat([x, _log_rest(x)[:, None]], dim=1) for x in (policy_NK, target_NK))
+    here = torch.cat([known_NK, known_NK.any(1, keepdim=True)], dim=1)
+    p, q = p.masked_fill(~here, 0.0), q.masked_fill(~here, 0.0)
+    if kind == "reverse":
+        terms = p.exp() * (p - q)
+    elif kind == "forward":
+        terms = q.exp() * (q - p)
+    else:
+        m = torch.logaddexp(p, q) - math.log(2)
+        terms = (p.exp() * (p - m) + q.exp() * (q - m)) / 2
+    return terms.masked_fill(~here, 0.0).sum(1)
+
+
+def _log_rest(x_NK: Tensor) -> Tensor:
+    """log (1 - sum_k exp x_k), at least that of the smallest difference from 1 that the type can tell."""
+    return (1 - x_NK.exp().sum(1)).clamp(min=torch.finfo(x_NK.dtype).eps).log()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Metrics: how far the policy that sampled is from its teacher, over the trained tokens.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def teacher_metrics(samples: Sequence[Sample], scores: Sequence[SequenceScores | None]) -> dict[str, float]:
+    """`teacher/*`, of samples as `samples_of` makes them; nothing but `scored_frac` where no token has scores."""
+    if not samples:
+        return {}
+    pairs = [(sample, said) for sample, said in zip(samples, scores, strict=True) if said is not None]
+    metrics = {"teacher/scored_frac": len(pairs) / len(samples)}
+    gaps = [gap for sample, said in pairs for gap in _gaps(sample, said)]
+    if not gaps:
+        return metrics
+    metrics |= {"teacher/kl": -math.fsum(gaps) / len(gaps), "teacher/gap_max": max(map(abs, gaps))}
+    metrics["teacher/tokens"] = float(len(gaps))
+    tops = [(id, top) for sample, said in pairs for id, top in _likeliest(sample, said)]
+    if tops:
+        metrics["teacher/agreement"] = sum(id == top[0][0] for id, top in tops) / len(tops)
+        mass = math.fsum(math.exp(logprob) for _, top in tops for _, logprob in top)
+        metrics["teacher/mass"] = mass / len(tops)
+    return metrics
+
+
+def _gaps(sample: Sample, said: SequenceScores) -> Iterator[float]:
+    """log q - log mu of each trained token for which both are known."""
+    rows = zip(sample.mask, said.logprobs, sample.behaviour_logprobs or (), strict=True)
+    for trained, teacher, sampled in rows:
+        if trained and not math.isnan(teacher - sampled):
+            yield _gap(teacher, sampled)
+
+
+def _likeliest(sample: Sample, said: SequenceScores) -> Iterator[tuple[int, tuple[tuple[int, float], ...]]]:
+    """Each trained token with the teacher's likeliest, where these are told."""
+    for trained, id, top in zip(sample.mask, sample.completion_ids, said.top, strict=False):
+        if trained and top:
+            yield id, top

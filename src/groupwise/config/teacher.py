@@ -1,0 +1,98 @@
+"""The configuration of a teacher: `teacher`, a policy whose log-probabilities a run is trained on besides rewards, or
+instead of them. Equations: `algo/distillation.py`; explained in docs/distillation.md."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from groupwise.config.yaml import Section, Text, conflict
+
+BEST_COMPLETION = "best_completion"  # a `context` that is no column
+TEMPLATE = (
+    "{prompt}\n\nThis is known about the right answer:\n\n{context}\n\nNow answer the question above in your own words."
+)
+_DIVERGENCES = Literal["reverse", "forward", "jsd"]
+
+
+class TeacherConfig(Section):
+    """A teacher, whose log-probabilities of what the policy sampled train it (on-policy distillation). Name one:
+    `model`, `adapter`, `self` or `base_url`."""
+
+    model: Text | None = None
+    """A model with the policy's tokenizer, as the run's `model`; with `base_url` the model's name there."""
+    adapter: Text | None = None
+    """An adapter of the run's model, as `adapters.start` names it."""
+    self: bool = False
+    """The policy itself, as it was when it sampled, with `context` in its prompt besides."""
+    base_url: Text | None = None
+    """A server with POST /completions and `prompt_logprobs` (vLLM, `groupwise serve`), such as http://host:8000/v1."""
+    api_key_env: Text | None = "OPENAI_API_KEY"
+    """The environment variable with the key for `base_url`; null sends none."""
+    loss: Literal["opd", "sdpo"] = "opd"
+    """opd: on-policy distillation from another policy; sdpo: self-distillation, from the policy with `context`."""
+    coefficient: float = Field(default=1.0, gt=0, le=1e6)
+    """Weight of the teacher's term."""
+    reward_weight: float = Field(default=1.0, ge=0, le=1e6)
+    """Weight of the rewards' advantages beside it; 0 trains from the teacher alone, and rewards are only measured."""
+    top_k: int = Field(default=0, ge=0, le=1024)
+    """0: the reverse KL at the sampled tokens, as an advantage of each token. K: the divergence over the teacher's K
+    likeliest tokens and all others as one, as a term of the loss."""
+    divergence: _DIVERGENCES = "reverse"
+    """With top_k: reverse, KL(policy || teacher); forward, KL(teacher || policy); jsd, Jensen-Shannon."""
+    context: Text | None = None
+    """What the teacher's prompt has besides: the text of this column; or `best_completion`, the group's best completion
+    where it is better than the one that is scored. Rows without it have no teacher."""
+    template: Text = TEMPLATE
+    """The last user message of the teacher's prompt, with {prompt} (the policy's) and {context}."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The type of `model`'s weights; auto as the run's."""
+    concurrency: int = Field(default=8, ge=1, le=1024)
+    """Requests to `base_url` at once."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that one of them may take."""
+
+    @field_validator("template")
+    @classmethod
+    def _has_places(cls, template: str) -> str:
+        for place in ("{prompt}", "{context}"):
+            if template.count(place) != 1:
+                raise ValueError(f"{template!r} is not valid; it must have {place} once")
+        return template
+
+    @property
+    def sources(self) -> list[str]:
+        """Which of the four are named."""
+        given = {"adapter": self.adapter is not None, "self": self.self, "base_url": self.base_url is not None}
+        named = [name for name, there in given.items() if there]
+        return ["model", *named] if self.model is not None and self.base_url is None else named
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TeacherConfig:
+        sources = self.sources
+        if len(sources) != 1:
+            none = "there is none of model, adapter, self and base_url"
+            there = f"there are {' and '.join(sources)}" if sources else none
+            raise conflict(sources[1] if sources else "model", f"{there}; name one teacher")
+        if self.base_url is not None and self.model is None:
+            raise conflict("model", "required with base_url: the model's name there")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise conflict("base_url", f"{self.base_url!r} must be a URL, such as http://127.0.0.1:8000/v1")
+        if self.self and self.context is None:
+            message = "required with self: with the same prompt the policy would be its own teacher and learn nothing"
+            raise conflict("context", f"{message}; name a column with a hint, feedback or a solution")
+        if (self.loss == "sdpo") != self.self:
+            message = "sdpo is distillation from the policy itself" if self.loss == "sdpo" else "opd is from another"
+            raise conflict("loss", f"{message}; set {'self: true' if self.loss == 'sdpo' else 'loss: sdpo'}")
+        for key, acts, with_what in (
+            ("divergence", self.top_k > 0, "top_k"),
+            ("template", self.context is not None, "context"),
+            ("dtype", sources == ["model"], "model, when it is loaded in this process"),
+            ("api_key_env", sources == ["base_url"], "base_url"),
+            ("concurrency", sources == ["base_url"], "base_url"),
+            ("timeout_s", sources == ["base_url"], "base_url"),
+        ):
+            if not acts and (value := getattr(self, key)) != type(self).model_fields[key].default:
+                raise conflict(key, f"{value!r} acts with {with_what} only")
+        return self

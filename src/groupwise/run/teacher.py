@@ -1,0 +1,418 @@
+"""The teacher of a run: a policy that reads what was sampled and tells the log-probability of every token.
+
+    model      another model with the same tokenizer, in this process     } an engine that only scores; a prompt is run
+    adapter    an adapter of the run's model                              } once for its group
+    self       the version that sampled, with more in its prompt          the run's own engine
+    base_url   a server                                                   POST /completions with `prompt_logprobs`
+
+A group is scored once it has its rewards and before it is handed to a step, while others are still being sampled. What
+the log-probabilities become is in `algo/distillation.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import httpx2
+from transformers import PreTrainedTokenizerBase
+
+from groupwise.algo.samples import segments_of
+from groupwise.config.run import RunConfig
+from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import ConfigError, DataError, EngineError, GroupwiseError
+from groupwise.model.chat import encode_prompt
+from groupwise.model.load import LoadedModel, load_model
+from groupwise.platform import run_coroutine
+from groupwise.run.plan import RunPlan
+from groupwise.store.rundir import find_adapter
+from groupwise.types import Message, PolicyVersion, Prompt, Rollout, RolloutGroup, Sampler, SequenceScores
+
+LONGEST_PROMPTS = 64  # those with the most characters, which are tokenised to see whether they fit
+RETRIES, FIRST_DELAY_S = 3, 0.25
+TRANSIENT = (408, 409, 425, 429)  # and everything from 500 on
+PROBE = "The answer to 2 + 3 is 5."
+ADAPTER = PolicyVersion("teacher", 1)
+
+Ids = tuple[int, ...]
+
+
+class TeacherBackend(Protocol):
+    """What computes a teacher's log-probabilities."""
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that a prompt and its completion may have together; None where that is not known."""
+        ...
+
+    @property
+    def weights(self) -> int:
+        """Bytes of weights that it has in this process besides the run's own."""
+        ...
+
+    async def score(
+        self, prompt_ids: Ids, completions: Sequence[Ids], sampled_by: PolicyVersion
+    ) -> list[SequenceScores]:
+        """Of each completion of a prompt. Raises GroupwiseError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTeacher:
+    """A version of a local engine, or with None the version that sampled. `owned` engines are closed with this."""
+
+    engine: LocalEngine
+    version: PolicyVersion | None
+    top: int
+    temperature: float
+    weights: int = 0
+    owned: bool = True
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.context_length
+
+    async def score(
+        self, prompt_ids: Ids, completions: Sequence[Ids], sampled_by: PolicyVersion
+    ) -> list[SequenceScores]:
+        return await asyncio.to_thread(
+            self.engine.score_group,
+            prompt_ids,
+            completions,
+            sampled_by if self.version is None else self.version,
+            top=self.top,
+            temperature=self.temperature,
+        )
+
+    def close(self) -> None:
+        if self.owned:
+            self.engine.close()
+
+
+class EndpointTeacher:
+    """A model behind POST <base_url>/completions that tells `prompt_logprobs` (vLLM, `groupwise serve`).
+
+    A request is made again, a few times, after a timeout, a broken connection, 408, 409, 425, 429 or 5xx. The API key
+    is sent to `base_url` only, and is in no message.
+    """
+
+    context_length, weights = None, 0
+
+    def __init__(self, config: TeacherConfig):
+        assert config.base_url is not None and config.model is not None
+        self._config, self._url = config, config.base_url.rstrip("/") + "/completions"
+        self._key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
+        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def score(
+        self, prompt_ids: Ids, completions: Sequence[Ids], sampled_by: PolicyVersion
+    ) -> list[SequenceScores]:
+        gate, first = self._gate(), len(prompt_ids)
+        async with self._client() as http:
+
+            async def one(ids: Ids) -> SequenceScores:
+                async with gate:
+                    rows = await self._ask(http, (*prompt_ids, *ids))
+                return self._scores(ids, rows[first:])
+
+            return list(await asyncio.gather(*map(one, completions)))
+
+    async def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Ask for a short text; raises ConfigError where the server reads its ids as other tokens, or does not tell
+        log-probabilities of a prompt."""
+        ids = tuple(tokenizer(PROBE, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+        try:
+            async with self._client() as http:
+                rows = await self._ask(http, ids)
+            self._scores(ids[1:], rows[1:])
+        except GroupwiseError as error:
+            raise ConfigError(
+                f"the teacher cannot be asked: {error.message}", hint=error.hint, field="teacher.base_url"
+            ) from None
+        for id, row in zip(ids[1:], rows[1:], strict=True):
+            theirs, ours = row[str(id)].get("decoded_token"), str(tokenizer.decode([id]))
+            if theirs is not None and theirs.strip() != ours.strip():
+                raise ConfigError(
+                    f"the teacher {self._config.model!r} has another tokenizer: token {id} is {theirs!r} there and "
+                    f"{ours!r} here",
+                    hint="a teacher reads the policy's token ids; take one of the same family",
+                    field="teacher.base_url",
+                )
+
+    def close(self) -> None:
+        """Does nothing: connections are closed with each group."""
+
+    def _gate(self) -> asyncio.Semaphore:
+        """What lets `concurrency` requests through at once, whichever groups they are of; one for each event loop."""
+        return self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._config.concurrency))
+
+    def _client(self) -> httpx2.AsyncClient:
+        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+        return httpx2.AsyncClient(headers=headers, timeout=self._config.timeout_s, follow_redirects=False)
+
+    async def _ask(self, http: httpx2.AsyncClient, ids: Ids) -> list[Any]:
+        """An entry for each token. Raises EngineError."""
+        body = {"model": self._config.model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0}
+        body["prompt_logprobs"] = max(self._config.top_k, 1)
+        failed = ""
+        for attempt in range(RETRIES + 1):
+            if attempt:
+                await asyncio.sleep(FIRST_DELAY_S * 2**attempt)
+            try:
+                response = await http.post(self._url, json=body)
+            except (httpx2.RequestError, TimeoutError) as error:
+                failed = f"the exchange with {self._url} broke: {str(error) or type(error).__name__}"
+                continue
+            if response.status_code == 200:
+                return self._rows(response, len(ids))
+            said = response.text.replace(self._key, "***") if self._key else response.text
+            failed = f"{self._url} answered {response.status_code}: {said[:300].strip()}"
+            if response.status_code < 500 and response.status_code not in TRANSIENT:
+                break
+        raise EngineError(failed, hint="see whether the server is up, and what it allows (vllm serve --max-logprobs)")
+
+    def _rows(self, response: httpx2.Response, tokens: int) -> list[Any]:
+        try:
+            rows = response.json()["choices"][0]["prompt_logprobs"]
+        except (ValueError, LookupError, TypeError):
+            rows = None
+        if not isinstance(rows, list) or len(rows) != tokens:
+            raise EngineError(
+                f"{self._url} does not tell the log-probabilities of a prompt (prompt_logprobs)",
+                hint="take a server that does: vLLM, or groupwise serve",
+            )
+        return rows
+
+    def _scores(self, ids: Ids, rows: Sequence[Mapping[str, Any]]) -> SequenceScores:
+        try:
+            own = tuple(float(row[str(id)]["logprob"]) for id, row in zip(ids, rows, strict=True))
+            told = [[(int(id), float(each["logprob"])) for id, each in row.items()] for row in rows]
+        except (KeyError, TypeError, ValueError):
+            raise EngineError(f"{self._url} did not tell the log-probability of each token of the prompt") from None
+        top = tuple(tuple(heapq.nlargest(max(self._config.top_k, 1), row, key=lambda pair: pair[1])) for row in told)
+        return SequenceScores(logprobs=own, top=top)
+
+
+class Teacher:
+    """Adds a teacher's log-probabilities to groups. Where it cannot tell those of a rollout the rollout has the cause
+    as its error, and is not trained."""
+
+    def __init__(self, config: TeacherConfig, backend: TeacherBackend, tokenizer: PreTrainedTokenizerBase):
+        self.config, self.backend, self._tokenizer = config, backend, tokenizer
+
+    @property
+    def weights(self) -> int:
+        """Bytes of weights that it has in this process besides the run's own."""
+        return self.backend.weights
+
+    async def __call__(self, group: RolloutGroup) -> RolloutGroup:
+        """The group with `Rollout.teacher` of those that have no error and something to be taught by."""
+        asked: dict[tuple[Ids, PolicyVersion], list[tuple[int, int, Ids]]] = {}
+        found: list[dict[int, SequenceScores]] = [{} for _ in group.rollouts]  # of each rollout, by segment
+        errors: dict[int, str] = {}
+        for number, rollout in enumerate(group.rollouts):
+            if rollout.error is not None or not rollout.turns:
+                continue
+            sampled_by, _ = rollout.completion.spans[-1]
+            for segment, (prompt_ids, ids) in enumerate(self._questions(group, rollout)):
+                asked.setdefault((prompt_ids, sampled_by), []).append((number, segment, ids))
+
+        async def ask(prompt_ids: Ids, sampled_by: PolicyVersion, rows: Sequence[tuple[int, int, Ids]]) -> None:
+            try:
+                scores = await self.backend.score(prompt_ids, [ids for _, _, ids in rows], sampled_by)
+            except GroupwiseError as error:
+                errors.update({number: f"the teacher could not score it: {error.message}" for number, _, _ in rows})
+                return
+            for (number, segment, _), each in zip(rows, scores, strict=True):
+                found[number][segment] = each
+
+        await asyncio.gather(*(ask(*key, rows) for key, rows in asked.items()))
+        rollouts = tuple(
+            replace(each, error=errors[number], reward=None)
+            if number in errors
+            else replace(each, teacher=tuple(scores for _, scores in sorted(found[number].items())))
+            for number, each in enumerate(group.rollouts)
+        )
+        return replace(group, rollouts=rollouts)
+
+    def _questions(self, group: RolloutGroup, rollout: Rollout) -> list[tuple[Ids, Ids]]:
+        """Prompt and completion of each segment, as the teacher reads them; none where it has nothing to teach."""
+        segments = segments_of(rollout.turns)
+        if self.config.context is None:
+            return [(segment.prompt_ids, segment.completion_ids) for segment in segments]
+        context = self._context(group, rollout)
+        if context is None and self.config.self:
+            return []
+        prompt_ids = segments[0].prompt_ids if context is None else self.prompt_with(group.prompt, context)
+        return [(prompt_ids, segment.completion_ids) for segment in segments]
+
+    def _context(self, group: RolloutGroup, rollout: Rollout) -> str | None:
+        if self.config.context != BEST_COMPLETION:
+            return context_of(group.prompt, self.config)
+        scored = [each for each in group.rollouts if each.reward is not None and each.error is None]
+        best = max(scored, key=lambda each: each.reward or 0.0, default=rollout)
+        better = rollout.reward is None or (best.reward or 0.0) > rollout.reward
+        return best.completion.text if best is not rollout and best.reward is not None and better else None
+
+    def prompt_with(self, prompt: Prompt, context: str) -> Ids:
+        """The ids of the prompt with the context in its last user message."""
+        return encode_prompt(with_context(prompt, context, template=self.config.template), self._tokenizer).token_ids
+
+    def close(self) -> None:
+        """Stop an engine that is the teacher's own."""
+        self.backend.close()
+
+
+def context_of(prompt: Prompt, config: TeacherConfig) -> str | None:
+    """What the column has for a prompt; None where that is nothing."""
+    value = prompt.columns.get(config.context or "")
+    return None if value is None or value == "" else str(value)
+
+
+def with_context(prompt: Prompt, context: str, *, template: str) -> Prompt:
+    """The prompt with its last user message, or its text, put into `template` with the context; not encoded.
+
+    Raises:
+        DataError: that message is no text.
+    """
+
+    def filled(text: str) -> str:
+        places = {"{prompt}": text, "{context}": context}
+        return re.sub(r"\{prompt\}|\{context\}", lambda found: places[found[0]], template)
+
+    messages: list[Message] | None = None if prompt.messages is None else list(prompt.messages)
+    if messages:
+        at = max((i for i, each in enumerate(messages) if each["role"] == "user"), default=len(messages) - 1)
+        content = messages[at].get("content")
+        if not isinstance(content, str):
+            raise DataError(
+                f"the last user message of prompt {prompt.id!r} is no text, to which context could be added"
+            )
+        messages[at] = {**messages[at], "content": filled(content)}
+    text = None if prompt.text is None else filled(prompt.text)
+    return replace(prompt, messages=None if messages is None else tuple(messages), text=text, token_ids=())
+
+
+def taught(
+    score: Callable[[RolloutGroup], Awaitable[RolloutGroup]], teacher: Teacher | None
+) -> Callable[[RolloutGroup], Awaitable[RolloutGroup]]:
+    """What scores a group by rewards, and then has the teacher score it."""
+    if teacher is None:
+        return score
+
+    async def both(group: RolloutGroup) -> RolloutGroup:
+        return await teacher(await score(group))
+
+    return both
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Opening one, and what is checked before the first step.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def open_teacher(plan: RunPlan, base: LoadedModel, engine: Sampler, *, threads: int) -> Teacher | None:
+    """The run's teacher; to be closed. None where the run has none.
+
+    Raises:
+        ConfigError: it has another tokenizer, or no room for the run's prompts and completions; or it cannot be asked.
+        ModelError, AdapterError, AdapterNotFoundError: it cannot be loaded.
+    """
+    config = plan.config
+    if (spec := config.teacher) is None:
+        return None
+    backend = _backend(config, spec, base, engine, threads=threads)
+    teacher = Teacher(spec, backend, base.tokenizer)
+    try:
+        if isinstance(backend, EndpointTeacher):
+            run_coroutine(backend.check_tokenizer(base.tokenizer))
+        elif config.env is None:
+            _check_room(plan, teacher, base)
+    except BaseException:
+        teacher.close()
+        raise
+    return teacher
+
+
+def _backend(
+    config: RunConfig, spec: TeacherConfig, base: LoadedModel, engine: Sampler, *, threads: int
+) -> TeacherBackend:
+    if spec.base_url is not None:
+        return EndpointTeacher(spec)
+    top, temperature = max(spec.top_k, 1), config.rollout.temperature
+    if spec.self:
+        if not isinstance(engine, LocalEngine):
+            raise ConfigError(
+                "teacher.self is scored by the engine that samples, and this run's is in other processes",
+                hint="use another launcher, or name an adapter or a model",
+                field="teacher.self",
+            )
+        return EngineTeacher(engine=engine, version=None, top=top, temperature=temperature, owned=False)
+    model, version = base, PolicyVersion.base()
+    if spec.model is not None:
+        dtype = config.dtype if spec.dtype == "auto" else spec.dtype
+        model = load_model(spec.model, device=str(base.device), dtype=dtype)
+        _check_tokenizer(base.tokenizer, model.tokenizer, spec.model)
+    own = LocalEngine(model, max_rows=1, prefix_cache_mb=0, threads=threads)
+    if spec.adapter is not None:
+        located = find_adapter(spec.adapter)
+        located.check_base(base.hash)
+        version = ADAPTER
+        with located.held():
+            own.load(version, located.directory)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.model.parameters())
+    return EngineTeacher(
+        engine=own,
+        version=version,
+        top=top,
+        temperature=temperature,
+        weights=0 if model is base else weights,
+    )
+
+
+def _check_tokenizer(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise ConfigError unless every token of the policy's is the teacher's under the same id."""
+    ours, known = own.get_vocab(), {id: token for token, id in theirs.get_vocab().items()}
+    for token, id in sorted(ours.items(), key=lambda pair: pair[1]):
+        if known.get(id) != token:
+            there = "none" if id not in known else repr(known[id])
+            raise ConfigError(
+                f"the teacher {name!r} has another tokenizer: token {id} is {token!r} here and {there} there",
+                hint="a teacher reads the policy's token ids; take one of the same family",
+                field="teacher.model",
+            )
+
+
+def _check_room(plan: RunPlan, teacher: Teacher, base: LoadedModel) -> None:
+    """Raise ConfigError where a prompt (with its context) and a completion may be more than the teacher reads."""
+    rollout, context, spec = plan.config.rollout, teacher.backend.context_length, teacher.config
+    longest_prompt = min(base.context_length - 1, rollout.max_prompt_tokens or base.context_length)
+    assert context is not None
+    prompts = heapq.nlargest(LONGEST_PROMPTS, plan.source.all(), key=lambda prompt: len(repr(prompt)))
+    for prompt in prompts:
+        encoded = encode_prompt(replace(prompt, token_ids=()), base.tokenizer)
+        if len(encoded.token_ids) > longest_prompt:
+            continue
+        read, added = encoded.token_ids, ""
+        said = min(rollout.max_tokens, base.context_length - len(read))
+        if spec.context is not None:
+            text = "" if spec.context == BEST_COMPLETION else context_of(prompt, spec)
+            read = read if text is None else teacher.prompt_with(prompt, text)
+            said += said if spec.context == BEST_COMPLETION else 0
+            added = f" with teacher.context {spec.context!r}"
+        if len(read) + said > context:
+            raise ConfigError(
+                f"the teacher has a context of {context} tokens: prompt {prompt.id!r} has {len(read)}{added}, and "
+                f"{said} are left for what rollout.max_tokens = {rollout.max_tokens} allows",
+                hint="lower rollout.max_tokens or rollout.max_prompt_tokens, or take a teacher with a longer context",
+                field="teacher",
+            )
