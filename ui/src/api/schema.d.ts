@@ -2052,6 +2052,10 @@ export interface components {
             token_ids?: number[] | null;
             /** Prompt Token Ids */
             prompt_token_ids?: number[] | null;
+            /** Prompt Logprobs */
+            prompt_logprobs?: ({
+                [key: string]: components["schemas"]["PromptLogprob"];
+            } | null)[] | null;
         };
         /**
          * CompletionLogprobs
@@ -2224,10 +2228,10 @@ export interface components {
             early_stopping?: null | false;
             /**
              * Prompt Logprobs
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description Report the log-probability of each of the prompt's tokens, at temperature 1, and this many likeliest ones by
+             *     their ids, as vLLM does. Not with stream.
              */
-            prompt_logprobs?: null;
+            prompt_logprobs?: number | null;
             /**
              * Skip Special Tokens
              * @description Not supported; these values change nothing.
@@ -2895,6 +2899,12 @@ export interface components {
              */
             temperature?: number | null;
             /**
+             * Teacher Coefficient
+             * @description Weight of `teacher_logprobs` of completions (docs/distillation.md).
+             * @default 1
+             */
+            teacher_coefficient: number | null;
+            /**
              * Router Replay
              * @description In a mixture of experts, train each token with the experts that it was sampled with (docs/mixtures.md): null,
              *     where they are recorded, which is for rollouts of the local engine; true, or refuse the job; false, never.
@@ -2933,7 +2943,8 @@ export interface components {
              *       "advantage_ddof": 1,
              *       "clip_epsilon": 0.2,
              *       "iterations": 1,
-             *       "minibatches": 1
+             *       "minibatches": 1,
+             *       "teacher_coefficient": 1
              *     }
              */
             config: components["schemas"]["GrpoJobConfig"] | null;
@@ -3501,6 +3512,16 @@ export interface components {
             effort?: string | null;
             format?: components["schemas"]["JsonFormat"] | null;
         };
+        /**
+         * PromptLogprob
+         * @description A token that could stand in a place of the prompt.
+         */
+        PromptLogprob: {
+            /** Logprob */
+            logprob: number;
+            /** Decoded Token */
+            decoded_token: string;
+        };
         /** Ready */
         Ready: {
             /** Ready */
@@ -3861,6 +3882,12 @@ export interface components {
              * @description The log-probability with which each of `token_ids` was sampled.
              */
             logprobs?: number[] | null;
+            /**
+             * Teacher Logprobs
+             * @description The log-probability that a teacher gives each token, of `token_ids` with their `logprobs` or of a `rollout_id`:
+             *     what it is above the sampler's, times `config.teacher_coefficient`, is added to the token's advantage.
+             */
+            teacher_logprobs?: number[] | null;
             /**
              * Prompt Token Ids
              * @description Beside `token_ids`: the prompt they follow, where the group has no `messages`.
