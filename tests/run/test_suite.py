@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import ConfigError, DataError, EngineError
-from groupwise.run.suite import SUITES, Endpoint, Metric, SuiteResult, SuiteRun, Target, check_suite, serving
+from groupwise.run.suite import SUITES, Metric, ServedVersion, SuiteResult, SuiteRun, Target, check_suite, serving
 
 TARGET = Target(model="starter", tokenizer="/models/starter", adapter="runs/toy/adapters/toy/v000004", version="toy@4")
-ENDPOINT = Endpoint(url="http://127.0.0.1:5000", key="secret", context=1024, target=TARGET)
+ENDPOINT = ServedVersion(url="http://127.0.0.1:5000", key="secret", context=1024, target=TARGET)
 
 
 def run_of(suite: str, output: Path, **options) -> SuiteRun:

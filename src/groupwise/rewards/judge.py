@@ -43,8 +43,8 @@ from groupwise.rewards.base import LogMetric, text_of
 from groupwise.rewards.judge_server import (
     JudgeFailure,
     JudgeServer,
+    JudgeUsage,
     Question,
-    Usage,
     ask_judge,
     configured_server,
     http_client,
@@ -105,7 +105,7 @@ async def judge(
         return (score - low) / (high - low)
 
     async def ask(body: bytes) -> float | JudgeFailure:
-        return await ask_judge(http, lambda attempt: (body, read), server=server, usage=Usage())
+        return await ask_judge(http, lambda attempt: (body, read), server=server, usage=JudgeUsage())
 
     bodies: list[bytes] = []
     for i, completion in enumerate(completions):
@@ -524,7 +524,7 @@ class _Poll:
 
     def __init__(self, comparison: _Comparison, *, server: JudgeServer, structured: bool | str, cache: _VerdictCache):
         self._comparison, self._server, self._structured, self._cache = comparison, server, structured, cache
-        self._usage = Usage()
+        self._usage = JudgeUsage()
         self._asked = 0
         self.hits = 0
 

@@ -55,7 +55,7 @@ class JudgeServer:
 
 
 @dataclass(kw_only=True)
-class Usage:
+class JudgeUsage:
     """What the exchanges cost, as far as the server says it."""
 
     tokens_in: int = 0
@@ -119,7 +119,7 @@ def http_client(server: JudgeServer) -> httpx2.AsyncClient:
 
 
 async def ask_judge(
-    http: httpx2.AsyncClient, question: Question[_T], *, server: JudgeServer, usage: Usage
+    http: httpx2.AsyncClient, question: Question[_T], *, server: JudgeServer, usage: JudgeUsage
 ) -> _T | JudgeFailure:
     """What the judge said, read; or why there is nothing. It is asked again while `retries` and `deadline_s` allow."""
     async with server.gate:
@@ -149,7 +149,7 @@ async def ask_judge(
     raise AssertionError("unreachable")
 
 
-async def _exchange(http: httpx2.AsyncClient, body: bytes, *, server: JudgeServer, usage: Usage) -> str:
+async def _exchange(http: httpx2.AsyncClient, body: bytes, *, server: JudgeServer, usage: JudgeUsage) -> str:
     """The text of the judge's answer to one request."""
     response = await http.post(server.url, content=body)
     if response.status_code != 200:

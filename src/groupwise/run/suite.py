@@ -52,7 +52,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint:
+class ServedVersion:
     """A version that is being served. `url` has no path, `context` is in tokens."""
 
     url: str
@@ -119,8 +119,8 @@ class Suite(Protocol):
     packages: Mapping[str, str]  # what must be importable -> what is installed for it
     release: str  # the distribution whose version is noted
 
-    def command(self, run: SuiteRun, endpoint: Endpoint) -> list[str]: ...
-    def environment(self, endpoint: Endpoint) -> dict[str, str]: ...
+    def command(self, run: SuiteRun, endpoint: ServedVersion) -> list[str]: ...
+    def environment(self, endpoint: ServedVersion) -> dict[str, str]: ...
     def read(self, output: Path) -> dict[str, Metric]: ...
 
 
@@ -130,7 +130,7 @@ class LmEval:
     packages: Mapping[str, str] = {"lm_eval": "lm_eval[api]", "transformers": "transformers", "aiohttp": "lm_eval[api]"}
     release = "lm_eval"
 
-    def command(self, run: SuiteRun, endpoint: Endpoint) -> list[str]:
+    def command(self, run: SuiteRun, endpoint: ServedVersion) -> list[str]:
         route = "v1/chat/completions" if run.chat else "v1/completions"
         model = {
             "model": endpoint.target.version,
@@ -153,7 +153,7 @@ class LmEval:
         words += [] if run.folder is None else ["--include_path", str(run.folder)]
         return [run.python, "-m", "lm_eval", *words, *run.arguments]
 
-    def environment(self, endpoint: Endpoint) -> dict[str, str]:
+    def environment(self, endpoint: ServedVersion) -> dict[str, str]:
         return {"OPENAI_API_KEY": endpoint.key}
 
     def read(self, output: Path) -> dict[str, Metric]:
@@ -182,14 +182,14 @@ class Inspect:
     packages: Mapping[str, str] = {"inspect_ai": "inspect-ai", "openai": "openai"}
     release = "inspect-ai"
 
-    def command(self, run: SuiteRun, endpoint: Endpoint) -> list[str]:
+    def command(self, run: SuiteRun, endpoint: ServedVersion) -> list[str]:
         model = f"openai-api/{NAME}/{endpoint.target.version}"
         words = [*run.tasks, "--model", model, "--log-dir", str(run.output), "--log-format", "json"]
         words += ["--display", "plain"]
         words += [] if run.limit is None else ["--limit", str(run.limit)]
         return [run.python, "-m", "inspect_ai", "eval", *words, *run.arguments]
 
-    def environment(self, endpoint: Endpoint) -> dict[str, str]:
+    def environment(self, endpoint: ServedVersion) -> dict[str, str]:
         provider = NAME.upper()
         return {f"{provider}_BASE_URL": f"{endpoint.url}/v1", f"{provider}_API_KEY": endpoint.key}
 
@@ -291,7 +291,7 @@ def run_suite(run: SuiteRun, target: Target, *, say: Callable[[str], None]) -> S
 
 
 @contextmanager
-def serving(target: Target, *, state: Path) -> Iterator[Endpoint]:
+def serving(target: Target, *, state: Path) -> Iterator[ServedVersion]:
     """Context manager: `groupwise serve` of the target, as a process, until the end. `state` is the server's directory.
 
     Raises EngineError if it ends before it is ready, or is not ready in half an hour.
@@ -309,7 +309,7 @@ def serving(target: Target, *, state: Path) -> Iterator[Endpoint]:
         )
     with _ended(process):
         url = _ready(process, said)
-        yield Endpoint(url=url, key=key, context=_context(url, key), target=target)
+        yield ServedVersion(url=url, key=key, context=_context(url, key), target=target)
 
 
 def _ready(process: subprocess.Popen[Any], said: Path) -> str:
