@@ -180,11 +180,12 @@ def every_spec() -> list[LossSpec]:
 
 
 ROUTERS = ("router/aux_loss", "router/mismatch_frac", "router/recorded_frac")
+TEACHERS = ("kl", "gap_max", "agreement", "mass", "tokens", "scored_frac")
 
 
 def test_every_metric_is_defined():
     """And nothing else is: the section of metrics.yaml is what comes out, but for what other losses report."""
     defined = {each.metric for each in definitions() if each.section == "loss"}
     reported = {key for spec in every_spec() for key in random_batch(0).run(spec)[2]}
-    elsewhere = {"kl/tokens", "kl/coeff", "loss/cross_entropy", "loss/custom", *ROUTERS}
-    assert reported | elsewhere == defined
+    elsewhere = {"kl/tokens", "kl/coeff", "loss/cross_entropy", "loss/custom", "loss/soft_kl", *ROUTERS}
+    assert reported | elsewhere | {f"teacher/{name}" for name in TEACHERS} == defined

@@ -322,7 +322,7 @@ BASE = {"data": {"source": "x.jsonl"}, "rewards": ["length"], "quantization": "n
     ("change", "why"),
     [
         ({"train": {"lora": None}}, "nf4 weights cannot be trained; set train.lora"),
-        ({"engine": "vllm"}, "vLLM would sample from other weights than train; set engine: local"),
+        ({"engine": "vllm"}, "other weights than train; set vllm.push: merged, or engine: local"),
         ({"train": {"parallel": "fsdp"}}, "weights are not cut by fsdp; set train.parallel: ddp"),
         ({"quantization": "int4"}, "nf4"),
     ],

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.config.run import RewardConfig
+from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ConfigError, LoadError, RewardError
 from groupwise.rewards.base import (
     FailureKind,

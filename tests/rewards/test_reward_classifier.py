@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from cli_project import cli
-from groupwise.config.run import RewardConfig
+from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ModelError
 from groupwise.rewards import classifier
 from groupwise.rewards.base import load_rewards

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config.run import RewardConfig
+from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ConfigError, LoadError, RewardError
 from groupwise.rewards.base import load_rewards
 from groupwise.rewards.ensemble import ensemble, gated

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.run import RewardConfig
+from groupwise.config.rewards import RewardConfig
 from groupwise.rewards.base import RewardFunction, load_rewards
 from groupwise.rewards.check import functions_in
 

@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 
 import pytest
 
-from groupwise.config.run import RewardConfig
+from groupwise.config.rewards import RewardConfig
 from groupwise.errors import LoadError
 from groupwise.rewards import check as probes
 from groupwise.rewards.base import RewardFunction, load_rewards

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groupwise.config.run import RewardConfig
+from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.base import RewardFunction, RewardLog, TrainerState, load_rewards, score, score_group
 from groupwise.rewards.pool import Patience, RewardPool

@@ -10,7 +10,7 @@ import pytest
 from groupwise.errors import DataError
 from groupwise.recorded import DROPPED, KEPT, SamplingMask
 from groupwise.store.rollouts import group_from_json, group_to_json
-from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SequenceScores, Turn
 
 FIRST = Completion(
     token_ids=(7, 2),
@@ -35,7 +35,7 @@ GROUP = RolloutGroup(
     rollouts=(
         Rollout(
             turns=(
-                Turn((5, 10, 5, 11), FIRST, 0.5, role="first", state="start", advantage=-0.7),
+                Turn((5, 10, 5, 11), FIRST, 0.5, role="first", state="start", advantage=-0.7, taken=1),
                 Turn((5, 10, 5, 11, 7, 2, 6), SECOND, trained=False),
             ),
             rewards={"right": 1.0, "judge": None},
@@ -46,6 +46,7 @@ GROUP = RolloutGroup(
             stop="max_turns",
             info={"turns": 2.0},
             columns={"env_reward": 0.5, "path": ["a", None]},
+            teacher=(SequenceScores(logprobs=(-0.2, -0.3, -0.4), top=(((7, -0.1),), ((2, -0.3),), ())),),
         ),
         Rollout(turns=(Turn((5, 10, 5, 11), SECOND),), error="judge: timeout", error_kind="timeout"),
     ),

@@ -110,7 +110,7 @@ def _options(text: str, *, example: str = '{"tag": "answer"}') -> dict[str, Any]
 
 def _load(name: str, *, folder: Path, options: dict[str, Any]) -> tuple[Sequence[RewardFunction], dict[str, list[str]]]:
     """The functions, and by reference the options that those of a module lack without which they cannot be called."""
-    from groupwise.config.run import RewardConfig
+    from groupwise.config.rewards import RewardConfig
     from groupwise.rewards.base import load_rewards
     from groupwise.rewards.check import needed_options
 

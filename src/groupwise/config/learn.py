@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from groupwise.config.data import DatasetConfig
 from groupwise.config.job import parse_job_config
-from groupwise.config.run import Rewards, ScoringConfig
+from groupwise.config.rewards import Rewards, ScoringConfig
 from groupwise.config.yaml import AdapterName, Section, conflict
 from groupwise.errors import ConfigError
 

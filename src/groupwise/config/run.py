@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Field,
     field_validator,
     model_serializer,
@@ -28,11 +27,12 @@ from pydantic import (
 )
 
 from groupwise.config.algo import RunAlgoConfig
-from groupwise.config.data import REASONING_GYM, SCORE_ANSWER, DataConfig, DatasetConfig
+from groupwise.config.data import REASONING_GYM, DataConfig, DatasetConfig
 from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.harness import HarnessConfig
 from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
+from groupwise.config.rewards import Rewards, ScoringConfig
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
 from groupwise.config.yaml import AdapterName, Document, Name, Section, Text, Texts, conflict, to_yaml, validate
 from groupwise.errors import ConfigError
@@ -290,39 +290,6 @@ class EvalConfig(Section):
         if self.patience and not self.every:
             raise conflict("patience", f"{self.patience} needs evaluations during the run: set eval.every")
         return self
-
-
-class RewardConfig(Section):
-    """One reward function. In YAML, a plain string is `{function: <string>}`."""
-
-    function: Text
-    """`module:function`, where the module may stand beside the config file; or `path/to/file.py:function`; or
-    `reasoning-gym`, the score of its tasks."""
-    weight: float = 1.0
-    """Its factor in the sum; 0 records the reward without using it."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments passed on every call."""
-    name: Name | None = None
-    """Its name in metrics; null is the function's own."""
-
-
-class ScoringConfig(Section):
-    """Where and how long reward functions run."""
-
-    workers: int = Field(default=2, ge=0, le=1024)
-    """Processes that run them, killed and replaced when they hang or crash; 0 runs them in this one, unprotected."""
-    timeout_s: float = Field(default=5.0, gt=0)
-    """Seconds that a function may take for each completion of a group; raise it for a slow judge."""
-
-
-def _reward(entry: Any) -> Any:
-    entry = {"function": entry} if isinstance(entry, str) else entry
-    if isinstance(entry, dict) and entry.get("function") == REASONING_GYM:
-        return {"name": REASONING_GYM, **entry, "function": SCORE_ANSWER}
-    return entry
-
-
-Rewards = Annotated[tuple[Annotated[RewardConfig, BeforeValidator(_reward)], ...], Field(strict=False)]
 
 
 class ReplayConfig(Section):

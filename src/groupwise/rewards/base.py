@@ -47,7 +47,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from groupwise.config.load import load_object, with_folder
-from groupwise.config.run import RewardConfig
+from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ConfigError, RewardError
 from groupwise.types import MAX_REWARD, Prompt, Rollout, RolloutGroup
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.config.hub import reading
-from groupwise.config.run import RewardConfig
+from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ModelError, RewardError
 from groupwise.rewards.base import Failure, FunctionCall, RewardFunction, RewardWorkers, call_here, text_of
 from groupwise.rewards.text import prompt_text

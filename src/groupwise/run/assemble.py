@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from groupwise.config.run import RewardConfig, RunConfig
+from groupwise.config.rewards import RewardConfig
+from groupwise.config.run import RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GrammarError
 from groupwise.model.backbone import is_lean

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from groupwise.config.run import EnvConfig, RewardConfig, RunConfig
+from groupwise.config.rewards import RewardConfig
+from groupwise.config.run import EnvConfig, RunConfig
 from groupwise.engine.worker_group import WorkerGroup, WorkerLost
 from groupwise.errors import ConfigError, EnvError, ModelError, RewardError
 from groupwise.model.load import LoadedModel, load_model

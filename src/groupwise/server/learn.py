@@ -37,7 +37,7 @@ from fastapi import APIRouter, Request
 
 from groupwise.algo.advantage import differ
 from groupwise.config.learn import LearnConfig
-from groupwise.config.run import RewardConfig, ScoringConfig
+from groupwise.config.rewards import RewardConfig, ScoringConfig
 from groupwise.errors import AdapterNotFoundError, GroupwiseError, RequestError, RewardError
 from groupwise.model.chat import decode
 from groupwise.rewards.base import Scorer, load_rewards, refuse_failed

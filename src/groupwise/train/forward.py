@@ -131,7 +131,8 @@ def fused_logprobs(
     logprob_NK, entropy_N = _FusedHead.apply(  # type: ignore[misc]
         hidden_NH, head.weight_VH, head.bias_V, head, target_NK, temperature, kept
     )
-    return logprob_NK[:, 0] if target_N.ndim == 1 else logprob_NK, entropy_N
+    # FSDP asks for tensors that are no views of others
+    return logprob_NK[:, 0].clone() if target_N.ndim == 1 else logprob_NK, entropy_N
 
 
 def _targets(batch: MicroBatch) -> Tensor:
