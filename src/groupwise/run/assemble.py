@@ -208,7 +208,13 @@ def open_components(
         if (envs := open_envs(plan, remote=remote)) is not None:
             opened.callback(envs.close)
         device = config.device if ranks is None else str(ranks.device)
-        base = load_model(config.model, device=device, dtype=config.dtype, quantization=config.quantization)
+        base = load_model(
+            config.model,
+            device=device,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            cast_lm_head=config.cast_lm_head,
+        )
         learner = open_learner(config, base, threads=threads, ranks=ranks)
         if plan.reads_reference:
             learner.keep_reference()

@@ -272,7 +272,14 @@ def describe(error: Exception) -> dict[str, str | None]:
 
 
 def load_base(
-    model: str, *, dtype: str, device: str, weights: Path | None, owner: int, quantization: str | None = None
+    model: str,
+    *,
+    dtype: str,
+    device: str,
+    weights: Path | None,
+    owner: int,
+    quantization: str | None = None,
+    cast_lm_head: str = "auto",
 ) -> tuple[LoadedModel, bool]:
     """The base model, and whether its weights are those that process `owner` offers at `weights` (`store.share`).
 
@@ -282,10 +289,11 @@ def load_base(
     if weights is not None and place.type == "cuda":
         try:
             kind = str(resolve_dtype(dtype, place)).removeprefix("torch.")
-            base = load_model(model, device="cpu", dtype=kind, quantization=quantization)
+            base = load_model(model, device="cpu", dtype=kind, quantization=quantization, cast_lm_head=cast_lm_head)
             attach_weights(base, weights, parent=owner)
         except ModelError as error:
             log.warning("%s; this process has a copy of its own on the GPU", error.message)
         else:
             return base, True
-    return load_model(model, device=device, dtype=dtype, quantization=quantization), False
+    base = load_model(model, device=device, dtype=dtype, quantization=quantization, cast_lm_head=cast_lm_head)
+    return base, False

@@ -169,6 +169,8 @@ def _put_model(t: Translation) -> None:
     t.put("train.lora.alpha", t["lora_alpha"], "lora_alpha")
     t.put("train.lora.use_rslora", t["use_rslora"] or None, "use_rslora")
     t.put("train.lora.use_dora", t["use_dora"] or None, "use_dora")
+    if t["cast_lm_head_to_fp32"]:
+        t.put("cast_lm_head", "float32", "cast_lm_head_to_fp32")
     put_quantization(t, four="load_in_4bit", eight="load_in_8bit")
     if t["load_in_4bit"] and t["bnb_4bit_quant_type"] != "nf4":
         t.refuse("bnb_4bit_quant_type", "nf4 is here", instead="bnb_4bit_quant_type=nf4")
