@@ -479,7 +479,6 @@ class Head:
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-
     def _product(self, hidden_NH: Tensor) -> Tensor:
         """W h + b, [N, V]."""
         if not self.in_float32 or hidden_NH.dtype == torch.float64:

@@ -42,6 +42,7 @@ from groupwise.errors import (
     TryAgainError,
 )
 from groupwise.model.load import LoadedModel, load_model, resolve_device, resolve_dtype
+from groupwise.platform import trim_memory
 from groupwise.run.job import JobCancelled, WorkerContext, run_job
 from groupwise.store.checkpoint import Checkpoints
 from groupwise.store.ledger import Ledger
@@ -249,6 +250,7 @@ def is_memory(error: Exception) -> bool:
 
 def _free_memory() -> None:
     gc.collect()  # module trees refer to themselves
+    trim_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
