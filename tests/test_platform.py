@@ -127,7 +127,7 @@ def test_what_linux_tells(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_freed_memory_between_blocks_in_use_goes_back_to_the_kernel() -> None:
-    """As after a run: what is left lies between much that is free, in a thread's arena, which shrinks at its end only."""
+    """As after a run: what is left lies between much that is free, in an arena that shrinks at its end only."""
 
     def fragmented() -> None:
         blocks = [bytes(8000) for _ in range(8000)]  # 64 MB
