@@ -2,8 +2,9 @@
 
     python benchmarks/ablation.py [--seeds 0 1 2] [--jobs 2] [--out docs/ablation] [a.b=c ...]
 
-The seven losses with 1 and 4 optimizer steps a batch; how often the sampling policy is synced; how stale a group may
-be, with and without the correction for it; replay. Prints a table, writes OUT.json and OUT.md. Each run has one thread;
+The losses with 1 and 4 optimizer steps a batch; what the mean is over; logits of a 16-bit model; how often the sampling
+policy is synced; how stale a group may be, with and without the correction for it; replay. `--only TEXT ...` takes the
+settings whose name contains one of them. Prints a table, writes OUT.json and OUT.md. Each run has one thread;
 `--jobs` of them run at once, so that wall times compare with each other and not with other machines. Exits 1 if a
 setting ends below the base model, or if never syncing is not worse than syncing.
 """
@@ -21,7 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-LOSSES = ("grpo", "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo")
+LOSSES = ("grpo", "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo", "dppo", "dppo_kl")
 SHORT = ["train.steps=20", "rollout.prompts_per_step=16", "eval.every=0", "eval.data.args.n=192", "rollout.refill=2.0"]
 METRIC = "eval/{}/reward"
 
@@ -35,11 +36,17 @@ def settings() -> dict[str, list[str]]:
                 f"algo.policy_loss={loss}",
                 f"train.minibatches={inner}",
             ]
+    for reduction in ("token_mean", "prompt_mean"):
+        found[f"grpo, 4 inner steps, {reduction}"] = ["train.minibatches=4", f"algo.reduction={reduction}"]
+    for cast in ("none", "float32"):
+        found[f"grpo, bfloat16, cast_lm_head {cast}"] = ["dtype=bfloat16", f"cast_lm_head={cast}"]
     for interval in (4, 0):
         found[f"grpo, weight_sync_interval {interval}"] = [f"rollout.weight_sync_interval={interval}"]
     stale = ["rollout.max_staleness=2"]
     found["grpo, max_staleness 2"] = stale
     found["grpo, max_staleness 2, tis_token"] = [*stale, "algo.correction=tis_token", "algo.anchor=old"]
+    for correction in ("mask_token", "mask_sequence"):
+        found[f"grpo, max_staleness 2, {correction}"] = [*stale, f"algo.correction={correction}", "algo.anchor=old"]
     found["grpo, replay"] = ["rollout.refill=1.0", "rollout.replay.size=64", "rollout.replay.share=0.25"]
     return found
 
@@ -50,10 +57,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2)))
     parser.add_argument("--out", type=Path, default=Path("docs/ablation"))
-    parser.add_argument("--only", help="settings whose name contains this")
+    parser.add_argument("--only", nargs="+", help="settings whose name contains one of these")
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the configuration")
     options = parser.parse_args()
-    chosen = {name: keys for name, keys in settings().items() if not options.only or options.only in name}
+    chosen = {
+        name: keys
+        for name, keys in settings().items()
+        if not options.only or any(part in name for part in options.only)
+    }
     outcomes: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), initializer=one_thread) as pool:
         jobs = {

@@ -125,6 +125,23 @@ def test_what_linux_tells(tmp_path: Path) -> None:
     assert platform.exists(os.getpid()) and not platform.exists(1 << 30)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_freed_memory_between_blocks_in_use_goes_back_to_the_kernel() -> None:
+    """As after a run: what is left lies between much that is free, in an arena that shrinks at its end only."""
+
+    def fragmented() -> None:
+        blocks = [bytes(8000) for _ in range(8000)]  # 64 MB
+        left.extend(blocks[::100])
+
+    left: list[bytes] = []
+    thread = threading.Thread(target=fragmented)
+    thread.start()
+    thread.join()
+    before = platform.resident_bytes(os.getpid())
+    platform.trim_memory()
+    assert platform.resident_bytes(os.getpid()) < before - (30 << 20) and len(left) == 80
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [(["--help"], "Exit codes"), (["doctor"], "starter: "), (["check", "run.yaml"], "sampled with")],

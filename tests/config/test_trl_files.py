@@ -94,6 +94,11 @@ def test_lora_of_the_script(read):
     assert read(FILE + "use_peft: true\ndisable_dropout: true\n").runnable().train.lora.dropout == 0.0  # type: ignore[union-attr]
 
 
+def test_the_head_in_float32(read):
+    assert read(FILE).runnable().cast_lm_head == "auto"
+    assert read(FILE + "cast_lm_head_to_fp32: true\n").runnable().cast_lm_head == "float32"
+
+
 def test_batches(read):
     config = read(FILE + "steps_per_generation: 4\ngradient_accumulation_steps: 2\nnum_iterations: 3\n").runnable()
     assert (config.rollout.prompts_per_step, config.train.minibatches, config.train.passes) == (8, 2, 3)

@@ -14,7 +14,7 @@ from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import uniforms
 from groupwise.errors import ModelError
-from groupwise.model.load import resolve_device, resolve_dtype, widest_float
+from groupwise.model.load import Head, load_model, resolve_device, resolve_dtype, share_weights, widest_float
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 
@@ -86,3 +86,14 @@ def test_a_device_without_float64_samples_and_trains_as_any(make_base, make_samp
     monkeypatch.setattr(LocalEngine, "_work", watched)
     with NoFloat64():
         assert everything() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("cast", "rounds"), [("auto", True), ("none", True), ("float32", False)])
+def test_logits_of_a_model_in_16_bits_are_kept_in_float32_where_asked(cast: str, rounds: bool) -> None:
+    """In the engine and in the trainer: both take the head of a twin of the model."""
+    base = load_model("starter", device="cpu", dtype="bfloat16", cast_lm_head=cast)
+    hidden = torch.randn(3, 192, generator=torch.Generator().manual_seed(0)).bfloat16() * 4
+    for model in (base.model, share_weights(base.model)):
+        logits = Head.of(model).logits(hidden)
+        assert logits.dtype == torch.float32
+        assert torch.equal(logits, logits.bfloat16().float()) == rounds

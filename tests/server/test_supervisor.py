@@ -494,6 +494,7 @@ def test_the_command_names_everything_the_worker_needs() -> None:
         "--model": "starter",
         "--dtype": "float32",
         "--device": "cpu",
+        "--cast-lm-head": "auto",
         "--worker": WORKER,
         "--parent": str(os.getpid()),
         "--threads": "2",

@@ -313,3 +313,35 @@ def test_autocast_probabilities_sum_to_one():
     assert logprobs_N.dtype == torch.float32
     logprobs_N.sum().backward()
     assert abs(float(bias.grad.sum())) < 1e-5  # sum over the vocabulary of onehot - p
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_head_in_float32_rounds_no_logits(bias: bool):
+    """Under autocast, too, which would round both factors."""
+    g = torch.Generator().manual_seed(0)
+    weight, hidden = (torch.randn(n, 64, generator=g).bfloat16() for n in (300, 7))
+    bias_V = torch.randn(300, generator=g).bfloat16() if bias else None
+    exact = torch.nn.functional.linear(hidden.double(), weight.double(), None if bias_V is None else bias_V.double())
+    gaps = []
+    for in_float32 in (False, True):
+        head = Head(weight, bias_V, 1.0, None, in_float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = head.logits(hidden)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, head.logits(hidden), rtol=0, atol=0)
+        gaps.append(float((logits - exact).abs().max()))
+    assert gaps[1] < 1e-4 < 0.02 < gaps[0]
+
+
+def test_a_head_in_float32_and_its_gradient():
+    """The log-probability to float32, the gradient to the 16 bits that hidden states have."""
+    g = torch.Generator().manual_seed(0)
+    weight, hidden = torch.randn(40, 32, generator=g).bfloat16(), torch.randn(5, 32, generator=g).bfloat16()
+    exact, mine = hidden.double().requires_grad_(), hidden.clone().requires_grad_()
+    wanted_N = (exact @ weight.double().T).log_softmax(-1)[range(5), range(5)]
+    logprobs_N, _ = fused_logprobs(mine, Head(weight, None, 1.0, None, True), torch.arange(5))
+    torch.testing.assert_close(logprobs_N.double(), wanted_N, rtol=0, atol=1e-4)
+    (gradient,) = torch.autograd.grad(logprobs_N.sum(), mine)
+    (wanted,) = torch.autograd.grad(wanted_N.sum(), exact)
+    assert gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(gradient.double(), wanted, rtol=0.02, atol=0.02)

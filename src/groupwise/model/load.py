@@ -46,6 +46,7 @@ from groupwise.model.quantized import (
 from groupwise.model.recurrence import pack_recurrent_layers
 from groupwise.recorded import RoutingShape
 
+_CAST_HEAD = "_groupwise_cast_lm_head"  # an attribute of a model: `cast_lm_head`
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 
@@ -147,11 +148,18 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def load_model(name: str, *, device: str = "auto", dtype: str = "auto", quantization: str | None = None) -> LoadedModel:
+def load_model(
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantization: str | None = None,
+    cast_lm_head: str = "auto",
+) -> LoadedModel:
     """Load `name` ("starter", a directory, or a Hugging Face name).
 
     `quantization` is `nf4`, `int8` or None (`model.quantized`); a checkpoint that bitsandbytes quantised is loaded as
-    it is.
+    it is. `cast_lm_head` is `float32`, `none` or `auto`, which is float32 for bfloat16 on a CUDA GPU (`Head`).
 
     Raises:
         ModelError: the model or its tokenizer is not there or cannot be read, which says where it was looked for; or
@@ -176,6 +184,7 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", quantiza
                 f"{name!r} cannot be quantised: {kind_of} has no linear layer to quantise", hint="leave it out"
             )
     model.to(where)  # pyright: ignore[reportArgumentType]
+    setattr(model, _CAST_HEAD, cast_lm_head)
     return wrap_model(model, tokenizer, name=name)
 
 
@@ -437,12 +446,18 @@ def _why_not(model: PreTrainedModel, name: str, module: nn.Module) -> str | None
 
 @dataclass(frozen=True)
 class Head:
-    """The LM head and what the architecture does between it and the softmax: logits = softcap(scale * (W h + b))."""
+    """The LM head and what the architecture does between it and the softmax: logits = softcap(scale * (W h + b)).
+
+    In a 16-bit model W h is rounded to 16 bits, which is up to 0.06 nats for a logit of 16 in bfloat16: more than most
+    policies move in a step. `in_float32` (`cast_lm_head`) keeps the sums of its products, which are exact, in float32,
+    in the engine and the trainer alike (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786).
+    """
 
     weight_VH: Tensor
     bias_V: Tensor | None
     scale: float
     softcap: float | None
+    in_float32: bool = False
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
@@ -452,14 +467,28 @@ class Head:
         scale /= _number(config, "logits_scaling") * _number(config, "logits_mup_width_multiplier")
         caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         softcap = next((cap for name in caps if (cap := getattr(config, name, None))), None)
-        return cls(linear.weight, getattr(linear, "bias", None), scale, softcap)
+        weight_VH, cast = linear.weight, getattr(model, _CAST_HEAD, "auto")
+        costs_nothing = weight_VH.is_cuda and weight_VH.dtype == torch.bfloat16
+        in_float32 = cast == "float32" or (cast == "auto" and costs_nothing)
+        return cls(weight_VH, getattr(linear, "bias", None), scale, softcap, in_float32)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """-> [N, V] in float32 (float64 for a float64 model)."""
-        logits = nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V)
+        logits = self._product(hidden_NH)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def _product(self, hidden_NH: Tensor) -> Tensor:
+        """W h + b, [N, V]."""
+        if not self.in_float32 or hidden_NH.dtype == torch.float64:
+            return nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V)
+        bias_V = None if self.bias_V is None else self.bias_V.float()
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            if hidden_NH.is_cuda and hidden_NH.dtype == self.weight_VH.dtype == torch.bfloat16:
+                logits_NV = torch.mm(hidden_NH, self.weight_VH.T, out_dtype=torch.float32)  # tensor cores sum in it
+                return logits_NV if bias_V is None else logits_NV.add_(bias_V)
+            return nn.functional.linear(hidden_NH.float(), self.weight_VH.float(), bias_V)
 
 
 def _number(config: Any, name: str) -> float:

@@ -28,7 +28,7 @@ from groupwise.model.memory import GIB, Load, ModelSize, fitting_tokens
 from groupwise.model.packed_check import cache_bytes, why_not_cached
 from groupwise.model.packing import FLEX
 from groupwise.model.quantized import parameter_count, product_bytes
-from groupwise.platform import memory_bytes, run_coroutine
+from groupwise.platform import memory_bytes, run_coroutine, trim_memory
 from groupwise.rewards.base import RewardWorkers, Scorer, load_rewards
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
 from groupwise.rewards.pool import RewardPool
@@ -168,6 +168,7 @@ class Components:
         self.scorer.close()
         gc.unfreeze()
         torch.set_num_threads(self.threads)
+        trim_memory()  # of the engine's thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,13 @@ def open_components(
         if (envs := open_envs(plan, remote=remote)) is not None:
             opened.callback(envs.close)
         device = config.device if ranks is None else str(ranks.device)
-        base = load_model(config.model, device=device, dtype=config.dtype, quantization=config.quantization)
+        base = load_model(
+            config.model,
+            device=device,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            cast_lm_head=config.cast_lm_head,
+        )
         learner = open_learner(config, base, threads=threads, ranks=ranks)
         if plan.reads_reference:
             learner.keep_reference()

@@ -56,7 +56,13 @@ def assess(
         for each in filter(None, located):
             stack.enter_context(each.held())  # no run removes it meanwhile
         scorer = stack.enter_context(closing(open_scorer(plan)))
-        base = load_model(config.model, device=config.device, dtype=config.dtype, quantization=config.quantization)
+        base = load_model(
+            config.model,
+            device=config.device,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            cast_lm_head=config.cast_lm_head,
+        )
         engine = stack.enter_context(closing(local_engine(config, base)))
         play = stack.enter_context(closing(open_play(plan, base, engine, open_envs(plan))))
         prepared = prepare_all(prompts, play, context=base.context_length)

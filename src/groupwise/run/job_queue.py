@@ -42,6 +42,7 @@ from groupwise.errors import (
     TryAgainError,
 )
 from groupwise.model.load import LoadedModel, load_model, resolve_device, resolve_dtype
+from groupwise.platform import trim_memory
 from groupwise.run.job import JobCancelled, WorkerContext, run_job
 from groupwise.store.checkpoint import Checkpoints
 from groupwise.store.ledger import Ledger
@@ -249,6 +250,7 @@ def is_memory(error: Exception) -> bool:
 
 def _free_memory() -> None:
     gc.collect()  # module trees refer to themselves
+    trim_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -272,7 +274,14 @@ def describe(error: Exception) -> dict[str, str | None]:
 
 
 def load_base(
-    model: str, *, dtype: str, device: str, weights: Path | None, owner: int, quantization: str | None = None
+    model: str,
+    *,
+    dtype: str,
+    device: str,
+    weights: Path | None,
+    owner: int,
+    quantization: str | None = None,
+    cast_lm_head: str = "auto",
 ) -> tuple[LoadedModel, bool]:
     """The base model, and whether its weights are those that process `owner` offers at `weights` (`store.share`).
 
@@ -282,10 +291,11 @@ def load_base(
     if weights is not None and place.type == "cuda":
         try:
             kind = str(resolve_dtype(dtype, place)).removeprefix("torch.")
-            base = load_model(model, device="cpu", dtype=kind, quantization=quantization)
+            base = load_model(model, device="cpu", dtype=kind, quantization=quantization, cast_lm_head=cast_lm_head)
             attach_weights(base, weights, parent=owner)
         except ModelError as error:
             log.warning("%s; this process has a copy of its own on the GPU", error.message)
         else:
             return base, True
-    return load_model(model, device=device, dtype=dtype, quantization=quantization), False
+    base = load_model(model, device=device, dtype=dtype, quantization=quantization, cast_lm_head=cast_lm_head)
+    return base, False

@@ -167,6 +167,7 @@ def _follow(config: RunConfig, ranks: Ranks) -> R:  # pyright: ignore[reportInva
         device="cpu" if sharded else str(ranks.device),
         dtype=dtype,
         quantization=config.quantization,
+        cast_lm_head=config.cast_lm_head,
     )
     learner = open_learner(config, base, threads=torch.get_num_threads(), ranks=ranks)
     torch.set_num_threads(learner.threads)

@@ -45,7 +45,13 @@ class EngineActor:
         enter(folder)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # of this thread: the engine's own has the others
-        base = load_model(config.model, device=config.device, dtype=config.dtype, quantization=config.quantization)
+        base = load_model(
+            config.model,
+            device=config.device,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            cast_lm_head=config.cast_lm_head,
+        )
         if base.hash != base_hash:
             raise ModelError(
                 f"{config.model!r} on {this_machine()} has other weights than the learner's",

@@ -105,6 +105,7 @@ def _load(options: argparse.Namespace, heartbeat: LeaseHeartbeat, parent: int) -
         options.model,
         dtype=options.dtype,
         quantization=options.quantization,
+        cast_lm_head=options.cast_lm_head,
         device=options.device,
         weights=options.weights,
         owner=parent,
@@ -121,6 +122,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="'starter', a directory or a Hugging Face name")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--quantization", choices=("nf4", "int8"))
+    parser.add_argument("--cast-lm-head", default="auto", choices=("auto", "float32", "none"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--weights", type=Path, help="where the parent offers its base weights")
     parser.add_argument("--threads", type=int, help="of torch; its own choice without")

@@ -54,7 +54,13 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         record = state_dir / "webhooks.json"
         webhooks = Webhooks(ledger, store, url=config.webhook_url, record=record, secret=config.webhook_secret)
     disable_progress_bar()  # of loading the weights; the server says itself what it does
-    base = load_model(config.model, device=config.device, dtype=config.dtype, quantization=config.quantization)
+    base = load_model(
+        config.model,
+        device=config.device,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        cast_lm_head=config.cast_lm_head,
+    )
     map_weights(base, state_dir)  # the worker maps the same file
     weights = state_dir / FILE  # or, on a GPU, opens the same memory
     engine = open_engine(config, base)
@@ -72,6 +78,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         model=config.model,
         dtype=config.dtype,
         quantization=config.quantization,
+        cast_lm_head=config.cast_lm_head,
         device=config.device,
         threads=config.worker_threads,
         weights=weights if offer_weights(base, weights) else None,

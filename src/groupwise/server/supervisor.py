@@ -86,6 +86,7 @@ def worker_command(
     dtype: str,
     device: str,
     quantization: str | None = None,
+    cast_lm_head: str = "auto",
     threads: int | None = None,
     weights: Path | None = None,
     worker: str = WORKER,
@@ -93,6 +94,7 @@ def worker_command(
     """The command line of `groupwise.run.worker`, as a child of this process. `weights` is where it offers its own."""
     command = [sys.executable, "-m", "groupwise.run.worker", "--state", str(state_dir), "--model", model]
     command += ["--dtype", dtype, "--device", device, "--worker", worker, "--parent", str(os.getpid())]
+    command += ["--cast-lm-head", cast_lm_head]
     command += [] if quantization is None else ["--quantization", quantization]
     command += [] if weights is None else ["--weights", str(weights)]
     return command if threads is None else [*command, "--threads", str(threads)]

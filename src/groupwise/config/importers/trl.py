@@ -156,6 +156,8 @@ def _put_model(t: Translation) -> None:
     if not t.given("model_name_or_path") and "model_name_or_path" not in t.unread:
         t.problem("model_name_or_path", "required and missing")
     t.put("model", t["model_name_or_path"], "model_name_or_path")
+    if t["cast_lm_head_to_fp32"]:
+        t.put("cast_lm_head", "float32", "cast_lm_head_to_fp32")
     if not t["use_peft"]:
         t.clear("train.lora", "use_peft")
         t.put("dtype", "float32", "dtype", origin="all parameters are trained, in float32 as there")
