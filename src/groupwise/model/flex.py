@@ -39,6 +39,7 @@ from transformers import PreTrainedModel
 from groupwise.model.attention import Layout, Scoring, SharedPrompts
 from groupwise.model.packed_check import packed_forward_gap, packed_tolerance
 from groupwise.model.recurrence import PackedSegment, Segments, segments_of_groups, segments_of_tree
+from groupwise.model.transfer import on_device
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -71,9 +72,7 @@ class Forest:
         self.T = max(LEAST, -(-self.S // BLOCK) * BLOCK)
         alone = range(self.S, self.T)  # a padding token sees itself
         columns = ([*enter, *alone], [*leave, *(at + 1 for at in alone)], [*positions, *(0 for _ in alone)])
-        self._enter_T, self._leave_T, self._position_T = (
-            torch.tensor(column, dtype=torch.int32, device=device) for column in columns
-        )
+        self._enter_T, self._leave_T, self._position_T = (on_device(column, device, torch.int32) for column in columns)
         self._blocks: dict[int | None, BlockMask] = {}
         self.states = Segments(segments, device=device)
 
