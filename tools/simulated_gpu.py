@@ -6,8 +6,8 @@
     gpu.counts.launches                    # kernels that would have been started
     gpu.counts.waits                       # what the host would have waited for the device for, by the line that asked
 
-A tensor of the simulated device (`OnGpu`) wraps one of the CPU, which computes. So the same code takes the branches that
-it takes on a GPU, and every way from one side to the other is seen:
+A tensor of the simulated device (`OnGpu`) wraps one of the CPU, which computes. So the same code takes the branches
+that it takes on a GPU, and every way from one side to the other is seen:
 
     waits     `.item()`, `.tolist()`, `bool(x)`, copies to the CPU; copies to the device from memory that is not pinned,
               or that do not say `non_blocking`; operations whose result has a size that depends on values (`nonzero`,
@@ -15,8 +15,8 @@ it takes on a GPU, and every way from one side to the other is seen:
     launches  every operation on the device that is neither a view nor memory without contents, once. An operation may
               be several kernels (sorting, long sums), so it is a lower bound; what libraries do inside is not counted
 
-Only the thread that entered the block is seen. Use `torch.no_grad()`, not `torch.inference_mode()`, in which torch leaves
-compound operations whole. CUDA graphs, Triton and `torch.compile` are not there.
+Only the thread that entered the block is seen. Use `torch.no_grad()`, not `torch.inference_mode()`, in which torch
+leaves compound operations whole. CUDA graphs, Triton and `torch.compile` are not there.
 """
 
 from __future__ import annotations
@@ -134,11 +134,14 @@ class SimulatedGpu(TorchFunctionMode):
         super().__init__()
         self.counts = Counts()
         self._factories = _Factories(self)
-        # torch asks for the type of device that C++ sees
-        self._foreach = patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "meta"])
+        # torch asks for types of devices and tensors as C++ sees them
+        devices = patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "meta"])
+        types = patch.object(_foreach_utils, "_foreach_supported_types", [Tensor, nn.Parameter, OnGpu])
+        self._patches = (devices, types)
 
     def __enter__(self) -> SimulatedGpu:
-        self._foreach.start()
+        for each in self._patches:
+            each.start()
         self._factories.__enter__()
         super().__enter__()
         return self
@@ -146,7 +149,8 @@ class SimulatedGpu(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._factories.__exit__(*error)
-        self._foreach.stop()
+        for each in self._patches:
+            each.stop()
 
     def move(self, model: nn.Module) -> None:
         """Put the parameters and buffers of a model on the device; tied ones stay tied."""

@@ -160,7 +160,7 @@ class DecodedRows(ABC):
 
     def __init__(self, shared: EngineModel, max_rows: int):
         self.shared, self.rows = shared, Rows(max_rows, shared.device)
-        self.most_unsettled = SETTLED_EVERY if shared.device.type == "cuda" else 1
+        self.most_unsettled = SETTLED_EVERY if shared.device.type == "cuda" else 1  # gpu-aware
         self._unsettled = 0  # steps since somebody looked which rows have ended
         self.chosen_SLK: Tensor | None = None  # experts of the last forward's tokens, where they are recorded
 

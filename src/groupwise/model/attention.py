@@ -413,7 +413,7 @@ def _causal(
     plain = scoring.softcap is None and sinks is None and whole  # torch's kernels know of no sinks
     # In 16 bits the two ways differ by hundredths of a nat, so a forward without a graph takes the one of training.
     unrecorded = not torch.is_grad_enabled() and query_BKRTD.itemsize > 2
-    if plain and (query_BKRTD.is_cuda or unrecorded or T > CPU_FUSED_FROM):
+    if plain and (query_BKRTD.is_cuda or unrecorded or T > CPU_FUSED_FROM):  # gpu-aware
         out_BHTD = scaled_dot_product_attention(
             query_BKRTD.view(B, K * R, T, D), key_BKTD, value_BKTD, is_causal=True, scale=1.0, enable_gqa=R > 1
         )

@@ -136,7 +136,7 @@ def resolve_device(device: str = "auto") -> torch.device:
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on a CUDA GPU and float32 elsewhere. Raises ModelError for float64 where there is none."""
     if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if device.type == "cuda" else torch.float32  # gpu-aware
     if dtype == "float64" and widest_float(device) != torch.float64:
         raise ModelError(f"dtype is float64, which the device {device} does not have", hint="set dtype: float32")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[dtype]
@@ -144,7 +144,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def widest_float(device: torch.device) -> torch.dtype:
     """What sums and log-probabilities are kept in: float64, and float32 on Apple's GPUs, which have nothing wider."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.float32 if device.type == "mps" else torch.float64  # gpu-aware
 
 
 def load_model(name: str, *, device: str = "auto", dtype: str = "auto", quantization: str | None = None) -> LoadedModel:
@@ -201,7 +201,7 @@ def _quantization_options(
         return {"device_map": {"": str(device)}}
     if kind is None:
         return {}
-    if device.type == "mps":
+    if device.type == "mps":  # gpu-only: quantised weights on an Apple GPU are refused
         raise ModelError(f"quantization {kind} does not run on Apple's GPUs", hint="set device: cpu, or leave it out")
     options = bits_config(kind, dtype, keep=_not_quantised(config))
     return {"quantization_config": options, "device_map": {"": str(device)}}

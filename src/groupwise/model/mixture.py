@@ -104,7 +104,9 @@ def _product(experts: Any, name: str, x_N: Tensor, routed: Routed, delta: Expert
 
 def by_expert(x_N: Tensor, matrix_EIO: Tensor, routed: Routed) -> Tensor:
     """[N, in] by E matrices [in, out] -> [N, out], each pair's by that of its expert."""
-    if x_N.is_cuda and x_N.dtype == torch.bfloat16 and matrix_EIO.dtype == torch.bfloat16:
+    if (
+        x_N.is_cuda and x_N.dtype == torch.bfloat16 and matrix_EIO.dtype == torch.bfloat16
+    ):  # gpu-only: one product of all experts
         return nn.functional.grouped_mm(x_N, matrix_EIO, offs=routed.counts_E.cumsum(0, dtype=torch.int32))
     parts = zip(x_N.split(routed.counts), matrix_EIO.unbind(), strict=True)
     products = [part @ matrix for part, matrix in parts if len(part)]

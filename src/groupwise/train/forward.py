@@ -118,7 +118,7 @@ def _autocast_type(device: str) -> torch.dtype | None:
 
 
 def _tiles(weight_VH: Tensor, tokens: int) -> list[slice]:
-    size = max(1, (TILE_VALUES_GPU if weight_VH.is_cuda else TILE_VALUES) // weight_VH.shape[0])
+    size = max(1, (TILE_VALUES_GPU if weight_VH.is_cuda else TILE_VALUES) // weight_VH.shape[0])  # gpu-aware
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 

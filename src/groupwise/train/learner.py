@@ -767,7 +767,7 @@ class Learner:
         if not self._dropout:
             yield
             return
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):  # gpu-aware
             number = self.strategy.dropout_number(micro_batch)
             state = f"{self._seed}/{self.steps}/{self.refused_steps}/{number}"
             torch.manual_seed(random.Random(state).getrandbits(63))
