@@ -81,6 +81,15 @@ def test_the_page_of_keys_is_what_the_script_makes(monkeypatch: pytest.MonkeyPat
     assert generate_configuration.page() == text("configuration.md"), "run: python docs/generate_configuration.py"
 
 
+def test_what_never_ran_is_what_the_marks_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    import generate_untested
+
+    written = text("performance.md")
+    assert "| `engine/compiled.py` |" in written
+    assert generate_untested.page(written) == written, "run: python docs/generate_untested.py"
+
+
 def test_the_page_of_keys_has_every_key() -> None:
     shown = {
         f"{prefix}{key}"

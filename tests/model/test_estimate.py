@@ -27,7 +27,7 @@ from groupwise.model.memory import (
 )
 from groupwise.model.packed_check import cache_bytes
 from groupwise.model.packing import MAX_PADDING
-from groupwise.train.forward import TILE_VALUES
+from groupwise.train.forward import TILE_VALUES, TILE_VALUES_GPU
 
 QWEN = ModelSize(
     parameters=600_000_000,
@@ -50,6 +50,7 @@ def config(**sections) -> RunConfig:
 def test_the_constants_of_others_are_theirs():
     assert (PADDING, MERGED_BYTES) == (MAX_PADDING, lora.MERGED_BYTES)
     assert (activations.TILE_BYTES, activations.FUSED_FROM) == (TILE_VALUES * 4, attention.CPU_FUSED_FROM)
+    assert activations.TILE_BYTES_GPU == TILE_VALUES_GPU * 4
 
 
 def test_a_step_by_hand():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -161,11 +162,11 @@ def test_decoding_goes_on_from_the_prompts_states():
         for row in rows:
             row.append(torch.randn(C, generator=g, dtype=torch.float64))
         grid = Grid(owners, [prompts[p] for p in owners], cache.lengths, device)
-        layout = Extend(cache, grid, slice(0, len(rows)), torch.full((len(rows),), step))
+        layout = Extend(cache, grid, slice(0, len(rows)), np.full(len(rows), step))
         check(run(layout.states, [row[-1] for row in rows]), rows)
     grid = Grid(owners, [prompts[p] for p in owners], cache.lengths, device)
     with pytest.raises(NotImplementedError, match="one token of a row at a time"):
-        _ = Extend(cache, grid, slice(0, 5), torch.full((5,), 6), [2] * 5).states
+        _ = Extend(cache, grid, slice(0, 5), np.full(5, 6), [2] * 5).states
 
 
 def test_which_models_are_recurrent(make_base):

@@ -65,6 +65,7 @@ class LossInputs:
     old_N: Tensor | None = None  # logprobs under the trainer's snapshot; None: the current policy is the snapshot
     reference_N: Tensor | None = None  # logprobs under the reference
     length_N: Tensor | None = None  # loss tokens of the token's sequence (prompt_mean: prompt); None: of its row
+    behaviour_is_finite: bool = False  # every behaviour logprob is, as the host knows; else the device is asked
     soft_NK: Tensor | None = None  # logprobs of the soft targets, under what they are of; -inf where there are fewer
     total_tokens: float  # loss tokens of the whole global batch: all micro-batches, all ranks
     total_rows: float  # sequences (prompt_mean: prompts) with loss tokens of the whole global batch
@@ -111,7 +112,8 @@ def select_tokens(logprobs_N: Tensor, inputs: LossInputs, entropy_N: Tensor | No
     """`LossInputs` without the dropped tokens. Without `old_is_anchor` the current policy, detached, is the old
     policy."""
     dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
-    finite_N = None if inputs.behaviour_N is None else inputs.behaviour_N.isfinite()
+    known = inputs.behaviour_N is None or inputs.behaviour_is_finite
+    finite_N = None if known else inputs.behaviour_N.isfinite()  # type: ignore[union-attr]
     if finite_N is not None and bool(finite_N.all()):
         finite_N = None
 
@@ -125,13 +127,13 @@ def select_tokens(logprobs_N: Tensor, inputs: LossInputs, entropy_N: Tensor | No
     row_N, logprobs = kept(inputs.row_N), kept(logprobs_N).to(dtype)
     length = kept_or_none(inputs.length_N)
     if length is None:
-        length = torch.bincount(inputs.row_N, minlength=inputs.num_rows)[row_N].to(dtype)
+        length = _counted(inputs.row_N, inputs.num_rows)[row_N].to(dtype)
     old = kept_or_none(inputs.old_N) if old_is_anchor else None
     return Tokens(
         row_N=row_N,
         num_rows=inputs.num_rows,
         length_N=length,
-        kept_B=torch.bincount(row_N, minlength=inputs.num_rows).to(dtype),
+        kept_B=_counted(row_N, inputs.num_rows).to(dtype),
         dropped=len(inputs.row_N) - len(row_N),
         advantages_N=kept(inputs.advantages_N).to(dtype),
         logprobs_N=logprobs,
@@ -141,6 +143,11 @@ def select_tokens(logprobs_N: Tensor, inputs: LossInputs, entropy_N: Tensor | No
         entropy_N=kept_or_none(entropy_N),
         kept_N=torch.ones_like(inputs.row_N).bool() if finite_N is None else finite_N,
     )
+
+
+def _counted(row_N: Tensor, rows: int) -> Tensor:
+    """How many tokens each row has; `bincount` would wait for the device to say which row is the last."""
+    return row_N.new_zeros(rows).index_add_(0, row_N, torch.ones_like(row_N))
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
@@ -287,7 +294,7 @@ def mismatch_metrics(t: Tokens, correction: Correction, spec: LossSpec, tokens: 
     metrics = {
         "mismatch/logprob_diff_mean": gap_N.abs().sum() / tokens,
         "mismatch/kl": (exp_ratio(gap_N) - gap_N - 1).sum() / tokens,  # k3 estimate of KL(behaviour || old)
-        "mismatch/dropped_tokens": gap_N.new_tensor(float(t.dropped)),
+        "mismatch/dropped_tokens": gap_N.new_full((), float(t.dropped)),
         **_spread("mismatch/ratio", correction.log_ratio_N.exp(), tokens),
     }
     if len(gap_N):

@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from groupwise.cli.untested import places
 from groupwise.config.launch import World, world
 from groupwise.errors import ConfigError, GroupwiseError, RankLostError
 from groupwise.platform import cores
@@ -90,6 +91,7 @@ def _examine_machine(*, directory: Path) -> Iterator[DoctorCheck]:
         ("torch", check_torch),
         ("torch build", check_torch_build),
         ("gpu", check_gpu),
+        ("gpu code", check_gpu_code),
         *((name, lambda name=name: check_package(name)) for name in REQUIRED),
         ("disk", lambda: check_disk(directory)),
         ("starter", check_starter),
@@ -151,7 +153,7 @@ def installed_bytes(packages: Path) -> int:
 def check_gpu() -> DoctorCheck:
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # gpu-only: names GPUs and their free memory
         free, total = torch.cuda.mem_get_info()
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         return DoctorCheck("gpu", "ok", f"{names}; {free / 2**30:.0f} of {total / 2**30:.0f} GiB free on the first")
@@ -159,6 +161,20 @@ def check_gpu() -> DoctorCheck:
         detail = f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU"
         return DoctorCheck("gpu", "warn", detail, "install a torch built for CUDA: https://pytorch.org/get-started")
     return DoctorCheck("gpu", "ok", "none; models run on the CPU, which suits the starter and little else")
+
+
+def check_gpu_code() -> DoctorCheck:
+    """How much of this package only a GPU executes: none of it has ever run."""
+    import torch
+
+    found = places()
+    detail = (
+        f"{sum(place.lines for place in found)} lines in {len(found)} places have never run: nothing here has run on a "
+        "GPU; groupwise doctor --untested names them"
+    )
+    if torch.cuda.is_available() or torch.backends.mps.is_available():  # gpu-only: what to do about it
+        return DoctorCheck("gpu code", "warn", detail, "make gpu, in a clone, tries them; please report what it says")
+    return DoctorCheck("gpu code", "ok", detail)
 
 
 def check_package(name: str) -> DoctorCheck:
@@ -349,7 +365,7 @@ class ProcessFacts:
         for name in PACKAGES:
             with suppress(importlib.metadata.PackageNotFoundError):
                 versions[name] = importlib.metadata.version(name)
-        names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))  # gpu-aware
         failed = tuple(finding for finding in local if finding.status == "fail")
         return cls(socket.gethostname(), world.local_rank, versions, names, failed)
 
@@ -430,7 +446,7 @@ def _network(ranks: Ranks) -> DoctorCheck:
 
 
 def _device(here: World) -> torch.device:
-    if not torch.cuda.is_available() or here.local_rank >= torch.cuda.device_count():
+    if not torch.cuda.is_available() or here.local_rank >= torch.cuda.device_count():  # gpu-only below: its GPU
         return torch.device("cpu")
     torch.cuda.set_device(here.local_rank)
     return torch.device("cuda", here.local_rank)

@@ -610,8 +610,16 @@ def _evaluate(
 
 
 @app.command()
-def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
+def doctor(
+    untested: Annotated[
+        bool, typer.Option("--untested", help="Name the places of this package that have never run: those for a GPU.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """Look whether everything is here that a run needs; exits with 1 if not."""
+    if untested:
+        return _show_untested(as_json)
     quiet_libraries()
     from rich.text import Text
 
@@ -634,6 +642,16 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
         print_json({"ok": not failed, "checks": [vars(finding) for finding in findings]})
     if failed:
         raise typer.Exit(1)
+
+
+def _show_untested(as_json: bool) -> None:
+    from groupwise.cli.untested import places
+
+    if as_json:
+        return print_json({"places": [vars(place) for place in places()]})
+    for place in places():
+        print(f"groupwise/{place.file}:{place.first}-{place.last}  {place.what}")
+    say("none of this has run on a GPU; on a machine that has one, `make gpu` in a clone tries it")
 
 
 # ---- shared ----

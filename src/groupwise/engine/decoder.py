@@ -22,6 +22,7 @@ from functools import partial
 from itertools import islice
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,16 +30,18 @@ from transformers import PreTrainedModel
 from groupwise.engine.cpu_weights import Float32Matrix, RoundedLayers, lays_out
 from groupwise.engine.grammar import allowed_tokens, failed
 from groupwise.engine.multi_lora import AdapterBank, AdapterWeights
-from groupwise.engine.rows import PendingRequest, Row, Rows
+from groupwise.engine.rows import NEVER, PendingRequest, Row, Rows
 from groupwise.engine.sampling import KeptRows, mask_entries, reshape, sample_tokens, scaled_logprobs, uniforms
 from groupwise.model.chat import closing_ids, decode, stopped_text
 from groupwise.model.load import Head, LoadedModel
 from groupwise.model.mixture import Routers
 from groupwise.model.quantized import quantized_layers
+from groupwise.model.transfer import on_device
 from groupwise.types import Completion, FinishReason, PolicyVersion
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
 CACHED_BYTES = 32 << 20  # of weights: a model that is small, on a CPU
+SETTLED_EVERY = 8  # steps on a GPU, after which the host waits for it to see which rows have ended
 
 Queue = deque[PendingRequest]
 
@@ -157,6 +160,8 @@ class DecodedRows(ABC):
 
     def __init__(self, shared: EngineModel, max_rows: int):
         self.shared, self.rows = shared, Rows(max_rows, shared.device)
+        self.most_unsettled = SETTLED_EVERY if shared.device.type == "cuda" else 1  # gpu-aware
+        self._unsettled = 0  # steps since somebody looked which rows have ended
         self.chosen_SLK: Tensor | None = None  # experts of the last forward's tokens, where they are recorded
 
     @property
@@ -179,64 +184,86 @@ class DecodedRows(ABC):
         self.free({i for i, row in enumerate(self.rows.owners) if row.job.future.done()})
 
     def advance(self, at: slice, logits_BV: Tensor) -> None:
-        """Sample the next token of the rows `at`, record it, and retire the rows it finishes."""
+        """Sample the next token of the rows `at`, record it, and retire the rows that are finished, as soon as somebody
+        looks (`settle`)."""
         rows = self.rows
-        count_B = rows.count[at]
-        token_B, logprob_B, kept = self.draw(at, count_B, logits_BV)
+        count_B, owners, places = rows.count[at], range(at.start, at.stop), rows.on_host.count[at]
+        token_B, logprob_B, kept = self.draw(at, owners, places, logits_BV)
         row_B = torch.arange(at.start, at.stop, device=count_B.device)
         rows.token[at] = token_B
         rows.tokens[row_B, count_B] = token_B
         rows.logprobs[row_B, count_B] = logprob_B.to(rows.logprobs.dtype)
         rows.count[at] += 1
+        rows.on_host.count[at] += 1
         if kept is not None:
             mine = [i for i in rows.recorded if at.start <= i < at.stop]
             self.record(kept, {i: slice(i - at.start, i - at.start + 1) for i in mine})
         stopped_B = rows.watch_eos[at] & (token_B[:, None] == self.shared.eos).any(-1)
-        finished_B = stopped_B | (rows.count[at] >= rows.limit[at])
+        rows.ended[at] = torch.minimum(rows.ended[at], count_B.masked_fill(~stopped_B, NEVER))  # count_B has it too now
         extra: dict[int, str] = {}
         for i in (row for row in rows.watched if at.start <= row < at.stop):
             b = i - at.start
-            text = self.watch(i, int(rows.count[i]), float(logprob_B[b]), logits_BV[b])
+            text = self.watch(i, int(rows.on_host.count[i]), float(logprob_B[b]), logits_BV[b])
             if text is not None:
                 extra[i] = text
-        if extra or bool(finished_B.any()):
-            reasons = dict.fromkeys(row_B[finished_B].tolist(), FinishReason.LENGTH)
-            reasons |= dict.fromkeys(row_B[stopped_B].tolist(), FinishReason.STOP)
-            self.retire(reasons | dict.fromkeys(extra, FinishReason.STOP), extra)
+        self._unsettled += 1
+        full = bool((rows.on_host.count[: rows.active] >= rows.on_host.limit[: rows.active]).any())
+        if extra or full or self._unsettled >= self._settled_every:
+            self.settle(extra)
 
-    def draw(self, at: slice | Tensor, place_S: Tensor, logits_SV: Tensor) -> tuple[Tensor, Tensor, KeptRows | None]:
-        """The tokens in these places of the completions in the rows `at`, their log-probabilities, and what they could
-        be where that may not be the whole vocabulary."""
-        seed_S = self.rows.seed[at if isinstance(at, slice) else at.cpu().numpy()]
-        drawn = uniforms(seed_S, place_S.cpu().numpy())
-        uniform_S = torch.tensor(drawn, dtype=self.rows.logprobs.dtype, device=place_S.device)
-        drawn_SV = self._reshaped(at, place_S, logits_SV) if self.rows.reshaped else None
-        followed = self._followed(at) if self.rows.matchers else {}
+    @property
+    def _settled_every(self) -> int:
+        """Steps after which somebody looks which rows have ended. It is one where Python has to see every token."""
+        rows = self.rows
+        return 1 if rows.watched or rows.recorded or rows.matchers or rows.reshaped else self.most_unsettled
+
+    def settle(self, extra: Mapping[int, str] | None = None) -> None:
+        """Retire the rows that are finished; those in `extra` with the text that is left of theirs. A row that ended
+        some steps ago has said more since, which is thrown away."""
+        rows, extra, self._unsettled = self.rows, extra or {}, 0
+        if not rows.active:
+            return
+        every = slice(0, rows.active)
+        count_B, ended_B = rows.on_host.count[every], rows.ended[every].cpu().numpy()
+        stopped_B = ended_B <= count_B
+        finished = np.flatnonzero(stopped_B | (count_B >= rows.on_host.limit[every])).tolist()
+        reasons = {i: FinishReason.STOP if stopped_B[i] else FinishReason.LENGTH for i in finished}
+        for i in finished:
+            rows.on_host.count[i] = min(count_B[i], ended_B[i])
+        if reasons or extra:
+            self.retire(reasons | dict.fromkeys(extra, FinishReason.STOP), dict(extra))
+
+    def draw(
+        self, at: slice | Tensor, owners: Sequence[int] | np.ndarray, places: np.ndarray, logits_SV: Tensor
+    ) -> tuple[Tensor, Tensor, KeptRows | None]:
+        """The tokens in these places of the completions in the rows `at`, which on the host are `owners`, their
+        log-probabilities, and what they could be where that may not be the whole vocabulary."""
+        rows = self.rows
+        drawn = uniforms(rows.on_host.seed[at if isinstance(at, slice) else owners], places)
+        uniform_S = on_device(drawn, logits_SV.device, rows.logprobs.dtype)
+        drawn_SV = self._reshaped(owners, places, logits_SV) if rows.reshaped else None
+        followed = {i: s for s, i in enumerate(owners) if i in rows.matchers} if rows.matchers else {}
         if followed:
             drawn_SV = self._in_grammar(followed, logits_SV, drawn_SV)
-        token_S, logprob_S, kept = sample_tokens(logits_SV, self.rows.params(at), uniform_S, drawn_BV=drawn_SV)
-        for i, token in zip(followed, token_S[list(followed.values())].tolist(), strict=True):
-            self.rows.matchers[i].consume_token(token)
+        token_S, logprob_S, kept = sample_tokens(logits_SV, rows.params(at), uniform_S, drawn_BV=drawn_SV)
+        if followed:
+            for i, token in zip(followed, token_S[list(followed.values())].tolist(), strict=True):
+                rows.matchers[i].consume_token(token)
         return token_S, logprob_S, kept
-
-    def _followed(self, at: slice | Tensor) -> dict[int, int]:
-        """The rows with a grammar among the rows `at`, and where each stands in it: once, as they have no drafts."""
-        owners = range(at.start, at.stop) if isinstance(at, slice) else at.tolist()
-        return {i: s for s, i in enumerate(owners) if i in self.rows.matchers}
 
     def _in_grammar(self, followed: dict[int, int], logits_SV: Tensor, drawn_SV: Tensor | None) -> Tensor:
         """The logits that are drawn from, those of tokens that a row's grammar does not allow being -inf. Where the
         grammar allows only what something else has excluded (`min_tokens`) the grammar decides. A request whose matcher
         fails is settled with its error, and its rows are drawn for the last time."""
         matchers = [self.rows.matchers[i] for i in followed]
-        allowed_CV = torch.from_numpy(allowed_tokens(matchers, logits_SV.shape[1])).to(logits_SV.device)
+        allowed_CV = on_device(torch.from_numpy(allowed_tokens(matchers, logits_SV.shape[1])), logits_SV.device)
         for i, matcher, allowed_V in zip(followed, matchers, allowed_CV, strict=True):
             if matcher.is_error():
                 job = self.rows.owners[i].job
                 assert job.request.params.grammar is not None
                 job.settle(failed(job.request.params.grammar, matcher))
                 allowed_V[:] = True
-        place_C = torch.tensor(list(followed.values()), device=logits_SV.device)
+        place_C = on_device(list(followed.values()), logits_SV.device)
         drawn_SV = logits_SV.clone() if drawn_SV is None else drawn_SV
         masked_CV = drawn_SV[place_C].masked_fill(~allowed_CV, -math.inf)
         none_C = masked_CV.isneginf().all(-1)
@@ -255,14 +282,13 @@ class DecodedRows(ABC):
             count = mine.stop - mine.start
             self.rows.owners[i].keep(list(islice(entries, count)), list(islice(logprobs, count)))
 
-    def _reshaped(self, at: slice | Tensor, place_S: Tensor, logits_SV: Tensor) -> Tensor:
+    def _reshaped(self, owners: Sequence[int] | np.ndarray, places: np.ndarray, logits_SV: Tensor) -> Tensor:
         """The logits that are drawn from, where some of the rows change theirs."""
         rows, drawn_SV = self.rows, logits_SV.clone()
-        owners = range(at.start, at.stop) if isinstance(at, slice) else at.tolist()
-        for s, (i, place) in enumerate(zip(owners, place_S.tolist(), strict=True)):
+        for s, (i, place) in enumerate(zip(owners, places.tolist(), strict=True)):
             if i in rows.reshaped:
                 job = rows.owners[i].job
-                params, prompt_P = job.request.params, job.prompt_words.to(logits_SV.device)
+                params, prompt_P = job.request.params, on_device(job.prompt_words, logits_SV.device)
                 ends = (*(() if params.ignore_eos else self.shared.eos_ids), *params.stop_ids)
                 said_T = rows.tokens[i, :place]  # with drafts among them where nothing depends on what was said
                 drawn_SV[s] = reshape(logits_SV[s], params, prompt_P=prompt_P, said_T=said_T, ends=ends)
@@ -286,14 +312,19 @@ class DecodedRows(ABC):
 
     def retire(self, reasons: dict[int, FinishReason], cut: dict[int, str]) -> None:
         """Make the completions of finished rows, whose text is `cut` or else all of it, and free the rows."""
-        rows = self.rows
-        for i, reason in reasons.items():
-            row, count, text = rows.owners[i], int(rows.count[i]), cut.get(i)
-            job, ids = row.job, tuple(rows.tokens[i, :count].tolist())
+        if not reasons:
+            return
+        rows, done = self.rows, list(reasons)
+        counts = rows.on_host.count[done].tolist()
+        said, longest = on_device(done, rows.device), max(counts, default=0)
+        every_id, every_logprob = (column[said, :longest].tolist() for column in (rows.tokens, rows.logprobs))
+        for (i, reason), count, mine, logprobs in zip(reasons.items(), counts, every_id, every_logprob, strict=True):
+            row, text = rows.owners[i], cut.get(i)
+            job, ids = row.job, tuple(mine[:count])
             kept = row.sampling_mask(self.shared.vocabulary)
             job.done[row.index] = Completion(
                 token_ids=ids,
-                logprobs=tuple(rows.logprobs[i, :count].tolist()),
+                logprobs=tuple(logprobs[:count]),
                 text=decode(ids, self.shared.base.tokenizer, ends=self.shared.ends) if text is None else text,
                 finish_reason=reason,
                 version=row.version,

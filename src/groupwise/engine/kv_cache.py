@@ -11,7 +11,8 @@ A decode step scores a prompt's keys for all rows of the group as one product, s
 and not once per row, in every turn of a conversation too: what a group's episodes open with stays in one slot. For that
 the rows are laid out as a grid of slots x members. Groups that have lost members leave cells of it empty; where most
 would be (one large group among many small ones) it goes slot by slot instead. What the rows hold themselves is read as
-far as the longest of them goes; where their lengths differ, for `PART` rows at a time, which the engine keeps in order.
+far as the longest of them goes; where their lengths differ, for `PART` rows at a time (on a GPU `PART_GPU`), which the
+engine keeps in order.
 
 Recurrent layers (`model.recurrence`) have a state of fixed size instead: that in which a prompt ends is in its slot,
 and each row starts with a copy of it, which every token replaces.
@@ -27,14 +28,17 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from groupwise.algo.prefixes import common_prefix
 from groupwise.model.attention import Scoring, SharedPrompts, mask_of, softmax
 from groupwise.model.recurrence import Rule, States
+from groupwise.model.transfer import on_device
 
 PART = 16  # rows
+PART_GPU = 64  # ... where a part's eight kernels take as long to start as a part of 64 rows to read what is not there
 MOST_EMPTY = 4  # cells of the grid per row, beyond which the grid is not worth its empty cells
 
 
@@ -153,7 +157,7 @@ class KeyValueCache:
     def begin(self, rows: slice, slots: Sequence[int]) -> None:
         """Give rows the states in which the prompts in `slots` end."""
         for kind, states in self.prompts.states.items():
-            self.rows.set_states(kind, rows, states[list(slots)])
+            self.rows.set_states(kind, rows, states[on_device(slots, states.device)])
 
     def held(self, row: int, count: int) -> Layers:
         """A copy of the keys and values of the first `count` tokens that a row holds itself."""
@@ -237,12 +241,12 @@ class Prefill:
         return self.prompts.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
 
 
-def parts_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:
-    """Slices of rows, with the length of the longest in each: all rows at once, or `PART` at a time if lengths
+def parts_of(lengths: Sequence[int], size: int) -> list[tuple[slice, int]]:
+    """Slices of rows, with the length of the longest in each: all rows at once, or `size` at a time if lengths
     differ."""
-    if len(lengths) < 2 * PART or min(lengths) == max(lengths):
+    if len(lengths) < 2 * size or min(lengths) == max(lengths):
         return [(slice(0, len(lengths)), max(lengths))]
-    return [(slice(at, at + PART), max(lengths[at : at + PART])) for at in range(0, len(lengths), PART)]
+    return [(slice(at, at + size), max(lengths[at : at + size])) for at in range(0, len(lengths), size)]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -260,7 +264,7 @@ class Apart:
 
     def __init__(self, slots: Sequence[int], shared: Sequence[int], lengths: Sequence[int], device: torch.device):
         self.P, self.L = len(lengths), max(lengths)
-        self.slot_B, self.shared_B = torch.tensor(slots, device=device), torch.tensor(shared, device=device)
+        self.slot_B, self.shared_B = on_device(slots, device), on_device(shared, device)
         self.ragged = min(shared) < self.L
 
     def product(self, x_BKRI: Tensor, prompts_PKIJ: Tensor) -> Tensor:
@@ -280,14 +284,14 @@ class Grid(Apart):
         self.members = None  # slots and their rows, when there would be too many empty cells
         self.cell_B = self.row_C = None  # None: cell i is row i
         if MOST_EMPTY * len(slots) < self.P * self.G:
-            self.members = [(slot, torch.tensor(rows, device=device)) for slot, rows in enumerate(members) if rows]
+            self.members = [(slot, on_device(rows, device)) for slot, rows in enumerate(members) if rows]
         else:
             cells = [(slot * self.G + i, row) for slot, rows in enumerate(members) for i, row in enumerate(rows)]
             if any(cell != row for cell, row in cells) or len(cells) < self.P * self.G:
                 cell_B, row_C = [0] * len(slots), [0] * (self.P * self.G)
                 for cell, row in cells:
                     cell_B[row], row_C[cell] = cell, row
-                self.cell_B, self.row_C = (torch.tensor(x, device=device) for x in (cell_B, row_C))
+                self.cell_B, self.row_C = (on_device(x, device) for x in (cell_B, row_C))
 
     def product(self, x_BKRI: Tensor, prompts_PKIJ: Tensor) -> Tensor:
         """As `Apart`."""
@@ -310,24 +314,29 @@ class Extend:
 
     Args:
         rows: consecutive ones.
-        held_B: tokens that each has of its own already.
+        held: tokens that each has of its own already.
         ends: how many come now; None: one each.
     """
 
     def __init__(
-        self, cache: KeyValueCache, grid: Apart, rows: slice, held_B: Tensor, ends: Sequence[int] | None = None
+        self,
+        cache: KeyValueCache,
+        grid: Apart,
+        rows: slice,
+        held: Sequence[int] | np.ndarray,
+        ends: Sequence[int] | None = None,
     ):
-        self.cache, self.grid, self.rows, self.held_B = cache, grid, rows, held_B
-        device, self.B, self.T = held_B.device, len(held_B), 1 if ends is None else max(ends)
-        lengths = [held + new for held, new in zip(held_B.tolist(), ends or [1] * self.B, strict=True)]
-        self.parts, self.M = parts_of(lengths), max(lengths)
+        device, self.B, self.T = grid.slot_B.device, len(held), 1 if ends is None else max(ends)
+        self.cache, self.grid, self.rows, self.held_B = cache, grid, rows, on_device(held, device)
+        lengths = (np.asarray(held) + (1 if ends is None else np.asarray(ends))).tolist()
+        self.parts, self.M = parts_of(lengths, PART if device.type == "cpu" else PART_GPU), max(lengths)
         self.uniform = ends is None and min(lengths) == self.M
         if ends is None:
-            self.row_S, self.at_S = torch.arange(self.B, device=device), held_B
+            self.row_S, self.at_S = torch.arange(self.B, device=device), self.held_B
         else:
-            new_BT = torch.arange(self.T, device=device) < torch.tensor(ends, device=device)[:, None]
-            self.row_S, self.t_S = new_BT.nonzero(as_tuple=True)
-            self.at_S = held_B[self.row_S] + self.t_S
+            self.lines, self.places = np.nonzero(np.arange(self.T) < np.asarray(ends)[:, None])
+            self.row_S, self.t_S = on_device(self.lines, device), on_device(self.places, device)
+            self.at_S = self.held_B[self.row_S] + self.t_S
         self._masks: dict[int | None, Tensor | None] = {}
         cache.rows.reserve(rows.stop, self.M)
 

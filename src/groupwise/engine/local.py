@@ -42,6 +42,7 @@ from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthErr
 from groupwise.model.load import LoadedModel, share_weights, widest_float
 from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_cached, why_not_packed
 from groupwise.model.recurrence import is_recurrent
+from groupwise.model.transfer import on_device
 from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, SequenceScores, TokenSink
 
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
@@ -385,8 +386,8 @@ class LocalEngine:
     def _scores_of(self, ids: Sequence[int], hidden_TH: Tensor, top: int, temperature: float) -> SequenceScores:
         """Of the tokens `ids`, which these hidden states predict."""
         logprobs, tops = list[float](), list[Any]()
-        id_T = torch.tensor(ids, device=hidden_TH.device)
-        scale_1 = torch.tensor([temperature], dtype=widest_float(self._base.device), device=hidden_TH.device)
+        id_T = on_device(ids, hidden_TH.device)
+        scale_1 = on_device([temperature], hidden_TH.device, widest_float(self._base.device))
         for start in range(0, len(ids), SCORED_AT_ONCE):
             part = slice(start, start + SCORED_AT_ONCE)
             logprobs_TV = scaled_logprobs(self._shared.head.logits(hidden_TH[part]), scale_1)
@@ -409,10 +410,10 @@ class LocalEngine:
     ) -> SequenceScores:
         """What `score_sequence` tells of `places`, in ascending order, from the hidden states of all tokens."""
         device = hidden_SH.device
-        place_P, id_S = torch.tensor(places, device=device), torch.tensor(ids, device=device)
-        cell_place_C, cell_id_C = (torch.tensor(each, dtype=torch.long, device=device) for each in cells)
+        place_P, id_S = on_device(places, device), on_device(ids, device)
+        cell_place_C, cell_id_C = (on_device(each, device, torch.long) for each in cells)
         cell_row_C = torch.searchsorted(place_P, cell_place_C)
-        temperature_1 = torch.tensor([temperature], dtype=widest_float(self._base.device), device=device)
+        temperature_1 = on_device([temperature], device, widest_float(self._base.device))
         logprobs, tops, cells_C = list[float](), list[Any](), torch.empty(len(cell_id_C), dtype=temperature_1.dtype)
         for start in range(0, len(places), SCORED_AT_ONCE):
             part_T = place_P[start : start + SCORED_AT_ONCE]

@@ -34,6 +34,7 @@ from groupwise.model.backbone import is_lean
 from groupwise.model.load import is_linear
 from groupwise.model.mixture import Routed, experts_forward, fused_parameters, is_router, low_rank, router_forward
 from groupwise.model.quantized import QuantizedLinear, quantization_of
+from groupwise.model.transfer import on_device
 from groupwise.store.adapter_config import adapted, check_config
 from groupwise.store.files import MAGNITUDE
 
@@ -110,6 +111,7 @@ class _Selection(threading.local):
     batch: Sequence[tuple[AdapterWeights, Tensor | None]] = ()  # and their rows; None: all
     alone: Products | None = None
     sole: Sequence[AdapterWeights | None] = ()  # whose the batch is where it is one policy's
+    owners: Sequence[AdapterWeights | None] = ()  # of each token
 
 
 class AdapterBank:
@@ -193,7 +195,10 @@ class AdapterBank:
     def select(self, owners: Sequence[AdapterWeights | None]) -> None:
         """Set the adapters of the calling thread's next forwards: one for each token of the packed row, None where it
         is the base."""
-        distinct, now = {id(weights): weights for weights in owners}, self._now
+        now = self._now
+        if now.owners is owners and now.alone is None:
+            return  # as in the step before: no row has come or gone
+        distinct, now.owners = {id(weights): weights for weights in owners}, owners
         now.batch, now.alone, now.sole = [], None, owners[:1] if len(distinct) == 1 else ()
         unfit = self._rounded is not None and now.sole and now.sole[0] is not None and now.sole[0].columns
         if now.sole and self._most_merged and not unfit:
@@ -201,9 +206,11 @@ class AdapterBank:
             return
         for key, weights in distinct.items():
             if weights is not None:
-                rows = [i for i, owner in enumerate(owners) if id(owner) == key] if len(distinct) > 1 else None
-                device = next(iter(weights.pairs.values()))[0].device if weights.pairs else None
-                now.batch.append((weights, None if rows is None else torch.tensor(rows, device=device)))
+                if len(distinct) == 1 or not weights.pairs:
+                    now.batch.append((weights, None))
+                    continue
+                rows = [i for i, owner in enumerate(owners) if id(owner) == key]
+                now.batch.append((weights, on_device(rows, next(iter(weights.pairs.values()))[0].device)))
 
     def project(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
         """`backbone.Project`: one product for all of `modules` when one policy has the whole batch, else the base's
@@ -296,7 +303,7 @@ class AdapterBank:
                 if mask_S is None:
                     return low_rank(x_N, *pair, routed.counts)  # the one policy of the batch
                 at = mask_S[routed.token_N].nonzero()[:, 0]
-                mine = Routed.of(routed.token_N[at], routed.expert_N[at], len(routed.counts))
+                mine = Routed(routed.token_N[at], routed.expert_N[at], routed.experts)
                 added = pair[1].new_zeros(len(x_N), pair[1].shape[-1]) if added is None else added
                 added.index_add_(0, at, low_rank(x_N[at], *pair, mine.counts))
             return added

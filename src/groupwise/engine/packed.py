@@ -16,12 +16,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from groupwise.engine.compiled import Compiled
 from groupwise.engine.decoder import PREFILL_TOKENS, DecodedRows, EngineModel, Queue
 from groupwise.engine.kv_cache import (
+    PART,
+    PART_GPU,
     Apart,
     Extend,
     Grid,
@@ -38,6 +41,7 @@ from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.rows import PendingRequest, Row, Rows
 from groupwise.model.attention import Layout, SharedPrompts
 from groupwise.model.backbone import Backbone
+from groupwise.model.transfer import on_device
 from groupwise.types import PolicyVersion
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -159,6 +163,8 @@ class PackedDecoder(DecodedRows):
         self._since_sorted = 0  # decode steps
         self._grid: Grid | None = None  # None: rows have come or gone since it was made
         self._threads = threads
+        if draft_tokens:
+            self.most_unsettled = 1
         self.steps = Compiled(self._backbone, shared.bank, threads(), shared.small) if compile else self._backbone
         self._admitted: list[Admitted] = []  # in the midst of being given rows
 
@@ -237,7 +243,7 @@ class PackedDecoder(DecodedRows):
             row.routed_PLK = None if (there := used[row.slot]) is None else there.routed_PLK
         hidden_PH = torch.stack([there.hidden_H for there in used.values() if there is not None])
         place = {slot: p for p, slot in enumerate(used)}
-        per_row = torch.tensor([place[row.slot] for row in rows.owners[at]], device=hidden_PH.device)
+        per_row = on_device([place[row.slot] for row in rows.owners[at]], hidden_PH.device)
         self.advance(at, self.shared.head.logits(hidden_PH)[per_row])
 
     def _run_prompts(self, jobs: Sequence[PendingRequest], slots: range) -> None:
@@ -250,8 +256,8 @@ class PackedDecoder(DecodedRows):
         positions = [position for prompt in prompts for position in range(len(prompt))]
         layout = Prefill(self.cache, slots, self.shared.device)
         hidden_SH = self._forward(list(chain(*prompts)), positions, layout, owners)
-        last = torch.tensor([len(prompt) for prompt in prompts], device=hidden_SH.device).cumsum(0) - 1
         lengths, chosen_SLK = [len(prompt) for prompt in prompts], self.chosen_SLK
+        last = on_device([end - 1 for end in accumulate(lengths)], hidden_SH.device)
         routed = [None] * len(prompts) if chosen_SLK is None else chosen_SLK.split(lengths)
         for slot, prompt, owner, hidden_H, chosen in zip(slots, prompts, weights, hidden_SH[last], routed, strict=True):
             self.cache.prefilled[slot] = Prefilled(owner, prompt, hidden_H, chosen)
@@ -264,14 +270,14 @@ class PackedDecoder(DecodedRows):
         self._grid = None
         rows.reserve(max(each.job.max_tokens for each in going))
         at = slice(first, rows.active)
-        cache.rows.reserve(rows.active, int(rows.held[at].max()))
+        cache.rows.reserve(rows.active, int(rows.on_host.held[at].max()))
         for row, each in enumerate(going, first):
             cache.hold(row, each.past.own, each.known - each.shared)
         grid = Apart(*self._places(at), self.shared.device)
         last: list[Tensor] = [torch.empty(0)] * len(going)
         for pieces in pieces_of(going):
             held = [piece.start - each.shared for each, piece in zip(going, pieces, strict=True)]
-            layout = Extend(cache, grid, at, torch.tensor(held, device=self.shared.device), [len(p) for p in pieces])
+            layout = Extend(cache, grid, at, held, [len(p) for p in pieces])
             ids = [each.job.request.prompt_ids[i] for each, piece in zip(going, pieces, strict=True) for i in piece]
             owners = [each.job.weights for each, piece in zip(going, pieces, strict=True) for _ in piece]
             hidden_SH = self._forward(ids, list(chain(*pieces)), layout, owners)
@@ -286,6 +292,7 @@ class PackedDecoder(DecodedRows):
         self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
     ) -> None:
         """As `Decoder.follow`. Recorded experts stay those by which each token was first computed."""
+        self.settle()  # what has ended was said by the old one
         moved = self.rows.follow(old, new, weights, recompute=recompute)
         if recompute and moved:
             self._refill_slots([self.rows.owners[i] for i in moved], weights)
@@ -311,20 +318,18 @@ class PackedDecoder(DecodedRows):
         """Compute again what consecutive rows hold themselves: the rest of their prompts, and what they have said but
         for the last token, which the next step runs."""
         rows, cache = self.rows, self.cache
-        most = max(1, 4 * EXTEND_TOKENS // max(1, int((rows.held + rows.count)[at.start : at.stop].max())))
+        most = max(1, 4 * EXTEND_TOKENS // max(1, int(rows.on_host.lengths(slice(at.start, at.stop)).max())))
         for start in range(at.start, at.stop, most):
             part = slice(start, min(start + most, at.stop))
             own = [
-                (*row.job.request.prompt_ids[row.shared :], *rows.tokens[i, : int(rows.count[i]) - 1].tolist())
+                (*row.job.request.prompt_ids[row.shared :], *rows.tokens[i, : rows.on_host.count[i] - 1].tolist())
                 for i, row in enumerate(rows.owners[part], part.start)
             ]
             grid = Apart(*self._places(part), self.shared.device)
             for first in range(0, max(map(len, own)), EXTEND_TOKENS):
                 pieces = [ids[first : first + EXTEND_TOKENS] for ids in own]
                 held = [min(first, len(ids)) for ids in own]
-                layout = Extend(
-                    cache, grid, part, torch.tensor(held, device=self.shared.device), list(map(len, pieces))
-                )
+                layout = Extend(cache, grid, part, held, list(map(len, pieces)))
                 positions = [
                     row.shared + at_own + t
                     for row, at_own, piece in zip(rows.owners[part], held, pieces, strict=True)
@@ -347,12 +352,12 @@ class PackedDecoder(DecodedRows):
         if self._since_sorted < SORT_EVERY:
             return
         rows = self.rows
-        lengths_B = (rows.held + rows.count)[: rows.active]
-        read = sum(longest * (part.stop - part.start) for part, longest in parts_of(lengths_B.tolist()))
+        lengths_B = rows.on_host.lengths(slice(0, rows.active))
+        size = PART if self.shared.device.type == "cpu" else PART_GPU
+        read = sum(longest * (part.stop - part.start) for part, longest in parts_of(lengths_B.tolist(), size))
         if read > MOST_BEYOND * int(lengths_B.sum()):
-            order = lengths_B.argsort(stable=True)
-            self.cache.sort(order, int(lengths_B.max()))
-            rows.sort(order)
+            longest = int(lengths_B.max())
+            self.cache.sort(rows.sort(lengths_B.argsort(kind="stable").tolist()), longest)
             self._since_sorted = 0
 
     def _places(self, at: slice) -> tuple[list[int], list[int], list[int]]:
@@ -370,7 +375,7 @@ class PackedDecoder(DecodedRows):
             self._sort()
             self._grid = Grid(*self._places(every), self.shared.device)
         # the token sampled last has not been seen by the model yet: it goes in at `position`, which then moves on
-        held_B = rows.held[every] + rows.count[every] - 1
+        held_B = rows.on_host.lengths(every) - 1
         drafts = self.lookup.drafts(rows)
         if drafts is not None:
             layout = Extend(self.cache, self._grid, every, held_B, [1 + len(draft) for draft in drafts])
@@ -378,7 +383,7 @@ class PackedDecoder(DecodedRows):
         layout = Extend(self.cache, self._grid, every, held_B)
         hidden_BH = self._forward(rows.token[every], rows.position[every], layout, rows.weights, self.steps)
         if self.chosen_SLK is not None:
-            rows.route(torch.arange(rows.active), rows.count[every] - 1, self.chosen_SLK)
+            rows.route(np.arange(rows.active), rows.on_host.count[every] - 1, self.chosen_SLK)
         rows.position[every] += 1
         self.advance(every, self.shared.head.logits(hidden_BH))
 
@@ -388,10 +393,10 @@ class PackedDecoder(DecodedRows):
         ids = [token for row, draft in zip(rows.owners, drafts, strict=True) for token in (row.history.ids[-1], *draft)]
         owners = [weights for weights, draft in zip(rows.weights, drafts, strict=True) for _ in range(1 + len(draft))]
         logits_SV = self.shared.head.logits(self._forward(ids, rows.position[row_S] + t_S, layout, owners))
-        place_S = rows.count[row_S] + t_S
+        place_S, places = rows.count[row_S] + t_S, rows.on_host.count[layout.lines] + layout.places
         if self.chosen_SLK is not None:
-            rows.route(row_S, place_S - 1, self.chosen_SLK)
-        token_S, logprob_S, kept = self.draw(row_S, place_S, logits_SV)
+            rows.route(layout.lines, places - 1, self.chosen_SLK)
+        token_S, logprob_S, kept = self.draw(row_S, layout.lines, places, logits_SV)
         rows.tokens[row_S, place_S], rows.logprobs[row_S, place_S] = token_S, logprob_S.to(rows.logprobs.dtype)
 
         def watch(i: int, count: int, s: int) -> str | None:
@@ -402,8 +407,9 @@ class PackedDecoder(DecodedRows):
             starts = [0, *accumulate(1 + len(draft) for draft in drafts)]
             self.record(kept, {i: slice(starts[i], starts[i] + lengths[i]) for i in rows.recorded})
         every = slice(0, rows.active)
-        length_B = torch.tensor(lengths, device=row_S.device)
+        length_B = on_device(lengths, row_S.device)
         rows.count[every] += length_B
+        rows.on_host.count[every] += lengths
         rows.position[every] += length_B
         rows.token[every] = rows.tokens[torch.arange(rows.active, device=row_S.device), rows.count[every] - 1]
         self.retire(reasons, cut)
@@ -418,7 +424,9 @@ class PackedDecoder(DecodedRows):
     ) -> Tensor:
         """Last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
         device = self.shared.device
-        token_S, position_S = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (token_S, position_S))
+        token_S, position_S = (
+            x if isinstance(x, Tensor) else on_device(x, device, torch.long) for x in (token_S, position_S)
+        )
         alone = self.shared.small and len(owners) * self.shared.flops < ONE_THREAD_FLOPS
         torch.set_num_threads(1 if alone else self._threads())  # of this thread of Python's
         self.shared.bank.select(owners)
@@ -440,8 +448,7 @@ class PackedDecoder(DecodedRows):
         left = {row.slot for i, row in enumerate(rows.owners) if i not in finished}
         moved = rows.remove(finished)
         if moved is not None:
-            source, target = moved
-            self.cache.rows.move(source, target, int((rows.held + rows.count)[source].max()))
+            self.cache.rows.move(moved.source, moved.target, moved.longest)
         for slot in sorted(set(range(len(self.cache.lengths))) - left, reverse=True):
             replaced = self.cache.drop_prompt(slot)
             for row in rows.owners:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from groupwise.engine.decoder import PREFILL_TOKENS, DecodedRows, EngineModel, Q
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.rows import PendingRequest
 from groupwise.model.backbone import decoder_of
+from groupwise.model.transfer import on_device
 from groupwise.types import PolicyVersion
 
 
@@ -82,7 +84,7 @@ class PlainDecoder:
     def hidden(self, ids: Sequence[int], weights: AdapterWeights | None) -> Tensor:
         """The last hidden states [S, hidden] of one row of tokens."""
         self.shared.bank.select([weights])
-        ids_1T = torch.tensor([list(ids)], device=self.shared.device)
+        ids_1T = on_device([list(ids)], self.shared.device)
         return decoder_of(self.shared.model)(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
 
     def hidden_before(
@@ -145,8 +147,8 @@ class PlainBatch(DecodedRows):
                 job.cached = len(job.request.prompt_ids) if known else 0
             self.rows.add(job, n, slot=0, shared=len(job.request.prompt_ids))
         self.rows.reserve(max(job.max_tokens for job, _ in jobs))
-        prompts_PT = torch.tensor([list(ids) for ids in places], device=self.shared.device)
-        row_B = torch.tensor(row_prompt, device=self.shared.device)
+        prompts_PT = on_device([list(ids) for ids in places], self.shared.device)
+        row_B = on_device(row_prompt, self.shared.device)
         hidden_PH = self._run(prompts_PT)
         if self.chosen_SLK is not None:
             of_prompts = self.chosen_SLK.split(prompts_PT.shape[1])
@@ -165,36 +167,35 @@ class PlainBatch(DecodedRows):
         hidden_BH = self._run(ids_BT)
         if self.chosen_SLK is not None:
             last_BLK = self.chosen_SLK.view(rows.active, -1, *self.chosen_SLK.shape[1:])[:, -1]
-            rows.route(torch.arange(rows.active), rows.count[every] - 1, last_BLK)
+            rows.route(np.arange(rows.active), rows.on_host.count[every] - 1, last_BLK)
         self.advance(every, self.shared.head.logits(hidden_BH))
 
     def follow(
         self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
     ) -> None:
         """As `Decoder.follow`: all rows, which are of one policy, or none."""
+        self.settle()  # what has ended was said by the old one
         rows = self.rows
         if not rows.follow(old, new, weights, recompute=recompute):
             return
         self._weights = weights
         if recompute and self._cached:
-            said = int(rows.count[0]) - 1
+            said = int(rows.on_host.count[0]) - 1
             texts = [
                 (*row.job.request.prompt_ids, *rows.tokens[i, :said].tolist()) for i, row in enumerate(rows.owners)
             ]
             self._cache = None
-            self._run(torch.tensor(texts, device=self.shared.device))
+            self._run(on_device(texts, self.shared.device))
 
     def free(self, finished: Collection[int]) -> None:
         """Take finished rows out of the cache."""
         if not finished:
             return
         self.shared.budget.give(len(finished))
-        kept = torch.arange(self.rows.active, device=self.shared.device)
-        moved = self.rows.remove(finished)
-        if moved is not None:
-            source, target = moved
-            kept[target] = kept[source]
-        self._select(kept[: self.rows.active])
+        kept = np.arange(self.rows.active)
+        if (moved := self.rows.remove(finished)) is not None:
+            kept[moved.holes] = moved.movers
+        self._select(on_device(kept[: self.rows.active], self.shared.device))
 
     def _run(self, ids_BT: Tensor) -> Tensor:
         """The last hidden state [B, hidden] of each row, whose next tokens these are."""

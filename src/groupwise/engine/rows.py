@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import cycle, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from groupwise.engine.kv_cache import PromptKey
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.sampling import RowParams, completion_seed
 from groupwise.model.load import widest_float
+from groupwise.model.transfer import on_device
 from groupwise.recorded import MaskEntry, RoutedExperts, SamplingMask
 from groupwise.types import LEAVES_OUT, Completion, PolicyVersion, SamplingRequest, TokenSink
 
@@ -193,8 +194,43 @@ class Row:
         return bool(params.stop or params.stop_ids or params.top_logprobs or self.job.on_token)
 
 
+NEVER = 1 << 62  # tokens
+
+
+class OnHost:
+    """What the host knows of the rows without asking the device, whose work it would have to wait for: each step adds
+    a token to each row. Tokens said, tokens at most, tokens of the prompt that the row holds itself, and its seed."""
+
+    def __init__(self, most: int):
+        self.count, self.limit, self.held = (np.zeros(most, dtype=np.int64) for _ in range(3))
+        self.seed = np.zeros(most, dtype=np.uint64)
+
+    def lengths(self, at: slice | Sequence[int]) -> np.ndarray:
+        """The tokens whose keys and values rows hold themselves once all that was said has been run."""
+        return self.held[at] + self.count[at]
+
+    def take(self, target: slice | Sequence[int], source: Sequence[int]) -> None:
+        """Copy lines."""
+        for column in (self.count, self.limit, self.held, self.seed):
+            column[target] = column[source]
+
+
+class Moved(NamedTuple):
+    """Rows that were moved into others' places, as places on the host and on the device; the longest holds `longest`
+    tokens itself."""
+
+    movers: list[int]
+    holes: list[int]
+    source: Tensor
+    target: Tensor
+    longest: int
+
+
 class Rows:
-    """The decoding state of up to `most` rows, as tensors."""
+    """The decoding state of up to `most` rows, as tensors, and what of it is known on the host.
+
+    A row whose token ended it is not known to have ended before somebody looks (`DecodedRows.settle`): `ended` has how
+    many tokens it said, NEVER where there was no end."""
 
     def __init__(self, most: int, device: torch.device):
         self.most, self.device = most, device
@@ -204,11 +240,11 @@ class Rows:
             return torch.zeros(most, dtype=dtype, device=device)
 
         self.token, self.position = column(torch.long), column(torch.long)
-        self.count, self.limit, self.held = (column(torch.long) for _ in range(3))
+        self.count, self.ended = column(torch.long), column(torch.long)
         self.temperature, self.top_p, self.min_p = (column(widest_float(device)) for _ in range(3))
         self.top_k = column(torch.long)
         self.watch_eos = column(torch.bool)
-        self.seed = np.zeros(most, dtype=np.uint64)
+        self.on_host = OnHost(most)
         self.tokens = torch.zeros(most, 0, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(most, 0, dtype=widest_float(device), device=device)
         self.routed = torch.zeros(most, 0, 0, 0, dtype=torch.int16)  # experts [rows, tokens, layers, K]
@@ -226,11 +262,11 @@ class Rows:
             self.logprobs = torch.nn.functional.pad(self.logprobs, (0, missing))
             self.routed = torch.nn.functional.pad(self.routed, (0, 0, 0, 0, 0, missing))
 
-    def route(self, row_S: Tensor, place_S: Tensor, chosen_SLK: Tensor) -> None:
+    def route(self, row_S: np.ndarray, place_S: np.ndarray, chosen_SLK: Tensor) -> None:
         """Record the experts of completions' tokens."""
         if self.routed.shape[2:] != chosen_SLK.shape[1:]:
             self.routed = torch.zeros(*self.tokens.shape, *chosen_SLK.shape[1:], dtype=torch.int16)
-        self.routed[row_S.cpu(), place_S.cpu()] = chosen_SLK
+        self.routed[row_S, place_S] = chosen_SLK
 
     def routed_experts(self, row: int, count: int) -> RoutedExperts | None:
         """Those of a row's prompt and of its `count` tokens but the last, which the model has not seen."""
@@ -244,14 +280,15 @@ class Rows:
         """Give the next `n` completions of `job` the next `n` rows; `shared` tokens of the prompt are in the slot."""
         params = job.request.params
         at = slice(self.active, self.active + n)
-        self.count[at], self.limit[at], self.position[at] = 0, job.max_tokens, len(job.request.prompt_ids)
-        self.held[at] = len(job.request.prompt_ids) - shared
+        known, prompt = self.on_host, len(job.request.prompt_ids)
+        self.count[at], self.ended[at], self.position[at] = 0, NEVER, prompt
+        known.count[at], known.limit[at], known.held[at] = 0, job.max_tokens, prompt - shared
         self.temperature[at], self.top_p[at], self.min_p[at] = params.temperature, params.top_p, params.min_p
         self.top_k[at], self.watch_eos[at] = params.top_k, not params.ignore_eos
         for row in range(at.start, at.stop):
             matcher = None if job.grammar is None else job.grammar.deep_copy()
             self.owners.append(Row(job, job.started, slot, shared, job.version, matcher=matcher))
-            self.seed[row] = completion_seed(job.seed, job.started)
+            known.seed[row] = completion_seed(job.seed, job.started)
             job.started += 1
         self._note()
 
@@ -261,7 +298,7 @@ class Rows:
         """Have the rows of version `old` go on under `new` from their next token on. Returns which they are."""
         moved = [i for i, row in enumerate(self.owners) if row.job.version == old]
         for i in moved:
-            row, at = self.owners[i], int(self.count[i])
+            row, at = self.owners[i], int(self.on_host.count[i])
             row.switches = [*(each for each in row.switches if each[0] < at), (at, new)]
         for i in moved:
             self.owners[i].job.follow(new, weights, recompute=recompute)
@@ -273,36 +310,40 @@ class Rows:
         columns = (self.temperature[at], self.top_k[at], self.top_p[at], self.min_p[at])
         return RowParams(*columns, truncated=self.truncated, greedy=self.greedy)
 
-    def remove(self, finished: Collection[int]) -> tuple[Tensor, Tensor] | None:
-        """Move the last rows into the finished ones' places; (from, to), or None when nothing had to move."""
+    def remove(self, finished: Collection[int]) -> Moved | None:
+        """Move the last rows into the finished ones' places; None when nothing had to move."""
         active = self.active - len(finished)
         holes = sorted(row for row in finished if row < active)
         movers = [row for row in range(active, self.active) if row not in finished]
         moved = None
         if holes:
-            source, target = moved = torch.tensor(movers, device=self.device), torch.tensor(holes, device=self.device)
+            source, target = (on_device(lines, self.device) for lines in (movers, holes))
             for column in self._columns():
                 column[target] = column[source]
-            self.seed[holes] = self.seed[movers]
+            self.routed[holes] = self.routed[movers]
+            self.on_host.take(holes, movers)
+            moved = Moved(movers, holes, source, target, int(self.on_host.lengths(movers).max()))
             for hole, mover in zip(holes, movers, strict=True):
                 self.owners[hole] = self.owners[mover]
         del self.owners[active:]
         self._note()
         return moved
 
-    def sort(self, order: Tensor) -> None:
-        """Put row `order[i]` in place i."""
-        every = slice(0, self.active)
+    def sort(self, order: Sequence[int]) -> Tensor:
+        """Put row `order[i]` in place i; the order as a tensor of the device."""
+        every, order_B = slice(0, self.active), on_device(order, self.device)
         for column in self._columns():
-            column[every] = column[order]
-        self.seed[every] = self.seed[order.cpu().numpy()]
-        self.owners = [self.owners[row] for row in order.tolist()]
+            column[every] = column[order_B]
+        self.routed[every] = self.routed[order]
+        self.on_host.take(every, order)
+        self.owners = [self.owners[row] for row in order]
         self._note()
+        return order_B
 
     def _columns(self) -> tuple[Tensor, ...]:
         return (
-            self.token, self.position, self.count, self.limit, self.held, self.temperature, self.top_p, self.min_p,
-            self.top_k, self.watch_eos, self.tokens, self.logprobs, self.routed,
+            self.token, self.position, self.count, self.ended, self.temperature, self.top_p, self.min_p, self.top_k,
+            self.watch_eos, self.tokens, self.logprobs,
         )  # fmt: skip
 
     def _note(self) -> None:

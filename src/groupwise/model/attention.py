@@ -43,6 +43,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from groupwise.model.recurrence import Segments, States, segments_of_groups, segments_of_tree
+from groupwise.model.transfer import on_device
 
 ATTENTION = "groupwise"
 CPU_FUSED_FROM = 256  # tokens from which the fused CPU kernel's backward beats two matrix products and a softmax
@@ -191,8 +192,8 @@ class Lines:
         at_T = torch.arange(int(lengths_B.sum()))
         cell_T = at_T + (starts_B - lengths_B.cumsum(0) + lengths_B).repeat_interleave(lengths_B)
         token_N = torch.full((P * self.G * self.width,), -1).index_copy(0, cell_T, at_T)
-        self._cell_T, self._token_N = cell_T.to(device), token_N.clamp(min=0).to(device)
-        self._empty_N = (token_N < 0).nonzero()[:, 0].to(device)
+        self._cell_T, self._token_N = on_device(cell_T, device), on_device(token_N.clamp(min=0), device)
+        self._empty_N = on_device((token_N < 0).nonzero()[:, 0], device)
         self._indices: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def place(self, x_THD: Tensor, K: int, *, scale: float = 1.0) -> Tensor:
@@ -272,7 +273,7 @@ class SharedPrompts:
         self.P, self.G, self.L, self.C = P, self.completions.G, self.prompts.width, self.completions.width
         self.split = sum(prompt_lengths)
         self.ragged = len(set(prompt_lengths)) > 1
-        lengths_P11 = torch.tensor(prompt_lengths, dtype=torch.long, device=device)[:, None, None]
+        lengths_P11 = on_device(prompt_lengths, device, torch.long)[:, None, None]
         at_L, at_C = torch.arange(self.L, device=device), torch.arange(self.C, device=device)
         self.padding_P1L = at_L >= lengths_P11  # True: not a token of this prompt
         self.gap_LL = at_L[:, None] - at_L  # query position - key position
@@ -412,7 +413,7 @@ def _causal(
     plain = scoring.softcap is None and sinks is None and whole  # torch's kernels know of no sinks
     # In 16 bits the two ways differ by hundredths of a nat, so a forward without a graph takes the one of training.
     unrecorded = not torch.is_grad_enabled() and query_BKRTD.itemsize > 2
-    if plain and (query_BKRTD.is_cuda or unrecorded or T > CPU_FUSED_FROM):
+    if plain and (query_BKRTD.is_cuda or unrecorded or T > CPU_FUSED_FROM):  # gpu-aware
         out_BHTD = scaled_dot_product_attention(
             query_BKRTD.view(B, K * R, T, D), key_BKTD, value_BKTD, is_causal=True, scale=1.0, enable_gqa=R > 1
         )
@@ -625,9 +626,9 @@ def _tiles(batch: list[tuple[Tensor, int]], device: torch.device | str) -> _Tile
     slots = [torch.arange(queries) + b * width for b, queries in enumerate(lengths)]
     own_BN = pad_sequence(own, batch_first=True)  # a padding query stands at 0 and sees the first key: no NaN
     return _Tiles(
-        queries_M=torch.cat([path[-queries:] for path, queries in batch]).to(device),
-        slots_M=None if full else torch.cat(slots).to(device),
-        keys_BT=pad_sequence([path for path, _ in batch], batch_first=True).to(device),
-        query_positions_BN=own_BN.to(device),
-        key_positions_BT=pad_sequence(positions, batch_first=True, padding_value=NEVER).to(device),
+        queries_M=on_device(torch.cat([path[-queries:] for path, queries in batch]), device),
+        slots_M=None if full else on_device(torch.cat(slots), device),
+        keys_BT=on_device(pad_sequence([path for path, _ in batch], batch_first=True), device),
+        query_positions_BN=on_device(own_BN, device),
+        key_positions_BT=on_device(pad_sequence(positions, batch_first=True, padding_value=NEVER), device),
     )

@@ -140,13 +140,13 @@ class After(NamedTuple):
 def checkpoint_layers(model: PreTrainedModel, *, offload: bool = False) -> None:
     """Have each layer's activations computed again in the backward pass; with `offload` its input is in the CPU's
     memory until then. Raises ConfigError where there is no GPU to take it from."""
-    if offload and model.device.type != "cuda":
+    if offload and model.device.type != "cuda":  # gpu-aware
         raise ConfigError(
             f"gradient_checkpointing offload moves activations off a GPU, and the model is on {model.device.type}",
             hint="set gradient_checkpointing: true",
         )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if offload:
+    if offload:  # gpu-only: layers' inputs wait in the CPU's memory (gradient_checkpointing offload)
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=offloaded_checkpoint)
 
 

@@ -39,6 +39,7 @@ from transformers import PreTrainedModel
 from groupwise.model.attention import Layout, Scoring, SharedPrompts
 from groupwise.model.packed_check import packed_forward_gap, packed_tolerance
 from groupwise.model.recurrence import PackedSegment, Segments, segments_of_groups, segments_of_tree
+from groupwise.model.transfer import on_device
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -71,9 +72,7 @@ class Forest:
         self.T = max(LEAST, -(-self.S // BLOCK) * BLOCK)
         alone = range(self.S, self.T)  # a padding token sees itself
         columns = ([*enter, *alone], [*leave, *(at + 1 for at in alone)], [*positions, *(0 for _ in alone)])
-        self._enter_T, self._leave_T, self._position_T = (
-            torch.tensor(column, dtype=torch.int32, device=device) for column in columns
-        )
+        self._enter_T, self._leave_T, self._position_T = (on_device(column, device, torch.int32) for column in columns)
         self._blocks: dict[int | None, BlockMask] = {}
         self.states = Segments(segments, device=device)
 
@@ -204,11 +203,11 @@ def _capped(softcap: float, device: torch.device, dtype: torch.dtype) -> Callabl
 def _kernel(device: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return _compiled() if device == "cuda" else flex_attention
+    return _compiled() if device == "cuda" else flex_attention  # gpu-aware
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
+def _compiled() -> Callable[..., Any]:  # gpu-only: FlexAttention's compiled kernels (train.attention flex)
     """Compiled when first called, again when the length of a row first changes, and then for rows of any length."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -238,7 +237,7 @@ TOLERANCE, TOLERANCE_16_BITS = 5e-3, 3e-2  # of the norm of what is compared
 def why_not_flex(model: PreTrainedModel, *, checkpointing: bool) -> str | None:
     """Why FlexAttention cannot be used to train this packed model on its device; None if it can. `checkpointing`: with
     gradient checkpointing."""
-    if model.device.type != "cuda":
+    if model.device.type != "cuda":  # gpu-only below: the trial of FlexAttention with a model
         return f"it needs a CUDA GPU, and the model is on {model.device.type!r}"
     if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
         return f"torch {torch.__version__} does not have it"

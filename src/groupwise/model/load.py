@@ -137,7 +137,7 @@ def resolve_device(device: str = "auto") -> torch.device:
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on a CUDA GPU and float32 elsewhere. Raises ModelError for float64 where there is none."""
     if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if device.type == "cuda" else torch.float32  # gpu-aware
     if dtype == "float64" and widest_float(device) != torch.float64:
         raise ModelError(f"dtype is float64, which the device {device} does not have", hint="set dtype: float32")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[dtype]
@@ -145,7 +145,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def widest_float(device: torch.device) -> torch.dtype:
     """What sums and log-probabilities are kept in: float64, and float32 on Apple's GPUs, which have nothing wider."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.float32 if device.type == "mps" else torch.float64  # gpu-aware
 
 
 def load_model(
@@ -210,7 +210,7 @@ def _quantization_options(
         return {"device_map": {"": str(device)}}
     if kind is None:
         return {}
-    if device.type == "mps":
+    if device.type == "mps":  # gpu-only: quantised weights on an Apple GPU are refused
         raise ModelError(f"quantization {kind} does not run on Apple's GPUs", hint="set device: cpu, or leave it out")
     options = bits_config(kind, dtype, keep=_not_quantised(config))
     return {"quantization_config": options, "device_map": {"": str(device)}}
@@ -468,7 +468,7 @@ class Head:
         caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         softcap = next((cap for name in caps if (cap := getattr(config, name, None))), None)
         weight_VH, cast = linear.weight, getattr(model, _CAST_HEAD, "auto")
-        costs_nothing = weight_VH.is_cuda and weight_VH.dtype == torch.bfloat16
+        costs_nothing = weight_VH.is_cuda and weight_VH.dtype == torch.bfloat16  # gpu-aware
         in_float32 = cast == "float32" or (cast == "auto" and costs_nothing)
         return cls(weight_VH, getattr(linear, "bias", None), scale, softcap, in_float32)
 
@@ -485,7 +485,7 @@ class Head:
             return nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V)
         bias_V = None if self.bias_V is None else self.bias_V.float()
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            if hidden_NH.is_cuda and hidden_NH.dtype == self.weight_VH.dtype == torch.bfloat16:
+            if hidden_NH.is_cuda and hidden_NH.dtype == torch.bfloat16:  # gpu-only: logits of bfloat16 in float32
                 logits_NV = torch.mm(hidden_NH, self.weight_VH.T, out_dtype=torch.float32)  # tensor cores sum in it
                 return logits_NV if bias_V is None else logits_NV.add_(bias_V)
             return nn.functional.linear(hidden_NH.float(), self.weight_VH.float(), bias_V)

@@ -55,6 +55,7 @@ from groupwise.errors import ConfigError
 # ----------------------------------------------------------------------------------------------------------------------
 
 TILE_BYTES = 4 << 20  # of the LM head's tiles in float32, `train.forward.TILE_VALUES`
+TILE_BYTES_GPU = 256 << 20  # ... `TILE_VALUES_GPU`
 TILE_COPIES = 3  # logits, the same over the temperature, probabilities
 FUSED_FROM = 256  # tokens of a prompt up to which a CPU scores it without the fused kernel, `model.attention`
 LOSS_BYTES = 96  # a loss token's numbers: log-probabilities, advantage, ratio, gradients
@@ -225,7 +226,8 @@ def _last(model: ModelSize, shape: PackedShape, training: Training) -> int:
 
 def _head(model: ModelSize, shape: PackedShape, training: Training) -> int:
     """The LM head's tiles and the gradient of its input; of its weight too, twice, where that is trained."""
-    tile = min(shape.loss_tokens * model.vocabulary * 4, max(TILE_BYTES, model.vocabulary * 4))
+    most = max(TILE_BYTES_GPU if training.gpu else TILE_BYTES, model.vocabulary * 4)
+    tile = min(shape.loss_tokens * model.vocabulary * 4, most)
     weight = 0 if training.rank is not None else 2 * model.vocabulary * model.hidden * model.value_bytes
     return TILE_COPIES * tile + shape.loss_tokens * model.hidden * model.value_bytes + weight
 

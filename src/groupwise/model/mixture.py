@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,16 +57,21 @@ def is_router(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Routed:
-    """N pairs of a token and an expert of its, sorted by expert."""
+    """N pairs of a token and an expert of its, sorted by expert, of which there are `experts`."""
 
     token_N: Tensor
     expert_N: Tensor
-    counts: list[int]  # of the pairs of each expert
+    experts: int
 
-    @classmethod
-    def of(cls, token_N: Tensor, expert_N: Tensor, experts: int) -> Routed:
-        """From pairs that are sorted by expert."""
-        return cls(token_N, expert_N, expert_N.bincount(minlength=experts).tolist())
+    @cached_property
+    def counts_E(self) -> Tensor:
+        """Of the pairs of each expert; `bincount` would wait for the device."""
+        return self.expert_N.new_zeros(self.experts).index_add_(0, self.expert_N, torch.ones_like(self.expert_N))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The same on the host, which waits for them once."""
+        return self.counts_E.tolist()
 
 
 # name of a parameter, what it is multiplied with [N, in], the pairs -> what is added to the product [N, out], or None
@@ -76,7 +81,7 @@ ExpertDelta = Callable[[str, Tensor, Routed], Tensor | None]
 def experts_forward(experts: Any, x_SH: Tensor, chosen_SK: Tensor, weight_SK: Tensor, delta: ExpertDelta) -> Tensor:
     """The forward of one of transformers' modules of fused experts, -> [S, H], with `delta` in its two products."""
     expert_N, order_N = chosen_SK.flatten().sort(stable=True)
-    routed = Routed.of(order_N // chosen_SK.shape[-1], expert_N, experts.num_experts)
+    routed = Routed(order_N // chosen_SK.shape[-1], expert_N, experts.num_experts)
     h_N = _product(experts, "gate_up_proj" if experts.has_gate else "up_proj", x_SH[routed.token_N], routed, delta)
     h_N = experts._apply_gate(h_N) if experts.has_gate else experts.act_fn(h_N)
     y_N = _product(experts, "down_proj", h_N, routed, delta)
@@ -90,19 +95,20 @@ def experts_forward(experts: Any, x_SH: Tensor, chosen_SK: Tensor, weight_SK: Te
 def _product(experts: Any, name: str, x_N: Tensor, routed: Routed, delta: ExpertDelta) -> Tensor:
     weight = getattr(experts, name)
     x_N = x_N.to(weight.dtype)
-    y_N = by_expert(x_N, weight if experts.is_transposed else weight.mT, routed.counts)
+    y_N = by_expert(x_N, weight if experts.is_transposed else weight.mT, routed)
     if experts.has_bias:
         y_N = y_N + getattr(experts, f"{name}_bias")[routed.expert_N]
     added = delta(name, x_N, routed)
     return y_N if added is None else (y_N + added).to(y_N.dtype)
 
 
-def by_expert(x_N: Tensor, matrix_EIO: Tensor, counts: list[int]) -> Tensor:
-    """[N, in] by E matrices [in, out] -> [N, out]; the first counts[0] rows by the first matrix, and so on."""
-    if x_N.is_cuda and x_N.dtype == torch.bfloat16 and matrix_EIO.dtype == torch.bfloat16:
-        ends = torch.tensor(counts, device=x_N.device).cumsum(0).to(torch.int32)
-        return nn.functional.grouped_mm(x_N, matrix_EIO, offs=ends)
-    parts = zip(x_N.split(counts), matrix_EIO.unbind(), strict=True)
+def by_expert(x_N: Tensor, matrix_EIO: Tensor, routed: Routed) -> Tensor:
+    """[N, in] by E matrices [in, out] -> [N, out], each pair's by that of its expert."""
+    if (
+        x_N.is_cuda and x_N.dtype == torch.bfloat16 and matrix_EIO.dtype == torch.bfloat16
+    ):  # gpu-only: one product of all experts
+        return nn.functional.grouped_mm(x_N, matrix_EIO, offs=routed.counts_E.cumsum(0, dtype=torch.int32))
+    parts = zip(x_N.split(routed.counts), matrix_EIO.unbind(), strict=True)
     products = [part @ matrix for part, matrix in parts if len(part)]
     return torch.cat(products) if products else x_N.new_zeros(0, matrix_EIO.shape[-1])
 

@@ -349,7 +349,7 @@ def _small_config(config: PreTrainedConfig, *, narrow: bool = True) -> PreTraine
 
 
 def _random_model(make: Callable[[Any], PreTrainedModel], config: PreTrainedConfig, device: torch.device) -> Any:
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:  # gpu-aware
         torch.manual_seed(0)
         twin = make(config).float().eval().requires_grad_(False)
         for parameter in twin.parameters():

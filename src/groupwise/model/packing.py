@@ -40,7 +40,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ from groupwise.errors import ConfigError, TrainingError
 from groupwise.model.attention import Layout, PrefixTree, SharedPrompts
 from groupwise.model.flex import Forest
 from groupwise.model.load import widest_float
+from groupwise.model.transfer import on_device
 from groupwise.recorded import BITMAP, DROPPED, KEPT, MaskEntry, SamplingMask, words_of
 from groupwise.types import Sample
 
@@ -90,17 +91,17 @@ class Padded:
 
 
 class KeptRanges:
-    """What the N loss tokens of a micro-batch could be, as tensors: a `SamplingMask`'s words with their ranges.
+    """What the N loss tokens of a micro-batch could be: a `SamplingMask`'s words with their ranges, on the host, so
+    that what is read of them goes to the device in copies of known sizes.
 
     Raises:
         TrainingError: they are of another vocabulary than `vocabulary`, that of the model's LM head, when it is read.
     """
 
     def __init__(self, entries: Sequence[MaskEntry], vocabulary: int, device: torch.device):
-        self._kinds, self._vocabulary, self._device = [kind for kind, _ in entries], vocabulary, device
-        self._starts = [0, *accumulate(len(words) for _, words in entries)]
-        words = np.concatenate([words for _, words in entries])
-        self._words = torch.from_numpy(words.astype("int32")).to(device)
+        self._kinds, self._vocabulary, self._device = np.array([kind for kind, _ in entries]), vocabulary, device
+        self._starts = np.array([0, *accumulate(len(words) for _, words in entries)])
+        self._words = np.concatenate([words for _, words in entries]).astype("int32")
 
     def dropped(self, tokens: slice, vocabulary: int) -> Tensor | None:
         """For some of the tokens what they could not be (bools [tokens, vocabulary]); None where each could be
@@ -110,20 +111,19 @@ class KeptRanges:
                 f"what was sampled is recorded as parts of {self._vocabulary} ids, and the model has {vocabulary}",
                 hint="train the model that sampled, or sample with top_p 1, top_k 0 and min_p 0",
             )
-        kinds, starts = self._kinds[tokens], self._starts[tokens.start : tokens.stop + 1]
+        kind_n, starts = self._kinds[tokens], self._starts[tokens.start : tokens.stop + 1]
         if starts[0] == starts[-1]:
             return None
-        kind_n = torch.tensor(kinds, device=self._device)
-        length_n = torch.tensor(starts, device=self._device).diff()
-        words = self._words[starts[0] : starts[-1]]
-        row = torch.repeat_interleave(torch.arange(len(kinds), device=self._device), length_n)
-        dropped_nV = (kind_n == KEPT)[:, None].repeat(1, vocabulary)
+        words, row = self._words[starts[0] : starts[-1]], np.repeat(np.arange(len(kind_n)), np.diff(starts))
         listed = kind_n[row] != BITMAP
-        dropped_nV[row[listed], words[listed].long()] = kind_n[row[listed]] == DROPPED
-        if BITMAP in kinds:
-            places = torch.arange(32, dtype=torch.int32, device=self._device)
-            bits = (words[~listed].view(-1, words_of(vocabulary), 1) >> places) & 1
-            dropped_nV[kind_n == BITMAP] = bits.flatten(1)[:, :vocabulary] == 0
+        dropped_nV = on_device(kind_n == KEPT, self._device)[:, None].repeat(1, vocabulary)
+        places = (on_device(x, self._device, torch.long) for x in (row[listed], words[listed]))
+        dropped_nV[tuple(places)] = on_device(kind_n[row[listed]] == DROPPED, self._device)
+        if not listed.all():
+            bit_32 = torch.arange(32, dtype=torch.int32, device=self._device)
+            bits = (on_device(words[~listed], self._device).view(-1, words_of(vocabulary), 1) >> bit_32) & 1
+            whole = on_device(np.flatnonzero(kind_n == BITMAP), self._device)
+            dropped_nV[whole] = bits.flatten(1)[:, :vocabulary] == 0
         return dropped_nV
 
 
@@ -153,7 +153,7 @@ class MicroBatch:
             copies[last] -= 1
         if isinstance(self.layout, Padded):
             copies = copies.view(-1, self.layout.width)[:, :-1].flatten()
-        return copies.to(self.input_ids_S.device)
+        return on_device(copies, self.input_ids_S.device)
 
     def routed_experts(self) -> Tensor | None:
         """What the sampler chose for the tokens that a forward runs, [layers, S, K], -1 where it is not recorded; None
@@ -170,7 +170,7 @@ class MicroBatch:
                 chosen_SLK[places] = torch.where(mine[: len(places)] < 0, chosen_SLK[places], mine[: len(places)])
         if isinstance(self.layout, Padded):
             chosen_SLK = chosen_SLK.view(-1, self.layout.width, *chosen_SLK.shape[1:])[:, :-1].flatten(0, 1)
-        return chosen_SLK.transpose(0, 1).contiguous().to(self.input_ids_S.device)
+        return on_device(chosen_SLK.transpose(0, 1).contiguous(), self.input_ids_S.device)
 
     def kept(self) -> KeptRanges | None:
         """What the sampler could draw for each loss token; None where that is the whole vocabulary for all."""
@@ -197,7 +197,7 @@ class MicroBatch:
         shape = len(self.row_N), width
         id_NK = torch.tensor([id for id, _ in flat], dtype=torch.long).view(shape)
         logprob_NK = torch.tensor([x for _, x in flat], dtype=widest_float(self.row_N.device)).view(shape)
-        return id_NK.to(self.row_N.device), logprob_NK.to(self.row_N.device)
+        return on_device(id_NK, self.row_N.device), on_device(logprob_NK, self.row_N.device)
 
     def per_token(self, values_by_row: Sequence[Sequence[float] | None]) -> Tensor | None:
         """One value per completion token of each row -> those of loss tokens [N], in the device's `widest_float`; None
@@ -207,11 +207,11 @@ class MicroBatch:
             if values is None:
                 return None
             flat.extend(value for value, trained in zip(values, sample.mask, strict=True) if trained)
-        return torch.tensor(flat, dtype=widest_float(self.row_N.device), device=self.row_N.device)
+        return on_device(flat, self.row_N.device, widest_float(self.row_N.device))
 
     def per_row(self, values_B: Sequence[float]) -> Tensor:
         """One value per row -> those of loss tokens [N], in the device's `widest_float`."""
-        return torch.tensor(values_B, dtype=widest_float(self.row_N.device), device=self.row_N.device)[self.row_N]
+        return on_device(values_B, self.row_N.device, widest_float(self.row_N.device))[self.row_N]
 
     def of_rows(self, values: Sequence[Sequence[float]] | None) -> Tensor | None:
         """The same of values for every sample of the list that this was cut from."""
@@ -232,6 +232,12 @@ class MicroBatch:
     def behaviour_N(self) -> Tensor | None:
         """Behaviour logprobs of the loss tokens, None unless every sample has them."""
         return self.per_token([s.behaviour_logprobs for s in self.samples])
+
+    @property
+    def behaviour_is_finite(self) -> bool:
+        """Whether all of them are, of completion tokens without loss too: the host knows it and need not wait."""
+        known = (s.behaviour_logprobs for s in self.samples if s.behaviour_logprobs is not None)
+        return all(map(math.isfinite, chain.from_iterable(known)))
 
 
 def count_loss_tokens(samples: Sequence[Sample]) -> int:
@@ -419,7 +425,7 @@ def _micro_batch(
     places: Sequence[tuple[Sequence[int], ...]],
     device: torch.device | str,
 ) -> MicroBatch:
-    tensors = (torch.tensor(column, dtype=torch.long, device=device) for column in columns)
+    tensors = (on_device(column, device, torch.long) for column in columns)
     input_ids_S, positions_S, source_N, target_N, row_N = tensors
     return MicroBatch(
         samples=tuple(samples[row] for row in rows),

@@ -36,6 +36,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.activations import ACT2FN
 
+from groupwise.model.transfer import on_device
+
 NO_STEP = -1e30  # of which softplus is 0
 CHUNK = 64  # tokens: segments whose lengths round up to the same multiple are one batch
 
@@ -187,7 +189,7 @@ class Segments:
             for s, n, parent in self.segments
             if parent is None
         ]
-        at_BW = torch.tensor(rows, dtype=torch.long, device=x_SC.device).view(len(rows), W - 1) + 1
+        at_BW = on_device(rows, x_SC.device, torch.long).view(len(rows), W - 1) + 1
         return pad(x_SC, (0, 0, 1, 0)).index_select(0, at_BW.flatten()).view(*at_BW.shape, -1).transpose(1, 2)
 
     def _edges_of(self, W: int) -> tuple[Tensor, Tensor]:
@@ -201,8 +203,8 @@ class Segments:
                     tokens = [*before, *range(start, start + i + 1)][-W:]
                     edges.append(start + i)
                     windows.append([0] * (W - len(tokens)) + [token + W - 1 for token in tokens])
-            edge_E = torch.tensor(edges, dtype=torch.long, device=self.device)
-            self._edges[W] = edge_E, torch.tensor(windows, dtype=torch.long, device=self.device).view(-1, W)
+            edge_E = on_device(edges, self.device, torch.long)
+            self._edges[W] = edge_E, on_device(windows, self.device, torch.long).view(-1, W)
         return self._edges[W]
 
     def _tail(self, segment: int | None, count: int) -> list[int]:
@@ -231,7 +233,7 @@ def _plan_of(segments: Sequence[PackedSegment], device: torch.device | str) -> _
         for chosen in sized.values():
             T = max(segments[i].length for i in chosen)
             parents = [place[parent] for i in chosen if (parent := segments[i].parent) is not None]
-            levels[-1].append(_SegmentBatch(len(chosen), T, torch.tensor(parents, device=device) if level else None))
+            levels[-1].append(_SegmentBatch(len(chosen), T, on_device(parents, device) if level else None))
             for start, length, _ in (segments[i] for i in chosen):
                 cell_S[start : start + length] = range(len(token_N), len(token_N) + length)
                 token_N += [*range(start, start + length), *[-1] * (T - length)]
@@ -239,7 +241,7 @@ def _plan_of(segments: Sequence[PackedSegment], device: torch.device | str) -> _
     roots = [place[i] for i in range(len(segments)) if not depth[i]]
     where, cells, at_roots = (torch.tensor(x, dtype=torch.long) for x in (token_N, cell_S, roots))
     empty_N = (where < 0).nonzero()[:, 0]
-    tensors = (x.to(device) for x in (where.clamp(min=0), empty_N, cells, at_roots))
+    tensors = (on_device(x, device) for x in (where.clamp(min=0), empty_N, cells, at_roots))
     return _Plan(levels, *tensors)
 
 

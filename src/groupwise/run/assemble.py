@@ -86,7 +86,7 @@ def load_of(
         longest_prompt=longest_prompt,
         keeps_reference=config.train.lora is None and reads_reference,
         teacher=0 if teacher is None else teacher.weights,
-        gpu=base.device.type == "cuda",
+        gpu=base.device.type == "cuda",  # gpu-aware
         colocated=_colocated(config, base.device, weights=size.weights),
         flex=learner.layouts is FLEX,
         packed=learner.packed,
@@ -102,7 +102,7 @@ def _own_cache(model: PreTrainedModel) -> tuple[int, int]:
 
 def device_memory(device: torch.device) -> int:
     """Bytes of a device's whole memory."""
-    if device.type == "cuda":
+    if device.type == "cuda":  # gpu-only: its memory
         return torch.cuda.mem_get_info(device)[1]
     return memory_bytes()
 

@@ -251,7 +251,7 @@ def is_memory(error: Exception) -> bool:
 def _free_memory() -> None:
     gc.collect()  # module trees refer to themselves
     trim_memory()
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # gpu-only: what a failed pass had goes back
         torch.cuda.empty_cache()
 
 
@@ -288,7 +288,7 @@ def load_base(
     They are on a GPU, where the offer can be taken; otherwise this process loads weights of its own.
     """
     place = resolve_device(device)
-    if weights is not None and place.type == "cuda":
+    if weights is not None and place.type == "cuda":  # gpu-only: a worker over the server's weights (CUDA IPC)
         try:
             kind = str(resolve_dtype(dtype, place)).removeprefix("torch.")
             base = load_model(model, device="cpu", dtype=kind, quantization=quantization, cast_lm_head=cast_lm_head)

@@ -160,7 +160,7 @@ def _follow(config: RunConfig, ranks: Ranks) -> R:  # pyright: ignore[reportInva
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    gpu, sharded = ranks.device.type == "cuda", config.train.parallel == "fsdp"
+    gpu, sharded = ranks.device.type == "cuda", config.train.parallel == "fsdp"  # gpu-aware
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpu else "float32"
     base = load_model(
         config.model,
@@ -194,9 +194,9 @@ def _check(config: RunConfig, here: World) -> None:
 def _device(config: RunConfig, here: World) -> torch.device:
     """Of this process: the GPU with its number on this machine. Raises ConfigError where there are too few."""
     device = resolve_device(config.device)
-    if device.type == "mps" and here.size > 1:  # which gloo does not exchange tensors of
+    if device.type == "mps" and here.size > 1:  # gpu-only: gloo does not exchange tensors of Apple's GPUs
         return torch.device("cpu")
-    if device.type != "cuda":
+    if device.type != "cuda":  # gpu-only below: a GPU for each process
         return device
     if here.local_rank >= (there := torch.cuda.device_count()):
         raise ConfigError(

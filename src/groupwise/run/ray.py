@@ -117,12 +117,12 @@ def roles_of(config: RunConfig, *, gpus_there: float = 0.0) -> Roles:
             "train.lora null does not go with launcher.kind ray: engines in other processes get adapters only",
             hint="set train.lora, or train without Ray",
         )
-    if device not in ("auto", "cpu", "cuda"):
+    if device not in ("auto", "cpu", "cuda"):  # gpu-aware
         raise ConfigError(f"device {device!r}: Ray chooses the GPUs of its actors", hint="set device: cuda")
     gpus = launcher.gpus
     if gpus is None:
-        gpus = 1.0 if device == "cuda" or (device == "auto" and gpus_there) else 0.0
-    if bool(gpus) != (device == "cuda") and device != "auto":
+        gpus = 1.0 if device == "cuda" or (device == "auto" and gpus_there) else 0.0  # gpu-aware
+    if bool(gpus) != (device == "cuda") and device != "auto":  # gpu-aware
         raise ConfigError(
             f"launcher.gpus = {gpus:g} does not go with device {device!r}", hint="leave launcher.gpus out"
         )

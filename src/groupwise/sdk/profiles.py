@@ -59,7 +59,7 @@ class Machine:
         import torch
 
         memory = {"cpu": memory_bytes() / 1e9}
-        if torch.cuda.is_available():
+        if torch.cuda.is_available():  # gpu-only: its memory
             memory["cuda"] = torch.cuda.get_device_properties(0).total_memory / 1e9
         return cls(memory)
 
@@ -129,4 +129,5 @@ def find_profile(name: str, *, machine: Machine, option: str = "training_shape_i
 def choose_profile(*, lora: bool, machine: Machine) -> HardwareProfile:
     """The largest profile for this training that the machine holds, a GPU's before a CPU's."""
     fitting = [each for each in _ALL if each.trains_with(lora=lora) and each.fits(machine)]
-    return max(fitting, key=lambda each: (each.device == "cuda", each.memory_gb), default=PROFILES["cpu-small"])
+    best = max(fitting, key=lambda each: (each.device == "cuda", each.memory_gb), default=None)  # gpu-aware
+    return best or PROFILES["cpu-small"]

@@ -128,7 +128,7 @@ def _unfinished(server: Server) -> list[Job]:
 
 def _gpu_memory(server: Server) -> dict[str, float] | None:
     device = server.base.device
-    if device.type != "cuda":
+    if device.type != "cuda":  # gpu-only below: the memory that /v1/status shows
         return None
     free, total = torch.cuda.mem_get_info(device)
     return {"total_gb": total / 1e9, "free_gb": free / 1e9, "allocated_gb": torch.cuda.memory_allocated(device) / 1e9}
@@ -300,7 +300,9 @@ async def config(request: Request) -> ConfigAnswer:
 
 def _memory(base: LoadedModel) -> MemoryShown:
     weights = sum(each.numel() * each.element_size() for each in base.model.parameters())
-    free = torch.cuda.mem_get_info(base.device)[0] / 1e9 if base.device.type == "cuda" else None
+    free = None
+    if base.device.type == "cuda":  # gpu-only: its free memory
+        free = torch.cuda.mem_get_info(base.device)[0] / 1e9
     return MemoryShown(total_gb=device_memory(base.device) / 1e9, free_gb=free, model_gb=weights / 1e9)
 
 

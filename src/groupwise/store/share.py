@@ -137,7 +137,7 @@ class Transport(Protocol):
         ...
 
 
-class CudaIpc:
+class CudaIpc:  # gpu-only: CUDA IPC, the server's weights in the worker's process
     """`reduce_tensor` and `rebuild_cuda_tensor` of torch, whose arguments travel under their names."""
 
     def export(self, tensor: Tensor) -> Handle:
@@ -158,7 +158,7 @@ def offer_weights(base: LoadedModel, path: Path, *, transport: Transport | None 
     Returns whether they are there. Where they cannot be exported that is logged, and each process has its own copy.
     The parameters must stay where they are for as long as somebody may attach.
     """
-    if transport is None and base.device.type != "cuda":
+    if transport is None and base.device.type != "cuda":  # gpu-aware
         return False
     transport = transport or CudaIpc()
     try:

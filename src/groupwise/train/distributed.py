@@ -216,7 +216,7 @@ class FullySharded(DataParallel):
     runs_side_by_side = False  # passes in several threads would gather in any order
 
     def __init__(self, ranks: Ranks, *, orders: bool = False, cpu_offload: bool = False):
-        if cpu_offload and ranks.device.type != "cuda":
+        if cpu_offload and ranks.device.type != "cuda":  # gpu-aware
             raise ConfigError("train.cpu_offload moves weights off a GPU, and there is none", hint="set it to false")
         super().__init__(ranks, orders=orders)
         self._offload = cpu_offload
@@ -242,7 +242,7 @@ class FullySharded(DataParallel):
         whole = set() if self.sharded else {p for p in model.parameters() if p.requires_grad}
         for parameter in whole:
             parameter.data = parameter.data.to(self.ranks.device)
-        offload = CPUOffloadPolicy() if self._offload else OffloadPolicy()
+        offload = CPUOffloadPolicy() if self._offload else OffloadPolicy()  # gpu-aware
         for module in layers:
             fully_shard(module, mesh=mesh, ignored_params=whole, offload_policy=offload)
         fully_shard(model, mesh=mesh, ignored_params=whole, offload_policy=offload, reshard_after_forward=False)

@@ -42,6 +42,7 @@ from groupwise.model.packing import KeptRanges, MicroBatch, Padded
 from groupwise.train.lora import project_with_lora
 
 TILE_VALUES = 1 << 20  # logits per tile: 4 MiB in float32, which stay in a CPU's cache
+TILE_VALUES_GPU = 1 << 26  # 256 MiB: 442 tokens of 152k; with 6, as of a CPU, each would read the whole head again
 
 
 class _FusedHead(torch.autograd.Function):
@@ -59,7 +60,7 @@ class _FusedHead(torch.autograd.Function):
         exact = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         entropy_N, lse_N = (hidden_NH.new_empty(len(target_NK), dtype=exact) for _ in range(2))
         logprob_NK = hidden_NH.new_empty(target_NK.shape, dtype=exact)
-        for tile in _tiles(len(target_NK), weight_VH.shape[0]):
+        for tile in _tiles(weight_VH, len(target_NK)):
             z = head.logits(hidden_NH[tile])
             z = z if temperature == 1 else z.div_(temperature)
             dropped = None if kept is None else kept.dropped(tile, weight_VH.shape[0])
@@ -73,19 +74,21 @@ class _FusedHead(torch.autograd.Function):
         ctx.save_for_backward(hidden_NH, weight_VH, target_NK, lse_N, entropy_N)
         ctx.head, ctx.temperature, ctx.autocast = head, temperature, _autocast_type(hidden_NH.device.type)
         ctx.kept = kept
+        ctx.set_materialize_grads(False)
         return logprob_NK, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        grad_logprob_NK, grad_entropy_N = grads
+    def backward(ctx: Any, *grads: Any):
+        grad_logprob_NK, grad_entropy_N = grads  # None: not a term of the loss, which need not be asked of the device
         hidden_NH, weight_VH, target_NK, lse_N, entropy_N = ctx.saved_tensors
+        if grad_logprob_NK is None:
+            grad_logprob_NK = torch.zeros(target_NK.shape, dtype=lse_N.dtype, device=lse_N.device)
         grad_logprob_N = grad_logprob_NK.sum(1)
         head: Head = ctx.head
-        wants_entropy = bool(grad_entropy_N.any())
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         grad_bias_V = torch.zeros_like(head.bias_V) if head.bias_V is not None and ctx.needs_input_grad[2] else None
-        for tile in _tiles(len(target_NK), weight_VH.shape[0]):
+        for tile in _tiles(weight_VH, len(target_NK)):
             with torch.autocast(hidden_NH.device.type, dtype=ctx.autocast, enabled=ctx.autocast is not None):
                 logits = head.logits(hidden_NH[tile])  # rounded as in the forward pass, or p would not sum to 1
             z = logits / ctx.temperature if ctx.temperature != 1 else logits
@@ -93,7 +96,7 @@ class _FusedHead(torch.autograd.Function):
             dropped = None if ctx.kept is None else ctx.kept.dropped(tile, weight_VH.shape[0])
             p = p if dropped is None else p.masked_fill_(dropped, 0)
             slope = grad_logprob_N[tile, None] * (head.scale / ctx.temperature)
-            if wants_entropy:
+            if grad_entropy_N is not None:
                 z = (z - (lse_N - entropy_N)[tile, None]).mul_(grad_entropy_N[tile, None])
                 grad = p.mul_(z.add_(grad_logprob_N[tile, None])).mul_(-head.scale / ctx.temperature)
             else:
@@ -114,8 +117,8 @@ def _autocast_type(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _tiles(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(1, TILE_VALUES // vocabulary)
+def _tiles(weight_VH: Tensor, tokens: int) -> list[slice]:
+    size = max(1, (TILE_VALUES_GPU if weight_VH.is_cuda else TILE_VALUES) // weight_VH.shape[0])  # gpu-aware
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 

@@ -22,12 +22,12 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -366,6 +366,7 @@ class Learner:
                 num_rows=len(batch.rows),
                 advantages_N=batch.advantages_N,
                 behaviour_N=batch.behaviour_N,
+                behaviour_is_finite=batch.behaviour_is_finite,
                 old_N=batch.of_rows(old_logprobs),
                 reference_N=batch.of_rows(reference_logprobs) if reference_N is None else reference_N,
                 length_N=None if lengths is None else batch.per_row([lengths[row] for row in batch.rows]),
@@ -479,9 +480,8 @@ class Learner:
     @verb
     def divide_gradients(self, by: float) -> None:
         """Of a sum that was accumulated before its denominator was known."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad /= by
+        if gradients := [parameter.grad for parameter in self.parameters if parameter.grad is not None]:
+            torch._foreach_div_(gradients, by)
 
     @verb
     def set_micro_tokens(self, micro_tokens: int) -> None:
@@ -697,7 +697,7 @@ class Learner:
         lanes, cut = self._cut([samples[row] for row in mine])
         cut = (replace(batch, rows=tuple(mine[row] for row in batch.rows)) for batch in cut)
 
-        def run(item: tuple[int, tuple[MicroBatch, Tensor | None]]) -> tuple[MicroBatch, Tensor, Metrics, Gradients]:
+        def run(item: tuple[int, tuple[MicroBatch, Tensor | None]]) -> _Passed:
             number, (batch, reference_N) = item
             token_loss = term(batch, reference_N) if batch.rows else _no_loss
             with self._replaying(batch) as recorded:
@@ -712,24 +712,21 @@ class Learner:
                     loss.backward()
                 else:
                     gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-            values = torch.stack(tuple(metrics.values())).tolist() if metrics else []  # waits for the device once
-            return batch, _of_tokens_alone(logprobs_N.detach()), dict(zip(metrics, values, strict=True)), gradients
+            return _Passed(batch, _of_tokens_alone(logprobs_N.detach()), metrics, gradients)
 
-        parts: list[Metrics] = []
+        told: list[Mapping[str, Tensor]] = []
         with self.strategy.forward_and_backward():
             work: list[tuple[MicroBatch, Tensor | None]] = [(batch, None) for batch in cut if len(batch.target_N)]
             if reads_reference:
                 batches = [batch for batch, _ in work]
                 work = [*self._frozen(batches, temperature, lanes=lanes, reference=True)]
-            for batch, logprobs_N, metrics, gradients in self._lanes.map(
-                run, enumerate(work, self._accumulated), lanes=lanes
-            ):
-                self._add(gradients)
+            for each in self._lanes.map(run, enumerate(work, self._accumulated), lanes=lanes):
+                self._add(each.gradients)
                 self._accumulated += 1
-                parts.append(metrics)
+                told.append(each.metrics)
                 if on_logprobs is not None:
-                    on_logprobs(batch, logprobs_N)
-        return self.strategy.combined(combined(parts))
+                    on_logprobs(each.batch, each.logprobs_N)
+        return self.strategy.combined(combined(_numbers(told)))
 
     def _and_routers(
         self,
@@ -770,11 +767,27 @@ class Learner:
         if not self._dropout:
             yield
             return
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):  # gpu-aware
             number = self.strategy.dropout_number(micro_batch)
             state = f"{self._seed}/{self.steps}/{self.refused_steps}/{number}"
             torch.manual_seed(random.Random(state).getrandbits(63))
             yield
+
+
+class _Passed(NamedTuple):
+    """A micro-batch after its forward and backward pass; its metrics may still be being computed."""
+
+    batch: MicroBatch
+    logprobs_N: Tensor
+    metrics: Mapping[str, Tensor]
+    gradients: Gradients
+
+
+def _numbers(told: Sequence[Mapping[str, Tensor]]) -> list[Metrics]:
+    """The metrics of micro-batches as numbers, for which the host waits for the device once."""
+    every = [value for metrics in told for value in metrics.values()]
+    values = iter(torch.stack([value.to(every[0]) for value in every]).tolist() if every else [])
+    return [{name: next(values) for name in metrics} for metrics in told]
 
 
 def _of_tokens_alone(logprobs: Tensor) -> Tensor:

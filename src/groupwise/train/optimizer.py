@@ -32,7 +32,7 @@ def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig) 
         return torch.optim.AdamW(parameters, fused=True, **options)
     require_bitsandbytes(f"optimizer {config.optimizer}")
     device = next(iter(parameters)).device.type
-    if config.optimizer == _PAGED and device != "cuda":
+    if config.optimizer == _PAGED and device != "cuda":  # gpu-aware
         raise ConfigError(
             f"optimizer {_PAGED} moves its moments between a CUDA GPU and the host, and the parameters are on {device}",
             hint="set optimizer: adamw_8bit",

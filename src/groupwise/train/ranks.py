@@ -193,7 +193,7 @@ def join(world: World, *, device: torch.device, deadline_s: float) -> Ranks:
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # gpu-aware
             store=PrefixStore("groups", store),
             rank=rank,
             world_size=size,

@@ -89,8 +89,8 @@ class Reference:
             share = 1.0
         else:
             return
-        for tensor, parameter in zip(self._tensors, self._parameters, strict=bool(self._tensors)):
-            tensor.lerp_(parameter, share)
+        if self._tensors:
+            torch._foreach_lerp_(self._tensors, list(self._parameters), share)
 
     @contextmanager
     def active(self) -> Iterator[PreTrainedModel]:

@@ -646,7 +646,7 @@ def shape_of(
         rank=rank,
         targets=linear_names(model, targets) if targets else (),
         rows=rows,
-        cpu=resolve_device(device).type != "cuda",
+        cpu=resolve_device(device).type != "cuda",  # gpu-aware
     )
 
 

@@ -1,0 +1,130 @@
+"""What of this package has never run: the lines that only a GPU executes, found by the comments that mark them.
+
+    if device.type == "cuda":  # gpu-only: pinned copies          the block below has never run, and why it is there
+    if device.type != "cuda":  # gpu-only below: CUDA IPC         ... what follows the block, to the end of its parent
+    gpu = device.type == "cuda"  # gpu-aware                      runs here too, whatever comes out
+
+A statement that asks for a GPU has one of the three, or stands in a block that has: `unmarked` finds those without,
+and a test fails. So `places`, `groupwise doctor` and docs/performance.md name what a machine with a GPU has yet to try.
+What computes the same on a GPU with other numbers (tiles of another size) is not among it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ONLY, BELOW, AWARE = "# gpu-only:", "# gpu-only below:", "# gpu-aware"
+PACKAGE = Path(__file__).parents[1]
+_ANYWHERE = ("is_available", "device_count")  # of torch.cuda: answered without a GPU
+_KINDS = ("cuda", "mps")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Lines that have never run: `first` to `last` of `file` (within the package), `lines` of them with code; `what`
+    is what they are for."""
+
+    file: str
+    first: int
+    last: int
+    lines: int
+    what: str
+
+
+def places(package: Path = PACKAGE) -> list[Place]:
+    """Every place that only a GPU reaches, by file and line; of nested ones the outer."""
+    found: list[Place] = []
+    for path in sorted(package.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        end = 0
+        for first, last, what in sorted(_marked(text)) if "# gpu-only" in text else ():
+            if first > end:
+                code = [line for line in text.splitlines()[first - 1 : last] if line.strip()[:1] not in ("", "#")]
+                found.append(Place(str(path.relative_to(package)), first, last, len(code), what))
+                end = last
+    return found
+
+
+def unmarked(text: str) -> list[int]:
+    """The lines of a module's source at which statements begin that ask for a GPU and have no mark."""
+    if not any(word in text for word in (*_KINDS, "pin_memory")):
+        return []
+    comments, ranges = _comments(text), [(first, last) for first, last, _ in _marked(text)]
+    asking = set[int]()
+    for statement in _statements(ast.parse(text)):
+        first, last = _header(statement)
+        mine = [comments.get(line, "") for line in range(first, last + 1)]
+        marked = any(mark in comment for mark in (ONLY, BELOW, AWARE) for comment in mine)
+        inside = any(start <= first <= stop for start, stop in ranges)
+        if not marked and not inside and any(map(_asks, _own(statement))):
+            asking.add(first)
+    return sorted(asking)
+
+
+def _marked(text: str) -> Iterator[tuple[int, int, str]]:
+    """First line, last line and meaning of what marks declare."""
+    comments = _comments(text)
+    for block in _blocks(ast.parse(text)):
+        for at, statement in enumerate(block):
+            first, last = _header(statement)
+            mine = [comments.get(line, "") for line in range(first, last + 1)]
+            line = next((each for each in mine if ONLY in each or BELOW in each), "")
+            inner: Sequence[ast.stmt] = getattr(statement, "body", ())
+            if BELOW in line:
+                behind = block[at + 1 :]
+                yield behind[0].lineno, behind[-1].end_lineno or 0, line.partition(BELOW)[2].strip()
+            elif ONLY in line and inner:
+                yield inner[0].lineno, inner[-1].end_lineno or 0, line.partition(ONLY)[2].strip()
+            elif ONLY in line:
+                yield first, last, line.partition(ONLY)[2].strip()
+
+
+def _comments(text: str) -> dict[int, str]:
+    """The comment of each line that has one."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+
+
+def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list) and block:
+                yield block
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    return (statement for block in _blocks(tree) for statement in block)
+
+
+def _header(statement: ast.stmt) -> tuple[int, int]:
+    """The lines of a statement without those of the blocks in it."""
+    inner: Sequence[ast.stmt] = getattr(statement, "body", ())
+    last = inner[0].lineno - 1 if inner else statement.end_lineno or statement.lineno
+    return statement.lineno, max(last, statement.lineno)
+
+
+def _own(statement: ast.stmt) -> Iterator[ast.AST]:
+    """What is in a statement and in none of the statements inside."""
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
+
+
+def _asks(node: ast.AST) -> bool:
+    """Whether an expression is about a GPU: a comparison with a kind of device, a call of torch.cuda, pinned memory."""
+    if isinstance(node, ast.Compare):
+        return any(isinstance(each, ast.Constant) and each.value in _KINDS for each in ast.walk(node))
+    if isinstance(node, ast.Attribute):
+        of_cuda = ast.unparse(node.value) == "torch.cuda" and node.attr not in _ANYWHERE
+        return of_cuda or node.attr in ("is_cuda", "pin_memory", "pin_memory_device")
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.device":
+        return any(isinstance(each, ast.Constant) and each.value in _KINDS for each in node.args)
+    return False
