@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,7 @@ def run_trl(case: Case, folder: Path, *, continuous: bool) -> dict[str, Any]:
 
 def trl_config(case: Case, folder: Path, *, continuous: bool) -> Any:
     """TRL's arguments for this work."""
+    from transformers.generation import ContinuousBatchingConfig
     from trl import GRPOConfig
 
     # completions of exactly this length; continuous batching has no such logits processor, so nothing is an end there
@@ -312,7 +314,8 @@ def trl_config(case: Case, folder: Path, *, continuous: bool) -> Any:
         page = 32
         pages = case.rows * math.ceil((case.prompt + case.completion) / page + 1)
         tokens = max(case.prompts * case.group, min(8192, case.rows * case.prompt))
-        cache = {"page_size": page, "num_blocks": pages, "max_batch_tokens": tokens}
+        named = "page_size" if "page_size" in signature(ContinuousBatchingConfig).parameters else "block_size"
+        cache = {named: page, "num_blocks": pages, "max_batch_tokens": tokens}
         options = {
             "use_transformers_continuous_batching": True,
             "transformers_continuous_batching_config": cache,

@@ -92,6 +92,7 @@ def run_part(part: str, options: argparse.Namespace) -> None:
     print(f"-- {part}", flush=True)
     command = [sys.executable, str(HERE), "--work", part, "--out", str(options.out), "--device", options.device]
     command += ["--smoke"] if options.smoke else []
+    forget_running(part, options)
     ends, environment = time.monotonic() + options.limit, environment_of(options)
     while True:
         process = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -121,6 +122,13 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def forget_running(part: str, options: argparse.Namespace) -> None:
+    """What ran when an earlier call was ended from outside is like what was not tried."""
+    found = read(part, options.out)
+    if found.pop("running", None) is not None:
+        write(found, options.out)
+
+
 def interrupted(part: str, options: argparse.Namespace, why: str, *, stopped: bool = False) -> bool:
     """Note why the case that ran has no result; whether there was one."""
     found = read(part, options.out)
@@ -130,7 +138,7 @@ def interrupted(part: str, options: argparse.Namespace, why: str, *, stopped: bo
     stops = found["cases"].get(case, {}).get("stops", 0) + stopped
     found["cases"][case] = {"stops": stops} if stopped else {"error": why}
     found["cases"][case]["why"] = why
-    (options.out / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
+    write(found, options.out)
     return True
 
 
@@ -139,7 +147,11 @@ def interrupted(part: str, options: argparse.Namespace, why: str, *, stopped: bo
 
 def read(part: str, out: Path) -> dict:
     path = out / f"{part}.json"
-    return json.loads(path.read_text()) if path.exists() else {"part": part, "listed": [], "cases": {}}
+    return json.loads(path.read_text()) if path.exists() else {"part": part, "about": {}, "listed": [], "cases": {}}
+
+
+def write(found: dict, out: Path) -> None:
+    (out / f"{found['part']}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def without_result(part: str, options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -148,7 +160,7 @@ def without_result(part: str, options: argparse.Namespace) -> list[tuple[str, st
     if not found["listed"]:
         return [("all", "it did not run")]
     reasons = {case: found["cases"].get(case, {"why": "not reached"}) for case in found["listed"]}
-    return [(case, each["why"]) for case, each in reasons.items() if "result" not in each]
+    return [(case, last_line(each["why"])) for case, each in reasons.items() if "result" not in each]
 
 
 def table_of(out: Path) -> str:
@@ -164,16 +176,20 @@ def table_of(out: Path) -> str:
         columns = list(dict.fromkeys(column for row in rows for column in row))
         lines = [columns, ["---"] * len(columns), *([shown(row.get(c, "")) for c in columns] for row in rows)]
         parts.append(
-            f"### {part}\n\n{head}{', smoke sizes' if named['smoke'] else ''}\n\n" + "\n".join(map(line, lines))
+            f"### {part}\n\n{head}{', smoke sizes' if named.get('smoke') else ''}\n\n" + "\n".join(map(line, lines))
         )
     return "\n\n".join(parts) or f"nothing is there yet in {out}"
 
 
 def rows_of(case: str, entry: dict) -> list[dict]:
     if "result" not in entry:
-        return [{"case": case, "note": entry["why"].strip().splitlines()[-1]}]
+        return [{"case": case, "note": last_line(entry["why"])}]
     result = entry["result"]
     return [{"case": case, **row} for row in result.get("rows") or [result.get("row", {})]]
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
 
 
 def line(cells: list[str]) -> str:

@@ -5,7 +5,7 @@
     items       single values that torch reads from the device (aten::_local_scalar_dense; aten::item is around it)
     to host     copies from the device to the host
     device      share of the time in which some kernel or copy ran
-    kernels     the ten that took most of the device's time
+    kernels     the ten that took most of the device's time, in the JSON; the table has three
 
 The profiler itself slows the host, so that `device` is a lower bound. On a CPU it counts operations in their place.
 """
@@ -127,7 +127,9 @@ def told(watched: tuple[profile, float], *, steps: int) -> Result:
         "to host": count(on_device, lambda name: "DtoH" in name) / steps,
         "device": busy / seconds,
     }
-    return {"row": row, "kernels": kernels(seen, steps=steps)}
+    most = kernels(seen, steps=steps)
+    row["most time in"] = "; ".join(f"{each['name'][:40]} {each['us']:.0f} us" for each in most[:3])
+    return {"row": row, "kernels": most}
 
 
 def count(events: Iterable[Any], is_one: Callable[[str], object]) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from step_sides import GROUPWISE, PREPARE, TRL_CONTINUOUS, TRL_GENERATE
 from step_vs_trl import case_of, spawn, summary
 from subjects import save_shape
@@ -38,6 +39,7 @@ def side(role: str, setting: Setting) -> Result:
         case = case_of(setting.of("512,512,16,2", "16,8,4,2"), options, folder)
         if not setting.smoke:
             save_shape("0.6B", Path(case.model), device=setting.device, dtype=setting.dtype)
+            torch.cuda.empty_cache()
         spawn(PREPARE, case, options)
         found = spawn(role, replace(case, at_once=case.group), options)
     row: dict[str, Any] = {f"{key}, s": value for key, value in summary([found]).items() if key != "peak_mib"}
