@@ -48,7 +48,7 @@ bench: $(VENV)/.installed-dev
 
 # also where nothing is installed: GPU="--part learner --limit 280" are options of it
 gpu:
-	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu $(GPU)
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu $(GPU)
 
 vllm: $(VENV)/.installed-dev .venv-vllm/.installed
 	$(BIN)/pytest -q -s -m slow tests/vllm_server/test_real_vllm.py

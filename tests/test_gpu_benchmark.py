@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +109,34 @@ def test_what_was_stopped_comes_last_and_not_for_ever(gpu: Any) -> None:
 
 def test_covered_time_counts_what_overlaps_once(gpu: Any) -> None:
     assert gpu("profile").covered([(0, 4), (1, 2), (3, 6), (10, 11)]) == 7
+
+
+def test_a_profile_counts_what_the_host_and_the_device_did(gpu: Any) -> None:
+    """Of two steps: events as torch.profiler has them on a GPU."""
+
+    def event(name: str, start: float, end: float, device: str) -> Any:
+        return SimpleNamespace(
+            name=name, device_type=f"DeviceType.{device}", time_range=SimpleNamespace(start=start, end=end)
+        )
+
+    def average(key: str, count: int, us: float, device: str) -> Any:
+        return SimpleNamespace(key=key, count=count, self_device_time_total=us, device_type=f"DeviceType.{device}")
+
+    host = ["aten::mm", "cudaLaunchKernel", "aten::item", "aten::_local_scalar_dense", "cudaStreamSynchronize"] * 2
+    host += ["cudaGraphLaunch", "cudaDeviceSynchronize"]
+    events = [event(name, 0, 1, "CPU") for name in host]
+    events += [event("gemm", 0, 100, "CUDA"), event("Memcpy DtoH (Device -> Pageable)", 50, 150, "CUDA")]
+    averages = [
+        average("gemm", 2, 100.0, "CUDA"),
+        average("Memcpy", 1, 7.0, "CUDA"),
+        average("aten::mm", 2, 0.0, "CPU"),
+    ]
+    seen = SimpleNamespace(events=lambda: events, key_averages=lambda: averages)
+    told = gpu("profile").told((seen, 300e-6), steps=2)
+    row = told["row"]
+    assert (row["launches"], row["waits"], row["items"], row["to host"], row["operations"]) == (1.5, 1, 1, 0.5, 3)
+    assert row["device"] == pytest.approx(0.5) and row["ms"] == pytest.approx(0.15)
+    assert told["kernels"] == [{"name": "gemm", "times": 1, "us": 50.0}, {"name": "Memcpy", "times": 0.5, "us": 3.5}]
 
 
 def test_the_sequence_and_the_groups_have_as_many_tokens_as_they_say(gpu: Any, tmp_path: Path) -> None:

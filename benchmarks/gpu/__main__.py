@@ -44,6 +44,7 @@ def main() -> int:
     if options.table:
         print(table_of(options.out))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part's processes end too
     for part in options.part or PARTS:
         run_part(part, options)
     missing = [

@@ -31,10 +31,11 @@ from typing import Any
 import torch
 from step_vs_trl import machine, version_of
 
+from gpu.__main__ import GO_ON
+
 ROOT = Path(__file__).resolve().parents[2]
-GO_ON = 3  # as in `__main__`
 STOPS = 2  # times that a case is stopped before it is left
-READ = ("src/groupwise", "benchmarks", "tests/gpu", "configs")  # what results depend on
+READ = ("src/groupwise", "benchmarks", "tests/gpu", "tools", "configs")  # what results depend on
 PACKAGES = ("torch", "transformers", "peft", "triton", "trl", "vllm", "bitsandbytes")
 
 Result = dict[str, Any]
@@ -73,9 +74,9 @@ def run_cases(part: str, setting: Setting) -> int:
     path, about = setting.out / f"{part}.json", about_this(setting)
     cases = cases_of(part, setting)
     found = json.loads(path.read_text()) if path.exists() else {}
-    if found.get("about") != about:
-        found = {"part": part, "about": about, "cases": {}}
-    found["listed"] = list(cases)
+    if same(found.get("about", {})) != same(about):
+        found = {"part": part, "cases": {}}
+    found |= {"about": about, "listed": list(cases)}
     for name in order_of(list(cases), found["cases"]):
         write(path, {**found, "running": name})
         before = found["cases"].get(name, {})
@@ -158,6 +159,11 @@ def about_this(setting: Setting) -> dict[str, Any]:
         "code": fingerprint(),
         "smoke": setting.smoke,
     }
+
+
+def same(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for results to be gone on from: a commit may change nothing that they depend on."""
+    return {name: value for name, value in about.items() if name != "commit"}
 
 
 def commit() -> str | None:

@@ -29,7 +29,16 @@ from groupwise.train.learner import Learner
 from groupwise.types import Sample
 
 # TFLOP/s of dense bfloat16 products, from the makers' data sheets, by the device's name
-PEAKS = {"H200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0, "L40S": 362.0, "B200": 2250.0, "4090": 165.2}
+PEAKS = {
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "4090": 165.2,
+}
 # of prime-rl, one H100, LoRA of rank 16, its README of 2026-01-15: tokens/s and GiB, by model and tokens a sequence
 PRIME_RL = {
     ("0.6B", 16_384): (13_342, 5.1),
