@@ -16,10 +16,6 @@ from groupwise.types import Sample
 HERE = Path(__file__).parent
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False  # float32 is to mean float32
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
