@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -42,11 +43,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]
 @pytest.fixture
 def part(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """Runs a part of these cases in this process, as if it were `memory` -> exit code, and what it wrote."""
-    cases = gpu("cases")
-    setting = cases.Setting("cpu", True, tmp_path)
+    cases, calls = gpu("cases"), itertools.count()
     monkeypatch.setattr(cases, "fingerprint", lambda: "this code")
 
-    def run(**functions: Any) -> tuple[int, dict[str, Any]]:
+    def run(call: str = "", **functions: Any) -> tuple[int, dict[str, Any]]:
+        setting = cases.Setting("cpu", True, tmp_path, call or str(next(calls)))
         monkeypatch.setattr(cases, "cases_of", lambda name, setting: functions)
         return cases.run_cases("memory", setting), json.loads((tmp_path / "memory.json").read_text())
 
@@ -88,9 +89,12 @@ def test_after_an_error_of_cuda_another_process_goes_on(part: Any) -> None:
     def breaks() -> dict[str, Any]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    code, found = part(one=breaks, two=lambda: {"row": {}})
+    works = {"row": {}}
+    code, found = part("a call", one=breaks, two=lambda: works)
     assert code == 3 and list(found["cases"]) == ["one"] and "running" not in found
-    assert list(part(one=fails, two=lambda: {"row": {}})[1]["cases"]) == ["one", "two"]
+    code, found = part("a call", one=breaks, two=lambda: works)
+    assert code == 1 and found["cases"]["two"]["result"] == works, "and what broke is not tried again in this call"
+    assert part("another", one=lambda: works, two=fails)[0] == 0
 
 
 def test_too_little_memory_is_a_result(part: Any) -> None:
@@ -103,8 +107,8 @@ def test_too_little_memory_is_a_result(part: Any) -> None:
 
 def test_what_was_stopped_comes_last_and_not_for_ever(gpu: Any) -> None:
     order = gpu("cases").order_of
-    done = {"a": {"result": {}}, "b": {"stops": 1}, "c": {"stops": 2}, "d": {"error": "x"}}
-    assert order(["a", "b", "c", "d", "e"], done) == ["e", "b", "d"]
+    done = {"a": {"result": {}}, "b": {"stops": 1}, "c": {"stops": 2}, "d": {"error": "x"}, "f": {"call": "now"}}
+    assert order(["a", "b", "c", "d", "e", "f"], done, "now") == ["e", "b", "d"]
 
 
 def test_covered_time_counts_what_overlaps_once(gpu: Any) -> None:
@@ -179,7 +183,7 @@ def leave(**changes):
         (tmp_path / "process" / "__main__.py").write_text(head + script)
         monkeypatch.setattr(main, "HERE", tmp_path / "process")
         monkeypatch.setattr(main.subprocess, "Popen", Limited)
-        options = argparse.Namespace(out=tmp_path, device="cpu", smoke=True, limit=5.0)
+        options = argparse.Namespace(out=tmp_path, device="cpu", smoke=True, limit=5.0, call="now")
         main.run_part("memory", options)
         return json.loads(out.read_text())
 
@@ -188,7 +192,7 @@ def leave(**changes):
 
 def test_a_case_that_takes_too_long_is_stopped_and_named(parent: Any) -> None:
     found = parent(f"leave(running={STOPPED!r}); time.sleep(1000)")
-    assert found["cases"] == {STOPPED: {"stops": 1, "why": "stopped at the part's limit of 5 s"}}
+    assert found["cases"] == {STOPPED: {"stops": 1, "why": "stopped at the part's limit of 5 s", "call": "now"}}
     assert parent(f"leave(running={STOPPED!r}); time.sleep(1000)")["cases"][STOPPED]["stops"] == 2
 
 
@@ -199,9 +203,8 @@ if "one" not in found["cases"]:
     sys.exit(7)
 leave(cases=found["cases"] | {"two": {"result": {}}})
 """)
-    assert found["cases"] == {"one": {"error": "its process ended with 7", "why": "its process ended with 7"}} | {
-        "two": {"result": {}}
-    }
+    assert found["cases"]["one"]["why"] == "its process ended with 7"
+    assert found["cases"]["two"] == {"result": {}}
 
 
 def test_what_ran_when_it_was_ended_from_outside_is_not_blamed(parent: Any) -> None:
@@ -231,6 +234,12 @@ def test_the_table_has_what_is_there(tmp_path: Path) -> None:
         "| three |  | 0.5 |  |",
         "| three |  |  | a/b |",
     ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    done = proof("--part", "memory", "--out", tmp_path)
+    assert done.returncode == 1 and "torch sees no CUDA GPU" in done.stderr and "it did not run" in done.stdout
 
 
 def test_the_sizes_of_a_gpu_are_not_run_on_a_cpu() -> None:

@@ -67,6 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
     parser.add_argument("--table", action="store_true", help="print what is there")
     parser.add_argument("--work", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--call", default=f"{time.time():.3f}", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.device == "cpu" and not options.smoke:
         parser.error("--device cpu goes with --smoke: the sizes of this proof are a GPU's")
@@ -82,7 +83,7 @@ def work(options: argparse.Namespace) -> int:
     sys.path[:] = [*own, *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
     from gpu.cases import Setting, run_cases
 
-    return run_cases(options.work, Setting(options.device, options.smoke, options.out.resolve()))
+    return run_cases(options.work, Setting(options.device, options.smoke, options.out.resolve(), options.call))
 
 
 # -- all parts ---------------------------------------------------------------------------------------------------------
@@ -92,6 +93,7 @@ def run_part(part: str, options: argparse.Namespace) -> None:
     """Run one in a process of its own, in several where one breaks, until its time is up."""
     print(f"-- {part}", flush=True)
     command = [sys.executable, str(HERE), "--work", part, "--out", str(options.out), "--device", options.device]
+    command += ["--call", options.call]
     command += ["--smoke"] if options.smoke else []
     forget_running(part, options)
     ends, environment = time.monotonic() + options.limit, environment_of(options)
@@ -138,7 +140,7 @@ def interrupted(part: str, options: argparse.Namespace, why: str, *, stopped: bo
         return False
     stops = found["cases"].get(case, {}).get("stops", 0) + stopped
     found["cases"][case] = {"stops": stops} if stopped else {"error": why}
-    found["cases"][case]["why"] = why
+    found["cases"][case] |= {"why": why, "call": options.call}
     write(found, options.out)
     return True
 

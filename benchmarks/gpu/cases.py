@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -44,11 +45,12 @@ Cases = Mapping[str, Callable[[], Result]]
 
 @dataclass(frozen=True)
 class Setting:
-    """`smoke`: tiny sizes. On a GPU models are in bfloat16."""
+    """`smoke`: tiny sizes. On a GPU models are in bfloat16. What failed in this `call` is not tried again in it."""
 
     device: str
     smoke: bool
     out: Path
+    call: str = ""
 
     @property
     def dtype(self) -> str:
@@ -77,7 +79,7 @@ def run_cases(part: str, setting: Setting) -> int:
     if same(found.get("about", {})) != same(about):
         found = {"part": part, "cases": {}}
     found |= {"about": about, "listed": list(cases)}
-    for name in order_of(list(cases), found["cases"]):
+    for name in order_of(list(cases), found["cases"], setting.call):
         write(path, {**found, "running": name})
         before = found["cases"].get(name, {})
         found["cases"][name] = tried(name, cases[name], before, setting)
@@ -101,10 +103,10 @@ def cases_of(part: str, setting: Setting) -> Cases:
         return {"import": fail}
 
 
-def order_of(names: list[str], done: Mapping[str, Any]) -> list[str]:
-    """Those that are to be run: what was not tried, then what was stopped or failed."""
-    again = [n for n in names if n in done and "result" not in done[n] and done[n].get("stops", 0) < STOPS]
-    return [*(name for name in names if name not in done), *again]
+def order_of(names: list[str], done: Mapping[str, Any], call: str) -> list[str]:
+    """Those that are to be run: what was not tried, then what was stopped or failed in an earlier call."""
+    open_ = [n for n in names if n in done and "result" not in done[n] and done[n].get("stops", 0) < STOPS]
+    return [*(n for n in names if n not in done), *(n for n in open_ if done[n].get("call") != call)]
 
 
 def tried(name: str, case: Callable[[], Result], before: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
@@ -120,7 +122,13 @@ def tried(name: str, case: Callable[[], Result], before: Mapping[str, Any], sett
     except (Exception, SystemExit) as error:  # whatever it is, the rest goes on
         why = f"{type(error).__name__}: {error}"
         print(f"   {name}: {why}", flush=True)
-        return {"why": why, "error": traceback.format_exc(), "fatal": "CUDA error" in why, **kept(before)}
+        return {
+            "why": why,
+            "error": traceback.format_exc(),
+            "fatal": "CUDA error" in why,
+            "call": setting.call,
+            **kept(before),
+        }
     finally:
         gc.collect()
         if setting.device != "cpu" and torch.cuda.is_initialized():
@@ -148,6 +156,8 @@ def write(path: Path, found: Mapping[str, Any]) -> None:
 
 def about_this(setting: Setting) -> dict[str, Any]:
     """The code, the device, the versions. Results of others are not gone on from."""
+    if setting.device != "cpu" and not torch.cuda.is_available():
+        sys.exit("torch sees no CUDA GPU here; --smoke --device cpu runs tiny sizes on a CPU")
     device = machine(0)["cpu"] if setting.device == "cpu" else torch.cuda.get_device_name()
     versions = {name: version for name in PACKAGES if (version := version_of(name))}
     return {
