@@ -3,6 +3,7 @@
 # make docs    the documentation as a site, in build/site; a dead link is an error
 # make vllm    vLLM's CPU build in .venv-vllm (2.5 GB), and its engine against ours (six minutes)
 # make ui      the web interface from its sources in ui/ (needs Node; what is built is in the repository)
+# make gpu     the proof on one GPU, in about half an hour; what is there already is not run again (results in gpu/)
 # make bench   the step benchmark against TRL and the learning curves (minutes; not part of `make test`)
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ VENV   := .venv
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 2)')
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types suite compiled docs bench vllm ui clean
+.PHONY: demo test lint types suite compiled docs bench gpu vllm ui clean
 
 demo: $(VENV)/.installed
 	$(BIN)/groupwise demo
@@ -44,6 +45,10 @@ docs: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/step_vs_trl.py
 	$(BIN)/python benchmarks/learning.py
+
+# also where nothing is installed: GPU="--part learner --limit 280" are options of it
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu $(GPU)
 
 vllm: $(VENV)/.installed-dev .venv-vllm/.installed
 	$(BIN)/pytest -q -s -m slow tests/vllm_server/test_real_vllm.py

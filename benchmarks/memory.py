@@ -1,13 +1,13 @@
 """Is the estimate of a micro-batch's memory right? Estimated beside measured bytes, for several models and shapes.
 
-    python benchmarks/memory.py [--only adapter] [--quick]
+    python benchmarks/memory.py [--only adapter] [--quick] [--device cuda]
 
 One forward and backward pass of a full micro-batch, each case in a process of its own. `live` is the most bytes that
-torch's CPU allocator had given out at once, by its own account (torch.profiler, profile_memory); `resident` is how much
-the process grew at its peak, which the system's allocator and the kernels' own buffers have a part in; `weights` are
-the bytes of all parameters as they are stored, and `process` is all memory of the process at its peak. Weights,
-gradients of earlier passes and optimizer states are there before and are in neither. Exits with 1 where the estimate is
-more than 10 % off a live peak of more than 100 MB.
+torch's CPU allocator had given out at once, by its own account (torch.profiler, profile_memory; on a GPU
+`torch.cuda.max_memory_allocated`); `resident` is how much the process grew at its peak, which the system's allocator
+and the kernels' own buffers have a part in; `weights` are the bytes of all parameters as they are stored, and `process`
+is all memory of the process at its peak. Weights, gradients of earlier passes and optimizer states are there before and
+are in neither. Exits with 1 where the estimate is more than 10 % off a live peak of more than 100 MB.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -49,19 +50,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 4096,
     "tie_word_embeddings": True,
 }
-
-
 LARGEST = "qwen3 0.6B"
-QWEN3_06B: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,27 +93,24 @@ def cases() -> Iterator[Case]:
         )
 
 
-def base_of(case: Case) -> LoadedModel:
-    starter = load_model("starter", device="cpu", dtype=str(case.dtype).removeprefix("torch."))
+def base_of(case: Case, device: str) -> LoadedModel:
+    starter = load_model("starter", device=device, dtype=str(case.dtype).removeprefix("torch."))
     if case.model == "starter":
         return starter
     if case.model == LARGEST:
-        return saved_base(case, starter)
+        return saved_base(case, device)
     config = (Qwen3Config if case.model.startswith("qwen3") else LlamaConfig)(**SIZES)
-    return wrap_model(AutoModelForCausalLM.from_config(config).to(case.dtype), starter.tokenizer, name=case.model)
+    model = AutoModelForCausalLM.from_config(config).to(device=starter.device, dtype=case.dtype)
+    return wrap_model(model, starter.tokenizer, name=case.model)
 
 
-def saved_base(case: Case, starter: LoadedModel) -> LoadedModel:
+def saved_base(case: Case, device: str) -> LoadedModel:
     """Random weights in Qwen3-0.6B's shape, made and saved by another process, loaded as a run would load them."""
     with TemporaryDirectory() as folder:
-        make = (
-            "import torch; from transformers import AutoModelForCausalLM, Qwen3Config; torch.set_default_dtype(torch."
-            f"bfloat16); AutoModelForCausalLM.from_config(Qwen3Config(**{QWEN3_06B})).save_pretrained({folder!r})"
-        )
-        subprocess.run([sys.executable, "-c", make], check=True, capture_output=True)
-        starter.tokenizer.save_pretrained(folder)
+        make = f"import subjects, pathlib; subjects.save_shape('0.6B', pathlib.Path({folder!r}), dtype='bfloat16')"
+        subprocess.run([sys.executable, "-c", make], check=True, capture_output=True, cwd=Path(__file__).parent)
         kind = str(case.dtype).removeprefix("torch.")
-        return load_model(folder, device="cpu", dtype=kind, quantization=case.quantization)
+        return load_model(folder, device=device, dtype=kind, quantization=case.quantization)
 
 
 def samples_of(case: Case) -> list[Sample]:
@@ -163,8 +149,13 @@ def shape_of(batch: MicroBatch) -> PackedShape:
     )
 
 
-def live_peak(work: Callable[[], object]) -> int:
+def live_peak(work: Callable[[], object], device: torch.device) -> int:
     """The most bytes given out at once while `work` runs, of those that it asked for."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
     events: Any = profile.profiler
@@ -176,10 +167,10 @@ def live_peak(work: Callable[[], object]) -> int:
     return most
 
 
-def measure(case: Case) -> dict[str, int]:
+def measure(case: Case, device: str = "cpu") -> dict[str, int]:
     """In this process."""
     torch.set_num_threads(1)
-    base, samples, loss = base_of(case), samples_of(case), resolve_loss("grpo")
+    base, samples, loss = base_of(case, device), samples_of(case), resolve_loss("grpo")
     lora = None if case.rank is None else LoraSpec(rank=case.rank, dropout=case.dropout)
     learner = Learner(base, lora=lora, micro_tokens=WHOLE, gradient_checkpointing=case.checkpointing)
     learner.forward_backward(samples[:1], loss)  # makes the gradients
@@ -188,7 +179,7 @@ def measure(case: Case) -> dict[str, int]:
     learner.forward_backward(samples, loss)
     most = peak()
     grown = most - before
-    (batch,) = micro_batches(samples, token_budget=WHOLE)
+    (batch,) = micro_batches(samples, token_budget=WHOLE, device=base.device)
     value_bytes = base.model.dtype.itemsize
     stored = sum(parameter.numel() * parameter.itemsize for parameter in base.model.parameters())
     size = ModelSize.of(base.model.config, parameters=0, value_bytes=value_bytes, lean=is_lean(base.model))
@@ -197,7 +188,7 @@ def measure(case: Case) -> dict[str, int]:
         "weights": stored,
         "process": most,
         "estimate": activation_bytes(size, shape_of(batch), training) + product_bytes(base.model),
-        "live": live_peak(lambda: learner.forward_backward(samples, loss)),
+        "live": live_peak(lambda: learner.forward_backward(samples, loss), base.device),
         "resident": grown,
     }
 
@@ -206,11 +197,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--quick", action="store_true", help="every third case")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     listed = list(cases())
     if options.case is not None:
-        print(json.dumps(measure(listed[options.case])))
+        print(json.dumps(measure(listed[options.case], options.device)))
         return 0
     heads = f"{'weights':>9}{'process':>9}{'estimate':>10}{'live':>8}{'off by':>8}{'resident':>10}{'off by':>8}"
     print(f"{'':32}{'P, L, C, G':>18}{heads}  (MiB)")
@@ -218,7 +210,7 @@ def main() -> int:
     for i, case in list(enumerate(listed))[:: 3 if options.quick else 1]:
         if options.only not in case.name:
             continue
-        command = [sys.executable, __file__, "--case", str(i)]
+        command = [sys.executable, __file__, "--case", str(i), "--device", options.device]
         result = subprocess.run(command, check=True, capture_output=True, text=True)
         found = json.loads(result.stdout.splitlines()[-1])
         live, grown = (found["estimate"] / found[key] - 1 for key in ("live", "resident"))

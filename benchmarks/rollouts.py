@@ -174,7 +174,7 @@ def _generated(model: PeftModel, base: LoadedModel, work: Work, at: slice) -> li
     """One batch, decoded until its longest row is done."""
     lengths = work.lengths[at]
     prompts = [work.prompts[i // work.group] for i in range(at.start, at.start + len(lengths))]
-    ids = torch.tensor(prompts)
+    ids = torch.tensor(prompts, device=model.device)
     how: dict[str, Any] = {"do_sample": False}
     if work.temperature:
         how = {"do_sample": True, "temperature": work.temperature, "top_k": 0, "top_p": 1.0}
@@ -190,7 +190,7 @@ def _generated(model: PeftModel, base: LoadedModel, work: Work, at: slice) -> li
     )
     token_BT = out.sequences[:, ids.shape[1] :]
     each = [
-        scores_BV.gather(1, token_B[:, None])[:, 0] - scores_BV.logsumexp(-1)
+        scores_BV.gather(1, token_B[:, None])[:, 0].float() - scores_BV.float().logsumexp(-1)
         for scores_BV, token_B in zip(out.scores, token_BT.T, strict=True)
     ]
     tokens, logprobs = token_BT.tolist(), torch.stack(each, 1).tolist()
@@ -206,8 +206,8 @@ def _generated(model: PeftModel, base: LoadedModel, work: Work, at: slice) -> li
 @torch.inference_mode()
 def logprobs_of(model: PeftModel, prompt: tuple[int, ...], ids: tuple[int, ...], temperature: float) -> torch.Tensor:
     """[T, V] by one forward of the PEFT model over prompt and completion."""
-    logits: torch.Tensor = model(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits
-    return (logits[0, len(prompt) - 1 : -1] / (temperature or 1.0)).log_softmax(-1)
+    logits: torch.Tensor = model(input_ids=torch.tensor([[*prompt, *ids]], device=model.device), use_cache=False).logits
+    return (logits[0, len(prompt) - 1 : -1].float() / (temperature or 1.0)).log_softmax(-1).cpu()
 
 
 def check_logprobs(model: PeftModel, work: Work, rows: Sequence[Row], who: str, close: float = CLOSE) -> float:

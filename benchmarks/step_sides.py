@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ class Case:
     kl: float = 0.0  # weight of the KL to the base model in the loss (k3); 0 has no reference pass
     at_once: int | None = None  # completions in one forward of TRL's, at most; None: all
     checkpointing: bool = False  # TRL's
+    device: str = "cpu"
+    dtype: str = "float32"
 
     @property
     def rows(self) -> int:
@@ -60,10 +63,28 @@ class Recorder:
     rewards: list[float] = field(default_factory=list)
     loaded: int = 0
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.case.device.startswith("cuda")
+
     def model_is_loaded(self) -> None:
-        """From here on memory counts."""
-        self.loaded = resident()
-        restart_peak()
+        """From here on memory counts: the process's, or what torch has given out on the GPU."""
+        if self.on_gpu:
+            import torch
+
+            self.loaded = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.loaded = resident()
+            restart_peak()
+
+    def peak(self) -> int:
+        """The most bytes since then."""
+        if self.on_gpu:
+            import torch
+
+            return torch.cuda.max_memory_allocated()
+        return peak()
 
     def add(self, name: str, started: float) -> None:
         self.seconds.setdefault(name, []).append(time.perf_counter() - started)
@@ -101,7 +122,7 @@ class Recorder:
         return {
             "step": step,
             **phases,
-            "peak_mib": (peak() - self.loaded) / MIB,
+            "peak_mib": (self.peak() - self.loaded) / MIB,
             "loaded_mib": self.loaded / MIB,
             "grad_norms": self.grad_norms,
             "rewards": self.rewards,
@@ -181,8 +202,8 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
 def _groupwise_config(case: Case, folder: Path) -> dict[str, Any]:
     return {
         "model": case.model,
-        "dtype": "float32",
-        "device": "cpu",
+        "dtype": case.dtype,
+        "device": case.device,
         "run_dir": str(folder),
         "folder": str(Path(__file__).parent.resolve()),
         "data": {"source": case.prompts_file, "shuffle": False, "raw": not case.natural},
@@ -267,7 +288,7 @@ def run_trl(case: Case, folder: Path, *, continuous: bool) -> dict[str, Any]:
     recorder = Recorder(case)
     rows = [json.loads(line) for line in Path(case.prompts_file).read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(case.model)
-    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=getattr(torch, case.dtype)).to(case.device)
     recorder.model_is_loaded()
     trainer = GRPOTrainer(
         model=model,
@@ -284,6 +305,7 @@ def run_trl(case: Case, folder: Path, *, continuous: bool) -> dict[str, Any]:
 
 def trl_config(case: Case, folder: Path, *, continuous: bool) -> Any:
     """TRL's arguments for this work."""
+    from transformers.generation import ContinuousBatchingConfig
     from trl import GRPOConfig
 
     # completions of exactly this length; continuous batching has no such logits processor, so nothing is an end there
@@ -292,7 +314,8 @@ def trl_config(case: Case, folder: Path, *, continuous: bool) -> Any:
         page = 32
         pages = case.rows * math.ceil((case.prompt + case.completion) / page + 1)
         tokens = max(case.prompts * case.group, min(8192, case.rows * case.prompt))
-        cache = {"page_size": page, "num_blocks": pages, "max_batch_tokens": tokens}
+        named = "page_size" if "page_size" in signature(ContinuousBatchingConfig).parameters else "block_size"
+        cache = {named: page, "num_blocks": pages, "max_batch_tokens": tokens}
         options = {
             "use_transformers_continuous_batching": True,
             "transformers_continuous_batching_config": cache,
@@ -301,8 +324,8 @@ def trl_config(case: Case, folder: Path, *, continuous: bool) -> Any:
     passes = next(n for n in range(case.rows // (case.at_once or case.rows), case.rows + 1) if case.rows % n == 0)
     return GRPOConfig(
         output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
+        use_cpu=case.device == "cpu",
+        bf16=case.dtype == "bfloat16",
         fp16=False,
         gradient_checkpointing=case.checkpointing,
         per_device_train_batch_size=case.rows // passes,

@@ -5,6 +5,7 @@
     python benchmarks/step_vs_trl.py --demo                what a step of configs/arithmetic.yaml does
     python benchmarks/step_vs_trl.py --kl 0.04             with a KL term, and so a pass of the reference model
     python benchmarks/step_vs_trl.py --defaults            TRL with its own micro-batches (8) and gradient checkpointing
+    python benchmarks/step_vs_trl.py --device cuda         on a GPU, in bfloat16
     python benchmarks/step_vs_trl.py --quick               a smoke run
 
 Every measurement is a process of its own, and the two sides take turns, so that neither inherits the other's memory or
@@ -22,7 +23,7 @@ starter on the demo's own prompts, 32 of them x 8 completions, which end where t
     publish     of that: making the adapter the next version on disk, and the policy that samples
 
 Peak memory is the highest resident size of the process from the moment its imports are done and its model is loaded,
-minus the resident size at that moment.
+minus the resident size at that moment; on a GPU the same of the memory that torch has given out there.
 """
 
 from __future__ import annotations
@@ -160,8 +161,16 @@ def machine(threads: int) -> dict[str, Any]:
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
     )
     packages = ("torch", "transformers", "peft", "trl", "groupwise")
-    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions = {name: version for name in packages if (version := version_of(name))}
     return {"cpu": cpu, "cores": os.cpu_count(), "threads": threads, "python": platform.python_version(), **versions}
+
+
+def version_of(package: str) -> str | None:
+    """The installed version; None of a package that is not installed (as Groupwise where it is only on the path)."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def arguments() -> argparse.Namespace:
@@ -176,6 +185,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=192, help="of the new model: hidden size, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4, help="of the new model")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: bfloat16, memory as torch gives it out there")
     parser.add_argument("--threads", type=int, default=cores, help="torch threads of each side")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each side")
     parser.add_argument("--warmup", type=int, default=2, help="steps of a process that do not count, at least 1")
@@ -209,6 +219,8 @@ def case_of(shape: str, args: argparse.Namespace, folder: Path) -> Case:
         kl=args.kl,
         model=args.model or str(folder / "model"),
         prompts_file=str(folder / "prompts.jsonl"),
+        device=args.device,
+        dtype="float32" if args.device == "cpu" else "bfloat16",
     )
 
 

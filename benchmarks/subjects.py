@@ -3,6 +3,8 @@
 starter          the model in the wheel
 25M, 150M        Qwen3s with random weights and the starter's tokenizer
 HIDDENxLAYERS    another of them, such as 256x6
+0.6B, 4B         Qwen3's published shapes; moe, qwen3.5: about 0.6B parameters of these families. tiny-... : small ones
+                 of the same kinds. Random weights, the starter's tokenizer for whatever needs one
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
 from groupwise.config.run import STARTER, STARTER_DIR
-from groupwise.model.load import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_model, load_tokenizer, resolve_device, resolve_dtype, wrap_model
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 
@@ -27,6 +30,57 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from starter import BuildSpec, new_model
 
 SIZES = {"25M": (512, 9), "150M": (1024, 14)}  # hidden size, layers
+CONTEXT = 131_072
+QWEN3: dict[str, Any] = {"vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8, "tie_word_embeddings": True}
+EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 256}
+TINY: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' `model_type`, options of its configuration
+    "0.6B": (
+        "qwen3",
+        {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    ),
+    "4B": (
+        "qwen3",
+        {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    ),
+    "moe": (
+        "qwen3_moe",
+        {**QWEN3, **EXPERTS, "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16},
+    ),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {
+            **QWEN3,
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+        },
+    ),
+    "tiny": ("qwen3", TINY),
+    "tiny-moe": ("qwen3_moe", {**TINY, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "tiny-qwen3.5": (
+        "qwen3_5_text",
+        {**TINY, **DELTA_NET},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -56,20 +110,46 @@ class Shape:
         return cls(*numbers)
 
 
-def load(name: str, *, vocabulary: int | None = None) -> LoadedModel:
-    """A model by its name above, on the CPU in float32; `vocabulary`: with as many token ids."""
+def load(name: str, *, vocabulary: int | None = None, device: str = "cpu", dtype: str = "float32") -> LoadedModel:
+    """A model by its name above; `vocabulary`: with as many token ids. `device` and `dtype` as `load_model` takes
+    them."""
     logging.disable_progress_bar()
     if name == STARTER:
-        base = load_model(STARTER, device="cpu", dtype="float32")
+        base = load_model(STARTER, device=device, dtype=dtype)
+    elif name in SHAPES:
+        base = _made(name, device=device, dtype=dtype)
     else:
         hidden, layers = SIZES.get(name) or _parsed(name)
         with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
             write_model(Path(directory), hidden=hidden, layers=layers)
-            base = load_model(str(directory), device="cpu", dtype="float32")
+            base = load_model(str(directory), device=device, dtype=dtype)
     if vocabulary is not None:
         base.model.resize_token_embeddings(vocabulary, mean_resizing=False)
         base.model.requires_grad_(False)
     return base
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    """The configuration of one of `SHAPES`."""
+    kind, options = SHAPES[name]
+    return CONFIG_MAPPING[kind](**options, max_position_embeddings=CONTEXT, eos_token_id=None, bos_token_id=None)
+
+
+def _made(name: str, *, device: str, dtype: str) -> LoadedModel:
+    """One of `SHAPES`, its weights drawn where they stay: nothing is written, and the CPU never holds them."""
+    where = resolve_device(device)
+    torch.manual_seed(0)
+    with where:
+        model = AutoModelForCausalLM.from_config(config_of(name), dtype=resolve_dtype(dtype, where))
+    model.generation_config.eos_token_id = None  # nothing ends a completion but its length
+    return wrap_model(model, load_tokenizer(STARTER), name=name)
+
+
+def save_shape(name: str, directory: Path, *, device: str = "cpu", dtype: str = "float32") -> None:
+    """Write one of `SHAPES` for whoever reads a directory."""
+    base = _made(name, device=device, dtype=dtype)
+    base.model.save_pretrained(directory)
+    base.tokenizer.save_pretrained(directory)
 
 
 def write_model(directory: Path, *, hidden: int, layers: int, context: int = 2048) -> None:
@@ -86,7 +166,8 @@ def _parsed(name: str) -> tuple[int, int]:
     try:
         hidden, layers = map(int, name.split("x"))
     except ValueError:
-        sys.exit(f"the model {name!r} is not known; give starter, {', '.join(SIZES)} or HIDDENxLAYERS, as in 256x6")
+        known = ", ".join([*SIZES, *SHAPES])
+        sys.exit(f"the model {name!r} is not known; give starter, {known} or HIDDENxLAYERS, as in 256x6")
     return hidden, layers
 
 
@@ -98,7 +179,7 @@ def parameters_of(base: LoadedModel) -> int:
 def save_adapter(base: LoadedModel, directory: Path) -> None:
     """Write an adapter (rank 16, all linear layers) that moves the model: neither half is zero."""
     learner = Learner(base)
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator(base.device).manual_seed(1)
     with torch.no_grad():
         for weight in learner.parameters:
             weight.normal_(std=0.05, generator=draw)

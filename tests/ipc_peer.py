@@ -1,7 +1,7 @@
-"""The other process of the tests of shared weights: `python ipc_peer.py MODEL OFFER PARENT`.
+"""The other process of the tests of shared weights: `python ipc_peer.py MODEL OFFER PARENT [cuda]`.
 
 Attaches to what PARENT offers in OFFER, trains an adapter for a step, and says what it sees: after that and, when there
-is a file `again` in its folder, once more. The transport is shared memory of the CPU.
+is a file `again` in its folder, once more. The transport is shared memory of the CPU, or CUDA IPC.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from groupwise.config.lora import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import load_model, weights_hash
-from groupwise.store.share import attach_weights
+from groupwise.store.share import CudaIpc, attach_weights
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 
@@ -39,10 +39,12 @@ class SharedMemory:
         return tensor.set_(storage, handle["offset"], tuple(handle["shape"]), tuple(handle["stride"]))
 
 
-def main(model: str, offer: str, parent: str) -> None:
+def main(model: str, offer: str, parent: str, device: str = "cpu") -> None:
     base = load_model(model, device="cpu", dtype="float32")
     try:
-        attach_weights(base, Path(offer), parent=int(parent), transport=SharedMemory())
+        attach_weights(
+            base, Path(offer), parent=int(parent), transport=CudaIpc() if device == "cuda" else SharedMemory()
+        )
     except ModelError as error:
         return print(json.dumps({"refused": error.message}), flush=True)
     learner = Learner(base, lora=LoraSpec(rank=2, alpha=4.0, targets=["k_proj"]))

@@ -1,6 +1,6 @@
 """FlexAttention in training: tried first, refused loudly, and the gradients of merged attention where it is used.
 
-What is compiled on a GPU runs uncompiled here, densely (as in tests/model/test_flex.py).
+What is compiled on a GPU (tests/gpu/test_attention.py) runs uncompiled here, densely (as in tests/model/test_flex.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from groupwise.model import flex as flex_trial
 from groupwise.model.flex import Forest, trouble, why_not_flex
-from groupwise.model.load import load_model, share_weights
+from groupwise.model.load import share_weights
 from groupwise.model.packing import FLEX, MERGED
-from groupwise.train.learner import Learner
 from groupwise.types import Sample
 from slow_cases import slow_but
 
@@ -162,18 +161,3 @@ def test_a_learner_that_uses_it_has_the_same_gradients(
     for learner in (merged, flex):
         learner.forward_backward(samples, SPECS["grpo with k3"])
     assert_same(gradients(flex), gradients(merged), atol=1e-6 if architecture == "gemma2" else 1e-9)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_kernels_on_a_gpu(make_samples, dtype: str, checkpointing: bool):
-    base = load_model("starter", device="cuda", dtype=dtype)
-    merged, flex = (Learner(base, attention=kind, gradient_checkpointing=checkpointing) for kind in ("merged", "flex"))
-    assert flex.why_not_flex is None and flex.layouts is FLEX
-    for groups in (GROUPS, [(200, (150, 90, 1)), (31, (70, 300))]):
-        samples = make_samples(groups)
-        for learner in (merged, flex):
-            learner.forward_backward(samples, SPECS["grpo"])
-        for mine, theirs in zip(gradients(flex), gradients(merged), strict=True):
-            assert float((mine - theirs).norm()) <= (1e-3 if dtype == "float32" else 5e-2) * float(theirs.norm())

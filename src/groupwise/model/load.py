@@ -485,7 +485,8 @@ class Head:
             return nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V)
         bias_V = None if self.bias_V is None else self.bias_V.float()
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            if hidden_NH.is_cuda and hidden_NH.dtype == torch.bfloat16:  # gpu-only: logits of bfloat16 in float32
+            half = hidden_NH.dtype == self.weight_VH.dtype == torch.bfloat16
+            if half and hidden_NH.is_cuda:  # gpu-only: logits of bfloat16 in float32
                 logits_NV = torch.mm(hidden_NH, self.weight_VH.T, out_dtype=torch.float32)  # tensor cores sum in it
                 return logits_NV if bias_V is None else logits_NV.add_(bias_V)
             return nn.functional.linear(hidden_NH.float(), self.weight_VH.float(), bias_V)
