@@ -44,16 +44,13 @@ from groupwise.server.policies import Trial
 from groupwise.server.sampling import Generation
 from groupwise.server.state import Server
 from groupwise.store.ledger import Job
+from groupwise.tasks.episode import group_of
 from groupwise.tasks.prompts import open_prompts
 from groupwise.types import (
     Completion,
     PolicyVersion,
-    Prompt,
-    Rollout,
-    RolloutGroup,
     SamplingParams,
     SamplingRequest,
-    Turn,
 )
 
 RESAMPLES = 2000
@@ -340,7 +337,7 @@ class Gatekeeper:
 
     async def _measured(self, groups: Sequence[Sequence[Completion]]) -> Measured:
         """Raises RewardError if nothing could be scored."""
-        made = [_group(prompt, group) for prompt, group in zip(self._prompts, groups, strict=True)]
+        made = [group_of(prompt, group) for prompt, group in zip(self._prompts, groups, strict=True)]
         scored = await asyncio.gather(*map(self._scorer, made))
         refuse_failed(scored)
         rewards = [[each.reward for each in group.rollouts if each.reward is not None] for group in scored]
@@ -445,8 +442,3 @@ def _kept(version: str, measured: Measured) -> dict[str, Any]:
 def _measured_of(kept: Mapping[str, Any]) -> Measured:
     rewards = [math.nan if each is None else each for each in kept["rewards"]]
     return Measured(rewards=rewards, length=kept["length"])
-
-
-def _group(prompt: Prompt, completions: Sequence[Completion]) -> RolloutGroup:
-    turns = [Turn(prompt_ids=prompt.token_ids, completion=completion) for completion in completions]
-    return RolloutGroup(prompt=prompt, rollouts=tuple(Rollout(turns=(turn,)) for turn in turns))

@@ -53,6 +53,7 @@ from groupwise.server.webhooks import ACTIVE, utc
 from groupwise.server.wire import documented
 from groupwise.store.feedback import Feedback, Transition, opinions
 from groupwise.store.ledger import Job, RolloutRecord
+from groupwise.tasks.episode import group_of
 from groupwise.tasks.reply import plain_text
 from groupwise.types import (
     Completion,
@@ -60,11 +61,8 @@ from groupwise.types import (
     Message,
     PolicyVersion,
     Prompt,
-    Rollout,
-    RolloutGroup,
     SamplingParams,
     SamplingRequest,
-    Turn,
     unrecorded,
 )
 
@@ -386,9 +384,9 @@ class FeedbackTrainer:
         tokenizer = self._server.base.tokenizer
         said: Message = {"role": "user", "content": plain_text(group.prompt_ids, tokenizer)}
         columns = {} if group.correction is None else {"answer": group.correction}
-        prompt = Prompt(id=records[0].id, messages=(said,), columns=columns)
-        rollouts = tuple(_rollout(record, decode(record.completion_ids, tokenizer)) for record in records)
-        scored = await self._scorer(RolloutGroup(prompt=prompt, rollouts=rollouts))
+        prompt = Prompt(id=records[0].id, messages=(said,), columns=columns, token_ids=group.prompt_ids)
+        completions = [_completion(record, decode(record.completion_ids, tokenizer)) for record in records]
+        scored = await self._scorer(group_of(prompt, completions))
         refuse_failed([scored])
         return [rollout.reward for rollout in scored.rollouts]
 
@@ -437,14 +435,13 @@ def _record(prompt_ids: Sequence[int], completion: Completion, params: SamplingP
     )
 
 
-def _rollout(record: RolloutRecord, text: str) -> Rollout:
-    completion = Completion(
+def _completion(record: RolloutRecord, text: str) -> Completion:
+    return Completion(
         token_ids=record.completion_ids,
         logprobs=record.logprobs,
         text=text,
         finish_reason=FinishReason(record.finish_reason),
     )
-    return Rollout(turns=(Turn(prompt_ids=record.prompt_ids, completion=completion),))
 
 
 # ---- over HTTP ----
