@@ -1,0 +1,20 @@
+"""What a version must pass to take another's place: in a server (`gate`, `config.learn`) and in a run (`promote`)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from groupwise.config.yaml import Section
+
+
+class Bounds(Section):
+    """How much worse than another version one may be on the same held-out prompts, and how sure that must be."""
+
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """How sure it must be that the new version is not worse by more than `margin` (paired bootstrap over prompts)."""
+    margin: float = Field(default=0.02, ge=0)
+    """How much lower its mean reward may be."""
+    max_kl: float | None = Field(default=None, gt=0)
+    """Divergence from the other version, in nats a token, on what the new one sampled; null does not measure it."""
+    max_length_ratio: float | None = Field(default=2.0, gt=1)
+    """How many times longer, or shorter, its completions may be on average; null does not limit it."""
