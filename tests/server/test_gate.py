@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from groupwise.config.learn import CanaryConfig, GateConfig
-from groupwise.server.gate import BEST, TRIAL, judge_trial
+from groupwise.server.gate import BEST, COUNTS, TRIAL, judge_trial
 from groupwise.server.policies import Trial
 from groupwise.store.ledger import Job
 from groupwise.tasks.starter.tasks import prompts as arithmetic
@@ -211,6 +211,52 @@ def test_a_canary_outlives_a_restart_and_is_promoted_if_it_is_rated_as_well(tmp_
         assert server.http.post("/v1/learn/reject").json()["trial"] is None
         assert server.http.post("/v1/learn/promote").status_code == 400
         assert server.server.feedback.setting(TRIAL) is None
+
+
+def test_a_canary_counts_on_after_a_kill_and_its_clock_stands_still_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("groupwise.server.gate.clock", lambda: clock[0])
+    gate = {**GATE, "canary": {"share": 0.5, "minutes": 10.0, "max_errors": 3}}
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        train(server, learning_rate=0.0)
+        trial = server.server.policies.trial
+        assert trial is not None
+        versions = [chat(server, user=str(user))[1] for user in range(12)]
+        for _ in range(2):
+            trial.failed(trial.version)
+        clock[0] += 6 * 60
+        assert look(server) == "go on"
+        counts = server.server.feedback.setting(COUNTS)
+        asked = [versions.count("sums@1"), versions.count("base")]
+        assert (counts["seconds"], counts["requests"], counts["errors"]) == (360.0, asked, [2, 0])
+    clock[0] += 24 * 3600  # the server is away, and was not told before
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        assert look(server) == "go on", "a day in which nobody could be answered is not the trial's"
+        trial = server.server.policies.trial
+        assert trial is not None and trial.counts == counts
+        clock[0] += 3 * 60
+        assert look(server) == "go on"
+        trial.failed(trial.version)
+        assert (
+            look(server) == "roll back"
+            and f"3 of {asked[0]} requests failed" in (shown(server)["transitions"][0]["message"])
+        )
+    with whole(tmp_path / "other", Path("starter"), gate=gate) as server:
+        train(server, learning_rate=0.0)
+        clock[0] += 6 * 60
+        assert look(server) == "go on"
+    with whole(tmp_path / "other", Path("starter"), gate=gate) as server:
+        clock[0] += 5 * 60
+        assert look(server) == "roll back" and "11 minutes were over" in shown(server)["transitions"][0]["message"]
+
+
+def test_counts_of_another_trial_are_not_gone_on_from() -> None:
+    old = Trial(version=PolicyVersion("a", 2), against=PolicyVersion("a", 1), share=0.1, since=1.0, seconds=60.0)
+    new = Trial(version=PolicyVersion("a", 2), against=PolicyVersion("a", 1), share=0.1, since=2.0)
+    new.go_on(old.counts)
+    assert new.seconds == 0.0
 
 
 def test_what_was_promoted_by_hand_is_what_others_are_compared_with(tmp_path: Path) -> None:

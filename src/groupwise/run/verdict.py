@@ -6,10 +6,10 @@
     divergence  the KL of one version from the other, on what the first sampled
 
 With d_p the difference of the mean rewards of prompt p, the lower bound of a one-sided bootstrap interval of the mean
-of d (resampled over prompts, Efron 1979) must be at least -margin: non-inferiority. That is another question than that of
-`evaluate.paired`, and neither answers the other's: flipping signs tests that two policies are equally good, exactly and
-with any number of prompts, but its null hypothesis is symmetric around 0 and cannot be moved to -margin where the
-differences are 0, 1 and -1.
+of d (resampled over prompts, Efron 1979) must be at least -margin: non-inferiority. `evaluate.paired` asks another
+question, and neither answers the other's: flipping signs tests exactly, with any number of prompts, that two policies
+are equally good, but its null hypothesis is symmetric around 0, and cannot be moved to -margin where the differences
+are 0, 1 and -1.
 
 Losses within the margin would add up over versions that are each compared with the one before, so `judge` compares with
 the best one so far, too.

@@ -4,13 +4,14 @@
     Gatekeeper   asked by the supervisor about each published version; watches the canary while `watch` runs
 
 The gate evaluates the new version and the active one on the held-out prompts (`run.evaluate`), and lets the new one
-pass only if it is not worse than that and than the best one that ever went live through the gate (`run.verdict`). What the
-best one did on the held-out prompts is a setting beside the feedback (BEST): nothing is sampled for it again. It is
+pass only if it is not worse than that and than the best one that ever went live through the gate (`run.verdict`). What
+the best one did on the held-out prompts is a setting beside the feedback (BEST): nothing is sampled for it again. It is
 forgotten when prompts, rewards or sampling of the gate change, and when somebody activates a version by hand: from then
 on that version is the best.
 
 A refused version stays in the store with the reason and is not continued by its name; it can be activated by hand. A
-trial (canary) survives restarts: what is on trial is a setting beside the feedback; the counts of errors begin anew.
+trial (canary) survives restarts and kills: what is on trial, for how long a server has answered by it, and how many of
+its requests failed are settings beside the feedback, the counts as of the last look (WATCH_S).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from groupwise.types import PolicyVersion, SamplingParams
 WATCH_S = 2.0
 LEAST_RATINGS = 5  # of each version, before ratings alone roll a trial back, or decide it when its time is over
 TRIAL = "gate.trial"  # the setting: what is on trial
+COUNTS = "gate.trial.counts"  # the setting: `Trial.counts`
 BEST = "gate.best"  # the setting: what the best version that went live did on the held-out prompts
 SEED = 0  # both versions answer with the same draws, so that equal versions give equal answers
 
@@ -50,6 +52,7 @@ Outcome = Literal["go on", "promote", "roll back"]
 Decision = Literal["activate", "refused", "trial", "wait"]
 
 log = logging.getLogger(__name__)
+clock = time.monotonic
 
 
 # ---- the canary ----
@@ -102,7 +105,7 @@ class Gatekeeper:
         self._prompts = [encode_prompt(prompt, tokenizer, context=context) for prompt in source.all()]
         self._play = SingleTurnRollouts(server.engine, tokenizer)
         self._fingerprint = self._hash_of_measuring()
-        self._began = time.time()
+        self._looked = clock()  # when the clock of the trial was last read
         self._restore()
 
     def _restore(self) -> None:
@@ -110,6 +113,8 @@ class Gatekeeper:
         kept = self._server.feedback.setting(TRIAL)
         if kept is not None and self._config.canary is not None:
             self._begin(kept, self._config.canary)
+            if (counts := self._server.feedback.setting(COUNTS)) is not None and self.trial is not None:
+                self.trial.go_on(counts)
 
     def _begin(self, kept: Mapping[str, Any], canary: CanaryConfig) -> None:
         self._server.policies.trial = Trial(
@@ -118,6 +123,14 @@ class Gatekeeper:
             share=canary.share,
             since=float(kept["since"]),
         )
+        self._looked = clock()
+
+    async def _count(self, trial: Trial) -> None:
+        """Move the trial's clock on, and keep it and the counts: nobody rates while the server is away, so the clock
+        stands still then, and goes on after a restart."""
+        now = clock()
+        trial.seconds, self._looked = trial.seconds + now - self._looked, now
+        await asyncio.to_thread(self._server.feedback.set, COUNTS, trial.counts)
 
     def _hash_of_measuring(self) -> str:
         """Another value whenever other held-out rewards could come of the same version."""
@@ -254,6 +267,7 @@ class Gatekeeper:
         if self._server.policies.active != trial.against:
             await self._end("trial_ended", f"{trial.version} is not on trial any more: another version was activated")
             return "go on"
+        await self._count(trial)
         book = self._server.feedback
         new, old = await asyncio.to_thread(
             lambda: [book.rated(str(version), since=trial.since) for version in (trial.version, trial.against)]
@@ -262,7 +276,7 @@ class Gatekeeper:
             new,
             old,
             config=canary,
-            minutes=(time.time() - max(trial.since, self._began)) / 60,  # nobody rates while the server is away
+            minutes=trial.seconds / 60,
             requests=(trial.requests[True], trial.requests[False]),
             errors=(trial.errors[True], trial.errors[False]),
         )
