@@ -37,7 +37,10 @@ class LearnConfig(Section):
     max_tokens: int = Field(default=512, ge=1)
     """Longest of the completions that are sampled."""
     max_groups: int = Field(default=256, ge=1)
-    """Prompts in one job, the oldest feedback first."""
+    """Prompts in one job, the newest feedback first."""
+    max_behind: int | None = Field(default=8, ge=0)
+    """How many versions may have gone live after the one that answered. Ratings of older answers are dropped: they say
+    little of the policy that would be trained. null trains on all, however old."""
     max_jobs_per_hour: int = Field(default=4, ge=1, le=240)
     """Jobs that are made within an hour."""
     base: Literal["active", "newest"] = "active"
