@@ -56,6 +56,7 @@ def run_as_json(config: RunConfig, result: RunResult) -> dict[str, Any]:
         "adapter": None if path is None else str(path),
         "steps": result.steps,
         "interrupted": result.interrupted,
+        **({} if config.promote is None else {"promoted": result.promoted and str(result.promoted)}),
         "comparison": [{"metric": m, "before": finite(b), "after": finite(a)} for m, b, a in _rows(config, result)],
     }
 
@@ -82,6 +83,8 @@ def print_run(console: Console, config: RunConfig, result: RunResult, *, extreme
         print_line("adapter  none: no step had a group with different rewards, so nothing was trained", console=console)
         return
     print_line(f"{'model  ' if config.train.lora is None else 'adapter'}  {path}  ({result.version})", console=console)
+    if config.promote is not None:
+        print_line(f"active   {result.promoted or 'as before: no version was promoted'}", console=console)
     for line in _next_steps(config, result, path):
         print_line(line, console=console)
 

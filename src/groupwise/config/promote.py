@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
-from groupwise.config.yaml import Section
+from groupwise.config.yaml import Section, Text
 
 
 class Bounds(Section):
@@ -18,3 +20,13 @@ class Bounds(Section):
     """Divergence from the other version, in nats a token, on what the new one sampled; null does not measure it."""
     max_length_ratio: float | None = Field(default=2.0, gt=1)
     """How many times longer, or shorter, its completions may be on average; null does not limit it."""
+
+
+class PromoteConfig(Bounds):
+    """Which of a run's versions become its active one: each that is evaluated and passes."""
+
+    against: Text = "base"
+    """What it must not be worse than: `base`; `active`, the version promoted before, at first what the run starts from;
+    or a version as `adapters.start` names it. The best one promoted so far is always compared with, too."""
+    mode: Literal["greedy", "sampled"] = "sampled"
+    """The evaluation that decides."""

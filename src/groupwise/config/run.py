@@ -32,6 +32,7 @@ from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.harness import HarnessConfig
 from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
+from groupwise.config.promote import PromoteConfig
 from groupwise.config.rewards import Rewards, ScoringConfig
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
 from groupwise.config.yaml import AdapterName, Document, Name, Section, Text, Texts, conflict, to_yaml, validate
@@ -555,6 +556,8 @@ class RunConfig(Section):
     """The prompts to train on; an environment with a method `cases` needs none."""
     eval: EvalConfig | None = None
     """null does not evaluate."""
+    promote: PromoteConfig | None = None
+    """What a version must pass to become the run's active one; null makes the newest active (docs/evaluation.md)."""
     rewards: Rewards = ()
     """The reward functions; a completion's reward is their weighted sum, plus what its environment gave."""
     scoring: ScoringConfig = ScoringConfig()
@@ -606,6 +609,8 @@ class RunConfig(Section):
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
         self._check_engine()
         self._check_quantization()
+        if self.promote is not None:
+            self._check_promote(self.promote)
         if self.teacher is not None:
             self._check_teacher(self.teacher)
         elif self.env is None and not any(reward.weight for reward in self.rewards):
@@ -617,6 +622,19 @@ class RunConfig(Section):
         """Whether a group may be trained that another policy sampled: `rollout.may_be_stale`, or one of vLLM's rounded
         weights."""
         return self.rollout.may_be_stale or (self.engine == "vllm" and self.vllm.rounds(self.dtype))
+
+    def _check_promote(self, promote: PromoteConfig) -> None:
+        """It judges evaluations of stored versions."""
+        if self.eval is None:
+            raise conflict("promote", "judges versions by their evaluations, and there are none; set eval")
+        if promote.mode not in self.eval.modes:
+            modes = list(self.eval.modes)
+            raise conflict("promote", "mode", f"{promote.mode!r} is not evaluated; eval.modes is {modes}")
+        if self.train.lora is None:
+            raise conflict("promote", "train.lora is null, so that the run stores no versions; leave it out")
+        if promote.max_kl is not None and self.engine != "local":
+            message = f"{promote.max_kl:g} is measured by the local engine, and engine is {self.engine}; leave it out"
+            raise conflict("promote", "max_kl", message)
 
     def _check_quantization(self) -> None:
         """What cannot go with a base in few bits, or with DoRA."""
