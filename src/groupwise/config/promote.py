@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
-from groupwise.config.yaml import Section, Text
+from groupwise.config.yaml import Section, Text, conflict
 
 
 class Bounds(Section):
@@ -30,3 +31,16 @@ class PromoteConfig(Bounds):
     or a version as `adapters.start` names it. The best one promoted so far is always compared with, too."""
     mode: Literal["greedy", "sampled"] = "sampled"
     """The evaluation that decides."""
+
+    def check(self, modes: Sequence[str] | None, *, adapter: bool, engine: str) -> None:
+        """Raise ValueError where a run cannot judge so: `modes` are those that it evaluates, None without evaluations;
+        `adapter`: it trains one."""
+        if modes is None:
+            raise conflict("promote", "judges versions by their evaluations, and there are none; set eval")
+        if self.mode not in modes:
+            raise conflict("promote", "mode", f"{self.mode!r} is not evaluated; eval.modes is {list(modes)}")
+        if not adapter:
+            raise conflict("promote", "train.lora is null, so that the run stores no versions; leave it out")
+        if self.max_kl is not None and engine != "local":
+            message = f"{self.max_kl:g} is measured by the local engine, and engine is {engine}; leave it out"
+            raise conflict("promote", "max_kl", message)

@@ -610,7 +610,8 @@ class RunConfig(Section):
         self._check_engine()
         self._check_quantization()
         if self.promote is not None:
-            self._check_promote(self.promote)
+            modes = None if self.eval is None else self.eval.modes
+            self.promote.check(modes, adapter=self.train.lora is not None, engine=self.engine)
         if self.teacher is not None:
             self._check_teacher(self.teacher)
         elif self.env is None and not any(reward.weight for reward in self.rewards):
@@ -622,19 +623,6 @@ class RunConfig(Section):
         """Whether a group may be trained that another policy sampled: `rollout.may_be_stale`, or one of vLLM's rounded
         weights."""
         return self.rollout.may_be_stale or (self.engine == "vllm" and self.vllm.rounds(self.dtype))
-
-    def _check_promote(self, promote: PromoteConfig) -> None:
-        """It judges evaluations of stored versions."""
-        if self.eval is None:
-            raise conflict("promote", "judges versions by their evaluations, and there are none; set eval")
-        if promote.mode not in self.eval.modes:
-            modes = list(self.eval.modes)
-            raise conflict("promote", "mode", f"{promote.mode!r} is not evaluated; eval.modes is {modes}")
-        if self.train.lora is None:
-            raise conflict("promote", "train.lora is null, so that the run stores no versions; leave it out")
-        if promote.max_kl is not None and self.engine != "local":
-            message = f"{promote.max_kl:g} is measured by the local engine, and engine is {self.engine}; leave it out"
-            raise conflict("promote", "max_kl", message)
 
     def _check_quantization(self) -> None:
         """What cannot go with a base in few bits, or with DoRA."""
