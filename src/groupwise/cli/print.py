@@ -92,14 +92,16 @@ def print_run(console: Console, config: RunConfig, result: RunResult, *, extreme
 def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
     """Commands that can be pasted as they are."""
     run, saved = shlex.quote(str(result.run_dir)), shlex.quote(str(result.run_dir / "config.yaml"))
-    trained = shlex.quote(f"model={path}") if config.train.lora is None else f"--adapter {run}"
+    refused = config.promote is not None and result.promoted is None  # then the run's name means no version
+    policy = shlex.quote(f"{result.run_dir}@{result.version.number}") if refused else run
+    trained = shlex.quote(f"model={path}") if config.train.lora is None else f"--adapter {policy}"
     lines = [
         "",
         "Next:",
-        f"  groupwise chat {run}",
+        f"  groupwise chat {policy}",
         f"  groupwise ui {run}",
         f"  groupwise report {run}",
-        f"  groupwise serve {run}",
+        f"  groupwise serve {policy}",
         f"  groupwise eval {saved} {trained}",
     ]
     if config.train.lora is None:
