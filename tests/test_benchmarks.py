@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -346,3 +347,72 @@ def test_the_oracle_of_the_judge_benchmark_has_the_faults_that_it_is_given(scrip
     longer = points(judge.Faults(noise=0.0, length=4.0))
     assert longer[2] - longer[0] == pytest.approx(4) and longer[1] - longer[0] == pytest.approx(4)
     assert points(judge.Faults(noise=2.0)) != pytest.approx([0, 4, 0, 4], abs=0.01)
+
+
+# ---- the soak of a server that learns ----
+
+
+def test_the_soak_kills_evenly_and_never_around_its_poison(script: Any) -> None:
+    soak = script("learn_soak")
+    schedule = soak.Schedule(7200.0, 20)
+    times = schedule.kill_times
+    assert len(times) == 20 and times == sorted(times) and times[0] > 480 and times[-1] < 7020
+    assert not any(56 * 60 <= each < 88 * 60 for each in times)
+    gaps = [b - a for a, b in pairwise(times) if not a < 3600 < b]
+    assert max(gaps) - min(gaps) < 1e-6, "evenly on either side"
+    assert [schedule.poisoned(60 * minute) for minute in (59.9, 60, 79.9, 80)] == [False, True, True, False]
+    assert schedule.kill_due(times[3], 3) and not schedule.kill_due(times[3] - 1, 3)
+    assert not schedule.kill_due(3700.0, 0), "one that is late is not made in the poison"
+    assert schedule.kill_due(7199.0, 19) and not schedule.kill_due(7199.0, 20)
+    assert (schedule.idle_s, soak.Schedule(60.0, 0).idle_s) == (300.0, 45.0)
+
+
+def test_the_soak_goes_on_from_its_log(script: Any, tmp_path: Path) -> None:
+    soak = script("learn_soak")
+    log = soak.Log(tmp_path / "log.jsonl")
+    log.add("kill", seconds=100.0)
+    log.add("rated", seconds=120.5, id="f1", poisoned=False)
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"kind": "rated", "id": "half a li')
+    again = soak.Log(tmp_path / "log.jsonl")
+    assert 120.5 <= again.now < 130 and len(again.of("kill")) == 1
+    again.add("kill")
+    assert [each["kind"] for each in soak.Log(tmp_path / "log.jsonl").entries] == ["kill", "rated", "kill"]
+
+
+def test_the_soak_claims_what_its_log_bears_out(script: Any) -> None:
+    soak = script("learn_soak")
+
+    def at(kind: str, seconds: float, **said: Any) -> dict[str, Any]:
+        return {"kind": kind, "seconds": seconds, **said}
+
+    def judged(version: str, job: str, kind: str) -> dict[str, Any]:
+        return at("transition", 0.0, what=kind, data={"version": version, "job_id": job})
+
+    good = [
+        *(at("accuracy", i, accuracy=each) for i, each in enumerate((0.5, 0.9))),
+        *(at("chat", 100 + i, ms=10.0, state="idle") for i in range(99)),
+        at("chat", 150, ms=100.0, state="measured"),
+        *(at("chat", 600 + i, ms=19.0, state="training") for i in range(100)),
+        *(at("rated", 700, id=f"r{i}", poisoned=i >= 2) for i in range(4)),
+        judged("sums@1", "a", "gate_passed"),
+        at("transition", 800, what="promoted", data={"version": "sums@1"}),
+        judged("sums@2", "b", "gate_refused"),
+    ]
+    feedback = [{"id": f"r{i}", "job_id": "a" if i < 2 else "b"} for i in range(4)]
+    schedule = soak.Schedule(7200.0, 20)
+    found = soak.summary(good, feedback, schedule)
+    assert found["claims"] == {"learns": True, "clean": True, "durable": True, "prompt": True}
+    assert found["versions"]["mostly_inverted"] == ["sums@2"] and found["latency"]["p99_ratio"] == 1.9
+    broken = {
+        "learns": [*good, at("accuracy", 9, accuracy=0.52)],
+        "clean": [*good, at("transition", 900, what="promoted", data={"version": "sums@2"})],
+        "durable": [*good, at("rated", 900, id="lost", poisoned=False)],
+        "prompt": [*good, *(at("chat", 900, ms=21.0, state="training") for _ in range(5))],
+    }
+    for claim, entries in broken.items():
+        assert [name for name, held in soak.summary(entries, feedback, schedule)["claims"].items() if not held] == [
+            claim
+        ]
+    unpoisoned = [each for each in good if each.get("data", {}).get("version") != "sums@2"]
+    assert not soak.summary(unpoisoned, feedback, schedule)["claims"]["clean"], "nothing was put to the test"

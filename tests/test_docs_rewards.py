@@ -7,9 +7,7 @@ import doctest
 import inspect
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from groupwise.config.run import parse_config
 from groupwise.rewards.base import load_rewards, score, summarize
 from groupwise.rewards.check import functions_in
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
+from judge_peer import Said, judges
 
 PAGE = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -84,25 +83,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def judge() -> Iterator[str]:
     """The URL of a judge that gives everything a 5."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))["messages"][1]["content"]
-            count = len(re.findall(r"^--- reply \d+ ", asked, re.MULTILINE))
-            verdict = {"reason": "so so", "score": 5, "scores": [5] * count}
-            said = json.dumps({"choices": [{"message": {"content": json.dumps(verdict)}}]}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(said)))
-            self.end_headers()
-            self.wfile.write(said)
+    def fives(body: dict[str, Any], before: int) -> Said:
+        count = len(re.findall(r"^--- reply \d+ ", body["messages"][1]["content"], re.MULTILINE))
+        return Said(json.dumps({"reason": "so so", "score": 5, "scores": [5] * count}))
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    server.shutdown()
-    server.server_close()
+    with judges() as start:
+        yield start(fives).url
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from judge_peer import Judge, Said, judges
 
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards import judge as judge_module
@@ -17,6 +16,7 @@ from groupwise.rewards.base import RewardFunction
 from groupwise.rewards.check import RewardCheckReport, lint
 from groupwise.rewards.judge import group_judge, read_verdict
 from groupwise.server import openai as server_chat
+from judge_peer import Judge, Said, judges
 from serving import served
 
 RUBRIC = "The number behind QUALITY is how good the reply is."

@@ -11,13 +11,13 @@ from email.utils import format_datetime
 from typing import Any
 
 import pytest
-from judge_peer import Judge, Said, judges
 
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards import judge as judge_module
 from groupwise.rewards import judge_server
 from groupwise.rewards.judge import judge, read_score
 from groupwise.server import openai as server_chat
+from judge_peer import Judge, Said, judges
 from serving import served
 
 KEY = "sk-very-secret"

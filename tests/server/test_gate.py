@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from groupwise.config.learn import CanaryConfig, GateConfig
-from groupwise.server.gate import BEST, TRIAL, Measured, compare, judge_trial, lower_bound
+from groupwise.server.gate import BEST, COUNTS, TRIAL, judge_trial
 from groupwise.server.policies import Trial
 from groupwise.store.ledger import Job
 from groupwise.tasks.starter.tasks import prompts as arithmetic
@@ -30,68 +26,17 @@ GATE: dict[str, Any] = {
 }
 
 
-# ---- the statistics ----
+# ---- the canary ----
 
 
 def config(**fields: Any) -> GateConfig:
     return GateConfig(prompts={"source": "x.jsonl"}, rewards=["m:f"], **fields)  # pyright: ignore[reportArgumentType]
 
 
-def measured(rewards: Sequence[float], length: float = 10.0) -> Measured:
-    return Measured(rewards=rewards, length=length)
-
-
-def test_the_bound_is_below_the_mean_and_covers_it_about_as_often_as_it_says() -> None:
-    rng, covered = random.Random(0), 0
-    for trial in range(200):
-        values = [rng.gauss(0.1, 1.0) for _ in range(60)]
-        bound = lower_bound(values, confidence=0.9, seed=trial)
-        assert bound < sum(values) / len(values)
-        covered += bound <= 0.1
-    assert 0.84 <= covered / 200 <= 0.96
-
-
-def test_what_is_as_good_passes_and_what_is_worse_does_not() -> None:
-    old = measured([0.0, 1.0] * 50)
-    assert compare(old, old, kl=None, config=config()).passed
-    worse = compare(measured([0.0, 0.5] * 50), old, kl=None, config=config())
-    assert not worse.passed and "0.250" in worse.reason and "gate.margin is 0.02" in worse.reason
-    assert compare(measured([0.0, 0.5] * 50), old, kl=None, config=config(margin=0.5)).passed
-    few = compare(measured([0.0, 1.0, 1.0, 0.5]), measured([1.0, 0.0, 1.0, 0.5]), kl=None, config=config())
-    assert not few.passed, "as good on average, and nothing says so with confidence"
-
-
-def test_kl_and_length_have_bounds_and_prompts_without_a_score_do_not_count() -> None:
-    old = measured([1.0] * 8)
-    far = compare(old, old, kl=0.2, config=config(max_kl=0.1))
-    assert not far.passed and "0.2000 nats" in far.reason and far.numbers["kl"] == 0.2
-    for length in (25.0, 4.0):
-        assert "max_length_ratio" in compare(measured([1.0] * 8, length), old, kl=None, config=config()).reason
-    nan = float("nan")
-    assert compare(measured([1.0, nan]), measured([1.0, 0.0]), kl=None, config=config()).numbers["prompts"] == 1
-    assert not compare(measured([nan]), measured([1.0]), kl=None, config=config()).passed
-
-
-def test_what_is_as_good_as_the_active_version_and_worse_than_the_best_does_not_pass() -> None:
-    best, active, new = ([1.0] * k + [0.0] * (100 - k) for k in (100, 98, 96))
-    options = config(margin=0.05)
-    assert compare(measured(new), measured(active), kl=None, config=options).passed
-    refused = compare(measured(new), measured(active), kl=None, config=options, best=("a@1", measured(best)))
-    assert not refused.passed and "a@1, the best that went live" in refused.reason
-    assert "of the active version" not in refused.reason and refused.numbers["reward_best"] == 1.0
-    assert compare(measured(active), measured(active), kl=None, config=options, best=("a@1", measured(best))).passed
-
-
 def test_a_share_is_a_number_or_a_percentage_alone_and_beside_options() -> None:
     assert [config(canary=each).canary.share for each in (0.1, "10%", {"share": "10%", "ratings": 5})] == [0.1] * 3  # pyright: ignore[reportOptionalMemberAccess]
     with pytest.raises(ValueError, match="write a share such as"):
         config(canary={"share": "a tenth"})
-
-
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=30), st.floats(0, 0.5))
-def test_a_version_is_never_refused_for_being_better_everywhere(rewards: list[float], gain: float) -> None:
-    better = [min(1.0, each + gain) for each in rewards]
-    assert compare(measured(better), measured(rewards), kl=None, config=config()).passed
 
 
 def test_a_trial_goes_on_then_is_promoted_or_rolled_back() -> None:
@@ -266,6 +211,52 @@ def test_a_canary_outlives_a_restart_and_is_promoted_if_it_is_rated_as_well(tmp_
         assert server.http.post("/v1/learn/reject").json()["trial"] is None
         assert server.http.post("/v1/learn/promote").status_code == 400
         assert server.server.feedback.setting(TRIAL) is None
+
+
+def test_a_canary_counts_on_after_a_kill_and_its_clock_stands_still_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("groupwise.server.gate.clock", lambda: clock[0])
+    gate = {**GATE, "canary": {"share": 0.5, "minutes": 10.0, "max_errors": 3}}
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        train(server, learning_rate=0.0)
+        trial = server.server.policies.trial
+        assert trial is not None
+        versions = [chat(server, user=str(user))[1] for user in range(12)]
+        for _ in range(2):
+            trial.failed(trial.version)
+        clock[0] += 6 * 60
+        assert look(server) == "go on"
+        counts = server.server.feedback.setting(COUNTS)
+        asked = [versions.count("sums@1"), versions.count("base")]
+        assert (counts["seconds"], counts["requests"], counts["errors"]) == (360.0, asked, [2, 0])
+    clock[0] += 24 * 3600  # the server is away, and was not told before
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        assert look(server) == "go on", "a day in which nobody could be answered is not the trial's"
+        trial = server.server.policies.trial
+        assert trial is not None and trial.counts == counts
+        clock[0] += 3 * 60
+        assert look(server) == "go on"
+        trial.failed(trial.version)
+        assert (
+            look(server) == "roll back"
+            and f"3 of {asked[0]} requests failed" in (shown(server)["transitions"][0]["message"])
+        )
+    with whole(tmp_path / "other", Path("starter"), gate=gate) as server:
+        train(server, learning_rate=0.0)
+        clock[0] += 6 * 60
+        assert look(server) == "go on"
+    with whole(tmp_path / "other", Path("starter"), gate=gate) as server:
+        clock[0] += 5 * 60
+        assert look(server) == "roll back" and "11 minutes were over" in shown(server)["transitions"][0]["message"]
+
+
+def test_counts_of_another_trial_are_not_gone_on_from() -> None:
+    old = Trial(version=PolicyVersion("a", 2), against=PolicyVersion("a", 1), share=0.1, since=1.0, seconds=60.0)
+    new = Trial(version=PolicyVersion("a", 2), against=PolicyVersion("a", 1), share=0.1, since=2.0)
+    new.go_on(old.counts)
+    assert new.seconds == 0.0
 
 
 def test_what_was_promoted_by_hand_is_what_others_are_compared_with(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from groupwise.server.learn import rated_groups, scored_completion, temperature_of
 from groupwise.store.feedback import Feedback
 from groupwise.store.ledger import RolloutRecord
+from groupwise.types import PolicyVersion
 from whole_server import Whole, whole
 
 QUESTION = "What is {} + {}? Reply with just the number."
@@ -55,7 +56,7 @@ def test_two_answers_that_were_rated_differently_are_a_group() -> None:
     (group,), lost = grouped(ratings, record("a"), record("b"), record("c", prompt=2))
     assert (group.scores, group.seqs, group.complete, lost) == ((1.0, 0.25), (1, 2), True, [])
     groups, _ = grouped(ratings, record("a"), record("b"), record("c", prompt=2), scored=True)
-    assert [(each.seqs, each.complete) for each in groups] == [((1, 2), True), ((3,), False)]
+    assert [(each.seqs, each.complete) for each in groups] == [((3,), False), ((1, 2), True)], "the newest first"
 
 
 def test_a_comparison_is_a_group_and_equal_ratings_are_none() -> None:
@@ -243,6 +244,32 @@ def test_a_reward_that_fails_loses_no_feedback(tmp_path: Path) -> None:
         assert server.http.portal.call(server.server.trainer.attempt) is None
         assert "the judge is away" in shown(server)["reason"]
         assert set(states(server)) == {"waiting"} and server.server.ledger.jobs() == []
+
+
+def test_of_a_backlog_the_newest_ratings_are_trained_first(tmp_path: Path) -> None:
+    with whole(tmp_path / "state", Path("starter"), learn={**LEARN, "max_groups": 2}) as server:
+        rate_pairs(server, 4)
+        assert step(server) is not None
+        assert states(server) == ["training"] * 4 + ["waiting"] * 4, "newest first, as they are listed"
+
+
+def test_ratings_of_versions_long_replaced_are_dropped(tmp_path: Path) -> None:
+    with whole(tmp_path / "state", Path("starter"), learn={**LEARN, "max_behind": 1}) as server:
+        rate_pairs(server, 2)
+        assert step(server) is not None
+        server.train()
+        finish(server)  # helper@1 is live
+        rate_pairs(server, 1, first=3)
+        first = PolicyVersion("helper", 1)
+        for number in (2, 3):
+            assert step(server) is None and states(server) == ["waiting"] * 2 + ["trained"] * 4
+            server.publish(server.server.store.path(first), "helper", parent=PolicyVersion("helper", number - 1))
+            assert server.http.post("/v1/adapters/helper/activate", json={"version": number}).status_code == 200
+        rate_pairs(server, 1, first=5)
+        assert step(server) is None
+        assert states(server) == ["waiting"] * 2 + ["dropped"] * 2 + ["trained"] * 4
+        told = shown(server)["transitions"][0]
+        assert told["kind"] == "ratings_outdated" and told["data"] == {"ratings": 2, "versions": ["helper@1"]}
 
 
 def test_jobs_are_limited_by_the_hour(tmp_path: Path) -> None:

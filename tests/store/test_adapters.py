@@ -457,6 +457,22 @@ def test_activation_and_rollback_survive_a_restart(store):
         again.rollback()
 
 
+def test_how_many_versions_went_live_since(store):
+    first, second, other = publish(store), publish(store), publish(store, "other")
+    trial = publish(store, info=replace(ORIGIN, parent=second))
+    of_trial = publish(store, info=replace(ORIGIN, parent=trial))
+    for version in (first, second, other):
+        store.activate(version)
+    base = PolicyVersion.base()
+    assert [store.live_since(version) for version in (base, first, second, other)] == [3, 2, 1, 0]
+    assert (store.live_since(trial), store.live_since(of_trial)) == (1, 1), "never live: as what they come from"
+    assert store.live_since(PolicyVersion("unheard", 1)) == 0
+    store.activate(first)
+    assert (store.live_since(first), store.live_since(base)) == (0, 4)
+    store.delete(second)
+    assert store.live_since(PolicyVersion("math", 0)) == 2, "gone: the activations of newer ones of its name"
+
+
 def test_base_can_be_activated_and_rolled_back_from(store):
     version = publish(store)
     store.activate(version)

@@ -56,6 +56,7 @@ def run_as_json(config: RunConfig, result: RunResult) -> dict[str, Any]:
         "adapter": None if path is None else str(path),
         "steps": result.steps,
         "interrupted": result.interrupted,
+        **({} if config.promote is None else {"promoted": result.promoted and str(result.promoted)}),
         "comparison": [{"metric": m, "before": finite(b), "after": finite(a)} for m, b, a in _rows(config, result)],
     }
 
@@ -82,6 +83,8 @@ def print_run(console: Console, config: RunConfig, result: RunResult, *, extreme
         print_line("adapter  none: no step had a group with different rewards, so nothing was trained", console=console)
         return
     print_line(f"{'model  ' if config.train.lora is None else 'adapter'}  {path}  ({result.version})", console=console)
+    if config.promote is not None:
+        print_line(f"active   {result.promoted or 'as before: no version was promoted'}", console=console)
     for line in _next_steps(config, result, path):
         print_line(line, console=console)
 
@@ -89,14 +92,16 @@ def print_run(console: Console, config: RunConfig, result: RunResult, *, extreme
 def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
     """Commands that can be pasted as they are."""
     run, saved = shlex.quote(str(result.run_dir)), shlex.quote(str(result.run_dir / "config.yaml"))
-    trained = shlex.quote(f"model={path}") if config.train.lora is None else f"--adapter {run}"
+    refused = config.promote is not None and result.promoted is None  # then the run's name means no version
+    policy = shlex.quote(f"{result.run_dir}@{result.version.number}") if refused else run
+    trained = shlex.quote(f"model={path}") if config.train.lora is None else f"--adapter {policy}"
     lines = [
         "",
         "Next:",
-        f"  groupwise chat {run}",
+        f"  groupwise chat {policy}",
         f"  groupwise ui {run}",
         f"  groupwise report {run}",
-        f"  groupwise serve {run}",
+        f"  groupwise serve {policy}",
         f"  groupwise eval {saved} {trained}",
     ]
     if config.train.lora is None:

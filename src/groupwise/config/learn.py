@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from groupwise.config.data import DatasetConfig
 from groupwise.config.job import parse_job_config
+from groupwise.config.promote import Bounds
 from groupwise.config.rewards import Rewards, ScoringConfig
 from groupwise.config.yaml import AdapterName, Section, conflict
 from groupwise.errors import ConfigError
@@ -36,7 +37,10 @@ class LearnConfig(Section):
     max_tokens: int = Field(default=512, ge=1)
     """Longest of the completions that are sampled."""
     max_groups: int = Field(default=256, ge=1)
-    """Prompts in one job, the oldest feedback first."""
+    """Prompts in one job, the newest feedback first."""
+    max_behind: int | None = Field(default=8, ge=0)
+    """How many versions may have gone live after the one that answered. Ratings of older answers are dropped: they say
+    little of the policy that would be trained. null trains on all, however old."""
     max_jobs_per_hour: int = Field(default=4, ge=1, le=240)
     """Jobs that are made within an hour."""
     base: Literal["active", "newest"] = "active"
@@ -93,7 +97,7 @@ def _share(value: Any) -> Any:
     return value if value is None or isinstance(value, dict | CanaryConfig | bool) else {"share": value}
 
 
-class GateConfig(Section):
+class GateConfig(Bounds):
     """What a version that a job made must pass before it becomes active."""
 
     prompts: DatasetConfig
@@ -106,14 +110,6 @@ class GateConfig(Section):
     """Of these; 0 is greedy."""
     max_tokens: int = Field(default=256, ge=1)
     """Longest of these."""
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """How sure it must be that the new version is not worse by more than `margin` (paired bootstrap over prompts)."""
-    margin: float = Field(default=0.02, ge=0)
-    """How much lower its mean reward may be."""
-    max_kl: float | None = Field(default=None, gt=0)
-    """Divergence from the active version, in nats a token, on what the new one sampled; null does not measure it."""
-    max_length_ratio: float | None = Field(default=2.0, gt=1)
-    """How many times longer, or shorter, its completions may be on average; null does not limit it."""
     canary: Annotated[CanaryConfig | None, BeforeValidator(_share)] = None
     """After the gate, a trial on a share of the requests, as 0.1 or "10%" or with its options; null makes the version
     active at once."""

@@ -32,6 +32,7 @@ from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.harness import HarnessConfig
 from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
+from groupwise.config.promote import PromoteConfig
 from groupwise.config.rewards import Rewards, ScoringConfig
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
 from groupwise.config.yaml import AdapterName, Document, Name, Section, Text, Texts, conflict, to_yaml, validate
@@ -558,6 +559,8 @@ class RunConfig(Section):
     """The prompts to train on; an environment with a method `cases` needs none."""
     eval: EvalConfig | None = None
     """null does not evaluate."""
+    promote: PromoteConfig | None = None
+    """What a version must pass to become the run's active one; null makes the newest active (docs/evaluation.md)."""
     rewards: Rewards = ()
     """The reward functions; a completion's reward is their weighted sum, plus what its environment gave."""
     scoring: ScoringConfig = ScoringConfig()
@@ -609,6 +612,9 @@ class RunConfig(Section):
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
         self._check_engine()
         self._check_quantization()
+        if self.promote is not None:
+            modes = None if self.eval is None else self.eval.modes
+            self.promote.check(modes, adapter=self.train.lora is not None, engine=self.engine)
         if self.teacher is not None:
             self._check_teacher(self.teacher)
         elif self.env is None and not any(reward.weight for reward in self.rewards):

@@ -42,7 +42,7 @@ from groupwise.run.policy import Policy
 from groupwise.run.teacher import taught
 from groupwise.run.update import learner_thread
 from groupwise.store.adapters import AdapterStore
-from groupwise.tasks.episode import play_all
+from groupwise.tasks.episode import group_of, play_all
 from groupwise.tasks.tool_calls import ToolCallFormat, shown_format
 from groupwise.tasks.transcript import TemplateCheck, template_check
 from groupwise.types import (
@@ -54,7 +54,6 @@ from groupwise.types import (
     RolloutGroup,
     SamplingParams,
     SamplingRequest,
-    Turn,
 )
 
 PROMPTS, COMPLETIONS = 4, 4  # how many are tried
@@ -299,9 +298,7 @@ async def _try_answers(groups: Sequence[RolloutGroup], parts: Components) -> str
     said = [
         Completion(token_ids=(), logprobs=(), text=text, finish_reason=FinishReason.STOP) for text in forms.values()
     ]
-    group = await parts.scorer(
-        RolloutGroup(prompt=prompt, rollouts=tuple(Rollout(turns=(Turn(prompt.token_ids, each),)) for each in said))
-    )
+    group = await parts.scorer(group_of(prompt, said))
     given = {name: rollout.reward or 0.0 for name, rollout in zip(forms, group.rollouts, strict=True)}
     best = max(given, key=lambda name: given[name])
     answer = prompt.columns[column]

@@ -35,10 +35,11 @@ from groupwise.rewards.base import RewardFunction
 from groupwise.run.assemble import Components, RemoteBackends, open_components
 from groupwise.run.display import STOPPING, Display, open_display
 from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
-from groupwise.run.health import HealthMonitor
+from groupwise.run.health import Event, HealthMonitor
 from groupwise.run.launch import on_all_ranks
 from groupwise.run.plan import RunPlan, make_plan
 from groupwise.run.policy import Policy
+from groupwise.run.promote import Promotion
 from groupwise.run.update import PolicyUpdates
 from groupwise.store import checkpoint
 from groupwise.store.adapters import AdapterStore
@@ -65,10 +66,10 @@ class TrainingRun:
     def __init__(self, plan: RunPlan, parts: Components, run_dir: Path, *, tracking: Tracking, display: Display):
         self.plan, self.parts, self.run_dir = plan, parts, run_dir
         self.tracking, self.display, self.health = tracking, display, HealthMonitor(plan.config)
-        self.updates = PolicyUpdates(plan, parts.learner)
+        self.updates, store = PolicyUpdates(plan, parts.learner), AdapterStore(run_dir / ADAPTERS)
         self.policy = Policy(
             parts.learner,
-            AdapterStore(run_dir / ADAPTERS),
+            store,
             parts.engine,
             name=plan.config.name,
             base=parts.base,
@@ -76,15 +77,27 @@ class TrainingRun:
             config_hash=plan.config_hash,
             in_use=parts.batches.versions_in_use,
             in_flight=plan.config.rollout.in_flight_cache if plan.config.rollout.in_flight_updates else None,
+            by_promotion=plan.config.promote is not None,
         )
+        self.promotion = self._promotion(store)
         self._best = BestVersion(patience=0 if plan.config.eval is None else plan.config.eval.patience)
         self._evaluated: dict[PolicyVersion, int] = {}  # the step at which a version was
         self._started = self._sampling_s = 0.0  # of the present step: when it began, seconds spent waiting for groups
+
+    def _promotion(self, store: AdapterStore) -> Promotion | None:
+        config, parts = self.plan.config, self.parts
+        if config.promote is None:
+            return None
+        temperature = config.eval_sampling().temperature
+        others = {"base": parts.base, "temperature": temperature}
+        return Promotion(config.promote, self.policy, store, parts.engine, self._evaluation, **others)
 
     # -- the state of the run ------------------------------------------------------------------------------------------
 
     async def begin(self) -> int:
         """Before the first step: the adapter to start from, the evaluation before. Returns 0, the steps done."""
+        if self.promotion is not None:
+            self.promotion.open()
         if (start := self.plan.config.adapters.start) is not None:
             located = find_adapter(start)
             located.check_base(self.parts.base.hash)
@@ -106,6 +119,9 @@ class TrainingRun:
         self._best.load_state_dict(saved["best"])
         self._evaluated = {PolicyVersion.parse(version): step for version, step in saved["evaluated"].items()}
         self.policy.resume(newest=state.version, sampling=state.sampler, step=saved["published"])
+        if self.promotion is not None:
+            self.promotion.open()
+            self.promotion.load_state_dict(saved["promotion"])
         self._protect()
         batches.sync(state.sampler, step=state.synced)
         self.health.replay(read_metrics(self.run_dir / METRICS))
@@ -131,6 +147,7 @@ class TrainingRun:
                 "best": self._best.state_dict(),
                 "evaluated": {str(version): at for version, at in self._evaluated.items()},
                 "published": self.policy.step,
+                "promotion": None if self.promotion is None else self.promotion.state_dict(),
             },
         )
         checkpoint.save(self.run_dir, self.parts.learner, state)
@@ -209,18 +226,7 @@ class TrainingRun:
             return False
         self.display.phase("evaluating")
         version = self.publish({}, sync=False)
-        result = await evaluate(
-            parts.play,
-            parts.eval_prompts,
-            parts.scorer,
-            version=version,
-            params=self.plan.config.eval_sampling(),
-            modes=config.modes,
-            seed=self.plan.config.seed,
-            k=config.k,
-            success=config.success,
-            answer=self.plan.answer,
-        )
+        result = await self._evaluation(version)
         save_evaluations(self.run_dir, step, result)
         metrics = {}
         for each in result.values():
@@ -236,16 +242,48 @@ class TrainingRun:
         self._evaluated[version] = step
         if config.best is not None:
             self._best.observe(version, result[config.best].mean())
+        await self._promote(step, version, result)
         self._protect()
         return self._best.stop
 
+    async def _evaluation(self, version: PolicyVersion) -> Evaluations:
+        """`version` on the held-out prompts."""
+        config, parts = self.plan.config.eval, self.parts
+        assert config is not None
+        return await evaluate(
+            parts.play,
+            parts.eval_prompts,
+            parts.scorer,
+            version=version,
+            params=self.plan.config.eval_sampling(),
+            modes=config.modes,
+            seed=self.plan.config.seed,
+            k=config.k,
+            success=config.success,
+            answer=self.plan.answer,
+        )
+
+    async def _promote(self, step: int, version: PolicyVersion, result: Evaluations) -> None:
+        """Let what was evaluated become the active version, or not, and say so; `promote` decides."""
+        if self.promotion is None:
+            return
+        if step == 0:
+            return await self.promotion.begin(version, result)
+        if (told := await self.promotion.consider(version, result)) is not None:
+            event = Event(kind="note", step=step, text=told)
+            self.tracking.health([event])
+            self.display.health([event], self.health.standing)
+
     def conclude(self) -> tuple[PolicyVersion, Evaluations, Evaluations]:
-        """The run's policy, which is made active, the evaluations before the run and of that policy."""
+        """The run's policy, which is made active unless `promote` decides what is, the evaluations before the run and
+        of that policy."""
         version = self._best.version or self.policy.newest
         if self.parts.learner.lora is None:
             self.parts.learner.save_adapter(self._model_dir())
-        else:
+        elif self.promotion is None:
             self.policy.activate(version)
+        else:
+            self.promotion.conclude()
         if self.plan.config.eval is None:
             return version, {}, {}
         before, after = (load_evaluations(self.run_dir, at) for at in (0, self._evaluated[version]))
@@ -304,7 +342,7 @@ class StopRequest:
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """What a run leaves: its directory, its policy (the best version where `eval.best` asks for it, else the last), the
-    evaluations before it and of that policy (empty without `eval`)."""
+    evaluations before it and of that policy (empty without `eval`), and what `promote` made active, if anything."""
 
     run_dir: Path
     version: PolicyVersion
@@ -312,6 +350,7 @@ class RunResult:
     interrupted: bool
     before: Evaluations
     after: Evaluations
+    promoted: PolicyVersion | None = None
 
 
 def run_loop(
@@ -397,6 +436,7 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
         interrupted=stop.requested,
         before=before,
         after=after,
+        promoted=None if run.promotion is None else run.promotion.promoted,
     )
 
 

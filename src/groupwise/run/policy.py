@@ -7,7 +7,8 @@ in-flight updates (PipelineRL, arXiv 2509.19128) those requests go on under the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, cast
 
@@ -24,7 +25,8 @@ class Policy:
     Of older versions the newest `keep` and those in `protected` stay on disk, and those that `in_use` names stay in the
     engine: an episode that has begun asks for its version again at every turn. Without an adapter (full-parameter
     training) engine and learner share the weights, and only the name changes. With `in_flight`, which says what becomes
-    of keys and values, completions under way go on under each version that is synced.
+    of keys and values, completions under way go on under each version that is synced. What is published becomes active
+    in the store; with `by_promotion` only what `activate` is called with does.
     """
 
     def __init__(
@@ -39,10 +41,11 @@ class Policy:
         config_hash: str,
         in_use: Callable[[], Collection[PolicyVersion]] = tuple,
         in_flight: Literal["keep", "recompute"] | None = None,
+        by_promotion: bool = False,
     ):
         self._learner, self._store, self._sampler, self._base = learner, store, sampler, base
         self._name, self._keep, self._config_hash = name, keep, config_hash
-        self._in_use, self._in_flight = in_use, in_flight
+        self._in_use, self._in_flight, self._by_promotion = in_use, in_flight, by_promotion
         self.newest = self.sampling = PolicyVersion.base()
         self.protected: set[PolicyVersion] = set()
         self._loaded: set[PolicyVersion] = set()
@@ -79,12 +82,24 @@ class Policy:
             else:
                 self._sampler.load(version, self._store.path(version))
             self._loaded.add(version)
-        if self._learner.lora is not None:
+        if self._learner.lora is not None and not self._by_promotion:
             self._store.activate(newest)
 
     def activate(self, version: PolicyVersion) -> None:
         """Make a version the one that requests without a name get, in the store."""
         self._store.activate(version)
+
+    @contextmanager
+    def held(self, version: PolicyVersion) -> Iterator[None]:
+        """Within: a version that is on disk is in the engine, too."""
+        there = version.is_base or version in self._loaded
+        if not there:
+            self._sampler.load(version, self._store.path(version))
+        try:
+            yield
+        finally:
+            if not there and version not in self._loaded:
+                self._sampler.unload(version)
 
     def _published(self, step: int, metrics: Mapping[str, float]) -> PolicyVersion:
         if self._learner.lora is None:  # the engine samples from the very weights that were trained
@@ -103,7 +118,8 @@ class Policy:
         )
         version = self._store.publish(self._name, self._learner.save_adapter, info=info)
         self._sampler.load(version, self._store.path(version))
-        self._store.activate(version)
+        if not self._by_promotion:
+            self._store.activate(version)
         return version
 
     def _take_over(self) -> None:

@@ -16,6 +16,10 @@ same.
 A group in which everything scored alike waits for a later version, which completes it anew, up to MAX_FAILURES times;
 one in which everything is right (1) is spent at once.
 
+The newest ratings are trained first, and those of answers that `max_behind` versions went live after are dropped. Where
+ratings come faster than jobs can take them, taking the oldest first would let every job teach what the policy no longer
+says, ever further back.
+
 A job is queued and takes its ratings in one transaction: a kill between rating and job loses neither, and no rating is
 trained twice. A job that fails or is cancelled gives them back.
 """
@@ -53,6 +57,7 @@ from groupwise.server.webhooks import ACTIVE, utc
 from groupwise.server.wire import documented
 from groupwise.store.feedback import Feedback, Transition, opinions
 from groupwise.store.ledger import Job, RolloutRecord
+from groupwise.tasks.episode import group_of
 from groupwise.tasks.reply import plain_text
 from groupwise.types import (
     Completion,
@@ -60,11 +65,8 @@ from groupwise.types import (
     Message,
     PolicyVersion,
     Prompt,
-    Rollout,
-    RolloutGroup,
     SamplingParams,
     SamplingRequest,
-    Turn,
     unrecorded,
 )
 
@@ -110,7 +112,7 @@ class RatedGroup:
 def rated_groups(
     ratings: Sequence[Feedback], records: Mapping[str, RolloutRecord], *, scored: bool
 ) -> tuple[list[RatedGroup], list[int]]:
-    """The groups that can be trained on, oldest rating first, and the ratings whose answers are not kept any more.
+    """The groups that can be trained on, newest rating first, and the ratings whose answers are not kept any more.
     `scored`: there are rewards for further completions."""
     lost = [each.seq for each in ratings if not {each.rollout, each.worse or each.rollout} <= records.keys()]
     known = [each for each in ratings if each.seq not in set(lost)]
@@ -136,7 +138,7 @@ def rated_groups(
                 failures=max(failures[seq] for seqs in rollouts.values() for seq in seqs),
             )
             groups.append(group)
-    return sorted(groups, key=lambda group: group.seqs[0]), lost
+    return sorted(groups, key=lambda group: group.seqs[-1], reverse=True), lost
 
 
 @dataclass(frozen=True)
@@ -249,10 +251,7 @@ class FeedbackTrainer:
         seen = (await asyncio.to_thread(book.revision), version)
         groups = list[RatedGroup]()
         if seen != self._seen or self.trainable >= self._config.after:
-            groups, lost = await asyncio.to_thread(self._groups)
-            if lost:
-                await asyncio.to_thread(lambda: book.failed(lost, for_good=True))
-            groups = self._promising(groups)
+            groups = self._promising(await asyncio.to_thread(self._groups))
             self._seen, self.trainable = seen, len(ratings_in(groups))
         why_not = await asyncio.to_thread(self._why_not)
         if why_not is None and self.trainable < self._config.after:
@@ -277,11 +276,27 @@ class FeedbackTrainer:
         self._done = {group.seqs: self._done[group.seqs] for group in groups if group.seqs in self._done}
         return [group for group in groups if group.seqs not in self._done or self._done[group.seqs].useful]
 
-    def _groups(self) -> tuple[list[RatedGroup], list[int]]:
-        ratings = self._server.feedback.waiting()
+    def _groups(self) -> list[RatedGroup]:
+        """What waits and can be trained on, as groups; drops ratings of which nothing can come. In a thread."""
+        book, ratings = self._server.feedback, self._drop_outdated(self._server.feedback.waiting())
         ids = dict.fromkeys(id for each in ratings for id in (each.rollout, each.worse) if id is not None)
-        records = self._server.feedback.rollouts(list(ids))
-        return rated_groups(ratings, records, scored=bool(self._config.rewards))
+        groups, lost = rated_groups(ratings, book.rollouts(list(ids)), scored=bool(self._config.rewards))
+        if lost:
+            book.failed(lost, for_good=True)
+        return groups
+
+    def _drop_outdated(self, ratings: Sequence[Feedback]) -> list[Feedback]:
+        """Those of the ratings that are not about answers of versions long replaced; drops the others."""
+        book, most = self._server.feedback, self._config.max_behind
+        if most is None:
+            return list(ratings)
+        live_since = self._server.store.live_since
+        outdated = {v for v in {each.version for each in ratings} if live_since(PolicyVersion.parse(v)) > most}
+        if seqs := [each.seq for each in ratings if each.version in outdated]:
+            message = f"{len(seqs)} ratings are dropped: after the versions that answered more than {most} went live"
+            book.failed(seqs, for_good=True)
+            book.note("ratings_outdated", message, data={"ratings": len(seqs), "versions": sorted(outdated)})
+        return [each for each in ratings if each.version not in outdated]
 
     def _why_not(self) -> str | None:
         """What keeps it from making a job, however many ratings there are."""
@@ -386,9 +401,9 @@ class FeedbackTrainer:
         tokenizer = self._server.base.tokenizer
         said: Message = {"role": "user", "content": plain_text(group.prompt_ids, tokenizer)}
         columns = {} if group.correction is None else {"answer": group.correction}
-        prompt = Prompt(id=records[0].id, messages=(said,), columns=columns)
-        rollouts = tuple(_rollout(record, decode(record.completion_ids, tokenizer)) for record in records)
-        scored = await self._scorer(RolloutGroup(prompt=prompt, rollouts=rollouts))
+        prompt = Prompt(id=records[0].id, messages=(said,), columns=columns, token_ids=group.prompt_ids)
+        completions = [_completion(record, decode(record.completion_ids, tokenizer)) for record in records]
+        scored = await self._scorer(group_of(prompt, completions))
         refuse_failed([scored])
         return [rollout.reward for rollout in scored.rollouts]
 
@@ -437,14 +452,13 @@ def _record(prompt_ids: Sequence[int], completion: Completion, params: SamplingP
     )
 
 
-def _rollout(record: RolloutRecord, text: str) -> Rollout:
-    completion = Completion(
+def _completion(record: RolloutRecord, text: str) -> Completion:
+    return Completion(
         token_ids=record.completion_ids,
         logprobs=record.logprobs,
         text=text,
         finish_reason=FinishReason(record.finish_reason),
     )
-    return Rollout(turns=(Turn(prompt_ids=record.prompt_ids, completion=completion),))
 
 
 # ---- over HTTP ----

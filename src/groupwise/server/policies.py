@@ -23,12 +23,12 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
@@ -112,7 +112,7 @@ class _Waiting:
 @dataclass
 class Trial:
     """A version that answers a share of the requests that name none (a canary), beside `against`, the active one.
-    `requests` and `errors` count from when this process began: True is under the version on trial."""
+    `requests` and `errors`: True is under the version on trial. `seconds`: how long servers have answered by it."""
 
     version: PolicyVersion
     against: PolicyVersion
@@ -120,6 +120,21 @@ class Trial:
     since: float
     requests: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     errors: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    seconds: float = 0.0
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """What `go_on` needs in another process; goes through JSON."""
+        counted = {"requests": list(self.requests.values()), "errors": list(self.errors.values())}
+        return {"version": str(self.version), "since": self.since, "seconds": self.seconds, **counted}
+
+    def go_on(self, counts: Mapping[str, Any]) -> None:
+        """Count on from there, if these are the counts of this trial."""
+        if (counts["version"], counts["since"]) == (str(self.version), self.since):
+            self.seconds = counts["seconds"]
+            self.requests, self.errors = (
+                dict(zip((True, False), counts[name], strict=True)) for name in ("requests", "errors")
+            )
 
     def takes(self, key: str) -> bool:
         """Whether the request, or the session, of this key is answered by the version on trial: always the same."""

@@ -302,6 +302,17 @@ class AdapterStore:
         """Whether the version is active, or was and can be rolled back to."""
         return version in self._read_state().activations
 
+    def live_since(self, version: PolicyVersion) -> int:
+        """How many activations came after the last one of `version`, or, where it never was active, of the version that
+        it was trained from. Of a version that is gone at least so many: those of newer versions of its name."""
+        line = (PolicyVersion.base(), *self._read_state().activations)
+        while version not in line:
+            try:
+                version = self.info(version).parent
+            except (AdapterError, AdapterNotFoundError):
+                return sum(each.name == version.name and each.number > version.number for each in line)
+        return line[::-1].index(version)
+
     def activate(self, version: PolicyVersion) -> None:
         """Make `version` (or the base) active, durably. Raises as `path` does."""
         if version.is_base:

@@ -1,0 +1,95 @@
+"""`promote`: which versions of a run become its active one, what becomes of the others, and what a kill changes."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.config.run import parse_config
+from groupwise.errors import AdapterNotFoundError, ConfigError
+from groupwise.run.loop import RunResult, run_loop
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.rundir import find_adapter
+from groupwise.types import PolicyVersion
+from running_jobs import Dies, config
+
+HELD_OUT = {
+    "source": "groupwise.tasks.starter.tasks:prompts",
+    "args": {"skill": ["add"], "style": "bare", "n": 16, "split": "test"},
+}
+EVAL: dict[str, Any] = {"data": HELD_OUT, "every": 1, "modes": ["greedy", "sampled"]}
+STILL = {"steps": 2, "learning_rate": 0.0}  # the policy stays what it was
+RUINED = {"steps": 2, "learning_rate": 0.3, "schedule": "constant", "warmup_steps": 0}
+
+
+def run(tmp_path: Path, *, promote: dict[str, Any], **sections: Any) -> RunResult:
+    return run_loop(config(tmp_path, eval=EVAL, promote=promote, **sections))
+
+
+def store_of(result: RunResult) -> AdapterStore:
+    return AdapterStore(result.run_dir / "adapters")
+
+
+def told(result: RunResult) -> list[str]:
+    lines = map(json.loads, (result.run_dir / "health.jsonl").read_text().splitlines())
+    return [line["text"] for line in lines if "promoted" in line["text"]]
+
+
+def test_what_is_as_good_becomes_active_and_what_is_ruined_does_not(tmp_path: Path) -> None:
+    good = run(tmp_path / "good", promote={"margin": 0.0, "max_kl": 0.5}, train=STILL)
+    assert good.promoted == good.version == store_of(good).active == PolicyVersion("run", 2)
+    assert [text.partition(":")[0] for text in told(good)] == ["run@1 is promoted", "run@2 is promoted"]
+    against = str(good.run_dir)
+    ruined = run(tmp_path / "ruined", promote={"against": against, "max_length_ratio": None}, train=RUINED)
+    store = store_of(ruined)
+    assert ruined.promoted is None and store.active.is_base and not ruined.version.is_base
+    assert f"that of {against}" in str(store.refused(ruined.version))
+    assert "promote.margin is 0.02" in told(ruined)[-1] and store.path(ruined.version).is_dir(), "it stays"
+    with pytest.raises(AdapterNotFoundError):
+        find_adapter(str(ruined.run_dir))
+    assert find_adapter(f"{ruined.run_dir}@{ruined.version.number}").version == ruined.version, (
+        "by its number it can be had"
+    )
+
+
+def test_kl_is_measured_against_what_is_active_and_the_start_is_active_first(tmp_path: Path) -> None:
+    first = run(tmp_path / "first", promote={"margin": 1.0}, train={"steps": 1, "learning_rate": 1e-2})
+    assert first.promoted == PolicyVersion("run", 1)
+    options = {"against": "active", "margin": 1.0, "max_length_ratio": None, "mode": "greedy"}
+    start = {"adapters": {"start": str(first.run_dir)}, "seed": 3, "train": {"steps": 1, "learning_rate": 1e-2}}
+    bounded = run(tmp_path / "bounded", promote={**options, "max_kl": 1e-9}, **start)
+    store = store_of(bounded)
+    assert bounded.promoted is None and store.active == PolicyVersion("run", 1), "what it started from"
+    assert "its KL from run@1 is" in str(store.refused(PolicyVersion("run", 2)))
+    assert run(tmp_path / "free", promote=options, **start).promoted == PolicyVersion("run", 2)
+
+
+def test_a_run_that_was_killed_promotes_what_the_whole_one_does(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"promote": {"against": "active", "margin": 0.3}, "train": {"steps": 4}, "eval": EVAL}
+    whole = run_loop(config(tmp_path / "whole", **sections))
+    with pytest.raises(Dies.Now):
+        run_loop(config(tmp_path, resume="auto", **sections), display=Dies(4, total=4, stream=io.StringIO()))
+    again = run_loop(config(tmp_path, resume="auto", **sections))
+    assert again.promoted == whole.promoted and store_of(again).active == store_of(whole).active
+    versions = store_of(whole).versions("run")
+    assert [store_of(again).refused(v) for v in versions] == [store_of(whole).refused(v) for v in versions]
+    assert told(again)[-1] == told(whole)[-1]
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"eval": None}, "promote: judges versions by their evaluations"),
+        ({"eval": {**EVAL, "modes": ["greedy"]}}, "promote.mode: 'sampled' is not evaluated"),
+        ({"train": {"lora": None}}, "promote: train.lora is null"),
+        ({"engine": "vllm", "promote": {"max_kl": 0.1}}, "promote.max_kl: 0.1 is measured by the local engine"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(sections: dict[str, Any], named: str) -> None:
+    given = {"data": {"source": "p.jsonl"}, "rewards": ["m:f"], "eval": EVAL, "promote": {}, **sections}
+    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+        parse_config(given)
