@@ -1,6 +1,6 @@
 """The table of what never ran in docs/performance.md, made from `groupwise.cli.untested`.
 
-    python docs/generate_untested.py    write the table into docs/performance.md
+python docs/generate_untested.py    write the table into docs/performance.md
 """
 
 from __future__ import annotations
