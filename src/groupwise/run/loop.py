@@ -220,13 +220,14 @@ class TrainingRun:
             k=config.k,
             success=config.success,
             answer=self.plan.answer,
+            counted=parts.scorer.beside(self.plan.eval_rewards),
         )
         save_evaluations(self.run_dir, step, result)
         metrics = {}
         for each in result.values():
             metrics |= each.metrics(by=config.by) | each.details()
         self.tracking.log(step, metrics)
-        means = "  ".join(f"{mode} {each.mean():.1%}" for mode, each in result.items())
+        means = "  ".join(f"{mode} {each.said()}" for mode, each in result.items())
         self.display.note(
             f"evaluation at step {step}, {len(parts.eval_prompts)} held-out prompts, mean reward: {means}"
         )
