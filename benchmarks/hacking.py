@@ -95,6 +95,8 @@ def trained(way: str, *, seed: int, steps: int) -> Outcome:
         folder = Path(place) / "run"
         plan = config(way, seed=seed, steps=steps, folder=folder)
         result = run_loop(plan)
+        if result.interrupted:
+            raise KeyboardInterrupt
         records = list(read_metrics(folder / "metrics.jsonl"))
     by_right = curve(records, f"eval/{MODE}/reward")
     by_reward = curve(records, f"eval/{MODE}/training_reward") or by_right
