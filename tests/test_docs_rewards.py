@@ -133,3 +133,19 @@ def test_configurations(block, folder, judge, reward_model):
         assert right != wrong
     else:
         assert right > wrong
+
+
+def test_the_runs_that_game_a_reward_are_those_that_were_recorded():
+    """The table of docs/rewards.md, from what benchmarks/hacking.py wrote; and what the text says of all of them."""
+    recorded = json.loads((Path(__file__).parent.parent / "docs" / "hacking.json").read_text(encoding="utf-8"))
+    for name, run in recorded["runs"].items():
+        way, seed = name.replace("gameable", "`mentions`").replace("mended", "`right`").split(", ")
+        (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| {way}, {seed} |"))
+        for values, digits in ((run["trained_by"], 2), (run["right"], 2), (run["length"], 1)):
+            first, *_, last = values.values()
+            assert f"| {first:.{digits}f} → {last:.{digits}f} |" in row
+        first = next(iter(run["found"]))
+        gamed = name.startswith("gameable")
+        assert first.startswith("reward.gamed") == gamed and ("| 15 | 10 (" in row) == gamed
+    assert any("'prompt copied'" in each for each in recorded["before"]["check"])
+    assert sum("'every candidate'" in each or "'prompt copied'" in each for each in recorded["before"]["lint"]) == 2

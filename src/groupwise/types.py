@@ -445,10 +445,11 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutGroup:
-    """The rollouts of one prompt."""
+    """The rollouts of one prompt. `demonstrations` are a teacher's completions of it, which are learned as they are."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+    demonstrations: tuple[Rollout, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

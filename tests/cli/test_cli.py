@@ -17,6 +17,7 @@ from groupwise.cli.main import PANELS, app
 from groupwise.model.load import load_model
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
+from groupwise.store.tracking import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +166,49 @@ def test_check_warns_of_a_reward_that_says_nothing(project):
     assert any("all 16 trial completions have the reward 0.5" in warning for warning in report["warnings"])
     both = json.loads(cli("check", project.config, "rewards[1]=my_rewards:constant", "--json").stdout)
     assert "reward 'constant' is 0.5 for everything it scored" in both["warnings"]
+
+
+def test_check_says_what_junk_is_paid_like_an_answer(project):
+    """By the rewards together: where being right counts more than what junk can have, nothing is said."""
+    (project.folder / "my_rewards.py").write_text(
+        "def mentions(completions, answer, **columns):\n"
+        "    return [float(a in c[0]['content']) for c, a in zip(completions, answer)]\n\n\n"
+        "def exact(completions, answer, **columns):\n"
+        "    return [float(c[0]['content'] == a) for c, a in zip(completions, answer)]\n\n\n"
+        "async def slow(completions, answer, **columns):\n"
+        "    return mentions(completions, answer)\n"
+    )
+
+    def said(rewards: str) -> str:
+        return " ".join(cli("check", project.config, f"rewards={rewards}", "eval=null").output.split())
+
+    assert "what is no answer is paid like one: 'prompt copied' ('What is 0?') gets 1 for" in said(
+        "[my_rewards:mentions]"
+    )
+    for fine in ("[my_rewards:exact]", "[my_rewards:exact,{function: my_rewards:mentions, weight: 0.5}]"):
+        assert "what is no answer" not in said(fine)
+    assert "what is no answer" not in said("[my_rewards:slow]")  # which might cost money
+
+
+def test_a_run_evaluates_by_rewards_of_its_own(project):
+    """The best version is the best by them, and `groupwise eval` counts by them too; names do not clash."""
+    (project.folder / "my_rewards.py").write_text(
+        "def vowels(completions, **columns):\n"
+        "    return [float(len(c[0]['content'])) for c in completions]\n\n\n"
+        "def never(completions, needed, **columns):\n"
+        "    return [0.25] * len(completions)\n"
+    )
+    own = "eval.rewards=[{function: my_rewards:never, args: {needed: 1}}, {function: my_rewards:vowels, weight: 0}]"
+    ended = cli("run", project.config, own, "eval.best=greedy", "run_dir=out", "train.steps=2")
+    assert ended.exit_code == 0, ended.output
+    records = read_metrics(Path("out/metrics.jsonl"))
+    evaluated = [each for each in records if "eval/greedy/reward" in each]
+    assert len(evaluated) == 2 and all(each["eval/greedy/reward"] == 0.25 for each in evaluated)
+    assert all(each["eval/greedy/training_reward"] > 0.25 for each in evaluated)
+    again = cli("eval", "out/config.yaml", "--mode", "greedy", "--json")
+    assert json.loads(again.stdout)["metrics"]["eval/greedy/reward"] == 0.25
+    missing = cli("run", project.config, "eval.rewards=[my_rewards:never]")
+    assert missing.exit_code == 2 and "reward 'never' needs 'needed' as a column or an option" in missing.output
 
 
 def test_check_says_whether_the_reward_recognises_the_datasets_own_answer(project):

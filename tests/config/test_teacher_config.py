@@ -16,6 +16,7 @@ ADAPTER = {"adapter": "runs/better"}
 SELF = {"self": True, "loss": "sdpo", "context": "hint"}
 URL = {"base_url": "http://127.0.0.1:8000/v1", "model": "big"}
 REWARDS = {"rewards": ["mine:right"]}
+SFT = {**ADAPTER, "loss": "sft"}
 
 
 def parsed(teacher: dict[str, Any], **sections: Any) -> RunConfig:
@@ -28,6 +29,22 @@ def test_a_teacher_does_without_rewards(teacher: dict):
     assert parsed(teacher, **REWARDS).teacher == TeacherConfig(**teacher)
     with pytest.raises(ConfigError, match=r"name a reward function, an environment \(env\) or a teacher"):
         parse_config(DATA)
+
+
+def test_a_run_without_rewards_is_evaluated_by_the_evaluations_own():
+    evaluation = {"data": {"source": "y"}, "rewards": ["mine:right"]}
+    config = parsed(ADAPTER, eval=evaluation)
+    assert config.rewards == () and config.eval is not None and config.eval.rewards[0].function == "mine:right"
+    with pytest.raises(ConfigError, match="every weight is 0, so evaluations would count nothing"):
+        parsed(ADAPTER, eval=evaluation | {"rewards": [{"function": "mine:right", "weight": 0}]})
+
+
+def test_a_teacher_that_samples_does_so_alone_or_beside_the_policy():
+    """Alone nothing is of the policy, so that what it draws from may be narrowed, too."""
+    assert parsed(SFT).teacher_samples and parsed({**SFT, "reward_weight": 0}, **REWARDS).teacher_samples
+    assert not parsed({**SFT, "completions": 2, "least_reward": 0.5}, **REWARDS).teacher_samples
+    assert not parsed(ADAPTER).teacher_samples and not parse_config(DATA | REWARDS).teacher_samples
+    assert parsed(SFT, rollout={"top_p": 0.9}).rollout.top_p == 0.9
 
 
 def test_it_is_written_as_it_is_read():
@@ -56,6 +73,15 @@ def test_it_is_written_as_it_is_read():
         ({**ADAPTER, "top_k": -1}, "teacher.top_k"),
         ({**ADAPTER, "reward_weight": 0.5}, "0.5 acts with rewards, and there are none"),
         ({**SELF, "context": "best_completion"}, "best_completion is told by rewards"),
+        ({**SELF, "loss": "sft"}, "teacher.self: does not go with loss sft"),
+        ({**URL, "loss": "sft"}, "teacher.base_url: does not go with loss sft"),
+        ({**SFT, "top_k": 4}, "4 acts with loss opd or sdpo only"),
+        ({**SFT, "context": "best_completion"}, "name a column"),
+        ({**SFT, "least_reward": 1.0}, "1 is of rewards, and there are none"),
+        ({**SFT, "completions": 4}, "set rollout.group_size"),
+        ({**ADAPTER, "completions": 4}, "4 acts with loss sft only"),
+        ({**ADAPTER, "temperature": 0.5}, "0.5 acts with loss sft only"),
+        ({**ADAPTER, "least_reward": 1.0}, "1.0 acts with loss sft only"),
     ],
 )
 def test_what_does_not_go_together(teacher: dict, said: str):
@@ -72,9 +98,17 @@ def test_what_does_not_go_together(teacher: dict, said: str):
         (URL, {"rollout": {"temperature": 0.8}}, "rollout.temperature"),
         ({**ADAPTER, "top_k": 4}, {"rollout": {"replay": {"size": 4}}}, "teacher.top_k"),
         ({**ADAPTER, "context": "hint"}, {"env": {"environment": "a:B"}}, "teacher.context"),
-        (ADAPTER, {"eval": {"data": {"source": "y"}}}, "evaluation is by rewards"),
+        (
+            ADAPTER,
+            {"eval": {"data": {"source": "y"}}},
+            "evaluation is by rewards, and there are none; name some (eval.r",
+        ),
         (ADAPTER, {"train": {"lora": None}}, "teacher.adapter"),
         (SELF, {"engine": "vllm"}, "set engine: local"),
+        (SFT, {"env": {"environment": "a:B"}}, "an environment is played in several"),
+        (SFT, {**REWARDS, "rollout": {"stream_groups": 2}}, "stream_groups: does not go with teacher.loss sft"),
+        (SFT, {**REWARDS, "rollout": {"replay": {"size": 4}}}, "replay: does not go with teacher.loss sft"),
+        (SFT, {"algo": {"kl": "k3", "kl_coeff": 0.1}}, "algo.kl: 'k3' is of what the policy samples"),
         (SELF, {"rollout": {"max_staleness": 1, "in_flight_updates": True}}, "in_flight_updates"),
     ],
 )

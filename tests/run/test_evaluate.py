@@ -58,7 +58,7 @@ def prepared(engine: LocalEngine) -> list[Prompt]:
 GOLD = Scorer([RewardFunction(name="gold", function=gold, args={})])
 
 
-def run(engine: LocalEngine, *, score=GOLD, seed: int = 0, k: int = 1, answer=final_answer, **params):
+def run(engine: LocalEngine, *, score=GOLD, seed: int = 0, k: int = 1, answer=final_answer, counted=None, **params):
     return asyncio.run(
         evaluate(
             SingleTurnRollouts(engine, engine._base.tokenizer),
@@ -70,6 +70,7 @@ def run(engine: LocalEngine, *, score=GOLD, seed: int = 0, k: int = 1, answer=fi
             seed=seed,
             k=k,
             answer=answer,
+            counted=counted,
         )
     )
 
@@ -120,6 +121,51 @@ def test_compare(engine):
 
 
 # ---- several samples ----
+
+
+def test_other_rewards_than_those_of_training_count(engine, tmp_path):
+    """`eval.rewards`: the same completions, measured by other functions; the training's own are told beside, also where
+    they fail, and are there again when the evaluation is read."""
+
+    def twice(completions, gold):
+        return [2.0 * each for each in gold]
+
+    def odd(completions, gold):
+        if gold[0] == 1:
+            raise RuntimeError("out")
+        return [None if each == 3 else float(each) for each in gold]
+
+    by_gold = Scorer([RewardFunction(name="odd", function=odd, args={})])
+    counted = by_gold.beside([RewardFunction(name="twice", function=twice, args={})])
+    both, alone = run(engine, score=by_gold, counted=counted, k=2), run(engine, k=2)
+    assert ids(both["sampled"]) == ids(alone["sampled"])
+    assert both["sampled"].training == ((0.0, 0.0), (None, None), (2.0, 2.0), (None, None))
+    assert both["greedy"].metrics(by="skill") == {
+        "eval/greedy/reward": 3.0,
+        "eval/greedy/training_reward": 1.0,  # of 0 and 2
+        "eval/greedy/add/reward": 2.0,
+        "eval/greedy/sub/reward": 4.0,
+    }
+    assert both["greedy"].said() == "300.0% (the training reward 100.0%)" and alone["greedy"].said() == "100.0%"
+    assert both["sampled"].failed == 0 and "eval/greedy/training_reward" not in alone["greedy"].metrics()
+    save_evaluations(tmp_path, 5, both)
+    assert load_evaluations(tmp_path, 5) == both
+    assert ("greedy/training_reward", 1.0, 1.0) in compare(both, both, by=None)
+
+
+def test_what_an_environment_gave_does_not_count_beside_other_rewards(engine):
+    """It is a part of what is trained by."""
+
+    async def played(group: RolloutGroup) -> RolloutGroup:
+        return replace(group, rollouts=tuple(replace(r, rewards={"env": 9.0}, reward=9.0) for r in group.rollouts))
+
+    class Env:
+        async def __call__(self, group: RolloutGroup) -> RolloutGroup:
+            return await GOLD(await played(group))
+
+    result = run(engine, score=Env(), counted=GOLD)["greedy"]
+    assert result.training == ((9.0,), (10.0,), (11.0,), (9.0,))
+    assert [each.rollouts[0].reward for each in result.groups] == [0.0, 1.0, 2.0, None]
 
 
 def test_k_samples_in_mode_sampled(engine):

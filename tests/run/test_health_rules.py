@@ -60,6 +60,16 @@ CASES = {
     ),
     "reward.not_applicable": Case({"rollout/excluded_frac": 0.5}, {"rollout/excluded_frac": 0.1}, 3),
     "teacher.unlike": Case({"teacher/kl": 6.0}, {"teacher/kl": 1.0}, 5),
+    "reward.gamed": Case(
+        {
+            "eval/greedy/reward": lambda t: max(0.5, 0.8 - 0.1 * t),
+            "eval/greedy/training_reward": lambda t: 0.8 + 0.01 * t,
+        },
+        {"eval/greedy/reward": lambda t: 0.8 + 0.01 * t, "eval/greedy/training_reward": lambda t: 0.9 + 0.01 * t},
+        3,
+        {"eval/greedy/reward": 0.1, "eval/greedy/training_reward": 2.0},
+        name="greedy",
+    ),
     "reward.hack_suspect": Case(
         {"rollout/len_mean": lambda t: 10.0 + t, **FLAT}, {"rollout/len_mean": 50.0, **FLAT}, 20
     ),
@@ -428,6 +438,58 @@ def test_runs_that_learned_are_healthy_and_the_controls_are_not(name: str, recor
         assert report.status == "error" and {"group.zero_std", "eval.regress", "reward.stuck_zero"} <= ids
     else:
         assert (report.status, ids) == ("warn", {"lr.zero"})
+
+
+def hacking(way: str) -> Iterator[tuple[str, list[dict]]]:
+    """The evaluations of the runs of benchmarks/hacking.py that were trained one way, and the training lengths."""
+    for name, run in json.loads((ROOT / "docs" / "hacking.json").read_text(encoding="utf-8"))["runs"].items():
+        if name.startswith(way):
+            series = {
+                "eval/sampled/reward": run["right"],
+                "eval/sampled/training_reward": run["trained_by"],
+                "rollout/len_mean": run["length"],
+            }
+            at = sorted({int(step) for values in series.values() for step in values})
+            yield (
+                name,
+                [
+                    {"step": step, **{metric: v[str(step)] for metric, v in series.items() if str(step) in v}}
+                    for step in at
+                ],
+            )
+
+
+@pytest.mark.parametrize(("name", "records"), hacking("gameable"))
+def test_a_reward_that_is_gamed_is_named_by_its_second_evaluation_below_the_best(name: str, records: list[dict]):
+    """From runs of the starter whose reward rose while right answers vanished: named while half of them were left or
+    soon after, as an error at the end, and before what says less: long completions, a held-out reward that fell."""
+    report = examine(records)
+    (gamed,) = (each for each in report.findings if each.id == "reward.gamed")
+    assert (gamed.label, gamed.severity, gamed.ended) == ("reward.gamed (sampled)", "error", None)
+    best = max(records, key=lambda each: each.get("eval/sampled/reward", 0.0))["step"]
+    assert best < gamed.began <= best + 10
+    assert not {"eval.regress"} & {each.id for each in report.findings}
+    assert any("eval.best" in each.text for each in gamed.advice)
+
+
+@pytest.mark.parametrize(("name", "records"), hacking("mended"))
+def test_a_reward_that_is_not_gamed_is_not_called_so(name: str, records: list[dict]):
+    """The same task, trained by what is evaluated; and what is told by a reward that pays for trying as well."""
+    assert not {"reward.gamed"} & {each.id for each in examine(records).findings}
+    for record in records:
+        if "eval/sampled/reward" in record:
+            record["eval/sampled/training_reward"] = 0.2 + 0.8 * record["eval/sampled/reward"]
+    assert not {"reward.gamed"} & {each.id for each in examine(records).findings}
+
+
+@pytest.mark.parametrize(("name", "records"), recorded())
+def test_the_demo_does_not_game_its_reward(name: str, records: list[dict]):
+    """Evaluated by the reward that trains it, and the shuffled rewards, by which both fall."""
+    both = [
+        each | {key.replace("/reward", "/training_reward"): value for key, value in each.items() if "eval/" in key}
+        for each in records
+    ]
+    assert not {"reward.gamed"} & {each.id for each in examine(both).findings}
 
 
 REPLAYS = Path(__file__).parent / "replays"

@@ -77,6 +77,65 @@ def test_a_teacher_beside_rewards(tmp_path: Path, better: str):
     assert runs[1.0]["train/advantage_abs_mean"] > runs[0.0]["train/advantage_abs_mean"] > 0
 
 
+def test_the_policy_learns_what_its_teacher_says(tmp_path: Path, better: str):
+    """Without any reward, on the same four prompts in each step: the teacher samples everything, the policy nothing,
+    and the teacher's likeliest answers become likelier."""
+    teacher = {"adapter": better, "loss": "sft", "temperature": 0.0}
+    sections = {"teacher": teacher, "rewards": [], "train": {"steps": 5, "learning_rate": 5e-3, "warmup_steps": 0}}
+    few = {"args": {"skill": ["add"], "style": "bare", "n": 4}}
+    run = run_loop(config(tmp_path, **sections, data=few, rollout={"group_size": 2})).run_dir
+    steps = metrics_of(run)
+    assert steps[-1]["loss/cross_entropy"] < 0.5 * steps[0]["loss/cross_entropy"]
+    assert all(step["teacher/demonstrations"] == step["train/samples"] == 8 for step in steps)
+    assert all(step["teacher/demonstrated_tokens"] == step["rollout/tokens"] for step in steps)
+    assert steps[0]["rollout/excluded_frac"] == 0 and not {"loss/policy", "kl/mean", "reward/mean"} & set(steps[0])
+    versions = {turn["version"] for group in rollouts_of(run) for r in group["rollouts"] for turn in r["turns"]}
+    assert versions == {"teacher@1"}
+
+
+def test_demonstrations_beside_rewards(tmp_path: Path, better: str):
+    """The policy samples its groups as ever; of the teacher's completions those are learned that are right."""
+    teacher = {"adapter": better, "loss": "sft", "completions": 3, "least_reward": 1.0}
+    run = run_loop(config(tmp_path, teacher=teacher, train={"steps": 2})).run_dir
+    plain = run_loop(config(tmp_path / "plain", train={"steps": 2}, rollout={"refill": 1.0})).run_dir
+    groups = [group_from_json(raw) for raw in rollouts_of(run)]
+    ids = [[r.completion.token_ids for r in group.rollouts] for group in groups[:4]]
+    assert ids == [[r.completion.token_ids for r in group_from_json(raw).rollouts] for raw in rollouts_of(plain)[:4]]
+    shown = [each for group in groups for each in group.demonstrations]
+    assert shown and all(each.reward == 1.0 and str(each.completion.version) == "teacher@1" for each in shown)
+    steps = metrics_of(run)
+    assert sum(step["teacher/demonstrations"] for step in steps) == len(shown) < 3 * len(groups)
+    assert all({"loss/policy", "loss/cross_entropy"} <= set(step) for step in steps)
+    assert all(
+        json.loads(json.dumps(group_to_json(group))) == raw for group, raw in zip(groups, rollouts_of(run), strict=True)
+    )
+
+
+def test_with_reward_weight_0_rewards_are_those_of_the_teachers_completions(tmp_path: Path, better: str):
+    """They choose what is learned; a coefficient is one of the gradient."""
+    norms = {}
+    for coefficient in (1.0, 0.5):
+        teacher = {
+            "adapter": better,
+            "loss": "sft",
+            "reward_weight": 0.0,
+            "least_reward": 1.0,
+            "coefficient": coefficient,
+        }
+        run = run_loop(config(tmp_path / str(coefficient), teacher=teacher, train={"steps": 1})).run_dir
+        (step,) = metrics_of(run)
+        norms[coefficient] = step["optim/grad_norm"]
+        assert step["teacher/demonstrations"] == 16 * step["reward/mean"] > 0
+    assert norms[0.5] == pytest.approx(0.5 * norms[1.0], rel=1e-4)
+
+
+def test_check_tries_a_teacher_that_samples(tmp_path: Path, better: str):
+    for weight in (1.0, 0.0):
+        report = check(config(tmp_path, teacher={"adapter": better, "loss": "sft", "reward_weight": weight}))
+        told = report.trained_step.teacher
+        assert told["teacher/demonstrations"] == 16 and report.trained_step.grad_norm
+
+
 @pytest.mark.parametrize("context", ["answer", "best_completion"])
 def test_the_policy_with_context_teaches_itself(tmp_path: Path, context: str):
     result = run_loop(config(tmp_path, teacher={**SELF, "context": context, "reward_weight": 0.0}))
@@ -127,8 +186,10 @@ ON_POLICY = {"replay": {"size": 8, "share": 0.5}, "refill": 2.0}
         ({"top_k": 0}, ON_POLICY),
         ({"top_k": 4, "divergence": "forward"}, {}),
         ({**SELF, "context": "answer"}, ON_POLICY),
+        ({"loss": "sft", "completions": 2}, {}),
+        ({"loss": "sft", "reward_weight": 0.0}, {}),
     ],
-    ids=["sampled", "top_k", "self"],
+    ids=["sampled", "top_k", "self", "sft beside rewards", "sft alone"],
 )
 def test_it_goes_on_bit_for_bit(tmp_path: Path, better: str, teacher: dict, rollout: dict):
     """Also what the replay buffer holds of a teacher's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from groupwise.algo.distillation import with_teacher_advantages
 from groupwise.algo.loss import resolve_loss
 from groupwise.model.load import plain_attention
 from groupwise.train.learner import Learner
+from groupwise.train.rollout_batch import RolloutBatch
 from groupwise.types import Sample, SequenceScores
 
 K, TEMPERATURE, COEFFICIENT = 4, 0.8, 0.7
@@ -75,6 +77,40 @@ def test_the_sampled_token(make_learner, samples: list[Sample], teacher):
     taught = with_teacher_advantages(samples, scores, coefficient=COEFFICIENT)
     learner.forward_backward(taught, resolve_loss("importance_sampling"), temperature=TEMPERATURE)
     assert_same(gradients(learner), expected)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_teachers_own_completions(make_learner, make_samples, samples: list[Sample], minibatches: int, alone: bool):
+    """Beside the policy gradient: c sum -log pi / tokens at temperature 1, over the tokens of the step's demonstrations
+    and of no other samples; alone there is nothing else. Both are cut into as many steps."""
+    shown = [replace(s, advantage=0.0, behaviour_logprobs=None) for s in make_samples(GROUPS, seed=5) if s.prompt_ids]
+    policy = [] if alone else samples
+    spec = resolve_loss("importance_sampling")
+    cut = {"minibatches": minibatches, "passes": 1, "temperature": TEMPERATURE}
+    batch = RolloutBatch.cut(policy, spec, shuffle=Random(0), demonstrations=shown, coefficient=COEFFICIENT, **cut)
+    assert sorted(row for rows in batch.shown[0] for row in rows) == list(range(len(shown)))
+    assert len(batch.steps) == len(batch.shown[0]) == minibatches
+    for step, (rows, shown_rows) in enumerate(zip(batch.steps, batch.shown[0], strict=True)):
+        reference = make_learner()
+        mine, theirs = [policy[row] for row in rows], [shown[row] for row in shown_rows]
+        total = torch.zeros((), dtype=torch.float64)
+        for sample in mine:
+            own_T = full_logprobs(reference.model, sample).gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+            sampled_T = torch.tensor(sample.behaviour_logprobs, dtype=torch.float64)
+            each = -(own_T - sampled_T).exp() * sample.advantage * torch.tensor(sample.mask)
+            total = total + each.sum() / sum(sum(s.mask) for s in mine)
+        for sample in theirs:
+            ids = torch.tensor([(*sample.prompt_ids, *sample.completion_ids)])
+            with plain_attention(reference.model):
+                logits_TV = reference.model(input_ids=ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+            each = torch.nn.functional.cross_entropy(logits_TV, ids[0, len(sample.prompt_ids) :], reduction="none")
+            total = total + COEFFICIENT * (each * torch.tensor(sample.mask)).sum() / sum(sum(s.mask) for s in theirs)
+        total.backward()
+        learner = make_learner(micro_tokens=23)
+        metrics = batch.accumulate(learner, step)
+        assert_same(gradients(learner), gradients(reference))
+        assert metrics["loss/cross_entropy"] > 0 and ("loss/policy" in metrics) == (not alone)
 
 
 def divergence(p_TV: torch.Tensor, q_TV: torch.Tensor, ids_TK: torch.Tensor, kind: str) -> torch.Tensor:

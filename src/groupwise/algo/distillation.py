@@ -29,6 +29,15 @@ K tokens alone is least where the policy has left all others. It is at most the 
 and that itself with K the vocabulary. The papers have all three; `reverse` keeps to what the teacher likes best,
 `forward` covers all that it would say.
 
+Besides these two there is **the teacher's own text** (`demonstrations`): the teacher samples completions, and what is
+minimised is
+
+    lambda / T  sum_t -log pi(y_t | y_<t)        y ~ q, T tokens of all of a step's completions of the teacher
+
+whose expectation is the forward KL(q || pi) of whole sequences, at the places that the teacher came to, but for the
+teacher's entropy, which is no matter of pi: sequence-level distillation (Kim and Rush 2016, arXiv 1606.07947). With a
+least reward it is rejection sampling (RFT, arXiv 2308.01825).
+
 Shapes: N loss tokens of the micro-batch, K soft targets each.
 """
 
@@ -63,6 +72,28 @@ def _weighed(rollout: Rollout, weight: float) -> Rollout:
     return replace(rollout, advantage=weight * rollout.advantage, turns=turns)
 
 
+def demonstrations(groups: Sequence[RolloutGroup]) -> list[Sample]:
+    """What is learned by cross-entropy: all tokens that a teacher sampled for the groups, after the policy's prompt."""
+    return [
+        Sample(
+            prompt_ids=group.prompt.token_ids,
+            completion_ids=rollout.completion.token_ids,
+            mask=(1,) * len(rollout.completion.token_ids),
+            group=index,
+        )
+        for index, group in enumerate(groups)
+        for rollout in group.demonstrations
+        if rollout.completion.token_ids
+    ]
+
+
+def demonstration_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """`teacher/demonstrations` and `teacher/demonstrated_tokens`."""
+    samples = demonstrations(groups)
+    tokens = sum(len(sample.completion_ids) for sample in samples)
+    return {"teacher/demonstrations": float(len(samples)), "teacher/demonstrated_tokens": float(tokens)}
+
+
 def teacher_scores(groups: Sequence[RolloutGroup]) -> list[SequenceScores | None]:
     """What the teacher said of each of the samples that `algo.samples.samples_of(groups)` makes; None where nothing."""
     found: list[SequenceScores | None] = []
@@ -75,7 +106,7 @@ def with_teacher(
     samples: Sequence[Sample], groups: Sequence[RolloutGroup], teacher: TeacherConfig | None
 ) -> list[Sample]:
     """The samples of groups with what their teacher said of them: as advantages of tokens, or as soft targets."""
-    if teacher is None:
+    if teacher is None or teacher.loss == "sft":
         return list(samples)
     scores = teacher_scores(groups)
     if teacher.top_k:

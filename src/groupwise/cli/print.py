@@ -304,6 +304,9 @@ def _teacher(teacher: TeacherConfig, told: Mapping[str, float]) -> str:
     """Who the teacher is, and what it made of the trial completions."""
     name = teacher.base_url or teacher.model or teacher.adapter or "the policy itself"
     name += "" if teacher.context is None else f", with {teacher.context} in its prompt"
+    if "teacher/demonstrations" in told:
+        shown, tokens = told["teacher/demonstrations"], told["teacher/demonstrated_tokens"]
+        return f"{name}: {shown:.0f} completions of its own, {tokens:.0f} tokens, are learned by cross-entropy"
     if "teacher/kl" not in told:
         return f"{name}: it had nothing to say of the trial completions"
     likeliest = "" if "teacher/agreement" not in told else f", {told['teacher/agreement']:.0%} of them its likeliest"

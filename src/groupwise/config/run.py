@@ -239,6 +239,9 @@ class EvalConfig(Section):
     """The prompts; read in order, all of them or the first `limit`; an environment may have them in `eval_cases`."""
     limit: int | None = Field(default=None, ge=1)
     """Evaluate on the first of the environment's own `eval_cases` only; null is all. With `data` it is `data.limit`."""
+    rewards: Rewards = ()
+    """What evaluations count by, written as the run's `rewards`; empty is those. What is trained by then is recorded
+    beside it, as eval/<mode>/training_reward: where that rises and this falls, the reward is gamed."""
     every: int = Field(default=25, ge=0)
     """Steps between evaluations; 0 is only before and after."""
     modes: Annotated[tuple[Mode, ...], Field(strict=False, min_length=1)] = ("greedy", "sampled")
@@ -275,6 +278,8 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _acts(self) -> EvalConfig:
+        if self.rewards and not any(reward.weight for reward in self.rewards):
+            raise conflict("rewards", "every weight is 0, so evaluations would count nothing; give one a weight")
         if self.limit is not None and self.data is not None:
             raise conflict("limit", f"{self.limit} acts on an environment's own cases; set eval.data.limit")
         if self.k > 1 and "sampled" not in self.modes:
@@ -646,12 +651,41 @@ class RunConfig(Section):
         if kind and self.train.parallel == "fsdp":
             raise conflict("quantization", f"{kind} weights are not cut by fsdp; set train.parallel: ddp")
 
+    @property
+    def teacher_samples(self) -> bool:
+        """Whether a teacher samples all completions, and the policy none (`teacher.loss: sft` without rewards, or with
+        reward_weight 0)."""
+        teacher = self.teacher
+        return teacher is not None and teacher.loss == "sft" and (not self.rewards or teacher.reward_weight == 0)
+
+    def _check_demonstrations(self, teacher: TeacherConfig) -> None:
+        """What cannot go with a teacher's completions."""
+        if self.env is not None:
+            message = "sft has the teacher answer a prompt in one turn, and an environment is played in several"
+            raise conflict("teacher", "loss", f"{message}; use opd, or leave env out")
+        for key, given in (("stream_groups", self.rollout.stream_groups), ("replay", self.rollout.replay.size)):
+            if given:
+                raise conflict("rollout", key, "does not go with teacher.loss sft; leave one of the two out")
+        if teacher.least_reward is not None and not self.rewards:
+            message = f"{teacher.least_reward:g} is of rewards, and there are none"
+            raise conflict("teacher", "least_reward", f"{message}; name some, or leave it out")
+        if not self.teacher_samples:
+            return
+        if teacher.completions is not None:
+            message = f"{teacher.completions} acts beside rewards; where the teacher samples all, set"
+            raise conflict("teacher", "completions", f"{message} rollout.group_size")
+        if self.algo.kl is not None:
+            message = f"{self.algo.kl!r} is of what the policy samples, and here the teacher samples all"
+            raise conflict("algo", "kl", f"{message}; leave it out")
+
     def _check_teacher(self, teacher: TeacherConfig) -> None:
         """What cannot go with a teacher."""
         rollout, scored = self.rollout, bool(self.rewards) or self.env is not None
+        if teacher.loss == "sft":
+            self._check_demonstrations(teacher)
         narrowed = [key for key, off in NARROWING.items() if getattr(rollout, key) != off]
         narrowed += ["structured_outputs"] if rollout.grammar is not None else []
-        if narrowed:
+        if narrowed and teacher.loss != "sft":
             message = "draws from a part of the vocabulary, and a teacher's log-probabilities are of all of it"
             raise conflict("rollout", narrowed[0], f"{message}; leave it out, or the teacher")
         if teacher.base_url is not None and rollout.temperature != 1:
@@ -669,8 +703,8 @@ class RunConfig(Section):
             raise conflict(
                 "teacher", "reward_weight", f"{teacher.reward_weight:g} acts with rewards, and there are none"
             )
-        if self.eval is not None and not scored:
-            raise conflict("eval", "evaluation is by rewards, and there are none; name some (teacher.reward_weight: 0)")
+        if self.eval is not None and not scored and not self.eval.rewards:
+            raise conflict("eval", "evaluation is by rewards, and there are none; name some (eval.rewards)")
         if self.train.lora is None and (teacher.adapter is not None):
             message = "is of the run's model, whose own weights are trained (train.lora: null)"
             raise conflict(

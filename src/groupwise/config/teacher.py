@@ -17,8 +17,8 @@ _DIVERGENCES = Literal["reverse", "forward", "jsd"]
 
 
 class TeacherConfig(Section):
-    """A teacher, whose log-probabilities of what the policy sampled train it (on-policy distillation). Name one:
-    `model`, `adapter`, `self` or `base_url`."""
+    """A teacher, whose log-probabilities of what the policy sampled train it (on-policy distillation), or whose own
+    completions do (`loss: sft`). Name one: `model`, `adapter`, `self` or `base_url`."""
 
     model: Text | None = None
     """A model with the policy's tokenizer, as the run's `model`; with `base_url` the model's name there."""
@@ -30,8 +30,9 @@ class TeacherConfig(Section):
     """A server with POST /completions and `prompt_logprobs` (vLLM, `groupwise serve`), such as http://host:8000/v1."""
     api_key_env: Text | None = "OPENAI_API_KEY"
     """The environment variable with the key for `base_url`; null sends none."""
-    loss: Literal["opd", "sdpo"] = "opd"
-    """opd: on-policy distillation from another policy; sdpo: self-distillation, from the policy with `context`."""
+    loss: Literal["opd", "sdpo", "sft"] = "opd"
+    """opd: on-policy distillation from another policy; sdpo: self-distillation, from the policy with `context`; sft:
+    the teacher samples completions, and the policy learns them by cross-entropy."""
     coefficient: float = Field(default=1.0, gt=0, le=1e6)
     """Weight of the teacher's term."""
     reward_weight: float = Field(default=1.0, ge=0, le=1e6)
@@ -46,6 +47,12 @@ class TeacherConfig(Section):
     where it is better than the one that is scored. Rows without it have no teacher."""
     template: Text = TEMPLATE
     """The last user message of the teacher's prompt, with {prompt} (the policy's) and {context}."""
+    completions: int | None = Field(default=None, ge=1, le=4096)
+    """With sft beside rewards: the teacher's completions of each prompt; null is `rollout.group_size`."""
+    temperature: float | None = Field(default=None, ge=0, le=10)
+    """With sft: what the teacher samples at; null is `rollout.temperature`."""
+    least_reward: float | None = None
+    """With sft: only completions of the teacher with at least this reward are learned; null learns all."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The type of `model`'s weights; auto as the run's."""
     concurrency: int = Field(default=8, ge=1, le=1024)
@@ -82,10 +89,20 @@ class TeacherConfig(Section):
         if self.self and self.context is None:
             message = "required with self: with the same prompt the policy would be its own teacher and learn nothing"
             raise conflict("context", f"{message}; name a column with a hint, feedback or a solution")
+        if self.loss == "sft" and (self.self or self.base_url is not None):
+            who = "self" if self.self else "base_url"
+            message = "does not go with loss sft, whose completions are sampled in this process by another policy"
+            raise conflict(who, f"{message}; name model or adapter, or another loss")
+        if self.loss == "sft" and self.context == BEST_COMPLETION:
+            raise conflict("context", f"{BEST_COMPLETION} is of the policy's completions; with loss sft name a column")
         if (self.loss == "sdpo") != self.self:
             message = "sdpo is distillation from the policy itself" if self.loss == "sdpo" else "opd is from another"
             raise conflict("loss", f"{message}; set {'self: true' if self.loss == 'sdpo' else 'loss: sdpo'}")
         for key, acts, with_what in (
+            ("top_k", self.loss != "sft", "loss opd or sdpo"),
+            ("completions", self.loss == "sft", "loss sft"),
+            ("temperature", self.loss == "sft", "loss sft"),
+            ("least_reward", self.loss == "sft", "loss sft"),
             ("divergence", self.top_k > 0, "top_k"),
             ("template", self.context is not None, "context"),
             ("dtype", sources == ["model"], "model, when it is loaded in this process"),

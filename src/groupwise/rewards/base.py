@@ -654,6 +654,12 @@ class Scorer:
             for rollout in group.rollouts:
                 self.on_scored(rollout)
 
+    def beside(self, functions: Sequence[RewardFunction]) -> Scorer | None:
+        """A scorer by other functions, in the same processes, which are this one's to close; None without any."""
+        other = Scorer(functions, pool=self._pool)
+        other._state = self._state
+        return other if functions else None
+
     def begin_step(self, step: int) -> None:
         """Start collecting for a new step."""
         self.log = RewardLog()

@@ -36,7 +36,7 @@ from groupwise.run.batches import Batches, Pace, Score
 from groupwise.run.evaluate import prepare_all
 from groupwise.run.plan import RunPlan
 from groupwise.run.replay import Curriculum, ReplayBuffer, RerollQueue, total_reward
-from groupwise.run.teacher import Teacher, open_teacher, taught
+from groupwise.run.teacher import Teacher, TeacherRollouts, open_teacher, taught
 from groupwise.tasks.agents import Agent, AgentRollouts
 from groupwise.tasks.compat.reasoning_gym import AdaptiveDifficulty, score_answer
 from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
@@ -145,6 +145,7 @@ class Components:
     base: LoadedModel
     engine: Sampler
     play: RolloutSource
+    rollouts: RolloutSource  # that of the steps: `play`, or with a teacher's completions
     learner: Learner
     batches: Batches
     scorer: Scorer
@@ -233,13 +234,17 @@ def open_components(
             opened.callback(teacher.close)
         load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play, teacher)
         eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
-        batches = _batches(plan, engine, play, taught(scorer, teacher))
+        rollouts = play
+        if teacher is not None and teacher.config.loss == "sft":
+            rollouts = TeacherRollouts(config, teacher, play)
+        batches = _batches(plan, engine, rollouts, taught(scorer, teacher, config))
         gc.freeze()  # what is here now stays; looking through it again and again would cost a step some percent
         opened.pop_all()
     return Components(
         base=base,
         engine=engine,
         play=play,
+        rollouts=rollouts,
         learner=learner,
         batches=batches,
         scorer=scorer,
@@ -390,11 +395,12 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
 
 
 def open_scorer(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Scorer:
-    """The run's rewards, in the processes that `scoring` asks for; to be closed. Reward models are loaded there now.
+    """The run's rewards, in the processes that `scoring` asks for; to be closed. The processes know those of
+    `eval.rewards` too (`Scorer.beside`), and reward models are loaded there now.
 
     Raises RewardError for one that cannot be.
     """
-    own = [function.spec for function in plan.rewards if function.spec is not None]
+    own = [function.spec for function in (*plan.rewards, *plan.eval_rewards) if function.spec is not None]
     specs = [*own, *reward_models(own)]
     pool = _pool(plan, specs, remote)
     scorer = Scorer(plan.rewards, pool=pool, max_steps=plan.config.train.steps)
@@ -418,7 +424,7 @@ def _pool(plan: RunPlan, specs: Sequence[RewardConfig], remote: RemoteBackends |
     if remote is not None:
         return remote.rewards(plan.config, specs)
     pool = RewardPool(specs, folder=plan.config.folder, workers=scoring.workers, timeout_s=scoring.timeout_s)
-    pool.warm(plan.rewards)
+    pool.warm([*plan.rewards, *plan.eval_rewards])
     return pool
 
 

@@ -324,7 +324,7 @@ class Batches:
             self._source.resolve(flight.drawn.issued.ticket)
         self._source.observe([group])
         self._reroll.push([group])
-        taught = any(rollout.teacher for rollout in group.rollouts)
+        taught = bool(group.demonstrations) or any(rollout.teacher for rollout in group.rollouts)
         if self.keep_flat or taught or has_signal(group, self._advantage, weights=self._weights):
             taken.keep(group, age=age)
             taken.token_ages += self._token_ages(flight, group)

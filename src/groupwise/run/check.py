@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Executor
@@ -19,7 +20,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from groupwise.algo.advantage import with_advantages
-from groupwise.algo.distillation import teacher_metrics, teacher_scores, with_reward_weight, with_teacher
+from groupwise.algo.distillation import (
+    demonstration_metrics,
+    demonstrations,
+    teacher_metrics,
+    teacher_scores,
+    with_reward_weight,
+    with_teacher,
+)
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, GroupwiseError
@@ -29,7 +37,7 @@ from groupwise.model.memory import Memory, StepSize, memory, step_size
 from groupwise.model.packed_check import PLAIN_COST, Ways, ways_of
 from groupwise.platform import run_coroutine
 from groupwise.rewards.base import refuse_failed, summarize
-from groupwise.rewards.check import GOLD, answers
+from groupwise.rewards.check import COMPARED_LENGTH, GOLD, PAID, ProbePrompt, answers, junk
 from groupwise.run.assemble import (
     Components,
     device_memory,
@@ -182,12 +190,15 @@ def check(
             )
         on_phase("sampling and scoring")
         groups, sampled_s = run_coroutine(_try_out(usable[:PROMPTS], plan, parts))
-        recognised = run_coroutine(_try_answers(groups, parts)) if plan.env is None and plan.rewards else None
+        asked = plan.env is None and bool(plan.rewards)
+        recognised = run_coroutine(_try_answers(groups, parts)) if asked else None
+        paid = run_coroutine(_try_junk(groups, plan, parts)) if asked else None
         on_phase("training, publishing and loading one step")
         with learner_thread(parts.learner.threads) as thread:
             tried = _try_step(plan, parts, groups, thread)
         report = _report(plan, parts, encoded, usable, groups, tried, family, sampled_s)
-        return report if recognised is None else replace(report, warnings=(recognised, *report.warnings))
+        found = tuple(filter(None, (recognised, paid)))
+        return replace(report, warnings=(*found, *report.warnings)) if found else report
 
 
 def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], thread: Executor) -> StepTrial:
@@ -198,19 +209,25 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
     weighed = weighed if teacher is None else with_reward_weight(weighed, teacher.reward_weight)
     made_up = not any(any(sample.weights or (sample.advantage,)) for sample in samples_of(weighed))
     made_up = made_up and not any(rollout.teacher for group in weighed for rollout in group.rollouts)
+    shown = demonstrations(weighed)
+    made_up = made_up and not shown
     if made_up:
         weighed = [
             replace(group, rollouts=tuple(map(_made_up, range(COMPLETIONS), group.rollouts))) for group in groups
         ]
     samples = samples_of(weighed, mask_truncated=config.algo.mask_truncated and not made_up)
-    told = {} if teacher is None else teacher_metrics(samples, teacher_scores(weighed))
+    samples = [] if config.teacher_samples else samples
+    told = {} if teacher is None else teacher_metrics(samples, teacher_scores(weighed) if samples else [])
+    told |= demonstration_metrics(weighed) if shown else {}
     samples = with_teacher(samples, weighed, teacher)
     metrics, seconds = dict[str, float](), 0.0
-    if trained := next((sample for sample in samples if any(sample.mask)), None):
+    if trained := next((sample for sample in (*samples, *shown) if any(sample.mask)), None):
         step = partial(parts.learner.step, spec=plan.loss, temperature=rollout.temperature)
-        thread.submit(step, [trained], learning_rate=0.0).result()  # what is done once only is not timed
+        first = partial(step, samples[:0], demonstrations=[trained]) if trained in shown else partial(step, [trained])
+        thread.submit(first, learning_rate=0.0).result()  # what is done once only is not timed
         began = time.perf_counter()
-        metrics = thread.submit(step, samples, learning_rate=config.train.learning_rate).result()
+        whole = partial(step, demonstrations=shown, coefficient=1.0 if teacher is None else teacher.coefficient)
+        metrics = thread.submit(whole, samples, learning_rate=config.train.learning_rate).result()
         seconds = time.perf_counter() - began
     with TemporaryDirectory(prefix="groupwise-check-", dir=_shared(config)) as folder:
         policy = Policy(
@@ -266,10 +283,10 @@ async def _try_out(
     """Scored groups, and the seconds in which they were sampled. What is done once only is not timed."""
     first = replace(plan.config.rollout.sampling(), max_tokens=1)
     if plan.env is None:
-        await play_all(parts.play, prompts[:1], seeds=[0], n=1, params=first, version=PolicyVersion.base())
+        await play_all(parts.rollouts, prompts[:1], seeds=[0], n=1, params=first, version=PolicyVersion.base())
     began = time.perf_counter()
     groups = await play_all(
-        parts.play,
+        parts.rollouts,
         prompts,
         seeds=[plan.config.seed + i for i in range(len(prompts))],
         n=COMPLETIONS,
@@ -277,7 +294,7 @@ async def _try_out(
         version=PolicyVersion.base(),
     )
     seconds = time.perf_counter() - began
-    score = taught(parts.scorer, parts.teacher)
+    score = taught(parts.scorer, parts.teacher, plan.config)
     scored = await asyncio.gather(*(score(group) for group in groups))
     refuse_failed(scored)
     return tuple(scored), seconds
@@ -295,11 +312,7 @@ async def _try_answers(groups: Sequence[RolloutGroup], parts: Components) -> str
     if len(rewards) != 1 or column is None:
         return None
     forms, all_have = answers(prompt.columns[column]), rewards.pop() or 0.0
-    said = [
-        Completion(token_ids=(), logprobs=(), text=text, finish_reason=FinishReason.STOP) for text in forms.values()
-    ]
-    group = await parts.scorer(group_of(prompt, said))
-    given = {name: rollout.reward or 0.0 for name, rollout in zip(forms, group.rollouts, strict=True)}
+    given = {name: reward or 0.0 for name, reward in (await _scored(prompt, forms, parts)).items()}
     best = max(given, key=lambda name: given[name])
     answer = prompt.columns[column]
     of = f"the dataset's own {column} of {prompt.id}, {answer!r:.80},"
@@ -310,6 +323,48 @@ async def _try_answers(groups: Sequence[RolloutGroup], parts: Components) -> str
         f"{of} gets no more than {all_have:g} in any of {len(forms)} forms ({', '.join(forms)}): the rewards do not "
         f"recognise a right answer{kind}; groupwise rewards lint tries one by itself"
     )
+
+
+async def _try_junk(groups: Sequence[RolloutGroup], plan: RunPlan, parts: Components) -> str | None:
+    """Where what nobody would call an answer is paid like one by the run's rewards together: the first case of it. The
+    expected answers of the trial prompts, each also as the wrong one of another, say what an answer gets.
+
+    Rewards that wait for something (async ones, as judges are) are not asked: each call may cost money.
+    """
+    column = next((name for name in GOLD if all(_is_given(group.prompt.columns.get(name)) for group in groups)), None)
+    if column is None or any(function.is_async for function in plan.rewards):
+        return None
+    for group in groups:
+        prompt, gold = group.prompt, group.prompt.columns[column]
+        wrong = next((other for each in groups if str(other := each.prompt.columns[column]) != str(gold)), None)
+        if wrong is None:
+            continue
+        question = prompt.text or str((prompt.messages or ({},))[-1].get("content", ""))
+        row = ProbePrompt(prompt=question, gold=gold, wrong=wrong)
+        tried = {name: text for name, text in junk(row).items() if len(text) <= COMPARED_LENGTH}
+        right, mistaken, paid = [
+            await _scored(prompt, texts, parts) for texts in (answers(gold), answers(wrong), tried)
+        ]
+        top, low = (
+            max((value for value in each.values() if value is not None), default=0.0) for each in (right, mistaken)
+        )
+        name, most = max(paid.items(), key=lambda pair: -math.inf if pair[1] is None else pair[1])
+        if top > low and most is not None and most >= low + PAID * (top - low):
+            return (
+                f"what is no answer is paid like one: {name!r} ({tried[name]!r:.70}) gets {most:g} for {prompt.id}, "
+                f"where a right answer gets {top:g} and a wrong one {low:g}; a policy will find it. groupwise rewards "
+                "lint tries each reward, and eval.rewards can count by another one"
+            )
+    return None
+
+
+async def _scored(prompt: Prompt, texts: Mapping[str, str], parts: Components) -> dict[str, float | None]:
+    """What the run's rewards give to completions by name."""
+    said = [
+        Completion(token_ids=(), logprobs=(), text=text, finish_reason=FinishReason.STOP) for text in texts.values()
+    ]
+    group = await parts.scorer(group_of(prompt, said))
+    return {name: rollout.reward for name, rollout in zip(texts, group.rollouts, strict=True)}
 
 
 def _a(value: object) -> str:
@@ -403,7 +458,7 @@ def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     count = len(rollouts)
     rewards = {rollout.reward for rollout in rollouts if rollout.reward is not None}
-    if any(rollout.teacher for rollout in rollouts):
+    if any(rollout.teacher for rollout in rollouts) or any(group.demonstrations for group in groups):
         pass  # whatever the rewards are, the teacher has something to say
     elif len(rewards) == 1:
         yield (

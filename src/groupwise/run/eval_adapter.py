@@ -116,4 +116,5 @@ async def _evaluated(
         k=1 if config.eval is None else config.eval.k,
         success=SUCCESS if config.eval is None else config.eval.success,
         answer=plan.answer,
+        counted=scorer.beside(plan.eval_rewards),
     )

@@ -10,6 +10,9 @@ With k completions for each prompt in mode `sampled`, of which c succeed (reward
 Each is a mean over prompts, and its standard error is std / sqrt(P) of the P prompts' values: the completions of one
 prompt are not independent. Completions that failed are counted and left out; only if all of a mode failed, RewardError
 is raised. `paired` tests two policies on the same prompts.
+
+With `eval.rewards` all of this is by those, and what the run is trained by is told of the same completions beside it:
+where that rises and the other falls, the reward is gamed.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ class Evaluation:
     """Rewards of one policy in one mode, and the completions they come from (k per prompt).
 
     `answers` are, for each prompt and completion, what it votes for in maj@k; empty where nothing was voted on.
+    `training` are the rewards that the run is trained by, where the evaluation counts by others (`eval.rewards`):
+    for each prompt and completion one, None without a value; empty where it counts by the same.
     """
 
     mode: str
@@ -65,6 +70,7 @@ class Evaluation:
     groups: tuple[RolloutGroup, ...]
     success: float = SUCCESS
     answers: tuple[tuple[str | None, ...], ...] = ()
+    training: tuple[tuple[float | None, ...], ...] = ()
 
     @property
     def k(self) -> int:
@@ -88,6 +94,15 @@ class Evaluation:
         """The mean reward, of all prompts or of those whose `column` is `value`; NaN where nothing could be scored."""
         chosen = [each for each in self.groups if column is None or each.prompt.columns.get(column) == value]
         return _mean(_mean(_rewards(group)) for group in chosen)
+
+    def training_mean(self) -> float:
+        """The mean of the rewards that the run is trained by; NaN where the evaluation counts by the same."""
+        return _mean(_mean(reward for reward in each if reward is not None) for each in self.training)
+
+    def said(self) -> str:
+        """The mean in a line, and where there is one that of what the run is trained by."""
+        beside = self.training_mean()
+        return f"{self.mean():.1%}" + ("" if math.isnan(beside) else f" (the training reward {beside:.1%})")
 
     def values(self, measure: str) -> list[float]:
         """A measure of each prompt: its mean `reward`, `pass@K` or `maj@K`. NaN where too few completions were
@@ -122,8 +137,11 @@ class Evaluation:
         return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
     def metrics(self, *, by: str | None = None) -> dict[str, float]:
-        """{"eval/greedy/reward": mean} and, with `by`, the means per value of that column."""
+        """{"eval/greedy/reward": mean} and, with `by`, the means per value of that column; `training_reward` where
+        there is one."""
         metrics = {f"eval/{self.mode}/reward": self.mean()}
+        if not math.isnan(beside := self.training_mean()):
+            metrics[f"eval/{self.mode}/training_reward"] = beside
         values = {} if by is None else {str(each): each for each in (g.prompt.columns.get(by) for g in self.groups)}
         return metrics | {
             f"eval/{self.mode}/{name}/reward": self.mean(column=by, value=value) for name, value in values.items()
@@ -151,12 +169,16 @@ async def evaluate(
     k: int = 1,
     success: float = SUCCESS,
     answer: Answer = final_answer,
+    counted: Score | None = None,
 ) -> dict[str, Evaluation]:
     """Play every prompt (as `play.prepare` returns it) in each mode: "greedy" once at temperature 0, "sampled" k times
     as `params` says.
 
-    `score` gives a group its rewards (`scorer.Scorer`); `answer` reads what a completion votes for in maj@k. The first
-    of k samples are those of a smaller k. Raises RewardError when no completion of a mode could be scored, and where
+    `score` gives a group its rewards (`scorer.Scorer`). With `counted` those that count are what it gives, without what
+    an environment gave, and those of `score` are in `Evaluation.training`. `answer` reads what a completion votes for
+    in maj@k. The first of k samples are those of a smaller k.
+
+    Raises RewardError when no completion of a mode could be scored, and where
     `answer` fails.
     """
     result: dict[str, Evaluation] = {}
@@ -165,10 +187,16 @@ async def evaluate(
         how = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0) if greedy else params
         seeds = [seed * 1_000_003 + i for i in range(len(prompts))]
         groups = await play_all(play, prompts, seeds=seeds, n=1 if greedy else k, params=how, version=version)
-        scored = await asyncio.gather(*(score(_without_aborted(group)) for group in groups))
+        played = [_without_aborted(group) for group in groups]
+        own = [] if counted is None else await asyncio.gather(*(counted(_without_rewards(each)) for each in played))
+        by_run = await asyncio.gather(*(score(each) for each in played))  # last: with it an episode is done
+        scored = own or by_run
         refuse_failed(scored)
+        training = tuple(tuple(rollout.reward for rollout in group.rollouts) for group in by_run) if own else ()
         answers = () if greedy or k == 1 else tuple(_answers(group, answer) for group in scored)
-        result[mode] = Evaluation(mode=mode, version=version, groups=tuple(scored), success=success, answers=answers)
+        result[mode] = Evaluation(
+            mode=mode, version=version, groups=tuple(scored), success=success, answers=answers, training=training
+        )
     return result
 
 
@@ -380,6 +408,11 @@ def _without_aborted(group: RolloutGroup) -> RolloutGroup:
     )
 
 
+def _without_rewards(group: RolloutGroup) -> RolloutGroup:
+    """The group without what its environment gave."""
+    return replace(group, rollouts=tuple(replace(each, rewards={}, reward=None) for each in group.rollouts))
+
+
 def _rewards(group: RolloutGroup) -> list[float]:
     return [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
 
@@ -401,10 +434,10 @@ def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluat
         directory.mkdir(exist_ok=True)
         for mode, evaluation in evaluations.items():
             head = {"version": str(evaluation.version), "success": evaluation.success}
-            votes = evaluation.answers or [None] * len(evaluation.groups)
-            groups = zip(evaluation.groups, votes, strict=True)
-            voted = (group_to_json(group) | ({} if vote is None else {"answers": vote}) for group, vote in groups)
-            lines = [head, *voted]
+            lines = [head, *map(group_to_json, evaluation.groups)]
+            for name, of_groups in (("answers", evaluation.answers), ("training", evaluation.training)):
+                for line, values in zip(lines[1:], of_groups, strict=False):
+                    line[name] = values
             text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
             files.replace(directory / f"step_{step:06d}.{mode}.jsonl", text)
 
@@ -421,5 +454,6 @@ def load_evaluations(run_dir: Path, step: int) -> dict[str, Evaluation]:
             success=head["success"],
             groups=tuple(map(group_from_json, groups)),
             answers=tuple(tuple(group["answers"]) for group in groups if "answers" in group),
+            training=tuple(tuple(group["training"]) for group in groups if "training" in group),
         )
     return found

@@ -232,7 +232,7 @@ class TrainingRun:
         for each in result.values():
             metrics |= each.metrics(by=config.by) | each.details()
         self.tracking.log(step, metrics)
-        means = "  ".join(f"{mode} {each.mean():.1%}" for mode, each in result.items())
+        means = "  ".join(f"{mode} {each.said()}" for mode, each in result.items())
         self.display.note(
             f"evaluation at step {step}, {len(parts.eval_prompts)} held-out prompts, mean reward: {means}"
         )
@@ -261,6 +261,7 @@ class TrainingRun:
             k=config.k,
             success=config.success,
             answer=self.plan.answer,
+            counted=parts.scorer.beside(self.plan.eval_rewards),
         )
 
     async def _promote(self, step: int, version: PolicyVersion, result: Evaluations) -> None:

@@ -19,7 +19,7 @@ from groupwise.config.run import RunConfig, identity, resolved
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
 from groupwise.config.yaml import to_yaml
 from groupwise.errors import ConfigError, GrammarError, GroupwiseError
-from groupwise.rewards.base import RewardFunction, check_columns, load_rewards
+from groupwise.rewards.base import RewardFunction, check_columns, load_rewards, reward_names
 from groupwise.rewards.math import final_answer, final_number
 from groupwise.store.tracking import check_installed
 from groupwise.tasks.agents import Agent, load_agent
@@ -40,6 +40,7 @@ class RunPlan:
 
     config: RunConfig
     rewards: tuple[RewardFunction, ...]
+    eval_rewards: tuple[RewardFunction, ...]  # what evaluations count by; empty where that is `rewards`
     env: Env | None
     source: PromptSource
     eval_prompts: tuple[Prompt, ...]
@@ -83,6 +84,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     """Load rewards and data, resolve the loss, and look for the model. Raises ConfigError, LoadError, DataError or
     ModelError."""
     functions = tuple(rewards or load_rewards(config.rewards, folder=config.folder))
+    counted = _eval_rewards(config)
     env = _env(config)
     _check_grammar(config, env)
     source = _source(config, env)
@@ -91,6 +93,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         env.check([*prompts, *held_out])
     if not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc)):  # which adds columns of its own
         check_columns(functions, _with_columns([*prompts, *held_out], env))
+        check_columns(counted, _with_columns(held_out, env))
     _check_reroll(config, functions)
     without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
     loss = loss_of(
@@ -111,6 +114,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     return RunPlan(
         config=config,
         rewards=functions,
+        eval_rewards=counted,
         env=env,
         source=source,
         eval_prompts=tuple(held_out),
@@ -163,6 +167,7 @@ def _check_self_play(config: RunConfig, env: EnvFactory) -> None:
     """Raise ConfigError for what reads one reward of an episode, where each player has its own."""
     wrong = {
         "rewards": bool(config.rewards),
+        "eval.rewards": config.eval is not None and bool(config.eval.rewards),
         "algo.aggregation": config.algo.aggregation != "sum_then_normalize",
         "rollout.reroll": config.rollout.reroll.max_groups > 0,
     }
@@ -208,6 +213,16 @@ def _held_out(config: RunConfig, env: Env | None) -> list[Prompt]:
             hint=f"write {method}, set eval.data.source, or remove eval",
         )
     return cases[: config.eval.limit]
+
+
+def _eval_rewards(config: RunConfig) -> tuple[RewardFunction, ...]:
+    """The functions of `eval.rewards`, under names that no reward of the run has: both run in the same processes."""
+    if config.eval is None:
+        return ()
+    own = config.eval.rewards
+    names = reward_names([*config.rewards, *own])[len(config.rewards) :]
+    named = [spec.model_copy(update={"name": name}) for spec, name in zip(own, names, strict=True)]
+    return load_rewards(named, folder=config.folder)
 
 
 def _answer(config: RunConfig) -> Callable[[str], object]:
@@ -259,6 +274,7 @@ def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
     that."""
     attempts: list[Callable[[], object]] = [
         lambda: load_rewards(config.rewards, folder=config.folder),
+        lambda: _eval_rewards(config),
         lambda: config.data and open_prompts(config.data, folder=config.folder, cases=config.env is not None),
         lambda: (
             config.eval

@@ -6,7 +6,8 @@
     base_url   a server                                                   POST /completions with `prompt_logprobs`
 
 A group is scored once it has its rewards and before it is handed to a step, while others are still being sampled. What
-the log-probabilities become is in `algo/distillation.py`.
+the log-probabilities become is in `algo/distillation.py`. With `loss: sft` nothing is scored: the teacher samples
+completions of the prompt, beside those of the policy or instead of them (`TeacherRollouts`, `Demonstrator`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import asyncio
 import heapq
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -31,9 +33,22 @@ from groupwise.errors import ConfigError, DataError, EngineError, GroupwiseError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.platform import run_coroutine
+from groupwise.run.batches import Score
 from groupwise.run.plan import RunPlan
 from groupwise.store.rundir import find_adapter
-from groupwise.types import Message, PolicyVersion, Prompt, Rollout, RolloutGroup, Sampler, SequenceScores
+from groupwise.tasks.episode import RolloutSource, group_of
+from groupwise.types import (
+    Completion,
+    Message,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Sampler,
+    SamplingParams,
+    SamplingRequest,
+    SequenceScores,
+)
 
 LONGEST_PROMPTS = 64  # those with the most characters, which are tokenised to see whether they fit
 RETRIES, FIRST_DELAY_S = 3, 0.25
@@ -263,6 +278,20 @@ class Teacher:
         better = rollout.reward is None or (best.reward or 0.0) > rollout.reward
         return best.completion.text if best is not rollout and best.reward is not None and better else None
 
+    def submit(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, n: int
+    ) -> list[Future[list[Completion]]]:
+        """Have the teacher sample `n` completions of each (encoded) prompt, with its context where it has one; all are
+        queued together, so that what is computed together does not depend on time."""
+        backend = self.backend
+        assert isinstance(backend, EngineTeacher) and backend.version is not None
+        requests = []
+        for prompt, how in zip(prompts, params, strict=True):
+            context = None if self.config.context is None else context_of(prompt, self.config)
+            ids = prompt.token_ids if context is None else self.prompt_with(prompt, context)
+            requests.append(SamplingRequest(prompt_ids=ids, params=how, n=n, version=backend.version))
+        return backend.engine.submit(requests)
+
     def prompt_with(self, prompt: Prompt, context: str) -> Ids:
         """The ids of the prompt with the context in its last user message."""
         return encode_prompt(with_context(prompt, context, template=self.config.template), self._tokenizer).token_ids
@@ -270,6 +299,74 @@ class Teacher:
     def close(self) -> None:
         """Stop an engine that is the teacher's own."""
         self.backend.close()
+
+
+class TeacherRollouts:
+    """The completions of a teacher that samples (`loss: sft`), begun together with those of the policy and handed out
+    as the group's demonstrations; where the teacher samples everything (`alone`), instead of them, as its rollouts."""
+
+    def __init__(self, config: RunConfig, teacher: Teacher, policy: RolloutSource):
+        assert config.teacher is not None
+        self._teacher, self._policy, self.alone = teacher, policy, config.teacher_samples
+        self._n, self._temperature = config.teacher.completions, config.teacher.temperature
+
+    def prepare(self, prompt: Prompt) -> Prompt:
+        """As the policy's source does."""
+        return self._policy.prepare(prompt)
+
+    def begin(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
+    ) -> list[Awaitable[RolloutGroup]]:
+        """As `RolloutSource.begin`; the teacher's completions have the seeds of the policy's."""
+        how = params if self._temperature is None else replace(params, temperature=self._temperature)
+        drawn = [replace(how, seed=seed) for seed in seeds]
+        said = self._teacher.submit(prompts, drawn, n=self._n or n)
+        if self.alone:
+            return [self._group(prompt, each, None) for prompt, each in zip(prompts, said, strict=True)]
+        own = self._policy.begin(prompts, seeds=seeds, n=n, params=params, version=version)
+        return [self._group(*each) for each in zip(prompts, said, own, strict=True)]
+
+    async def _group(
+        self, prompt: Prompt, said: Future[list[Completion]], own: Awaitable[RolloutGroup] | None
+    ) -> RolloutGroup:
+        if own is None:
+            return group_of(prompt, await asyncio.wrap_future(said))
+        group = await own
+        return replace(group, demonstrations=group_of(prompt, await asyncio.wrap_future(said)).rollouts)
+
+    def close(self) -> None:
+        """Does nothing: the policy's source and the teacher are closed by whoever opened them."""
+
+
+class Demonstrator:
+    """Scores groups that `TeacherRollouts` made, and leaves as their demonstrations what is to be learned: with
+    `least_reward` only what the run's rewards give so much."""
+
+    def __init__(self, config: RunConfig, score: Score):
+        assert config.teacher is not None
+        self._score, self._least, self._alone = score, config.teacher.least_reward, config.teacher_samples
+
+    async def __call__(self, group: RolloutGroup) -> RolloutGroup:
+        """The group with its rewards."""
+        scored = await self._score(group)
+        if self._alone:
+            own = tuple(replace(each, teacher=_own_scores(each)) for each in scored.rollouts)
+            return replace(scored, rollouts=own, demonstrations=self._kept(scored.rollouts))
+        shown = group.demonstrations
+        if self._least is not None:
+            shown = (await self._score(replace(group, rollouts=shown, demonstrations=()))).rollouts
+        return replace(scored, demonstrations=self._kept(shown))
+
+    def _kept(self, shown: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        return tuple(each for each in shown if each.error is None and self._passes(each))
+
+    def _passes(self, rollout: Rollout) -> bool:
+        return self._least is None or (rollout.reward is not None and rollout.reward >= self._least)
+
+
+def _own_scores(rollout: Rollout) -> tuple[SequenceScores, ...]:
+    """What a teacher that sampled a completion says of it: that is known."""
+    return tuple(SequenceScores(logprobs=turn.completion.logprobs, top=()) for turn in rollout.turns)
 
 
 def context_of(prompt: Prompt, config: TeacherConfig) -> str | None:
@@ -302,12 +399,12 @@ def with_context(prompt: Prompt, context: str, *, template: str) -> Prompt:
     return replace(prompt, messages=None if messages is None else tuple(messages), text=text, token_ids=())
 
 
-def taught(
-    score: Callable[[RolloutGroup], Awaitable[RolloutGroup]], teacher: Teacher | None
-) -> Callable[[RolloutGroup], Awaitable[RolloutGroup]]:
-    """What scores a group by rewards, and then has the teacher score it."""
+def taught(score: Score, teacher: Teacher | None, config: RunConfig) -> Score:
+    """What scores a group by rewards, and then has the teacher score it, or add what it says itself."""
     if teacher is None:
         return score
+    if teacher.config.loss == "sft":
+        return Demonstrator(config, score)
 
     async def both(group: RolloutGroup) -> RolloutGroup:
         return await teacher(await score(group))
@@ -362,7 +459,8 @@ def _backend(
         dtype = config.dtype if spec.dtype == "auto" else spec.dtype
         model = load_model(spec.model, device=str(base.device), dtype=dtype)
         _check_tokenizer(base.tokenizer, model.tokenizer, spec.model)
-    own = LocalEngine(model, max_rows=1, prefix_cache_mb=0, threads=threads)
+    rows = config.rollout.batch_rows if spec.loss == "sft" else 1
+    own = LocalEngine(model, max_rows=rows, prefix_cache_mb=0, threads=threads)
     if spec.adapter is not None:
         located = find_adapter(spec.adapter)
         located.check_base(base.hash)

@@ -22,6 +22,8 @@ import torch
 
 from groupwise.algo.advantage import has_signal, with_advantages
 from groupwise.algo.distillation import (
+    demonstration_metrics,
+    demonstrations,
     teacher_metrics,
     teacher_scores,
     with_reward_weight,
@@ -115,7 +117,7 @@ class StepUpdate:
     @property
     def trains(self) -> bool:
         """Whether there is a token to train on."""
-        return any(any(sample.mask) for sample in self.samples)
+        return any(any(sample.mask) for sample in self.samples) or bool(demonstrations(self.groups))
 
     async def advantages(
         self, groups: Sequence[RolloutGroup], *, sampled: Sequence[RolloutGroup]
@@ -139,7 +141,12 @@ class StepUpdate:
     async def train(self) -> Metrics:
         """The optimizer steps on all groups; nothing but counts where no token is trained."""
         metrics = sample_metrics(self.samples)
-        if self._plan.config.teacher is not None:
+        if (teacher := self._plan.config.teacher) is not None and teacher.loss == "sft":
+            shown = demonstration_metrics(self.groups)
+            metrics["train/samples"] += shown["teacher/demonstrations"]
+            metrics["train/tokens"] += shown["teacher/demonstrated_tokens"]
+            metrics |= shown
+        elif teacher is not None:
             metrics |= teacher_metrics(self.samples, teacher_scores(self.groups))
         if self.trains:
             metrics |= await self._updates.in_learner_thread(self._train)
@@ -154,6 +161,8 @@ class StepUpdate:
         weighed = with_advantages(groups, plan.config.algo, weights=plan.reward_weights, beside=beside)
         if teacher is not None:
             weighed = with_reward_weight(weighed, teacher.reward_weight)
+        if plan.config.teacher_samples:  # nothing of it is the policy's
+            return _Part(groups=weighed, samples=[])
         samples = samples_of(weighed)
         if plan.kl_coeff is None or not samples:
             samples = samples_of(weighed, mask_truncated=algo.mask_truncated)
@@ -180,7 +189,7 @@ class StepUpdate:
             final_rate=train.final_rate,
         )
         kl = combined_kl([part.kl for part in self._parts])
-        if not kl and not self._plan.loss.reads_reference:
+        if not kl and samples and not self._plan.loss.reads_reference:
             kl = self._learner.measure_kl(samples, temperature=self._temperature)
         if self._stream is not None:
             metrics = self._stream.finish(learning_rate=rate)
@@ -192,6 +201,8 @@ class StepUpdate:
                 minibatches=train.minibatches,
                 passes=train.passes,
                 temperature=self._temperature,
+                demonstrations=demonstrations(self.groups),
+                coefficient=1.0 if (teacher := self._plan.config.teacher) is None else teacher.coefficient,
             )
         metrics |= kl | {"optim/lr": rate}
         if adaptive is not None:

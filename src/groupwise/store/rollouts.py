@@ -38,19 +38,25 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
             "columns": plain(prompt.columns),
             "token_ids": prompt.token_ids,
         },
-        "rollouts": [
-            {
-                "turns": [_turn_to_json(turn, prompt=prompt) for turn in rollout.turns],
-                "rewards": plain(rollout.rewards),
-                "reward": plain(rollout.reward),
-                "advantage": plain(rollout.advantage),
-                "error": rollout.error,
-                **({} if rollout.error_kind is None else {"error_kind": rollout.error_kind}),
-                **({} if not rollout.teacher else {"teacher": [_scores_to_json(each) for each in rollout.teacher]}),
-                **_episode_to_json(rollout),
-            }
-            for rollout in group.rollouts
-        ],
+        "rollouts": [_rollout_to_json(rollout, prompt) for rollout in group.rollouts],
+        **(
+            {"demonstrations": [_rollout_to_json(rollout, prompt) for rollout in group.demonstrations]}
+            if group.demonstrations
+            else {}
+        ),
+    }
+
+
+def _rollout_to_json(rollout: Rollout, prompt: Prompt) -> dict[str, Any]:
+    return {
+        "turns": [_turn_to_json(turn, prompt=prompt) for turn in rollout.turns],
+        "rewards": plain(rollout.rewards),
+        "reward": plain(rollout.reward),
+        "advantage": plain(rollout.advantage),
+        "error": rollout.error,
+        **({} if rollout.error_kind is None else {"error_kind": rollout.error_kind}),
+        **({} if not rollout.teacher else {"teacher": [_scores_to_json(each) for each in rollout.teacher]}),
+        **_episode_to_json(rollout),
     }
 
 
@@ -66,10 +72,13 @@ def group_from_json(raw: Any) -> RolloutGroup:
             columns=fields["columns"],
             token_ids=tuple(fields["token_ids"]),
         )
-        rollouts = tuple(_rollout_from_json(entry, prompt) for entry in raw["rollouts"])
+        rollouts, demonstrations = (
+            tuple(_rollout_from_json(entry, prompt) for entry in entries)
+            for entries in (raw["rollouts"], raw.get("demonstrations", ()))
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"not a rollout group: {type(error).__name__}: {error}") from error
-    return RolloutGroup(prompt=prompt, rollouts=rollouts)
+    return RolloutGroup(prompt=prompt, rollouts=rollouts, demonstrations=demonstrations)
 
 
 def plain(value: Any) -> Any:

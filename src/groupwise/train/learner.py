@@ -391,8 +391,9 @@ class Learner:
         return self._accumulate(samples, term, share, temperature, reads_reference=reads, on_logprobs=on_logprobs)
 
     @verb
-    def forward_backward_supervised(self, samples: Sequence[Sample]) -> Metrics:
-        """Accumulate the gradient of the mean cross-entropy (nats per trained token, weighted by `Sample.weights`).
+    def forward_backward_supervised(self, samples: Sequence[Sample], *, coefficient: float = 1.0) -> Metrics:
+        """Accumulate the gradient of `coefficient` times the mean cross-entropy (nats per trained token, weighted by
+        `Sample.weights`); the metric is without the coefficient.
 
         It is over the whole vocabulary, whatever the samples were drawn from (`Sample.kept`)."""
         samples = [replace(sample, kept=None, soft_targets=None) for sample in samples]
@@ -407,7 +408,10 @@ class Learner:
 
             def token_loss(logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
                 loss = -(logprobs_N * weights_N.to(logprobs_N)).sum() / max(total, 1e-9)
-                return loss, {"loss/cross_entropy": loss.detach(), "loss/entropy": entropy_N.detach().sum() / tokens}
+                return coefficient * loss, {
+                    "loss/cross_entropy": loss.detach(),
+                    "loss/entropy": entropy_N.detach().sum() / tokens,
+                }
 
             return token_loss
 
@@ -511,9 +515,12 @@ class Learner:
         minibatches: int = 1,
         passes: int = 1,
         temperature: float = 1.0,
+        demonstrations: Sequence[Sample] = (),
+        coefficient: float = 1.0,
     ) -> Metrics:
         """Train on one rollout batch: `passes` times over it, each in `minibatches` optimizer steps; the metrics are
-        means over these, and extremes of all of them."""
+        means over these, and extremes of all of them. Each of these steps also has its part of the `demonstrations`,
+        whose mean cross-entropy is added to the loss times `coefficient`."""
         batch = RolloutBatch.cut(
             samples,
             spec,
@@ -521,6 +528,8 @@ class Learner:
             passes=passes,
             shuffle=self.shuffle,
             temperature=temperature,
+            demonstrations=demonstrations,
+            coefficient=coefficient,
         )
         if passes * minibatches > 1 and spec.reads_old:
             batch = batch.with_old(self)

@@ -6,13 +6,19 @@ So `Learner.steps`, which counts optimizer steps, grows by passes x minibatches 
 run they all have one learning rate: there schedules count rollout batches. What the policy is compared with stays
 while it moves: the anchor is the behaviour policy, or a snapshot from before the first of these steps; the reference
 follows only after the last.
+
+Beside the samples of the policy there may be demonstrations, a teacher's completions. A step's gradient is then that of
+
+    policy loss of its samples  +  coefficient  sum -log pi(y_t) / tokens     over the tokens y_t of its demonstrations
+
+each term with its own denominator, so that neither depends on how much there is of the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -36,6 +42,7 @@ class RolloutBatch:
         passes: of each pass over the samples, of each minibatch, the rows (indices of `samples`).
         old: log-probabilities of the samples under the policy before the first step (`with_old`), if they are known.
         reference: log-probabilities of the samples under the reference (`with_reference`), if they are known.
+        demonstrations: what is learned by cross-entropy; `shown` are the rows of it, in the shape of `passes`.
     """
 
     samples: Sequence[Sample]
@@ -44,6 +51,9 @@ class RolloutBatch:
     temperature: float = 1.0
     old: Rows | None = None
     reference: Rows | None = None
+    demonstrations: Sequence[Sample] = ()
+    shown: Sequence[Sequence[Sequence[int]]] = ()
+    coefficient: float = 1.0
 
     @classmethod
     def cut(
@@ -55,10 +65,25 @@ class RolloutBatch:
         passes: int,
         shuffle: Random,
         temperature: float = 1.0,
+        demonstrations: Sequence[Sample] = (),
+        coefficient: float = 1.0,
     ) -> RolloutBatch:
-        """The samples in `passes` times `minibatches` steps; of each pass in an order of its own, drawn here."""
+        """The samples in `passes` times `minibatches` steps; of each pass in an order of its own, drawn here. So are
+        the demonstrations; where there are fewer of the one than steps, the last steps have none of it."""
         rows = [list(_minibatches(samples, minibatches, shuffle=shuffle)) for _ in range(passes)]
-        return cls(samples=samples, spec=spec, passes=rows, temperature=temperature)
+        if not demonstrations:
+            return cls(samples=samples, spec=spec, passes=rows, temperature=temperature)
+        shown = [list(_minibatches(demonstrations, minibatches, shuffle=shuffle)) for _ in range(passes)]
+        both = [list(zip_longest(*each, fillvalue=[])) for each in zip(rows, shown, strict=True)]
+        return cls(
+            samples=samples,
+            spec=spec,
+            passes=[[rows for rows, _ in steps] for steps in both],
+            temperature=temperature,
+            demonstrations=demonstrations,
+            shown=[[rows for _, rows in steps] for steps in both],
+            coefficient=coefficient,
+        )
 
     @property
     def steps(self) -> list[Sequence[int]]:
@@ -80,15 +105,22 @@ class RolloutBatch:
 
     def with_reference(self, learner: Learner) -> RolloutBatch:
         """With the reference, where more than one pass reads it; else each step computes that of its samples."""
-        if len(self.passes) < 2 or not self.spec.reads_reference:
+        if len(self.passes) < 2 or not self.spec.reads_reference or not self.samples:
             return self
         reference = learner.forward(self.samples, temperature=self.temperature, reference=True)
         return replace(self, reference=reference)
 
     def accumulate(self, learner: Learner, step: int) -> Metrics:
         """Forward and backward of optimizer step `step`, from 0."""
-        rows = self.steps[step]
-        return learner.forward_backward(
+        rows, metrics = self.steps[step], dict[str, float]()
+        shown = [each for steps in self.shown for each in steps][step] if self.shown else ()
+        if shown:
+            metrics |= learner.forward_backward_supervised(
+                [self.demonstrations[row] for row in shown], coefficient=self.coefficient
+            )
+        if shown and not rows:
+            return metrics
+        return metrics | learner.forward_backward(
             [self.samples[row] for row in rows],
             self.spec,
             temperature=self.temperature,
