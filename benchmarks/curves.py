@@ -151,15 +151,21 @@ def settings(task: Task, *, seed: int, work: Path) -> dict[str, Any]:
     }
     if task.is_game:
         args = {**task.parameters, "eval_episodes": HELD_OUT_GAMES}
-        env = {"environment": f"textarena:{task.name}", "args": args, "max_turns": 8, "workers": 1, "lockstep": True}
+        env = {
+            "environment": f"textarena:{task.name}",
+            "args": args,
+            "max_turns": 16,
+            "workers": 1,
+            "lockstep": True,
+            "stop_at_cut": False,  # a game that a limit ends is worth 0, and losing one -1: cut moves would pay
+        }
         return {**common, "env": env, "eval": {"every": 0}}  # an evaluation plays as many games as ten steps
-    source = {"source": "reasoning-gym", "tasks": {task.name: task.parameters}, "seed": TRAINING}
-    held_out = {"source": str(held_out_file(task, work))}
     return {
         **common,
-        "data": source,
+        "data": {"source": "reasoning-gym", "tasks": {task.name: task.parameters}, "seed": TRAINING},
         "rewards": ["reasoning-gym"],
-        "eval": {"every": 20, "k": SAMPLES, "data": held_out},
+        "eval": {"every": 20, "k": SAMPLES, "data": {"source": str(held_out_file(task, work))}},
+        "scoring": {"timeout_s": 60.0},  # on a busy machine importing the package takes longer than the default's 5 s
     }
 
 
@@ -413,9 +419,8 @@ def run_missing(options: argparse.Namespace) -> None:
         if not task.is_game:
             write_held_out(task, options.work)
         record(options, {"baselines": {task.name: baseline(task, options.work)}})
-    record(
-        options, {"machine": {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()}}
-    )
+    machine = {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    record(options, {"machine": machine})
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         jobs = {pool.submit(job, each[1], each[2]): name for name, each in missing.items()}
         for done in as_completed(jobs):
