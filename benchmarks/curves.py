@@ -123,7 +123,7 @@ TASKS = {
         Task(name="lcm", parameters={"max_numbers": 2, "max_value": 30}, taught=False),
         Task(name="basic_arithmetic", parameters=SUMS, taught=False),
         Task(name="products", parameters=LESSON["products"]),
-        Task(name="caesar_cipher", parameters=LESSON["caesar_cipher"], max_tokens=12),
+        Task(name="rotate_matrix", parameters={"min_n": 2, "max_n": 2, "max_rotations": 10}, max_tokens=12),
         Task(name="number_filtering", parameters=LESSON["number_filtering"], max_tokens=24),
         Task(name="GuessTheNumber-v0", parameters={"max_number": 8, "max_turns": 3}, steps=40, prompts=4),
         Task(name="Nim-v0", parameters=GAMES["Nim-v0"], steps=40, prompts=4),
@@ -190,7 +190,7 @@ def write_held_out(task: Task, work: Path) -> None:
     fewer than `HELD_OUT_PROBLEMS`, or where what was written is scored otherwise than what was made."""
     known = {row["prompt"] for row in problems(task.name, task.parameters, seed=TRAINING)}
     if task.taught:
-        known |= {row["prompt"] for row in problems(task.name, task.parameters, seed=SHOWN, size=EXAMPLES)}
+        known |= {row["prompt"] for row in problems(task.name, LESSON[task.name], seed=SHOWN, size=EXAMPLES)}
     rows: list[dict[str, Any]] = []
     for row in problems(task.name, task.parameters, seed=EVALUATION, size=20 * HELD_OUT_PROBLEMS):
         if len(rows) < HELD_OUT_PROBLEMS and row["prompt"] not in known:
