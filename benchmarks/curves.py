@@ -5,7 +5,7 @@
     python benchmarks/curves.py --table --plot        # from what is there
 
     seeds      a run of `run_loop` for each task and seed; held-out accuracy before and after, greedy and sampled
-    shuffled   the same with the rewards dealt at random within each group, for the first seed. Must not gain.
+    shuffled   the same with the rewards dealt at random within each group, for seed 0. Must not gain.
     baseline   what no model is needed for: always the commonest answer, or random legal moves
 
 The starter knows some of these tasks a little. Of the others it is first shown solved examples (`LESSON`), games with
@@ -26,6 +26,7 @@ import platform
 import random
 import re
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from typing import Any
 
 from ablation import one_thread, span
 
+from groupwise import platform as machine
 from groupwise.config.data import DatasetConfig
 from groupwise.config.run import parse_config
 from groupwise.rewards.base import Scorer
@@ -111,6 +113,7 @@ class Task:
     steps: int = 80
     prompts: int = 16
     learning_rate: float = 2.0e-3
+    cut_moves_count: bool = False  # whether a game goes on when a move is cut at `max_tokens`, and does not end with 0
 
     @property
     def is_game(self) -> bool:
@@ -122,11 +125,25 @@ TASKS = {
     for each in (
         Task(name="lcm", parameters={"max_numbers": 2, "max_value": 30}, taught=False),
         Task(name="basic_arithmetic", parameters=SUMS, taught=False),
-        Task(name="products", parameters=LESSON["products"]),
+        Task(name="calendar_arithmetic", parameters=LESSON["calendar_arithmetic"]),
+        Task(name="leg_counting", parameters=LESSON["leg_counting"]),
         Task(name="rotate_matrix", parameters={"min_n": 2, "max_n": 2, "max_rotations": 10}, max_tokens=12),
         Task(name="number_filtering", parameters=LESSON["number_filtering"], max_tokens=24),
-        Task(name="GuessTheNumber-v0", parameters={"max_number": 8, "max_turns": 3}, steps=40, prompts=4),
-        Task(name="Nim-v0", parameters=GAMES["Nim-v0"], steps=40, prompts=4),
+        Task(
+            name="GuessTheNumber-v0",
+            parameters={"max_number": 8, "max_turns": 3},
+            steps=60,
+            prompts=4,
+            learning_rate=1.0e-3,
+        ),
+        Task(
+            name="Nim-v0",
+            parameters={"piles": [1, 2, 2], **RANDOM_NIM},
+            steps=60,
+            prompts=4,
+            learning_rate=1.0e-3,
+            cut_moves_count=True,
+        ),
     )
 }
 
@@ -157,7 +174,7 @@ def settings(task: Task, *, seed: int, work: Path) -> dict[str, Any]:
             "max_turns": 16,
             "workers": 1,
             "lockstep": True,
-            "stop_at_cut": False,  # a game that a limit ends is worth 0, and losing one -1: cut moves would pay
+            "stop_at_cut": not task.cut_moves_count,  # where losing is worth -1, an end by a limit would pay
         }
         return {**common, "env": env, "eval": {"every": 0}}  # an evaluation plays as many games as ten steps
     return {
@@ -356,10 +373,12 @@ def _measured(evaluation: Any) -> dict[str, float]:
 
 
 def wanted(options: argparse.Namespace, work: Path) -> dict[str, tuple[Task, dict[str, Any], bool]]:
-    """The runs that were asked for, by name: every task with the first seed, the controls, then the other seeds."""
+    """The runs that were asked for, by name: every task with the first seed, the controls (of seed 0), then the other
+    seeds."""
     chosen = [task for task in TASKS.values() if not options.only or options.only in task.name]
     first, *others = options.seeds
-    order = [(task, first, kind) for kind in (False, True) for task in chosen]
+    order = [(task, first, False) for task in chosen]
+    order += [(task, 0, True) for task in chosen if 0 in options.seeds]
     order += [(task, seed, False) for seed in others for task in chosen]
     return {
         f"{task.name}, {'shuffled' if shuffled else f'seed {seed}'}": (
@@ -419,9 +438,11 @@ def run_missing(options: argparse.Namespace) -> None:
         if not task.is_game:
             write_held_out(task, options.work)
         record(options, {"baselines": {task.name: baseline(task, options.work)}})
-    machine = {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()}
-    record(options, {"machine": machine})
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+    host = {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    record(options, {"machine": host})
+    with ProcessPoolExecutor(
+        options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1, initializer=_die_with_parent
+    ) as pool:
         jobs = {pool.submit(job, each[1], each[2]): name for name, each in missing.items()}
         for done in as_completed(jobs):
             name = jobs[done]
@@ -438,6 +459,10 @@ def record(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Non
         for section, entries in found.items():
             results[section] |= entries
         replace(path, json.dumps(results, indent=1) + "\n")
+
+
+def _die_with_parent() -> None:
+    machine.die_with_parent(signal.SIGKILL)
 
 
 def _processor() -> str:
