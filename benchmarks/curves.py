@@ -123,10 +123,9 @@ class Task:
 TASKS = {
     each.name: each
     for each in (
-        Task(name="lcm", parameters={"max_numbers": 2, "max_value": 30}, taught=False),
         Task(name="basic_arithmetic", parameters=SUMS, taught=False),
-        Task(name="calendar_arithmetic", parameters=LESSON["calendar_arithmetic"]),
-        Task(name="leg_counting", parameters=LESSON["leg_counting"]),
+        Task(name="chain_sum", parameters={"max_terms": 2, "max_digits": 2}),
+        Task(name="syllogism", parameters=LESSON["syllogism"]),
         Task(name="rotate_matrix", parameters={"min_n": 2, "max_n": 2, "max_rotations": 10}, max_tokens=12),
         Task(name="number_filtering", parameters=LESSON["number_filtering"], max_tokens=24),
         Task(
