@@ -499,7 +499,8 @@ def table(results: dict[str, Any]) -> list[str]:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """A panel a task: held-out accuracy at temperature 1 over steps, a line a seed, the control and the baseline."""
+    """A panel a task: held-out accuracy at temperature 1 over steps, a line a seed, the control and the baseline; thin,
+    the mean reward of the training rollouts."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -509,29 +510,44 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(2, math.ceil((len(named) + 1) / 2), figsize=(13, 6.2), squeeze=False)
     panels = list(axes.flat)
     for panel, task in zip(panels, named, strict=False):
-        for name, run in results["runs"].items():
-            if name.startswith(f"{task.name}, "):
-                kind = name.removeprefix(f"{task.name}, ")
-                shuffled = kind == "shuffled"
-                style: dict[str, Any] = {"color": "0.5", "linestyle": "--"} if shuffled else {"marker": "."}
-                label = f"{kind} rewards" if shuffled else kind
-                panel.plot(*zip(*run["accuracy"], strict=True), label=label, **style)
+        for name in sorted(results["runs"]):
+            task_name, _, kind = name.partition(", ")
+            if task_name == task.name:
+                _draw(panel, results["runs"][name], kind)
         panel.axhline(results["baselines"][task.name], color="k", linewidth=0.8, linestyle=":", label="baseline")
-        panel.set(title=f"{task.name} ({'taught' if task.taught else 'starter'})", ylim=(0, 1))
+        panel.set(title=f"{task.name} ({'taught' if task.taught else 'starter'})")
     for panel in panels[len(named) :]:
         panel.axis("off")
     if named:
         panels[len(named)].legend(*panels[0].get_legend_handles_labels(), loc="center", fontsize=11)
     figure.supxlabel("step")
-    figure.supylabel("held-out accuracy, sampled at temperature 1")
+    figure.supylabel("held-out accuracy at temperature 1; thin: mean training reward")
     figure.tight_layout()
     figure.savefig(path, dpi=90)
+
+
+def _draw(panel: Any, run: dict[str, Any], kind: str) -> None:
+    shuffled = kind == "shuffled"
+    color = "0.5" if shuffled else f"C{kind.rpartition(' ')[2]}"
+    panel.plot(
+        *zip(*run["accuracy"], strict=True),
+        label=f"{kind} rewards" if shuffled else kind,
+        color=color,
+        linestyle="--" if shuffled else "-",
+        marker="o",
+        markersize=4,
+    )
+    steps, rewards = zip(*run["reward"], strict=True)
+    smoothed = [statistics.fmean(rewards[max(0, i - 7) : i + 1]) for i in range(len(rewards))]
+    panel.plot(steps, smoothed, color=color, linewidth=0.8, alpha=0.5)
 
 
 def verdict(results: dict[str, Any]) -> list[str]:
     """What is not as it should be: a seed that gained no more than noise explains, a control that gained more."""
     wrong = []
     for name, run in results["runs"].items():
+        if name.partition(", ")[0] not in TASKS:
+            continue
         before, after = (run[when]["sampled"] for when in ("before", "after"))
         noise = NOISE * math.hypot(before["accuracy_stderr"], after["accuracy_stderr"])
         gain = after["accuracy"] - before["accuracy"]

@@ -37,7 +37,7 @@ def test_held_out_problems_are_neither_trained_on_nor_shown(curves: Any, tmp_pat
     monkeypatch.setattr(curves, "EXAMPLES", 200)
     few = {"max_numbers": 2, "max_value": 9}  # so few problems that seeds share them
     monkeypatch.setitem(curves.LESSON, "lcm", few)
-    task = replace(curves.TASKS["lcm"], parameters=few, taught=True)
+    task = curves.Task(name="lcm", parameters=few)
     shown, trained, others = (
         {row["prompt"] for row in curves.problems("lcm", task.parameters, seed=seed, size=200)}
         for seed in (curves.SHOWN, curves.TRAINING, curves.EVALUATION)
@@ -88,7 +88,7 @@ def test_the_control_deals_the_rewards_of_a_group(curves: Any) -> None:
 def options(tmp_path: Path, *, overrides: Sequence[str] = ()) -> Namespace:
     out, work = tmp_path / "out" / "curves", tmp_path / "work"
     out.parent.mkdir()
-    return Namespace(out=out, work=work, only="lcm", seeds=[0, 1], jobs=1, overrides=list(overrides))
+    return Namespace(out=out, work=work, only="chain_sum", seeds=[0, 1], jobs=1, overrides=list(overrides))
 
 
 def measured(accuracy: float, error: float = 0.02) -> dict[str, Any]:
@@ -96,25 +96,25 @@ def measured(accuracy: float, error: float = 0.02) -> dict[str, Any]:
 
 
 def run(before: float, after: float) -> dict[str, Any]:
-    curve = [[0, before], [80, after]]
-    return {"of": "x", "cpu_s": 40.0, "before": measured(before), "after": measured(after), "accuracy": curve}
+    curves = {name: [[0, before], [80, after]] for name in ("accuracy", "reward")}
+    return {"of": "x", "cpu_s": 40.0, "before": measured(before), "after": measured(after), **curves}
 
 
 def test_the_table_the_plot_and_the_verdict_tell_the_file(curves: Any, tmp_path: Path) -> None:
     given = options(tmp_path)
     given.work.mkdir()
-    curves.record(given, {"runs": {"lcm, seed 0": run(0.1, 0.4)}, "baselines": {"lcm": 0.05}})
-    curves.record(given, {"runs": {"lcm, seed 1": run(0.2, 0.5), "lcm, shuffled": run(0.1, 0.0)}})
+    curves.record(given, {"runs": {"chain_sum, seed 0": run(0.1, 0.4)}, "baselines": {"chain_sum": 0.05}})
+    curves.record(given, {"runs": {"chain_sum, seed 1": run(0.2, 0.5), "chain_sum, shuffled": run(0.1, 0.0)}})
     results = curves.load(given.out.with_suffix(".json"))
-    assert list(results["runs"]) == ["lcm, seed 0", "lcm, seed 1", "lcm, shuffled"]
+    assert list(results["runs"]) == ["chain_sum, seed 0", "chain_sum, seed 1", "chain_sum, shuffled"]
     (line,) = curves.table(results)[2:]
-    assert line.startswith("| lcm | starter | 5.0% | 15.0% (10.0% to 20.0%) | 45.0% (40.0% to 50.0%) |")
+    assert line.startswith("| chain_sum | taught | 5.0% | 15.0% (10.0% to 20.0%) | 45.0% (40.0% to 50.0%) |")
     assert "10.0% -> 0.0%" in line
     assert curves.verdict(results) == []
     curves.plot(results, given.out.with_suffix(".png"))
     assert given.out.with_suffix(".png").stat().st_size > 10_000
-    results["runs"] |= {"lcm, seed 1": run(0.2, 0.25), "lcm, shuffled": run(0.1, 0.4)}
-    assert [text.partition(":")[0] for text in curves.verdict(results)] == ["lcm, seed 1", "lcm, shuffled"]
+    results["runs"] |= {"chain_sum, seed 1": run(0.2, 0.25), "chain_sum, shuffled": run(0.1, 0.4)}
+    assert [text.partition(":")[0] for text in curves.verdict(results)] == ["chain_sum, seed 1", "chain_sum, shuffled"]
 
 
 @pytest.mark.slow
@@ -126,11 +126,11 @@ def test_a_series_of_runs_goes_on_where_it_was_killed(curves: Any, tmp_path: Pat
     first = Namespace(**{**vars(given), "seeds": [1]})
     curves.run_missing(first)
     before = json.loads(file.read_text())["runs"]
-    assert list(before) == ["lcm, seed 1"] and before["lcm, seed 1"]["cpu_s"] > 0
+    assert list(before) == ["chain_sum, seed 1"] and before["chain_sum, seed 1"]["cpu_s"] > 0
     curves.run_missing(given)
     after = json.loads(file.read_text())["runs"]
-    assert sorted(after) == ["lcm, seed 0", "lcm, seed 1", "lcm, shuffled"]
-    assert after["lcm, seed 1"] == before["lcm, seed 1"]  # not made again
+    assert sorted(after) == ["chain_sum, seed 0", "chain_sum, seed 1", "chain_sum, shuffled"]
+    assert after["chain_sum, seed 1"] == before["chain_sum, seed 1"]  # not made again
     other = Namespace(**{**vars(given), "seeds": [1], "overrides": [*small, "train.learning_rate=0.001"]})
     curves.run_missing(other)
-    assert json.loads(file.read_text())["runs"]["lcm, seed 1"]["of"] != before["lcm, seed 1"]["of"]
+    assert json.loads(file.read_text())["runs"]["chain_sum, seed 1"]["of"] != before["chain_sum, seed 1"]["of"]
