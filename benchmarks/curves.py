@@ -11,8 +11,8 @@
 The starter knows some of these tasks a little. Of the others it is first shown solved examples (`LESSON`), games with
 random legal moves: once, for all of them, with `tools/starter.py lesson`. A task's accuracy is the share of completions
 that its own score calls perfect (1), for games the share that is won. No held-out problem is in the training prompts or
-in the lesson. Everything is in OUT.json: evaluations, curves, wall and processor time. Exits 1 if a task did not gain
-more than noise explains, or a control did.
+in the lesson. Everything is in OUT.json: evaluations, curves, wall and processor time. Exits 1 if the seeds of a task did not
+gain more than noise explains, or a control did.
 """
 
 from __future__ import annotations
@@ -542,17 +542,27 @@ def _draw(panel: Any, run: dict[str, Any], kind: str) -> None:
     panel.plot(steps, smoothed, color=color, linewidth=0.8, alpha=0.5)
 
 
+def gain(runs: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """The mean gain of sampled accuracy over runs, and its standard error."""
+    pairs = [(run["before"]["sampled"], run["after"]["sampled"]) for run in runs]
+    errors = [each["accuracy_stderr"] for pair in pairs for each in pair]
+    mean = statistics.fmean(after["accuracy"] - before["accuracy"] for before, after in pairs)
+    return mean, math.hypot(*errors) / len(runs)
+
+
 def verdict(results: dict[str, Any]) -> list[str]:
-    """What is not as it should be: a seed that gained no more than noise explains, a control that gained more."""
+    """What is not as it should be: a task whose seeds gained no more than noise explains, a control that gained more."""
     wrong = []
-    for name, run in results["runs"].items():
-        if name.partition(", ")[0] not in TASKS:
-            continue
-        before, after = (run[when]["sampled"] for when in ("before", "after"))
-        noise = NOISE * math.hypot(before["accuracy_stderr"], after["accuracy_stderr"])
-        gain = after["accuracy"] - before["accuracy"]
-        if (gain > noise) == name.endswith("shuffled"):
-            wrong.append(f"{name}: sampled accuracy gained {gain:+.1%}; {NOISE:g} standard errors are {noise:.1%}")
+    for task in TASKS.values():
+        control = results["runs"].get(f"{task.name}, shuffled")
+        for kind, runs in (("seeds", seeds_of(results, task.name)), ("shuffled", [control] if control else [])):
+            if not runs:
+                continue
+            mean, error = gain(runs)
+            if (mean > NOISE * error) == (kind == "shuffled"):
+                wrong.append(
+                    f"{task.name}, {kind}: sampled accuracy gained {mean:+.1%}, of a standard error of {error:.1%}"
+                )
     return wrong
 
 
@@ -577,7 +587,7 @@ def main() -> int:
     if options.plot or not options.table:
         plot(results, options.out.with_suffix(".png"))
     wrong = verdict(results)
-    print("\n".join(wrong) or "every run gained, and no control did", file=sys.stderr)
+    print("\n".join(wrong) or "every task gained, and no control did", file=sys.stderr)
     return 1 if wrong else 0
 
 

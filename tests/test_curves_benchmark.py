@@ -113,8 +113,11 @@ def test_the_table_the_plot_and_the_verdict_tell_the_file(curves: Any, tmp_path:
     assert curves.verdict(results) == []
     curves.plot(results, given.out.with_suffix(".png"))
     assert given.out.with_suffix(".png").stat().st_size > 10_000
-    results["runs"] |= {"chain_sum, seed 1": run(0.2, 0.25), "chain_sum, shuffled": run(0.1, 0.4)}
-    assert [text.partition(":")[0] for text in curves.verdict(results)] == ["chain_sum, seed 1", "chain_sum, shuffled"]
+    results["runs"] |= {"chain_sum, seed 1": run(0.4, 0.15), "chain_sum, shuffled": run(0.1, 0.4)}
+    mean, error = curves.gain(curves.seeds_of(results, "chain_sum"))
+    assert (mean, error) == (pytest.approx(0.025), pytest.approx(0.02))  # four errors of 0.02, over two runs
+    wrong = [text.partition(":")[0] for text in curves.verdict(results)]
+    assert wrong == ["chain_sum, seeds", "chain_sum, shuffled"]
 
 
 @pytest.mark.slow
