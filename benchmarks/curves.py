@@ -11,8 +11,8 @@
 The starter knows some of these tasks a little. Of the others it is first shown solved examples (`LESSON`), games with
 random legal moves: once, for all of them, with `tools/starter.py lesson`. A task's accuracy is the share of completions
 that its own score calls perfect (1), for games the share that is won. No held-out problem is in the training prompts or
-in the lesson. Everything is in OUT.json: evaluations, curves, wall and processor time. Exits 1 if the seeds of a task did not
-gain more than noise explains, or a control did.
+in the lesson. Everything is in OUT.json: evaluations, curves, wall and processor time. Exits 1 if the seeds of a task
+did not gain more than noise explains, or a control did.
 """
 
 from __future__ import annotations
@@ -551,7 +551,7 @@ def gain(runs: Sequence[dict[str, Any]]) -> tuple[float, float]:
 
 
 def verdict(results: dict[str, Any]) -> list[str]:
-    """What is not as it should be: a task whose seeds gained no more than noise explains, a control that gained more."""
+    """What is not as it should be: seeds that gained no more than noise explains, a control that gained more."""
     wrong = []
     for task in TASKS.values():
         control = results["runs"].get(f"{task.name}, shuffled")
