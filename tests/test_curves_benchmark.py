@@ -85,10 +85,10 @@ def test_the_control_deals_the_rewards_of_a_group(curves: Any) -> None:
     assert [each.completion.text for each in dealt.rollouts] == texts
 
 
-def options(tmp_path: Path, *, overrides: Sequence[str] = ()) -> Namespace:
+def options(tmp_path: Path, *, overrides: Sequence[str] = (), only: str = "chain_sum") -> Namespace:
     out, work = tmp_path / "out" / "curves", tmp_path / "work"
     out.parent.mkdir()
-    return Namespace(out=out, work=work, only="chain_sum", seeds=[0, 1], jobs=1, overrides=list(overrides))
+    return Namespace(out=out, work=work, only=only, seeds=[0, 1], jobs=1, overrides=list(overrides))
 
 
 def measured(accuracy: float, error: float = 0.02) -> dict[str, Any]:
@@ -124,16 +124,19 @@ def test_the_table_the_plot_and_the_verdict_tell_the_file(curves: Any, tmp_path:
 def test_a_series_of_runs_goes_on_where_it_was_killed(curves: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(curves, "HELD_OUT_PROBLEMS", 4)
     small = ["train.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2"]
-    given = options(tmp_path, overrides=small)
+    given = options(tmp_path, overrides=small, only="basic_arithmetic")  # of the starter: no lesson
     file = given.out.with_suffix(".json")
     first = Namespace(**{**vars(given), "seeds": [1]})
     curves.run_missing(first)
     before = json.loads(file.read_text())["runs"]
-    assert list(before) == ["chain_sum, seed 1"] and before["chain_sum, seed 1"]["cpu_s"] > 0
+    assert list(before) == ["basic_arithmetic, seed 1"] and before["basic_arithmetic, seed 1"]["cpu_s"] > 0
     curves.run_missing(given)
     after = json.loads(file.read_text())["runs"]
-    assert sorted(after) == ["chain_sum, seed 0", "chain_sum, seed 1", "chain_sum, shuffled"]
-    assert after["chain_sum, seed 1"] == before["chain_sum, seed 1"]  # not made again
+    assert sorted(after) == ["basic_arithmetic, seed 0", "basic_arithmetic, seed 1", "basic_arithmetic, shuffled"]
+    assert after["basic_arithmetic, seed 1"] == before["basic_arithmetic, seed 1"]  # not made again
     other = Namespace(**{**vars(given), "seeds": [1], "overrides": [*small, "train.learning_rate=0.001"]})
     curves.run_missing(other)
-    assert json.loads(file.read_text())["runs"]["chain_sum, seed 1"]["of"] != before["chain_sum, seed 1"]["of"]
+    assert (
+        json.loads(file.read_text())["runs"]["basic_arithmetic, seed 1"]["of"]
+        != before["basic_arithmetic, seed 1"]["of"]
+    )
