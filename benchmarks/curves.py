@@ -404,6 +404,7 @@ def fingerprint(configuration: dict[str, Any]) -> str:
     """Tells runs of other settings apart; where files are kept is none."""
     where = ("output_dir", "folder", "model")
     told = json.dumps({key: value for key, value in configuration.items() if key not in where}, sort_keys=True)
+    told = told.replace(f'"{Path(configuration["output_dir"]).parent}/', '"')
     return hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
 
 

@@ -120,6 +120,13 @@ def test_the_table_the_plot_and_the_verdict_tell_the_file(curves: Any, tmp_path:
     assert wrong == ["chain_sum, seeds", "chain_sum, shuffled"]
 
 
+def test_a_run_is_known_by_its_settings_wherever_it_is_kept(curves: Any) -> None:
+    task = curves.TASKS["chain_sum"]
+    here, there = (curves.fingerprint(curves.settings(task, seed=0, work=Path(work))) for work in ("/a/b", "/c"))
+    assert here == there != curves.fingerprint(curves.settings(task, seed=1, work=Path("/c")))
+    assert here != curves.fingerprint(curves.settings(replace(task, learning_rate=1e-3), seed=0, work=Path("/c")))
+
+
 @pytest.mark.slow
 def test_a_series_of_runs_goes_on_where_it_was_killed(curves: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(curves, "HELD_OUT_PROBLEMS", 4)
