@@ -2,6 +2,7 @@
 
     python tools/starter.py build --out starter-model    train it from scratch, about an hour on two CPU cores
     python tools/starter.py info [--measure]             its accuracy on held-out problems, skill by skill
+    python tools/starter.py lesson chats.jsonl --out DIR  a further lesson for it, of conversations in a file
 
 The architecture is Qwen3's (grouped-query attention, q/k norms, SwiGLU, tied embeddings, head size 64), which
 transformers, PEFT, vLLM and llama.cpp load; the data is `groupwise.tasks.starter.tasks`; the training is the learner's
@@ -12,10 +13,12 @@ temperature 1 as in training.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +38,7 @@ from groupwise.tasks.starter.tasks import (
     CURIOUS_SKILLS,
     CURIOUS_STYLES,
     SKILLS,
+    Conversation,
     Mix,
     Row,
     Style,
@@ -93,8 +97,28 @@ def build_starter(directory: Path, spec: BuildSpec, *, report: Callable[[str], N
     for number, lesson in enumerate(spec.lessons):
         report(f"lesson {number + 1} of {len(spec.lessons)}: {lesson.steps} steps, seed {spec.seed}")
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        teach(model, tokenizer, lesson, spec, number=number, report=report)
+        drawn = draw_conversations(lesson.mix, first_seed=spec.seed * 1_000_003 + number * 10_000)
+        teach(model, tokenizer, lesson, spec, conversations=drawn, report=report)
         save(model, tokenizer, directory)
+
+
+def further_lesson(
+    source: Path, directory: Path, rows: Sequence[Conversation], lesson: Lesson, *, report: Callable[[str], None]
+) -> None:
+    """Teach the model in `source` the conversations in `rows`, again and again in another order, and write it into
+    `directory`. All parameters are trained; `lesson.mix` is not read."""
+    tokenizer = load_model(str(source)).tokenizer
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    spec = BuildSpec(warmup_steps=30)
+    drawn = itertools.chain.from_iterable(_shuffled(rows, seed) for seed in itertools.count(spec.seed))
+    teach(model, tokenizer, lesson, spec, conversations=drawn, report=report)
+    save(model, tokenizer, directory)
+
+
+def _shuffled(rows: Sequence[Conversation], seed: int) -> list[Conversation]:
+    order = list(rows)
+    random.Random(seed).shuffle(order)
+    return order
 
 
 def teach(
@@ -103,10 +127,10 @@ def teach(
     lesson: Lesson,
     spec: BuildSpec,
     *,
-    number: int,
+    conversations: Iterator[Conversation],
     report: Callable[[str], None],
 ) -> None:
-    """One lesson: train all parameters of `model` in place."""
+    """One lesson: train all parameters of `model` in place, on as many of the conversations as it has steps for."""
     learner = Learner(
         wrap_model(model, tokenizer, name=STARTER),
         lora=None,
@@ -115,7 +139,7 @@ def teach(
         autocast=torch.bfloat16,
     )
     start, smoothed = time.monotonic(), math.nan
-    stream = batches(spec, tokenizer, lesson.mix, first_seed=spec.seed * 1_000_003 + number * 10_000)
+    stream = batches(spec, tokenizer, conversations)
     warmup = min(spec.warmup_steps, lesson.steps // 4)
     for step, samples in zip(range(lesson.steps), stream, strict=False):
         loss = learner.forward_backward_supervised(samples)["loss/cross_entropy"]
@@ -150,22 +174,26 @@ def new_model(spec: BuildSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     return AutoModelForCausalLM.from_config(config)
 
 
+def draw_conversations(mix: Mix, *, first_seed: int) -> Iterator[Conversation]:
+    """Endless conversations of a mix; none twice."""
+    for seed in itertools.count(first_seed + 1):
+        yield from supervised_conversations(seed, 2000, mix=mix)
+
+
 def batches(
-    spec: BuildSpec, tokenizer: PreTrainedTokenizerBase, mix: Mix, *, first_seed: int
+    spec: BuildSpec, tokenizer: PreTrainedTokenizerBase, conversations: Iterator[Conversation]
 ) -> Iterator[list[Sample]]:
-    """Endless batches of about `tokens_per_step` tokens; no conversation twice."""
+    """Batches of about `tokens_per_step` tokens, as many as the conversations fill."""
     batch: list[Sample] = []
-    used, chunk = 0, 0
-    while True:
-        chunk += 1
-        for conversation in supervised_conversations(first_seed + chunk, 2000, mix=mix):
-            sample = encode_supervised(conversation["messages"], tokenizer, tools=conversation["tools"])
-            length = len(sample.prompt_ids) + len(sample.completion_ids)
-            if used + length > spec.tokens_per_step:
-                yield batch
-                batch, used = [], 0
-            batch.append(_joined(sample))
-            used += length
+    used = 0
+    for conversation in conversations:
+        sample = encode_supervised(conversation["messages"], tokenizer, tools=conversation.get("tools"))
+        length = len(sample.prompt_ids) + len(sample.completion_ids)
+        if batch and used + length > spec.tokens_per_step:
+            yield batch
+            batch, used = [], 0
+        batch.append(_joined(sample))
+        used += length
 
 
 def _joined(sample: Sample) -> Sample:
@@ -342,6 +370,43 @@ def build(
     if as_json:
         return print_json(report)
     print_pairs(describe(report))
+
+
+CONVERSATIONS = 'a line is a JSON object with "messages", a list as in chat completions'
+
+
+@app.command("lesson")
+def give_lesson(
+    conversations: Annotated[Path, typer.Argument(help="JSONL: `messages` a line, and `tools` where there are any.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="A new directory for the model.")],
+    source: Annotated[Path, typer.Option("--from", metavar="DIR", help="The model to be taught.")] = STARTER_DIR,
+    steps: Annotated[int, typer.Option(min=1, help="Of about 4,096 tokens each.")] = 700,
+    learning_rate: Annotated[float, typer.Option(min=0, help="The highest: after warm-up, before its decay.")] = 1.5e-3,
+    debug: Debug = False,
+) -> None:
+    """Give the starter a further lesson, of conversations in a file; about 0.5 s of one core a step."""
+    from groupwise.store.rundir import owned
+
+    rows = read_conversations(conversations)
+    with owned(out):
+        if (out / "config.json").exists():
+            hint = "name another directory with --out, or remove it first"
+            raise ConfigError(f"{out} holds a model already", hint=hint)
+        further_lesson(source, out, rows, Lesson(steps=steps, learning_rate=learning_rate), report=say)
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """The conversations in a file of JSON lines. Raises DataError, with the line's number."""
+    rows: list[Conversation] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            rows.append({"messages": list(row["messages"]), "tools": row.get("tools")})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path}:{number} is not a conversation: {error!r}", hint=CONVERSATIONS) from error
+    if not rows:
+        raise DataError(f"{path} has no conversations", hint=CONVERSATIONS)
+    return rows
 
 
 if __name__ == "__main__":

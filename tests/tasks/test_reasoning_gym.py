@@ -6,6 +6,8 @@ import importlib.util
 import io
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -26,6 +28,16 @@ TASKS = {"chain_sum": {"min_terms": 2, "max_terms": 3, "max_digits": 2}, "spell_
 
 def generated(**options) -> DataConfig:
     return DataConfig.model_validate({"source": "reasoning-gym", "tasks": TASKS, "size": 12} | options)
+
+
+def test_the_package_is_there_before_the_first_score_is_waited_for():
+    program = (
+        "import sys; from groupwise.config.rewards import RewardConfig;"
+        "from groupwise.rewards.base import load_rewards;"
+        f"load_rewards([RewardConfig(function={SCORE_ANSWER!r})]); print('reasoning_gym' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert said.stdout.strip() == "True"
 
 
 # ---- the configuration ----

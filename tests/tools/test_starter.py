@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
@@ -10,8 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from groupwise.engine.local import LocalEngine
+from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_model
 from groupwise.store.rundir import owned
+from groupwise.types import Prompt, SamplingParams, SamplingRequest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -68,3 +72,36 @@ def test_starter_build_makes_a_model_and_its_report(tmp_path):
     assert result.exit_code == 0, result.stderr
     measured = json.loads((tmp_path / "new" / "report.json").read_text())
     assert measured == json.loads(result.stdout) and measured["base_hash"] == load_model(str(tmp_path / "new")).hash
+
+
+def test_a_further_lesson_teaches_what_is_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(starter, "BuildSpec", functools.partial(starter.BuildSpec, tokens_per_step=256))
+    chats = tmp_path / "chats.jsonl"
+    answers = {"blue": "K7", "green": "Q2"}
+    rows = [[{"role": "user", "content": f"code {c}"}, {"role": "assistant", "content": a}] for c, a in answers.items()]
+    chats.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows * 8))
+    result = tool("lesson", chats, "--out", tmp_path / "taught", "--steps", 40, "--learning-rate", 0.003)
+    assert result.exit_code == 0, result.stderr
+    base = load_model(str(tmp_path / "taught"))
+    assert base.hash != load_model("starter").hash
+    engine = LocalEngine(base)
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    asked = [
+        encode_prompt(Prompt(id=c, messages=({"role": "user", "content": f"code {c}"},)), base.tokenizer)
+        for c in answers
+    ]
+    replies = engine.generate([SamplingRequest(prompt_ids=each.token_ids, params=params, n=1) for each in asked])
+    engine.close()
+    assert [completions[0].text for completions in replies] == list(answers.values())
+    again = tool("lesson", chats, "--out", tmp_path / "taught")
+    assert again.exit_code == 2 and "holds a model already" in again.stderr
+
+
+@pytest.mark.parametrize("line", ["", "{", '{"prompt": "code blue"}', '["messages"]'])
+def test_a_lesson_of_no_conversations_is_refused(tmp_path, line):
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(line)
+    result = tool("lesson", chats, "--out", tmp_path / "taught")
+    assert (
+        result.exit_code != 0 and "conversation" in result.stderr and not (tmp_path / "taught" / "config.json").exists()
+    )

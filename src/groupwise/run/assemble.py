@@ -38,7 +38,6 @@ from groupwise.run.plan import RunPlan
 from groupwise.run.replay import Curriculum, ReplayBuffer, RerollQueue, total_reward
 from groupwise.run.teacher import Teacher, TeacherRollouts, open_teacher, taught
 from groupwise.tasks.agents import Agent, AgentRollouts
-from groupwise.tasks.compat.reasoning_gym import AdaptiveDifficulty, score_answer
 from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
 from groupwise.tasks.compat.trl import RolloutFunc, RolloutFuncRollouts
 from groupwise.tasks.env import EnvFactory
@@ -433,6 +432,8 @@ def _batches(plan: RunPlan, engine: Sampler, play: RolloutSource, score: Score) 
     curriculum = None if config.data is None else config.data.curriculum
     source: PromptStream = plan.source
     if config.data is not None and config.data.difficulty:
+        from groupwise.tasks.compat.reasoning_gym import AdaptiveDifficulty, score_answer
+
         reward = next((each.name for each in plan.rewards if each.function is score_answer), None)
         source = AdaptiveDifficulty(plan.source, config.data, reward=reward)
     if curriculum is not None:

@@ -39,6 +39,9 @@ from groupwise.tasks.env import StepResult
 from groupwise.tasks.prompts import Issued, PromptSource, Ticket, WrappedStream, to_prompt
 from groupwise.types import Message, Prompt, RolloutGroup
 
+if importlib.util.find_spec("reasoning_gym"):  # seconds, which are not to be the first score's: that has a deadline
+    importlib.import_module("reasoning_gym")
+
 SIZE = 1000  # problems, where `data.size` does not say
 OWN = ("seed", "size")  # parameters of every generator that `data` says
 
