@@ -115,7 +115,7 @@ def by_groups(engine: LocalEngine, work: Work, seed: int) -> list[Row]:
     def add_with_limits(rows: Any, job: Any, n: int, **where: Any) -> None:
         first, started = rows.active, job.started
         type(rows).add(rows, job, n, **where)
-        rows.limit[first : first + n] = torch.tensor(limits[job.seed][started : started + n])
+        rows.on_host.limit[first : first + n] = limits[job.seed][started : started + n]
 
     requests = []
     for p, prompt in _numbered(work):

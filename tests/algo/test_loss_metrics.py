@@ -180,7 +180,7 @@ def every_spec() -> list[LossSpec]:
 
 
 ROUTERS = ("router/aux_loss", "router/mismatch_frac", "router/recorded_frac")
-TEACHERS = ("kl", "gap_max", "agreement", "mass", "tokens", "scored_frac")
+TEACHERS = (*("kl", "gap_max", "agreement", "mass", "tokens", "scored_frac"), "demonstrations", "demonstrated_tokens")
 
 
 def test_every_metric_is_defined():

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 from groupwise.config import hub
-from groupwise.config.run import DatasetConfig
+from groupwise.config.data import DatasetConfig
 from groupwise.errors import DataError, ModelError
 from groupwise.model.load import load_tokenizer
 from groupwise.tasks.prompts import open_prompts

@@ -18,7 +18,6 @@ pytest.importorskip("google.protobuf")
 import torch
 
 from cli_project import save_model
-from conftest import MakeBase
 from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.sdk.datums import Datum
@@ -95,7 +94,7 @@ def test_stable_reinforce_is_trained_as_the_loss_that_the_owner_named(
         assert sample(wire, sampler["sampling_session_id"], 1, record_stability_info=True).sequences
 
 
-def test_other_models_are_sampled_from_and_not_trained(model_dir: Path, make_base: MakeBase, tmp_path: Path) -> None:
+def test_other_models_are_sampled_from_and_not_trained(model_dir: Path, make_base, tmp_path: Path) -> None:
     other = make_base("llama", dtype=torch.float32, context=128, seed=3)
     names = {"Big/Teacher": str(save_model(other, tmp_path / "teacher")), "same/one": str(model_dir)}
     with tinker_site(tmp_path / "state", model_dir, tinker_other_models=names) as site:

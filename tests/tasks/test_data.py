@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from groupwise.config.run import DataConfig, DatasetConfig
+from groupwise.config.data import DataConfig, DatasetConfig
 from groupwise.errors import ConfigError, DataError, LoadError
 from groupwise.tasks.prompts import PromptSource, Ticket, open_prompts, to_prompt
 from groupwise.types import Prompt

@@ -323,6 +323,13 @@ def _spread(name: str, x_N: Tensor, tokens: float) -> dict[str, Tensor]:
     return mean | {f"{name}_min": x_N.min(), f"{name}_max": x_N.max()} if len(x_N) else mean
 
 
+def as_numbers(told: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
+    """The metrics of micro-batches as numbers, for which the host waits for the device once."""
+    every = [value for metrics in told for value in metrics.values()]
+    values = iter(torch.stack([value.to(every[0]) for value in every]).tolist() if every else [])
+    return [{name: next(values) for name in metrics} for metrics in told]
+
+
 def combined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of the micro-batches of one optimizer step -> those of the step."""
     return {key: _merge(key, [part[key] for part in parts if key in part]) for key in _keys(parts)}

@@ -30,7 +30,8 @@ from groupwise.cli.frame import (
 from groupwise.errors import ConfigError, DataError, EnvError, LoadError
 
 if TYPE_CHECKING:
-    from groupwise.config.run import DatasetConfig, EnvConfig
+    from groupwise.config.data import DatasetConfig
+    from groupwise.config.run import EnvConfig
     from groupwise.rewards.base import RewardFunction
     from groupwise.rewards.check import CheckResult, ProbePrompt, RewardCheckReport
     from groupwise.tasks.check.judge import EnvReport
@@ -156,7 +157,7 @@ def _find(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
 
 def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> Sequence[ProbePrompt]:
     """The built-in rows, or the first of a dataset: the wrong answer to one is the right one to another."""
-    from groupwise.config.run import DatasetConfig
+    from groupwise.config.data import DatasetConfig
     from groupwise.rewards.check import GOLD, ROWS, ProbePrompt
     from groupwise.tasks.prompts import open_prompts
 
@@ -381,7 +382,7 @@ def _of_run(path: Path, *, given: Mapping[str, Any], overrides: Sequence[str]) -
 
 
 def _dataset(source: str) -> DatasetConfig:
-    from groupwise.config.run import DatasetConfig
+    from groupwise.config.data import DatasetConfig
 
     return DatasetConfig(source=source)
 

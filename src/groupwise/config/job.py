@@ -23,8 +23,8 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from groupwise.config.algo import AlgoConfig
 from groupwise.config.lora import Alpha, Dropout, LoraSpec, Rank, Targets
 from groupwise.config.loss import LossSpec, loss_of
-from groupwise.config.run import OTHER_NAMES, LearningRate, OptimizerConfig, RolloutConfig, Steps, Temperature
-from groupwise.config.yaml import AdapterName, Document, NullIsAbsent, Section, conflict, validate
+from groupwise.config.run import OTHER_NAMES, LearningRate, OptimizerConfig, RolloutConfig, Steps
+from groupwise.config.yaml import AdapterName, Document, NullIsAbsent, Section, Temperature, conflict, validate
 from groupwise.errors import FieldError
 from groupwise.types import BASE, PolicyVersion
 

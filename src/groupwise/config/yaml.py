@@ -336,6 +336,7 @@ def _is_not_base(name: str) -> str:
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 AdapterName = Annotated[Name, AfterValidator(_is_not_base)]
 Text = Annotated[str, Field(min_length=1)]
+Temperature = Annotated[float, Field(gt=0, le=10)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # strict=False: a YAML list becomes a tuple
 
 

@@ -144,6 +144,11 @@ def _targets(batch: MicroBatch) -> Tensor:
     return torch.cat([batch.target_N[:, None], id_NK], dim=1) if id_NK.shape[1] else batch.target_N
 
 
+def of_tokens_alone(logprobs: Tensor) -> Tensor:
+    """[N] of [N], or of [N, 1 + K] with soft targets behind."""
+    return logprobs if logprobs.ndim == 1 else logprobs[:, 0]
+
+
 def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model); of a micro-batch with soft
     targets logprobs [N, 1 + K], those of the loss tokens and of their soft targets."""

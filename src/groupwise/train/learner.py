@@ -27,14 +27,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.algo.kl import kl_metrics, measured_rows
-from groupwise.algo.loss import LossInputs, combined, policy_loss, rescaled
+from groupwise.algo.loss import LossInputs, as_numbers, combined, policy_loss, rescaled
 from groupwise.algo.metrics import Metrics
 from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import LossSpec
@@ -57,10 +57,11 @@ from groupwise.model.packing import (
     sequence_lengths,
     side_by_side,
 )
+from groupwise.train.forward import of_tokens_alone
 from groupwise.train.lora import add_lora, load_lora, router_parameters, save_lora
 from groupwise.train.optimizer import make_optimizer
 from groupwise.train.reference import Reference, ReferenceSpec
-from groupwise.train.rollout_batch import RolloutBatch, train_on_batch
+from groupwise.train.rollout_batch import RolloutBatch, train_on_batch, unmasked
 from groupwise.train.schedule import learning_rate_at
 from groupwise.train.strategy import Rows, SingleProcess, verb
 from groupwise.types import Sample
@@ -320,7 +321,7 @@ class Learner:
         """
         mine = self.strategy.share(samples)
         out: list[tuple[float, ...]] = [()] * len(mine)
-        lanes, batches = self._cut(_unmasked([samples[row] for row in mine]))
+        lanes, batches = self._cut(unmasked([samples[row] for row in mine]))
         training = self.model.training
         self.model.eval()  # no dropout
         for batch, logprobs_N in self._frozen(batches, temperature, lanes=lanes, reference=reference):
@@ -377,7 +378,7 @@ class Learner:
 
             def token_loss(logprobs: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
                 soft_NK = logprobs.view(len(entropy_N), -1)[:, 1:] if spec.reads_soft_targets else None
-                return policy_loss(_of_tokens_alone(logprobs), inputs, spec, entropy_N=entropy_N, soft_NK=soft_NK)
+                return policy_loss(of_tokens_alone(logprobs), inputs, spec, entropy_N=entropy_N, soft_NK=soft_NK)
 
             return token_loss
 
@@ -443,7 +444,7 @@ class Learner:
             assert slope_N is not None
             return lambda logprobs_N, entropy_N: ((logprobs_N * slope_N.to(logprobs_N)).sum(), {})
 
-        everything = _unmasked(samples)
+        everything = unmasked(samples)
         tokens = count_loss_tokens(everything)
         balance = self._accumulate(everything, term, lambda batch: _of_tokens(batch, tokens), temperature)
         metrics = {**metrics, **{name: value for name, value in balance.items() if name.startswith("router/")}}
@@ -684,7 +685,7 @@ class Learner:
                 if not len(batch.target_N):
                     return batch, torch.empty(0)
                 with self._replaying(batch):
-                    return batch, _of_tokens_alone(self._logprobs(batch, temperature, model=model)[0])
+                    return batch, of_tokens_alone(self._logprobs(batch, temperature, model=model)[0])
 
             return list(self._lanes.map(logprobs_of, batches, lanes=lanes))
 
@@ -706,7 +707,9 @@ class Learner:
         lanes, cut = self._cut([samples[row] for row in mine])
         cut = (replace(batch, rows=tuple(mine[row] for row in batch.rows)) for batch in cut)
 
-        def run(item: tuple[int, tuple[MicroBatch, Tensor | None]]) -> _Passed:
+        def run(
+            item: tuple[int, tuple[MicroBatch, Tensor | None]],
+        ) -> tuple[MicroBatch, Tensor, dict[str, Tensor], Gradients]:
             number, (batch, reference_N) = item
             token_loss = term(batch, reference_N) if batch.rows else _no_loss
             with self._replaying(batch) as recorded:
@@ -721,7 +724,7 @@ class Learner:
                     loss.backward()
                 else:
                     gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-            return _Passed(batch, _of_tokens_alone(logprobs_N.detach()), metrics, gradients)
+            return batch, of_tokens_alone(logprobs_N.detach()), metrics, gradients
 
         told: list[Mapping[str, Tensor]] = []
         with self.strategy.forward_and_backward():
@@ -729,13 +732,14 @@ class Learner:
             if reads_reference:
                 batches = [batch for batch, _ in work]
                 work = [*self._frozen(batches, temperature, lanes=lanes, reference=True)]
-            for each in self._lanes.map(run, enumerate(work, self._accumulated), lanes=lanes):
-                self._add(each.gradients)
+            passed = self._lanes.map(run, enumerate(work, self._accumulated), lanes=lanes)
+            for batch, logprobs_N, metrics, gradients in passed:
+                self._add(gradients)
                 self._accumulated += 1
-                told.append(each.metrics)
+                told.append(metrics)
                 if on_logprobs is not None:
-                    on_logprobs(each.batch, each.logprobs_N)
-        return self.strategy.combined(combined(_numbers(told)))
+                    on_logprobs(batch, logprobs_N)
+        return self.strategy.combined(combined(as_numbers(told)))
 
     def _and_routers(
         self,
@@ -783,27 +787,6 @@ class Learner:
             yield
 
 
-class _Passed(NamedTuple):
-    """A micro-batch after its forward and backward pass; its metrics may still be being computed."""
-
-    batch: MicroBatch
-    logprobs_N: Tensor
-    metrics: Mapping[str, Tensor]
-    gradients: Gradients
-
-
-def _numbers(told: Sequence[Mapping[str, Tensor]]) -> list[Metrics]:
-    """The metrics of micro-batches as numbers, for which the host waits for the device once."""
-    every = [value for metrics in told for value in metrics.values()]
-    values = iter(torch.stack([value.to(every[0]) for value in every]).tolist() if every else [])
-    return [{name: next(values) for name in metrics} for metrics in told]
-
-
-def _of_tokens_alone(logprobs: Tensor) -> Tensor:
-    """[N] of [N], or of [N, 1 + K] with soft targets behind."""
-    return logprobs if logprobs.ndim == 1 else logprobs[:, 0]
-
-
 def _of_tokens(batch: MicroBatch, tokens: int) -> tuple[float, float]:
     """A micro-batch's share of a batch of so many loss tokens, where the loss is a mean over them."""
     return len(batch.target_N) / tokens, len(batch.target_N) / tokens
@@ -812,11 +795,3 @@ def _of_tokens(batch: MicroBatch, tokens: int) -> tuple[float, float]:
 def _no_loss(logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Of a micro-batch that stands for no sample, and is run because other processes run one."""
     return 0 * (logprobs_N.sum() + entropy_N.sum()), {}
-
-
-def _unmasked(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with every completion token that something predicts marked as a loss token."""
-    return [
-        replace(s, mask=tuple(int(bool(s.prompt_ids) or t > 0) for t in range(len(s.mask))), soft_targets=None)
-        for s in samples
-    ]

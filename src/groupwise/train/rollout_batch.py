@@ -153,3 +153,11 @@ def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> I
     cuts = [starts[len(starts) * part // parts] for part in range(parts)]
     for start, stop in pairwise([*cuts, len(samples)]):
         yield order[start:stop]
+
+
+def unmasked(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with every completion token that something predicts marked as a loss token."""
+    return [
+        replace(s, mask=tuple(int(bool(s.prompt_ids) or t > 0) for t in range(len(s.mask))), soft_targets=None)
+        for s in samples
+    ]

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from groupwise.config.run import DatasetConfig, EnvConfig
+from groupwise.config.data import DatasetConfig
+from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, EnvError
 from groupwise.model.chat import decode, stop_ids
 from groupwise.model.load import LoadedModel, load_model, load_tokenizer
