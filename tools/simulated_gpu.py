@@ -259,7 +259,10 @@ class SimulatedGpu(TorchFunctionMode):
         self._count(func, name, args)
         if target is not None and name != "_to_copy":
             plain_kwargs["device"] = CPU
-        out = func(*plain_args, **plain_kwargs)
+        if func is _aten.mm.dtype:  # which a CPU does not have
+            out = torch.mm(*(each.to(plain_args[2]) for each in plain_args[:2]))
+        else:
+            out = func(*plain_args, **plain_kwargs)
         if name == "copy_" and not isinstance(args[0], OnGpu):
             return args[0]
         wrapped = tree_map_only(Tensor, lambda x: OnGpu(x, self), out)

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from starter import LESSONS, BuildSpec, Lesson, _accuracy, held_out, new_model, save, teach
+from starter import LESSONS, BuildSpec, Lesson, _accuracy, draw_conversations, held_out, new_model, save, teach
 from subjects import SIZES
 
 from gpu.cases import ROOT, Cases, Result, Setting
@@ -40,7 +40,8 @@ def larger(setting: Setting) -> Result:
     model: Any = new_model(spec, tokenizer).to(setting.device)
     started, right, taught = time.perf_counter(), 0.0, 0
     while right < ENOUGH and taught < setting.of(MOST_LESSONS, 1):
-        teach(model, tokenizer, lesson, spec, number=taught, report=lambda said: print(f"   {said}", flush=True))
+        drawn = draw_conversations(lesson.mix, first_seed=1 + taught * 10_000)
+        teach(model, tokenizer, lesson, spec, conversations=drawn, report=lambda said: print(f"   {said}", flush=True))
         taught, right = taught + 1, accuracy_of(model, tokenizer)
         print(f"   lesson {taught}: {right:.1%} right", flush=True)
     seconds = time.perf_counter() - started
