@@ -305,7 +305,7 @@ SHADOW: dict[str, Any] = {"share": 1.0, "requests": 12, "rewards": [f"{__name__}
 LENIENT: dict[str, Any] = {**GATE, "temperature": 0.0, "margin": 0.9, "max_length_ratio": None}
 
 
-def shadowed(*, requests: int = 20, **fields: Any) -> Trial:
+def shadowed(**fields: Any) -> Trial:
     given = {"version": PolicyVersion("a", 2), "against": PolicyVersion("a", 1), "share": 0.5, "since": 0.0, **fields}
     return Trial(stage="shadow", **given)
 
@@ -314,11 +314,11 @@ def pairs_of(count: int, new: float, old: float, *, tokens: tuple[int, int] = (5
     return [Pair(rewards=(new, old), tokens=tokens, gap=gap) for _ in range(count)]
 
 
-def test_a_shadow_is_judged_by_its_pairs_and_by_the_bounds_of_the_gate() -> None:
-    shadow, bounds = ShadowConfig(requests=20), config(max_kl=0.5)
+def test_a_shadow_is_judged_by_its_pairs_and_its_bounds() -> None:
+    shadow = ShadowConfig(requests=20, max_kl=0.5)
 
     def judged(trial: Trial, *, scored: bool = True) -> tuple[str, str]:
-        outcome, verdict = judge_shadow(trial, config=shadow, bounds=bounds, scored=scored)
+        outcome, verdict = judge_shadow(trial, config=shadow, scored=scored)
         return outcome, verdict.reason
 
     assert judged(shadowed(pairs=pairs_of(19, 0.0, 1.0))) == ("go on", "19 of 20 pairs of answers are compared")
@@ -341,7 +341,7 @@ def test_a_shadow_without_traffic_ends_as_is_configured() -> None:
     trial = shadowed(pairs=pairs_of(3, 1.0, 1.0), seconds=61.0)
     for undecided, expected in (("reject", "roll back"), ("promote", "promote")):
         shadow = ShadowConfig(minutes=1.0, undecided=undecided)  # pyright: ignore[reportArgumentType]
-        outcome, verdict = judge_shadow(trial, config=shadow, bounds=config(), scored=True)
+        outcome, verdict = judge_shadow(trial, config=shadow, scored=True)
         assert outcome == expected and f"shadow.undecided is {undecided}" in verdict.reason
 
 
@@ -386,11 +386,11 @@ def plain_answers(server: Whole) -> list[Any]:
     for i in range(6):
         content = f"What is {i}5 + 37? Reply with just the number."
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "seed": i, "stream": i % 2 == 1}
-        answer = server.http.post("/v1/chat/completions", json={**body, "logprobs": i % 2 == 0})
+        answer = server.http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200 and answer.headers["x-adapter-version"] == "base"
         if i % 2:
             events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-            told.append([each["choices"] for each in events])
+            told.append("".join(each["choices"][0]["delta"].get("content") or "" for each in events))
         else:
             told.append([answer.json()[key] for key in ("choices", "usage", "system_fingerprint")])
     return told
@@ -413,7 +413,7 @@ def test_a_worse_version_is_refused_by_its_shadow_and_users_see_nothing_of_it(tm
         assert look(server) == "roll back"
         last = shown(server)["transitions"][0]
         assert last["kind"] == "shadow_refused" and "its shadowed reward is" in last["message"]
-        assert last["data"]["lower_bound"] < -0.9 and last["data"]["prompts"] == 12
+        assert last["data"]["lower_bound"] < -0.2 and last["data"]["prompts"] == 12
         assert (shown(server)["active"], shown(server)["trial"], shown(server)["trial_stage"]) == ("base", None, None)
         assert "its shadow was refused" in str(server.server.store.refused(PolicyVersion("sums", 1)))
         metrics = server.http.get("/metrics").text
@@ -423,7 +423,7 @@ def test_a_worse_version_is_refused_by_its_shadow_and_users_see_nothing_of_it(tm
 
 
 def test_a_shadow_outlives_a_restart_and_an_equal_version_goes_on_to_its_canary_or_live(tmp_path: Path) -> None:
-    gate = {**GATE, "max_kl": 0.1, "shadow": {**SHADOW, "rewards": []}}
+    gate = {**GATE, "shadow": {**SHADOW, "rewards": [], "max_kl": 0.1}}
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
         train(server, learning_rate=0.0)
         assert "answers 100% of the requests once more" in shown(server)["transitions"][0]["message"]

@@ -73,15 +73,16 @@ def _fraction(value: Any) -> Any:
         raise ValueError(f"{value!r} is not valid; write a share such as 0.1 or 10%") from None
 
 
-class ShadowConfig(Section):
+class ShadowConfig(Bounds):
     """A trial that nobody sees, before the canary or instead of it: a version that passed its gate answers some of the
-    requests once more after the active one has, and both answers are compared by the gate's `margin`, `confidence`,
-    `max_length_ratio` and `max_kl`."""
+    requests once more after the active one has, and both answers are compared."""
 
     share: Annotated[float, BeforeValidator(_fraction)] = Field(default=0.1, gt=0, le=1)
     """The share of the requests for one completion that the active version answers; 0.1 or 10% is a tenth."""
     requests: int = Field(default=50, ge=2, le=10_000)
     """Pairs of answers on which it is decided."""
+    margin: float = Field(default=0.2, ge=0)
+    """How much lower its mean reward may be: wider than the gate's, as these answers have no seed in common."""
     rewards: Rewards | None = None
     """What scores them: functions that need no column but the completions, such as a judge. null is the gate's own; an
     empty list scores nothing, and only failures, length and KL are compared."""

@@ -31,7 +31,6 @@ from statistics import fmean
 from typing import Any, Literal
 
 from groupwise.config.learn import CanaryConfig, GateConfig, ShadowConfig
-from groupwise.config.promote import Bounds
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.model.chat import encode_prompt
 from groupwise.rewards.base import Scorer
@@ -69,7 +68,7 @@ def failing(requests: tuple[int, int], errors: tuple[int, int], *, max_errors: i
     return f"{errors[0]} of {requests[0]} requests failed under it, {shares[1]:.1%} under the active one"
 
 
-def judge_shadow(trial: Trial, *, config: ShadowConfig, bounds: Bounds, scored: bool) -> tuple[Outcome, Verdict]:
+def judge_shadow(trial: Trial, *, config: ShadowConfig, scored: bool) -> tuple[Outcome, Verdict]:
     """What becomes of a shadow, and why. `scored`: its pairs have rewards."""
     requests, errors = ((each[True], each[False]) for each in (trial.requests, trial.errors))
     if why := failing(requests, errors, max_errors=config.max_errors):
@@ -92,10 +91,10 @@ def judge_shadow(trial: Trial, *, config: ShadowConfig, bounds: Bounds, scored: 
     gaps = [(pair.gap, pair.tokens[0]) for pair in pairs if pair.gap is not None]
     kl = sum(gap for gap, _ in gaps) / max(1, sum(tokens for _, tokens in gaps)) if gaps else None
     if scored:
-        verdict = judge(new, old, kl=kl, bounds=bounds, prompts="shadowed")
+        verdict = judge(new, old, kl=kl, bounds=config, key="gate.shadow", prompts="shadowed")
     else:
-        problems, numbers = within_bounds(new, old, kl=kl, bounds=bounds)
-        passed = f"{len(pairs)} answers are within the bounds of the gate"
+        problems, numbers = within_bounds(new, old, kl=kl, bounds=config, key="gate.shadow")
+        passed = f"{len(pairs)} answers are within the bounds of gate.shadow"
         numbers = {"prompts": float(len(pairs)), **numbers}
         verdict = Verdict(passed=not problems, reason="; ".join(problems) or passed, numbers=numbers)
     return "promote" if verdict.passed else "roll back", verdict
@@ -158,7 +157,7 @@ class Gatekeeper:
             folder, scoring = self._server.config.folder, self._config.scoring
             self._shadow_scorer = open_scorer(config.rewards, scoring, folder=folder) if config.rewards else None
         try:
-            return Shadow(self._server, self._config, config, self._shadow_scorer)
+            return Shadow(self._server, config, self._shadow_scorer)
         except GroupwiseError:
             self.close()
             raise
@@ -363,9 +362,7 @@ class Gatekeeper:
         """Judge it; one that passes goes on to the canary, or live."""
         shadow = self._config.shadow
         assert shadow is not None
-        outcome, verdict = judge_shadow(
-            trial, config=shadow, bounds=self._config, scored=self._shadow_scorer is not None
-        )
+        outcome, verdict = judge_shadow(trial, config=shadow, scored=self._shadow_scorer is not None)
         data = {"version": str(trial.version), "against": str(trial.against), **verdict.numbers}
         if outcome == "roll back":
             await self.reject(verdict.reason, numbers=verdict.numbers)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from groupwise.config.learn import GateConfig, ShadowConfig
+from groupwise.config.learn import ShadowConfig
 from groupwise.errors import ConfigError, DeadlineError, OverloadedError, RewardError
 from groupwise.rewards.base import RewardFunction, Scorer, refuse_failed
 from groupwise.run.verdict import gaps_between
@@ -63,9 +63,9 @@ class Shadow:
     Raises ConfigError for rewards that cannot score a live request.
     """
 
-    def __init__(self, server: Server, gate: GateConfig, config: ShadowConfig, scorer: Scorer | None):
+    def __init__(self, server: Server, config: ShadowConfig, scorer: Scorer | None):
         check_rewards(scorer.functions if scorer is not None else ())
-        self._server, self._gate, self._config, self._scorer = server, gate, config, scorer
+        self._server, self._config, self._scorer = server, config, scorer
         self._waiting = deque[_Asked]()
         self._task: asyncio.Task[None] | None = None
 
@@ -127,7 +127,7 @@ class Shadow:
         async with server.policies.lease(adapter=str(asked.trial.version), patience_s=patience_s) as version:
             request = replace(asked.request, params=params, version=version, interactive=False, cache=False)
             ((new,),) = await Generation(server.engine, [request], timeout_s=patience_s).completions()
-            if self._gate.max_kl is None:
+            if self._config.max_kl is None:
                 return new, None
             ids = (request.prompt_ids, new.token_ids, version, asked.trial.against)
             temperature = params.temperature or 1.0
