@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from groupwise.config.learn import CanaryConfig, GateConfig
-from groupwise.server.gate import BEST, COUNTS, TRIAL, judge_trial
-from groupwise.server.policies import Trial
+from groupwise.config.learn import CanaryConfig, GateConfig, ShadowConfig
+from groupwise.errors import ConfigError, EngineError
+from groupwise.server.gate import BEST, COUNTS, TRIAL, judge_shadow, judge_trial
+from groupwise.server.policies import Pair, Trial
 from groupwise.store.ledger import Job
 from groupwise.tasks.starter.tasks import prompts as arithmetic
 from groupwise.types import PolicyVersion
@@ -285,3 +290,191 @@ def test_held_out_prompts_that_cannot_be_read_end_the_start(tmp_path: Path) -> N
     gate = {**GATE, "prompts": {"source": "gone.jsonl"}}
     with pytest.raises(GroupwiseError, match=r"gone\.jsonl"), whole(tmp_path / "state", Path("starter"), gate=gate):
         pass
+
+
+# ---- the shadow ----
+
+
+def numbers_right(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """1 for a two-digit number: what the poisoned version never says; needs no column."""
+    texts = [completion[0]["content"].strip() for completion in completions]
+    return [float(len(text) == 2 and text.isdigit()) for text in texts]
+
+
+SHADOW: dict[str, Any] = {"share": 1.0, "requests": 12, "rewards": [f"{__name__}:numbers_right"]}
+LENIENT: dict[str, Any] = {**GATE, "temperature": 0.0, "margin": 0.9, "max_length_ratio": None}
+
+
+def shadowed(**fields: Any) -> Trial:
+    given = {"version": PolicyVersion("a", 2), "against": PolicyVersion("a", 1), "share": 0.5, "since": 0.0, **fields}
+    return Trial(stage="shadow", **given)
+
+
+def pairs_of(count: int, new: float, old: float, *, tokens: tuple[int, int] = (5, 5), gap: float = 0.0) -> list[Pair]:
+    return [Pair(rewards=(new, old), tokens=tokens, gap=gap) for _ in range(count)]
+
+
+def test_a_shadow_is_judged_by_its_pairs_and_its_bounds() -> None:
+    shadow = ShadowConfig(requests=20, max_kl=0.5)
+
+    def judged(trial: Trial, *, scored: bool = True) -> tuple[str, str]:
+        outcome, verdict = judge_shadow(trial, config=shadow, scored=scored)
+        return outcome, verdict.reason
+
+    assert judged(shadowed(pairs=pairs_of(19, 0.0, 1.0))) == ("go on", "19 of 20 pairs of answers are compared")
+    assert judged(shadowed(pairs=pairs_of(20, 1.0, 1.0)))[0] == "promote"
+    worse = judged(shadowed(pairs=pairs_of(20, 0.0, 1.0)))
+    assert worse[0] == "roll back" and "its shadowed reward is 0.000, that of the active version 1.000" in worse[1]
+    unscored = [Pair(rewards=None, tokens=(5, 5), gap=0.0)] * 20
+    assert judged(shadowed(pairs=unscored), scored=False)[0] == "promote"
+    assert judged(shadowed(pairs=unscored))[0] == "roll back", "rewards were asked for"
+    for scored, rewards in ((True, (1.0, 1.0)), (False, None)):
+        long = [Pair(rewards=rewards, tokens=(50, 5), gap=0.0)] * 20
+        far = [Pair(rewards=rewards, tokens=(5, 5), gap=5.0)] * 20
+        assert "10.00 times as long" in judged(shadowed(pairs=long), scored=scored)[1]
+        assert "KL from the active version is 1.0000 nats a token" in judged(shadowed(pairs=far), scored=scored)[1]
+    failed = shadowed(requests={True: 6, False: 90}, errors={True: 5, False: 1})
+    assert judged(failed) == ("roll back", "5 of 6 requests failed under it, 1.1% under the active one")
+
+
+def test_a_shadow_without_traffic_ends_as_is_configured() -> None:
+    trial = shadowed(pairs=pairs_of(3, 1.0, 1.0), seconds=61.0)
+    for undecided, expected in (("reject", "roll back"), ("promote", "promote")):
+        shadow = ShadowConfig(minutes=1.0, undecided=undecided)  # pyright: ignore[reportArgumentType]
+        outcome, verdict = judge_shadow(trial, config=shadow, scored=True)
+        assert outcome == expected and f"shadow.undecided is {undecided}" in verdict.reason
+
+
+def ask(server: Whole, count: int, **options: Any) -> list[str]:
+    """Two-digit sums, one after another, each waited for until its shadow has been answered, too."""
+    said = []
+    for i in range(count):
+        content = f"What is {20 + i % 4} + {40 + i % 8}? Reply with just the number."
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0, **options}
+        answer = server.http.post("/v1/chat/completions", json=body).json()
+        said.append(answer["choices"][0]["message"]["content"])
+        settle(server)
+    return said
+
+
+def settle(server: Whole) -> None:
+    async def settled() -> None:
+        assert server.server.gate is not None and server.server.gate.shadow is not None
+        if (task := server.server.gate.shadow._task) is not None:
+            await task
+
+    assert server.http.portal is not None
+    server.http.portal.call(settled)
+
+
+def test_a_share_alone_is_a_shadow() -> None:
+    assert config(shadow="20%").shadow == ShadowConfig(share=0.2) and config().shadow is None
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        config(shadow=2)
+
+
+def test_a_shadow_refuses_rewards_that_a_live_request_cannot_be_scored_by(tmp_path: Path) -> None:
+    wrong = pytest.raises(ConfigError, match="exact_match' needs 'answer' as a column")
+    with wrong as raised, whole(tmp_path / "state", Path("starter"), gate={**GATE, "shadow": 0.5}):
+        pass
+    assert "rewards: []" in str(raised.value.hint)
+
+
+def plain_answers(server: Whole) -> list[Any]:
+    """Answers that depend on their seeds, whole and streamed, without what differs from one time to the next."""
+    told = []
+    for i in range(6):
+        content = f"What is {i}5 + 37? Reply with just the number."
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "seed": i, "stream": i % 2 == 1}
+        answer = server.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200 and answer.headers["x-adapter-version"] == "base"
+        if i % 2:
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            told.append("".join(each["choices"][0]["delta"].get("content") or "" for each in events))
+        else:
+            told.append([answer.json()[key] for key in ("choices", "usage", "system_fingerprint")])
+    return told
+
+
+def test_a_worse_version_is_refused_by_its_shadow_and_users_see_nothing_of_it(tmp_path: Path) -> None:
+    with whole(tmp_path / "plain", Path("starter")) as server:
+        without = plain_answers(server)
+    with whole(tmp_path / "gate", Path("starter"), gate={**LENIENT, "shadow": SHADOW}) as server:
+        poison(server)
+        assert kinds(server) == ["gate_passed", "shadow_began"] and shown(server)["trial_stage"] == "shadow"
+        assert plain_answers(server) == without
+        settle(server)
+        assert (shown(server)["active"], shown(server)["trial"], shown(server)["trial_pairs"]) == ("base", "sums@1", 6)
+        assert look(server) == "go on"
+        assert "7" not in ask(server, 8)
+        trial = server.server.policies.trial
+        assert trial is not None and len(trial.pairs) == 12, "those that are enough"
+        assert all(pair.rewards == (0.0, 1.0) for pair in trial.pairs[6:])
+        assert look(server) == "roll back"
+        last = shown(server)["transitions"][0]
+        assert last["kind"] == "shadow_refused" and "its shadowed reward is" in last["message"]
+        assert last["data"]["lower_bound"] < -0.2 and last["data"]["prompts"] == 12
+        assert (shown(server)["active"], shown(server)["trial"], shown(server)["trial_stage"]) == ("base", None, None)
+        assert "its shadow was refused" in str(server.server.store.refused(PolicyVersion("sums", 1)))
+        metrics = server.http.get("/metrics").text
+        assert 'groupwise_shadow_requests_total{result="answered"} 12.0' in metrics
+        tokens = sum(pair.tokens[0] for pair in trial.pairs)
+        assert f"groupwise_shadow_tokens_total {tokens}.0" in metrics and "groupwise_shadow_share 0.0" in metrics
+
+
+def test_a_shadow_outlives_a_restart_and_an_equal_version_goes_on_to_its_canary_or_live(tmp_path: Path) -> None:
+    gate = {**GATE, "shadow": {**SHADOW, "rewards": [], "max_kl": 0.1}}
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        train(server, learning_rate=0.0)
+        assert "answers 100% of the requests once more" in shown(server)["transitions"][0]["message"]
+        ask(server, 7)
+        assert look(server) == "go on"
+    with whole(tmp_path / "state", Path("starter"), gate={**gate, "canary": 0.5}) as server:
+        trial = server.server.policies.trial
+        assert trial is not None and trial.requests == {True: 7, False: 7}
+        assert len(trial.pairs) == 7 and all(
+            pair.gap == 0.0 and pair.tokens[0] == pair.tokens[1] for pair in trial.pairs
+        )
+        ask(server, 5)
+        assert look(server) == "promote"
+        assert kinds(server) == ["gate_passed", "shadow_began", "shadow_passed", "canary_began"]
+        assert (shown(server)["trial_stage"], shown(server)["trial_pairs"]) == ("canary", None)
+        passed = shown(server)["transitions"][1]["data"]
+        assert (passed["kl"], passed["length_ratio"]) == (0.0, 1.0)
+        assert server.http.post("/v1/learn/reject").json()["trial"] is None
+    with whole(tmp_path / "live", Path("starter"), gate=gate) as server:
+        train(server, learning_rate=0.0)
+        ask(server, 12)
+        assert look(server) == "promote" and shown(server)["active"] == "sums@1"
+        assert kinds(server)[-2:] == ["shadow_passed", "promoted"]
+
+
+def test_what_a_busy_server_cannot_answer_once_more_is_dropped_and_a_failure_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = {**GATE, "shadow": {**SHADOW, "requests": 100, "queue": 2, "max_errors": 2}}
+    with whole(tmp_path / "state", Path("starter"), gate=gate, batch_rows=8) as server:
+        train(server, learning_rate=0.0)
+        parts, trial = server.server, server.server.policies.trial
+        assert trial is not None and parts.gate is not None and parts.gate.shadow is not None
+        long = [[{"role": "user", "content": "Say something long."}]] * 12
+        batch = {"prompts": long, "max_tokens": 200, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as pool:
+            busy = pool.submit(server.http.post, "/v1/completions/batch", json=batch)
+            while parts.engine.stats()["waiting"] == 0 and not busy.done():
+                time.sleep(0.005)
+            answered = ask(server, 1)
+            assert not busy.done() and answered, "the user's answer came while others were sampled"
+            assert busy.result().status_code == 200
+        assert trial.pairs == [] and 'shadow_requests_total{result="dropped"} 1.0' in server.http.get("/metrics").text
+        before = len(trial.pairs)
+        ask(server, 2, n=2)
+        ask(server, 2, adapter="sums@1")
+        assert len(trial.pairs) == before, "only single answers of the active version"
+
+        def fails(*args: Any, **options: Any) -> Any:
+            raise EngineError("its weights are gone")
+
+        monkeypatch.setattr("groupwise.server.shadow.Generation", fails)
+        ask(server, 2)
+        assert look(server) == "roll back" and "2 of 4 requests failed" in shown(server)["transitions"][0]["message"]

@@ -3,7 +3,7 @@
 Both are keys of the server's configuration, and off where they are left out:
 
     learn: {adapter: helper, after: 32, rewards: [my_rewards:helpful], config: {learning_rate: 1.0e-4}}
-    gate: {prompts: {source: held_out.jsonl}, rewards: [my_rewards:exact], canary: 0.1}
+    gate: {prompts: {source: held_out.jsonl}, rewards: [my_rewards:exact], canary: 0.1}   # and shadow: {rewards: []}
 """
 
 from __future__ import annotations
@@ -73,6 +73,29 @@ def _fraction(value: Any) -> Any:
         raise ValueError(f"{value!r} is not valid; write a share such as 0.1 or 10%") from None
 
 
+class ShadowConfig(Bounds):
+    """A trial that nobody sees, before the canary or instead of it: a version that passed its gate answers some of the
+    requests once more after the active one has, and both answers are compared."""
+
+    share: Annotated[float, BeforeValidator(_fraction)] = Field(default=0.1, gt=0, le=1)
+    """The share of the requests for one completion that the active version answers; 0.1 or 10% is a tenth."""
+    requests: int = Field(default=50, ge=2, le=10_000)
+    """Pairs of answers on which it is decided."""
+    margin: float = Field(default=0.2, ge=0)
+    """How much lower its mean reward may be: wider than the gate's, as these answers have no seed in common."""
+    rewards: Rewards | None = None
+    """What scores them: functions that need no column but the completions, such as a judge. null is the gate's own; an
+    empty list scores nothing, and only failures, length and KL are compared."""
+    queue: int = Field(default=16, ge=1)
+    """Requests that may wait to be answered once more; further ones are dropped."""
+    max_errors: int = Field(default=5, ge=1)
+    """Answers that fail under it before it is refused, where they are a larger share than under the active one."""
+    minutes: float = Field(default=1440.0, gt=0)
+    """After which it ends, though there are fewer pairs."""
+    undecided: Literal["reject", "promote"] = "reject"
+    """What becomes of the version then; `promote` goes on to the canary, where there is one."""
+
+
 class CanaryConfig(Section):
     """A trial of a version that passed its gate: some of the requests are answered by it."""
 
@@ -93,8 +116,8 @@ class CanaryConfig(Section):
 
 
 def _share(value: Any) -> Any:
-    """A share alone is a canary with that share."""
-    return value if value is None or isinstance(value, dict | CanaryConfig | bool) else {"share": value}
+    """A share alone is a canary, or a shadow, with that share."""
+    return value if value is None or isinstance(value, dict | Section | bool) else {"share": value}
 
 
 class GateConfig(Bounds):
@@ -110,9 +133,12 @@ class GateConfig(Bounds):
     """Of these; 0 is greedy."""
     max_tokens: int = Field(default=256, ge=1)
     """Longest of these."""
+    shadow: Annotated[ShadowConfig | None, BeforeValidator(_share)] = None
+    """After the gate and before the canary, a trial that nobody sees, on a share of the requests, as 0.1 or "10%" or
+    with its options; null leaves it out."""
     canary: Annotated[CanaryConfig | None, BeforeValidator(_share)] = None
-    """After the gate, a trial on a share of the requests, as 0.1 or "10%" or with its options; null makes the version
-    active at once."""
+    """After the gate and the shadow, a trial on a share of the requests, as 0.1 or "10%" or with its options; null
+    makes the version active at once."""
     scoring: ScoringConfig = ScoringConfig()
     """Where and how long the rewards run."""
 

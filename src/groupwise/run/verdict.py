@@ -2,7 +2,7 @@
 `promote` of a run (`run.promote`) ask the same.
 
     measured    an evaluation -> what one version did on each prompt
-    judge       two of these, and a KL -> a Verdict
+    judge       two of these, and a KL -> a Verdict; within_bounds: what of it needs no reward
     divergence  the KL of one version from the other, on what the first sampled
 
 With d_p the difference of the mean rewards of prompt p, the lower bound of a one-sided bootstrap interval of the mean
@@ -129,23 +129,23 @@ def judge(
     best: tuple[str, Measured] | None = None,
     key: str = "gate",
     other: str = "the active version",
+    prompts: str = "held-out",
 ) -> Verdict:
-    """Whether `new` may take the place of `old`, which messages call `other`. `kl` is in nats a token; None was not
-    measured. `best` is the best version that ever passed, by its name, if that is not `old`: `new` must be non-inferior
-    to both. `key` is where the bounds stand in the configuration."""
+    """Whether `new` may take the place of `old`, which messages call `other`, on what they call `prompts`. `kl` is in
+    nats a token; None was not measured. `best` is the best version that ever passed, by its name, if that is not `old`:
+    `new` must be non-inferior to both. `key` is where the bounds stand in the configuration."""
     found = margin_between(new, old, confidence=bounds.confidence)
     beside = margin_between(new, best[1], confidence=bounds.confidence) if best else None
     if found is None or (best is not None and beside is None):
-        return Verdict(passed=False, reason="no held-out prompt could be scored for both versions")
-    ratio = new.length / old.length if old.length else 1.0
+        return Verdict(passed=False, reason=f"no {prompts} prompt could be scored for both versions")
+    beyond, bounded = within_bounds(new, old, kl=kl, bounds=bounds, key=key, other=other)
     numbers = {
         "prompts": float(found.prompts),
         "reward": found.new,
         "reward_active": found.old,
         "difference": found.difference,
         "lower_bound": found.bound,
-        "length_ratio": ratio,
-        **({} if kl is None else {"kl": kl}),
+        **bounded,
         **({} if beside is None else {"reward_best": beside.old, "lower_bound_best": beside.bound}),
     }
     problems = []
@@ -155,17 +155,32 @@ def judge(
     for name, margin in margins:
         if margin.bound < -bounds.margin:
             problems.append(
-                f"its held-out reward is {margin.new:.3f}, that of {name} {margin.old:.3f}; it may be "
+                f"its {prompts} reward is {margin.new:.3f}, that of {name} {margin.old:.3f}; it may be "
                 f"{-margin.bound:.3f} lower (confidence {bounds.confidence:.0%}), and {key}.margin is {bounds.margin:g}"
             )
+    problems += beyond
+    passed = f"{prompts} reward {found.new:.3f}, before {found.old:.3f}"
+    return Verdict(passed=not problems, reason="; ".join(problems) or passed, numbers=numbers)
+
+
+def within_bounds(
+    new: Measured,
+    old: Measured,
+    *,
+    kl: float | None,
+    bounds: Bounds,
+    key: str = "gate",
+    other: str = "the active version",
+) -> tuple[list[str], dict[str, float]]:
+    """What is wrong with `new` that needs no reward, its KL and its length, and the numbers; arguments as `judge`."""
+    ratio, problems = new.length / old.length if old.length else 1.0, list[str]()
     if kl is not None and bounds.max_kl is not None and not kl <= bounds.max_kl:
         problems.append(f"its KL from {other} is {kl:.4f} nats a token; {key}.max_kl is {bounds.max_kl:g}")
     most = bounds.max_length_ratio
     if most is not None and not 1 / most <= ratio <= most:
         words = f"its completions are {ratio:.2f} times as long as those of {other}"
         problems.append(f"{words}; {key}.max_length_ratio is {most:g}")
-    passed = f"held-out reward {found.new:.3f}, before {found.old:.3f}"
-    return Verdict(passed=not problems, reason="; ".join(problems) or passed, numbers=numbers)
+    return problems, {"length_ratio": ratio, **({} if kl is None else {"kl": kl})}
 
 
 def divergence(
@@ -177,6 +192,21 @@ def divergence(
     for group in evaluation.groups:
         for turn in (turn for rollout in group.rollouts for turn in rollout.turns):
             ids = (turn.prompt_ids, turn.completion.token_ids)
-            ours, theirs = (engine.score(*ids, version, temperature=temperature) for version in (new, old))
-            gaps += [a - b for a, b in zip(ours, theirs, strict=True)]
+            gaps += gaps_between(engine, *ids, new, old, temperature=temperature)
     return fmean(gaps) if gaps else 0.0
+
+
+def gaps_between(
+    engine: Scores,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    new: PolicyVersion,
+    old: PolicyVersion,
+    *,
+    temperature: float,
+) -> list[float]:
+    """log p_new - log p_old of each token of a completion, in nats. Both must be loaded. Blocks; for a thread."""
+    ours, theirs = (
+        engine.score(prompt_ids, completion_ids, version, temperature=temperature) for version in (new, old)
+    )
+    return [a - b for a, b in zip(ours, theirs, strict=True)]

@@ -194,7 +194,7 @@ class FeedbackPage(Answer):
 
 
 class LearnTransition(Answer):
-    """Something that automatic training, a gate or a canary did."""
+    """Something that automatic training, a gate, a shadow or a canary did."""
 
     seq: int
     at: str
@@ -226,8 +226,13 @@ class LearnAnswer(Answer):
     active: str
     """The version that is active."""
     trial: str | None
-    """The version on trial (canary), which answers `trial_share` of the requests that name none."""
+    """The version on trial."""
     trial_share: float | None
+    """The share of the requests that it answers."""
+    trial_stage: Literal["shadow", "canary"] | None
+    """`canary`: instead of the active version; `shadow`: once more after it, and nobody sees it."""
+    trial_pairs: int | None
+    """How many pairs of answers a shadow has compared."""
     transitions: list[LearnTransition]
     """What happened lately, newest first."""
 

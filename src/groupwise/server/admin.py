@@ -179,7 +179,9 @@ def gauges(server: Server) -> Iterator[Sample]:
     yield "disk_free_bytes", {}, shutil.disk_usage(server.config.state_dir).free
     yield "ready", {}, float(_problem(server) is None)
     yield "worker_restarts", {}, server.supervisor.status.restarts
-    yield "canary_share", {}, 0.0 if server.policies.trial is None else server.policies.trial.share
+    for stage in ("canary", "shadow"):
+        trial = server.policies.trial
+        yield f"{stage}_share", {}, trial.share if trial is not None and trial.stage == stage else 0.0
     yield from _learning_gauges(server)
     yield from _training_gauges(server)
 

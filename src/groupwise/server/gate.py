@@ -1,7 +1,8 @@
-"""The gate: which versions that jobs made go live (`gate` of the configuration), and the canary after it.
+"""The gate: which versions that jobs made go live (`gate` of the configuration), and the trials after it.
 
-    judge_trial  ratings and errors under two versions -> go on, promote or roll back: pure
-    Gatekeeper   asked by the supervisor about each published version; watches the canary while `watch` runs
+    judge_trial   of a canary: ratings and errors under two versions -> go on, promote or roll back: pure
+    judge_shadow  of a shadow (`server.shadow`): pairs of answers and errors -> the same: pure
+    Gatekeeper    asked by the supervisor about each published version; watches the trial while `watch` runs
 
 The gate evaluates the new version and the active one on the held-out prompts (`run.evaluate`), and lets the new one
 pass only if it is not worse than that and than the best one that ever went live through the gate (`run.verdict`). What
@@ -10,8 +11,9 @@ forgotten when prompts, rewards or sampling of the gate change, and when somebod
 on that version is the best.
 
 A refused version stays in the store with the reason and is not continued by its name; it can be activated by hand. A
-trial (canary) survives restarts and kills: what is on trial, for how long a server has answered by it, and how many of
-its requests failed are settings beside the feedback, the counts as of the last look (WATCH_S).
+trial (a shadow, then a canary) survives restarts and kills: what is on trial, for how long a server has answered by it,
+how many of its requests failed and what pairs were compared are settings beside the feedback, as of the last look
+(WATCH_S).
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from groupwise.config.learn import CanaryConfig, GateConfig
+from groupwise.config.learn import CanaryConfig, GateConfig, ShadowConfig
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.model.chat import encode_prompt
+from groupwise.rewards.base import Scorer
 from groupwise.run.evaluate import Evaluation, evaluate
-from groupwise.run.verdict import Measured, Verdict, divergence, judge, measured, resampled_means
+from groupwise.run.verdict import Measured, Verdict, divergence, judge, measured, resampled_means, within_bounds
 from groupwise.server.learn import open_scorer
 from groupwise.server.policies import Trial
+from groupwise.server.shadow import Shadow
 from groupwise.server.state import Server
 from groupwise.store.ledger import Job
 from groupwise.tasks.episode import SingleTurnRollouts
@@ -55,7 +59,47 @@ log = logging.getLogger(__name__)
 clock = time.monotonic
 
 
-# ---- the canary ----
+# ---- the trials ----
+def failing(requests: tuple[int, int], errors: tuple[int, int], *, max_errors: int) -> str | None:
+    """Why a version on trial fails too often, (under the new, under the old); None if it does not."""
+    shares = [failed / asked if asked else 0.0 for failed, asked in zip(errors, requests, strict=True)]
+    if errors[0] < max_errors or shares[0] <= shares[1]:
+        return None
+    return f"{errors[0]} of {requests[0]} requests failed under it, {shares[1]:.1%} under the active one"
+
+
+def judge_shadow(trial: Trial, *, config: ShadowConfig, scored: bool) -> tuple[Outcome, Verdict]:
+    """What becomes of a shadow, and why. `scored`: its pairs have rewards."""
+    requests, errors = ((each[True], each[False]) for each in (trial.requests, trial.errors))
+    if why := failing(requests, errors, max_errors=config.max_errors):
+        return "roll back", Verdict(passed=False, reason=why)
+    pairs = trial.pairs
+    if len(pairs) < config.requests:
+        told = f"{len(pairs)} of {config.requests} pairs of answers are compared"
+        if trial.seconds < 60 * config.minutes:
+            return "go on", Verdict(passed=False, reason=told)
+        passed = config.undecided == "promote"
+        reason = f"{trial.seconds / 60:.0f} minutes were over, and {told} (shadow.undecided is {config.undecided})"
+        return "promote" if passed else "roll back", Verdict(passed=passed, reason=reason)
+    new, old = (
+        Measured(
+            rewards=[math.nan if pair.rewards is None else pair.rewards[side] for pair in pairs],
+            length=fmean(pair.tokens[side] for pair in pairs),
+        )
+        for side in (0, 1)
+    )
+    gaps = [(pair.gap, pair.tokens[0]) for pair in pairs if pair.gap is not None]
+    kl = sum(gap for gap, _ in gaps) / max(1, sum(tokens for _, tokens in gaps)) if gaps else None
+    if scored:
+        verdict = judge(new, old, kl=kl, bounds=config, key="gate.shadow", prompts="shadowed")
+    else:
+        problems, numbers = within_bounds(new, old, kl=kl, bounds=config, key="gate.shadow")
+        passed = f"{len(pairs)} answers are within the bounds of gate.shadow"
+        numbers = {"prompts": float(len(pairs)), **numbers}
+        verdict = Verdict(passed=not problems, reason="; ".join(problems) or passed, numbers=numbers)
+    return "promote" if verdict.passed else "roll back", verdict
+
+
 def judge_trial(
     new: Sequence[float],
     old: Sequence[float],
@@ -65,14 +109,10 @@ def judge_trial(
     requests: tuple[int, int] = (0, 0),
     errors: tuple[int, int] = (0, 0),
 ) -> tuple[Outcome, str]:
-    """What becomes of a trial, and why. `new` and `old` are the ratings that both versions got since it began;
+    """What becomes of a canary, and why. `new` and `old` are the ratings that both versions got since it began;
     `requests` and `errors` are (under the new, under the old)."""
-    shares = [failed / asked if asked else 0.0 for failed, asked in zip(errors, requests, strict=True)]
-    if errors[0] >= config.max_errors and shares[0] > shares[1]:
-        return (
-            "roll back",
-            f"{errors[0]} of {requests[0]} requests failed under it, {shares[1]:.1%} under the active one",
-        )
+    if why := failing(requests, errors, max_errors=config.max_errors):
+        return "roll back", why
     means = (fmean(new) if new else math.nan, fmean(old) if old else math.nan)
     told = f"mean rating {means[0]:.3f} of {len(new)}, that of the active version {means[1]:.3f} of {len(old)}"
     if min(len(new), len(old)) >= LEAST_RATINGS:
@@ -100,28 +140,49 @@ class Gatekeeper:
         self._server, self._config = server, config
         folder, tokenizer = server.config.folder, server.base.tokenizer
         self._scorer = open_scorer(config.rewards, config.scoring, folder=folder)
+        self._shadow_scorer: Scorer | None = None
+        self.shadow = None if config.shadow is None else self._open_shadow(config.shadow)
         context = server.engine.context_length
         source = open_prompts(config.prompts, folder=folder)
         self._prompts = [encode_prompt(prompt, tokenizer, context=context) for prompt in source.all()]
         self._play = SingleTurnRollouts(server.engine, tokenizer)
         self._fingerprint = self._hash_of_measuring()
         self._looked = clock()  # when the clock of the trial was last read
+        self._noted: Trial | None = None  # the shadow that has passed, and was told of
         self._restore()
+
+    def _open_shadow(self, config: ShadowConfig) -> Shadow:
+        self._shadow_scorer = self._scorer
+        if config.rewards is not None:
+            folder, scoring = self._server.config.folder, self._config.scoring
+            self._shadow_scorer = open_scorer(config.rewards, scoring, folder=folder) if config.rewards else None
+        try:
+            return Shadow(self._server, config, self._shadow_scorer)
+        except GroupwiseError:
+            self.close()
+            raise
 
     def _restore(self) -> None:
         """Go on with the trial that there was when the server ended."""
         kept = self._server.feedback.setting(TRIAL)
-        if kept is not None and self._config.canary is not None:
-            self._begin(kept, self._config.canary)
+        if kept is not None and self._config_of(kept) is not None:
+            self._begin(kept)
             if (counts := self._server.feedback.setting(COUNTS)) is not None and self.trial is not None:
                 self.trial.go_on(counts)
 
-    def _begin(self, kept: Mapping[str, Any], canary: CanaryConfig) -> None:
+    def _config_of(self, kept: Mapping[str, Any]) -> ShadowConfig | CanaryConfig | None:
+        """Of what is on trial."""
+        return self._config.shadow if kept.get("stage") == "shadow" else self._config.canary
+
+    def _begin(self, kept: Mapping[str, Any]) -> None:
+        config = self._config_of(kept)
+        assert config is not None
         self._server.policies.trial = Trial(
             version=PolicyVersion.parse(kept["version"]),
             against=PolicyVersion.parse(kept["against"]),
-            share=canary.share,
+            share=config.share,
             since=float(kept["since"]),
+            stage="shadow" if isinstance(config, ShadowConfig) else "canary",
         )
         self._looked = clock()
 
@@ -199,16 +260,25 @@ class Gatekeeper:
             await asyncio.to_thread(store.refuse, version, reason)
             await self._note("gate_refused", f"{version} was refused: {verdict.reason}", data)
             return "refused", reason
-        kept = {"version": str(version), "against": str(active), "since": time.time(), "measured": new, "best": best}
+        kept = {"version": str(version), "against": str(active), "measured": new, "best": best}
         kept["fingerprint"] = self._fingerprint
-        live = {BEST: self._best_after(kept)} if self._config.canary is None else None
+        stage = "shadow" if self._config.shadow is not None else "canary"
+        at_once = self._config_of({"stage": stage}) is None
+        live = {BEST: self._best_after(kept)} if at_once else None
         await self._note("gate_passed", f"{version} passed the gate: {verdict.reason}", data, live)
-        if self._config.canary is None:
+        if at_once:
             return "activate", verdict.reason
-        share = self._config.canary.share
-        await self._note("canary_began", f"{version} answers {share:.0%} of the requests", data, {TRIAL: kept})
-        self._begin(kept, self._config.canary)
-        return "trial", f"is on trial: it answers {share:.0%} of the requests"
+        return "trial", f"is on trial: it {await self._try(stage, kept, data)}"
+
+    async def _try(self, stage: str, kept: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+        """Begin the trial `stage`, and return what the version does in it."""
+        kept = {**kept, "stage": stage, "since": time.time()}
+        config = self._config_of(kept)
+        assert config is not None
+        does = f"answers {config.share:.0%} of the requests{' once more, unseen' if stage == 'shadow' else ''}"
+        await self._note(f"{stage}_began", f"{kept['version']} {does}", data, {TRIAL: kept})
+        self._begin(kept)
+        return does
 
     async def judge(
         self, version: PolicyVersion, active: PolicyVersion
@@ -262,12 +332,14 @@ class Gatekeeper:
         """Judge the trial, and end it if it is time."""
         await self._settle_best()
         trial, canary = self.trial, self._config.canary
-        if trial is None or canary is None:
+        if trial is None:
             return "go on"
         if self._server.policies.active != trial.against:
             await self._end("trial_ended", f"{trial.version} is not on trial any more: another version was activated")
             return "go on"
         await self._count(trial)
+        if trial.stage == "shadow" or canary is None:
+            return await self._look_at_shadow(trial)
         book = self._server.feedback
         new, old = await asyncio.to_thread(
             lambda: [book.rated(str(version), since=trial.since) for version in (trial.version, trial.against)]
@@ -286,6 +358,24 @@ class Gatekeeper:
             await self.reject(reason)
         return outcome
 
+    async def _look_at_shadow(self, trial: Trial) -> Outcome:
+        """Judge it; one that passes goes on to the canary, or live."""
+        shadow = self._config.shadow
+        assert shadow is not None
+        outcome, verdict = judge_shadow(trial, config=shadow, scored=self._shadow_scorer is not None)
+        data = {"version": str(trial.version), "against": str(trial.against), **verdict.numbers}
+        if outcome == "roll back":
+            await self.reject(verdict.reason, numbers=verdict.numbers)
+        if outcome == "promote":
+            if self._noted is not trial:  # a swap that fails for now is tried again
+                await self._note("shadow_passed", f"{trial.version} passed its shadow: {verdict.reason}", data)
+                self._noted = trial
+            if self._config.canary is None:
+                await self.promote(verdict.reason)
+            else:
+                await self._try("canary", await asyncio.to_thread(self._server.feedback.setting, TRIAL), data)
+        return outcome
+
     async def promote(self, reason: str, *, by_hand: bool = False) -> None:
         """The version on trial goes live; `by_hand`, further versions are compared with it as the best. Raises what a
         swap raises; one that cannot be swapped in is rejected."""
@@ -300,16 +390,19 @@ class Gatekeeper:
             raise
         await self._end("promoted", f"{trial.version} is active: {reason}")
 
-    async def reject(self, reason: str) -> None:
-        """The version on trial answers no more requests, and stays in the store with the reason."""
+    async def reject(self, reason: str, *, numbers: Mapping[str, float] | None = None) -> None:
+        """The version on trial answers no more requests, and stays in the store with the reason. `numbers`: what was
+        measured."""
         trial = self._on_trial()
-        message = f"its canary was rolled back: {reason}"
+        shadow = trial.stage == "shadow"
+        message = f"its shadow was refused: {reason}" if shadow else f"its canary was rolled back: {reason}"
         await asyncio.to_thread(self._server.store.refuse, trial.version, message)
-        await self._end("rolled_back", f"{trial.version} was rolled back: {reason}")
+        kind, ended = ("shadow_refused", "was refused by its shadow") if shadow else ("rolled_back", "was rolled back")
+        await self._end(kind, f"{trial.version} {ended}: {reason}", numbers)
 
-    async def _end(self, kind: str, message: str) -> None:
+    async def _end(self, kind: str, message: str, numbers: Mapping[str, float] | None = None) -> None:
         trial = self._on_trial()
-        data = {"version": str(trial.version), "against": str(trial.against)}
+        data = {"version": str(trial.version), "against": str(trial.against), **(numbers or {})}
         self._server.policies.trial = None
         await self._note(kind, message, data, {TRIAL: None})
 
@@ -322,3 +415,5 @@ class Gatekeeper:
     def close(self) -> None:
         """End the reward processes."""
         self._scorer.close()
+        if self._shadow_scorer is not None and self._shadow_scorer is not self._scorer:
+            self._shadow_scorer.close()

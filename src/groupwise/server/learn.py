@@ -79,6 +79,8 @@ PAUSED = "learn.paused"  # the setting
 SIMILARITY = RewardConfig(function="groupwise.rewards.text:rouge_l", args={"beyond_prompt": False})
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from groupwise.server.gate import Gatekeeper
 
 log = logging.getLogger(__name__)
@@ -399,9 +401,8 @@ class FeedbackTrainer:
     async def _scored(self, group: RatedGroup, records: Sequence[RolloutRecord]) -> list[float | None]:
         """The rewards of completions. Raises RewardError if none could be scored."""
         tokenizer = self._server.base.tokenizer
-        said: Message = {"role": "user", "content": plain_text(group.prompt_ids, tokenizer)}
         columns = {} if group.correction is None else {"answer": group.correction}
-        prompt = Prompt(id=records[0].id, messages=(said,), columns=columns, token_ids=group.prompt_ids)
+        prompt = as_asked(records[0].id, group.prompt_ids, tokenizer, columns=columns)
         completions = [_completion(record, decode(record.completion_ids, tokenizer)) for record in records]
         scored = await self._scorer(group_of(prompt, completions))
         refuse_failed([scored])
@@ -433,6 +434,14 @@ class FeedbackTrainer:
     def close(self) -> None:
         """End the reward processes."""
         self._scorer.close()
+
+
+def as_asked(
+    id: str, prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, *, columns: Mapping[str, Any] | None = None
+) -> Prompt:
+    """A request's prompt as rewards get it: one user message with the conversation as text."""
+    said: Message = {"role": "user", "content": plain_text(prompt_ids, tokenizer)}
+    return Prompt(id=id, messages=(said,), columns=columns or {}, token_ids=tuple(prompt_ids))
 
 
 def _record(prompt_ids: Sequence[int], completion: Completion, params: SamplingParams) -> RolloutRecord:
@@ -529,6 +538,8 @@ def _shown(server: Server) -> LearnAnswer:
         active=str(server.policies.active),
         trial=None if (trial := server.policies.trial) is None else str(trial.version),
         trial_share=None if trial is None else trial.share,
+        trial_stage=None if trial is None else trial.stage,
+        trial_pairs=None if trial is None or trial.stage != "shadow" else len(trial.pairs),
         transitions=[transition_shown(each) for each in server.feedback.transitions(limit=SHOWN)],
     )
 

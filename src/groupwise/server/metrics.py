@@ -41,6 +41,7 @@ HELP = {  # of the gauges that others know
     "adapter_versions_loaded": "Adapters in the engine.",
     "adapter_active_info": "The version that answers requests which name none.",
     "canary_share": "Share of the requests that the version on trial answers; 0 without one.",
+    "shadow_share": "Share of the requests that the version on trial answers once more, unseen; 0 without one.",
     "feedback_kept": "Feedback that is kept, by what became of it.",
     "learn_transitions": "What automatic training, gates and canaries did, by kind; of those that are kept.",
     "disk_free_bytes": "Free space where the state directory is.",
@@ -124,6 +125,8 @@ class Recorder:
         self._prompt_length = self._histogram("request_prompt_tokens", "Of a request.", _TOKENS, "model_name")
         self._length = self._histogram("request_generation_tokens", "Of a request.", _TOKENS, "model_name")
         self._feedback = self._counter("feedback", "Feedback that was kept.", "kind")
+        self._shadow = self._counter("shadow_requests", "Requests of a shadow, by what became of them.", "result")
+        self._shadow_tokens = self._counter("shadow_tokens", "Tokens that a version sampled as a shadow.")
         self._swaps = self._counter("adapter_swaps", "Changes of the active version.", "result")
         self._swap_seconds = self._histogram("adapter_swap_seconds", "Load, verify, activate.", _SWAP)
 
@@ -239,6 +242,11 @@ class Recorder:
     def rated(self, *, score: float | None) -> None:
         """Feedback was kept: a good score (0.5 or more), a poor one, or none."""
         self._feedback.labels("no_score" if score is None else "good" if score >= 0.5 else "poor").inc()
+
+    def shadowed(self, result: str, *, tokens: int = 0) -> None:
+        """A request of a shadow was answered, failed or dropped."""
+        self._shadow.labels(result).inc()
+        self._shadow_tokens.inc(tokens)
 
     def http(self, handler: str, method: str, status: int, seconds: float) -> None:
         """A request was answered. `handler` is the route's template."""

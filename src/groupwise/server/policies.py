@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 import torch
@@ -109,15 +109,29 @@ class _Waiting:
     turn: asyncio.Future[_Loaded]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What two versions answered to one request, (under the version on trial, under the active one): rewards, where
+    both could be scored, and lengths in tokens. `gap`: the sum over the first answer's tokens of log p_new - log p_old,
+    where it was measured."""
+
+    rewards: tuple[float, float] | None
+    tokens: tuple[int, int]
+    gap: float | None = None
+
+
 @dataclass
 class Trial:
-    """A version that answers a share of the requests that name none (a canary), beside `against`, the active one.
+    """A version that answers a share of the requests beside `against`, the active one: those that name none, instead of
+    it (a canary), or those that it has answered, once more, unseen (a shadow, which makes `pairs`).
     `requests` and `errors`: True is under the version on trial. `seconds`: how long servers have answered by it."""
 
     version: PolicyVersion
     against: PolicyVersion
     share: float
     since: float
+    stage: Literal["shadow", "canary"] = "canary"
+    pairs: list[Pair] = field(default_factory=list)
     requests: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     errors: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     seconds: float = 0.0
@@ -125,7 +139,9 @@ class Trial:
     @property
     def counts(self) -> dict[str, Any]:
         """What `go_on` needs in another process; goes through JSON."""
-        counted = {"requests": list(self.requests.values()), "errors": list(self.errors.values())}
+        counted: dict[str, Any] = {"requests": list(self.requests.values()), "errors": list(self.errors.values())}
+        if self.pairs:
+            counted["pairs"] = [[pair.rewards, pair.tokens, pair.gap] for pair in self.pairs]
         return {"version": str(self.version), "since": self.since, "seconds": self.seconds, **counted}
 
     def go_on(self, counts: Mapping[str, Any]) -> None:
@@ -135,6 +151,10 @@ class Trial:
             self.requests, self.errors = (
                 dict(zip((True, False), counts[name], strict=True)) for name in ("requests", "errors")
             )
+            self.pairs = [
+                Pair(rewards=rewards and (rewards[0], rewards[1]), tokens=(tokens[0], tokens[1]), gap=gap)
+                for rewards, tokens, gap in counts.get("pairs", ())
+            ]
 
     def takes(self, key: str) -> bool:
         """Whether the request, or the session, of this key is answered by the version on trial: always the same."""
@@ -264,8 +284,8 @@ class Policies:
     ) -> AsyncIterator[PolicyVersion]:
         """The version that answers one request, which stays loaded until the request has ended.
 
-        A request that names no version and has a `session` may be answered by the one that is on trial: all of a
-        session by the same one.
+        A request that names no version and has a `session` may be answered by the one that is on trial (a canary): all
+        of a session by the same one.
 
         `adapters`, one or more, asks for their sum, each times its scale. Where there is no room for it, this waits
         for `patience_s` (None: without end).
@@ -279,8 +299,9 @@ class Policies:
         if adapters is None:
             version, load = self.resolve(model=model, adapter=adapter), None
             free = session is not None and adapter is None and model in (None, self.served_name)
-            if free and self.trial is not None and version == self.trial.against and self.trial.takes(session or ""):
-                version = self.trial.version
+            trial = self.trial if free and self.trial is not None and self.trial.stage == "canary" else None
+            if trial is not None and version == trial.against and trial.takes(session or ""):
+                version = trial.version
         else:
             version, load = self._compose(adapters)
         async with self._held(version, load=load, patience_s=patience_s):

@@ -503,6 +503,8 @@ class Admission:
         them (`ServeConfig.keep_answers`)."""
         if keep and self.server.config.keep_answers:
             self.server.answers.keep([each for each in self.records(groups) if each.completion_ids])
+        if self.server.gate is not None and self.server.gate.shadow is not None:
+            self.server.gate.shadow.offer(self, groups)
         first, used = groups[0][0], self.usage(groups)
         self.server.recorder.finished(
             self.record,

@@ -3186,11 +3186,24 @@ export interface components {
             active: string;
             /**
              * Trial
-             * @description The version on trial (canary), which answers `trial_share` of the requests that name none.
+             * @description The version on trial.
              */
             trial: string | null;
-            /** Trial Share */
+            /**
+             * Trial Share
+             * @description The share of the requests that it answers.
+             */
             trial_share: number | null;
+            /**
+             * Trial Stage
+             * @description `canary`: instead of the active version; `shadow`: once more after it, and nobody sees it.
+             */
+            trial_stage: ("shadow" | "canary") | null;
+            /**
+             * Trial Pairs
+             * @description How many pairs of answers a shadow has compared.
+             */
+            trial_pairs: number | null;
             /**
              * Transitions
              * @description What happened lately, newest first.
@@ -3199,7 +3212,7 @@ export interface components {
         };
         /**
          * LearnTransition
-         * @description Something that automatic training, a gate or a canary did.
+         * @description Something that automatic training, a gate, a shadow or a canary did.
          */
         LearnTransition: {
             /** Seq */
