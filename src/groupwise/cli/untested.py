@@ -25,7 +25,7 @@ _KINDS = ("cuda", "mps")
 
 
 @dataclass(frozen=True)
-class Place:
+class Untested:
     """Lines that have never run: `first` to `last` of `file` (within the package), `lines` of them with code; `what`
     is what they are for."""
 
@@ -36,16 +36,16 @@ class Place:
     what: str
 
 
-def places(package: Path = PACKAGE) -> list[Place]:
+def places(package: Path = PACKAGE) -> list[Untested]:
     """Every place that only a GPU reaches, by file and line; of nested ones the outer."""
-    found: list[Place] = []
+    found: list[Untested] = []
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         end = 0
         for first, last, what in sorted(_marked(text)) if "# gpu-only" in text else ():
             if first > end:
                 code = [line for line in text.splitlines()[first - 1 : last] if line.strip()[:1] not in ("", "#")]
-                found.append(Place(str(path.relative_to(package)), first, last, len(code), what))
+                found.append(Untested(str(path.relative_to(package)), first, last, len(code), what))
                 end = last
     return found
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -146,6 +146,32 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def widest_float(device: torch.device) -> torch.dtype:
     """What sums and log-probabilities are kept in: float64, and float32 on Apple's GPUs, which have nothing wider."""
     return torch.float32 if device.type == "mps" else torch.float64  # gpu-aware
+
+
+class ModelSettings(Protocol):
+    """What of a run's or a server's configuration says how its model is loaded."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def quantization(self) -> str | None: ...
+    @property
+    def cast_lm_head(self) -> str: ...
+
+
+def load_configured(config: ModelSettings, *, device: str | None = None, dtype: str | None = None) -> LoadedModel:
+    """The model of a configuration, as `load_model`; `device` and `dtype` in the place of the configuration's."""
+    return load_model(
+        config.model,
+        device=device or config.device,
+        dtype=dtype or config.dtype,
+        quantization=config.quantization,
+        cast_lm_head=config.cast_lm_head,
+    )
 
 
 def load_model(

@@ -23,7 +23,7 @@ from groupwise.config.run import RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GrammarError
 from groupwise.model.backbone import is_lean
-from groupwise.model.load import LoadedModel, load_model, plain_implementation
+from groupwise.model.load import LoadedModel, load_configured, plain_implementation
 from groupwise.model.memory import GIB, Load, ModelSize, fitting_tokens
 from groupwise.model.packed_check import cache_bytes, why_not_cached
 from groupwise.model.packing import FLEX
@@ -209,13 +209,7 @@ def open_components(
         if (envs := open_envs(plan, remote=remote)) is not None:
             opened.callback(envs.close)
         device = config.device if ranks is None else str(ranks.device)
-        base = load_model(
-            config.model,
-            device=device,
-            dtype=config.dtype,
-            quantization=config.quantization,
-            cast_lm_head=config.cast_lm_head,
-        )
+        base = load_configured(config, device=device)
         learner = open_learner(config, base, threads=threads, ranks=ranks)
         if plan.reads_reference:
             learner.keep_reference()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from groupwise.config.run import RunConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.model.load import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_configured
 from groupwise.platform import run_coroutine
 from groupwise.rewards.base import Scorer
 from groupwise.run.assemble import local_engine, open_envs, open_play, open_scorer
@@ -56,13 +56,7 @@ def assess(
         for each in filter(None, located):
             stack.enter_context(each.held())  # no run removes it meanwhile
         scorer = stack.enter_context(closing(open_scorer(plan)))
-        base = load_model(
-            config.model,
-            device=config.device,
-            dtype=config.dtype,
-            quantization=config.quantization,
-            cast_lm_head=config.cast_lm_head,
-        )
+        base = load_configured(config)
         engine = stack.enter_context(closing(local_engine(config, base)))
         play = stack.enter_context(closing(open_play(plan, base, engine, open_envs(plan))))
         prepared = prepare_all(prompts, play, context=base.context_length)

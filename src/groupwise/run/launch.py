@@ -24,7 +24,7 @@ import torch
 from groupwise.config.launch import World, world
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, RankLostError
-from groupwise.model.load import load_model, resolve_device
+from groupwise.model.load import load_configured, resolve_device
 from groupwise.run.assemble import open_learner
 
 if TYPE_CHECKING:
@@ -162,13 +162,7 @@ def _follow(config: RunConfig, ranks: Ranks) -> R:  # pyright: ignore[reportInva
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gpu, sharded = ranks.device.type == "cuda", config.train.parallel == "fsdp"  # gpu-aware
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpu else "float32"
-    base = load_model(
-        config.model,
-        device="cpu" if sharded else str(ranks.device),
-        dtype=dtype,
-        quantization=config.quantization,
-        cast_lm_head=config.cast_lm_head,
-    )
+    base = load_configured(config, device="cpu" if sharded else str(ranks.device), dtype=dtype)
     learner = open_learner(config, base, threads=torch.get_num_threads(), ranks=ranks)
     torch.set_num_threads(learner.threads)
     return follow(learner)

@@ -24,7 +24,7 @@ from groupwise.config.rewards import RewardConfig
 from groupwise.config.run import EnvConfig, RunConfig
 from groupwise.engine.worker_group import WorkerGroup, WorkerLost
 from groupwise.errors import ConfigError, EnvError, ModelError, RewardError
-from groupwise.model.load import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_configured
 from groupwise.rewards.base import AT_START, FailureKind, GroupScores, RewardFunction, TrainerState, reward_names
 from groupwise.rewards.pool import RewardPool, pickled
 from groupwise.run.assemble import open_engine
@@ -45,13 +45,7 @@ class EngineActor:
         enter(folder)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # of this thread: the engine's own has the others
-        base = load_model(
-            config.model,
-            device=config.device,
-            dtype=config.dtype,
-            quantization=config.quantization,
-            cast_lm_head=config.cast_lm_head,
-        )
+        base = load_configured(config)
         if base.hash != base_hash:
             raise ModelError(
                 f"{config.model!r} on {this_machine()} has other weights than the learner's",

@@ -8,7 +8,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.model.load import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_configured
 from groupwise.server.admin import gauges
 from groupwise.server.metrics import Recorder
 from groupwise.server.policies import Policies, check_free_name
@@ -54,13 +54,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         record = state_dir / "webhooks.json"
         webhooks = Webhooks(ledger, store, url=config.webhook_url, record=record, secret=config.webhook_secret)
     disable_progress_bar()  # of loading the weights; the server says itself what it does
-    base = load_model(
-        config.model,
-        device=config.device,
-        dtype=config.dtype,
-        quantization=config.quantization,
-        cast_lm_head=config.cast_lm_head,
-    )
+    base = load_configured(config)
     map_weights(base, state_dir)  # the worker maps the same file
     weights = state_dir / FILE  # or, on a GPU, opens the same memory
     engine = open_engine(config, base)

@@ -48,7 +48,7 @@ def check_rewards(functions: Sequence[RewardFunction]) -> None:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Offered:
     """A request that the active version has answered, and for which trial it is answered again."""
 
     trial: Trial
@@ -66,7 +66,7 @@ class Shadow:
     def __init__(self, server: Server, config: ShadowConfig, scorer: Scorer | None):
         check_rewards(scorer.functions if scorer is not None else ())
         self._server, self._config, self._scorer = server, config, scorer
-        self._waiting = deque[_Asked]()
+        self._waiting = deque[_Offered]()
         self._task: asyncio.Task[None] | None = None
 
     def offer(self, asked: Admission, groups: Sequence[Sequence[Completion]]) -> None:
@@ -81,7 +81,7 @@ class Shadow:
         if len(self._waiting) >= self._config.queue or self._is_busy():
             self._server.recorder.shadowed("dropped")
             return
-        self._waiting.append(_Asked(trial, asked.id, request, answer))
+        self._waiting.append(_Offered(trial, asked.id, request, answer))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._answer_all())
 
@@ -98,7 +98,7 @@ class Shadow:
                 result, tokens = await self._outcome(asked)
                 self._server.recorder.shadowed(result, tokens=tokens)
 
-    async def _outcome(self, asked: _Asked) -> tuple[str, int]:
+    async def _outcome(self, asked: _Offered) -> tuple[str, int]:
         """What became of one request, and how many tokens were sampled for it; never raises."""
         trial, new = asked.trial, None
         if self._is_busy():
@@ -120,7 +120,7 @@ class Shadow:
         trial.pairs.append(pair)
         return "answered", len(new.token_ids)
 
-    async def _answered(self, asked: _Asked) -> tuple[Completion, float | None]:
+    async def _answered(self, asked: _Offered) -> tuple[Completion, float | None]:
         """The version's own answer to the request, and the sum of its log p_new - log p_old where there is a max_kl."""
         server, params = self._server, replace(asked.request.params, top_logprobs=0)
         patience_s = server.config.request_timeout_s
@@ -133,7 +133,7 @@ class Shadow:
             temperature = params.temperature or 1.0
             return new, sum(await asyncio.to_thread(gaps_between, server.engine, *ids, temperature=temperature))
 
-    async def _pair(self, asked: _Asked, new: Completion, gap: float | None) -> Pair:
+    async def _pair(self, asked: _Offered, new: Completion, gap: float | None) -> Pair:
         """Both answers, scored as one group. Raises RewardError if not both can be."""
         tokens = (len(new.token_ids), len(asked.answer.token_ids))
         if self._scorer is None:

@@ -64,7 +64,7 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.chat import closing_ids, decode, stopped_text
-from groupwise.model.load import LoadedModel, context_length, load_model, resolve_device, resolve_dtype
+from groupwise.model.load import LoadedModel, context_length, load_configured, resolve_device, resolve_dtype
 from groupwise.model.packed_check import packed_tolerance
 from groupwise.store.export import AdapterMerge
 from groupwise.types import Completion, FinishReason, Grammar, PolicyVersion, SamplingParams, SamplingRequest, TokenSink
@@ -574,9 +574,7 @@ def open_vllm(
     shape = _shape(config, base.model)
     merge = None
     if config.vllm.push == "merged":
-        merge = AdapterMerge(
-            load_model(config.model, device="cpu", dtype=shape.dtype, quantization=config.quantization)
-        )
+        merge = AdapterMerge(load_configured(config, device="cpu", dtype=shape.dtype))
     colocated, launches = None, []
     if config.vllm.mode == "colocate":
         from groupwise.engine.vllm.colocate import InProcess
