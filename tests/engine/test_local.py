@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from groupwise.config.lora import LoraSpec
-from groupwise.engine import local, packed
+from groupwise.engine import decoder, local, packed
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import sample_tokens
 from groupwise.errors import (
@@ -850,6 +850,33 @@ def test_interactive_requests_go_first(open_engine):
     assert len(batch[-1].result(timeout=120)) == 3 and order[0] == "person"
     with pytest.raises(ConfigError, match="reserved_rows"):
         open_engine(max_rows=4, reserved_rows=4)
+
+
+def test_batches_are_paced_while_somebody_waits(open_engine, monkeypatch):
+    """Then, and for some time after, a batch has few rows at once; nothing is lost, and alone it has all it may."""
+    engine = open_engine(max_rows=16, paced_rows=2)
+    took, widest = engine._budget.take, list[int]()
+
+    def take(job):
+        n = took(job)
+        widest.append(engine._budget._batch)
+        return n
+
+    monkeypatch.setattr(engine._budget, "take", take)
+    alone = engine.generate([request(i, n=3, max_tokens=4) for i in range(6)])
+    assert max(widest) > 2
+    person = SamplingRequest(prompt_ids=(1, 2), params=SamplingParams(max_tokens=3), interactive=True)
+    engine.generate([person])
+    widest.clear()
+    beside = engine.generate([request(i, n=3, max_tokens=4) for i in range(6)])
+    assert max(widest) == 2
+    assert [[c.token_ids for c in group] for group in beside] == [[c.token_ids for c in group] for group in alone]
+    widest.clear()
+    monkeypatch.setattr(decoder, "PACED_S", 0.0)
+    engine.generate([request(i, n=3, max_tokens=4) for i in range(6)])
+    assert max(widest) > 2 and engine._budget.free == 16 and engine._budget._batch == engine._budget._interactive == 0
+    with pytest.raises(ConfigError, match="paced_rows"):
+        open_engine(paced_rows=0)
 
 
 # ---- conversations ----

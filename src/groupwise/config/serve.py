@@ -188,6 +188,9 @@ class ServeConfig(Section):
     """How vLLM is reached or run; vllm.mode is `server`."""
     batch_rows: int = Field(default=256, ge=1, le=65536)
     """Completions decoded at once."""
+    paced_rows: int | None = Field(default=None, ge=1, le=65536)
+    """How many of them batches, jobs and gates may use while somebody waits in person, and for five seconds after: a
+    step takes longer the more rows it has. null: 16 on a CPU, no bound on a GPU, where it hardly does."""
     prefix_cache_mb: int = Field(default=1024, ge=0)
     """MiB of keys and values kept of conversations, so that their next turn computes only what is new; 0 keeps none."""
     draft_tokens: int = Field(default=0, ge=0, le=32)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from groupwise.types import Completion, FinishReason, PolicyVersion
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
 CACHED_BYTES = 32 << 20  # of weights: a model that is small, on a CPU
+PACED_S = 5.0
 SETTLED_EVERY = 8  # steps on a GPU, after which the host waits for it to see which rows have ended
 
 Queue = deque[PendingRequest]
@@ -134,25 +136,44 @@ class Decoder(Protocol):
 
 
 class RowBudget:
-    """The rows that the decoders of an engine share: `most`, of which `reserved` are for interactive requests only."""
+    """The rows that the decoders of an engine share: `most`, of which `reserved` are for interactive requests only.
 
-    def __init__(self, most: int, reserved: int):
+    While somebody waits in person, batches have `paced` of them: a step takes longer the more rows it has, and so does
+    running the prompts of all that were admitted together. Somebody waits from the first row of an interactive request
+    until `PACED_S` seconds after its last, as whoever asked may ask again."""
+
+    def __init__(self, most: int, reserved: int, paced: int | None = None):
         self.most, self.reserved, self.free, self._lock = most, reserved, most, threading.Lock()
+        self._paced = most if paced is None else paced
+        self._batch = self._interactive = 0  # rows in use
+        self._asked = -math.inf  # when an interactive request last had rows
 
-    def take(self, job: PendingRequest, *, urgent: bool) -> int:
+    def take(self, job: PendingRequest) -> int:
         """How many rows a request gets now: all that it misses, or at least an eighth of all, so that a prompt is not
         run again for every row that falls free; else 0."""
         with self._lock:
-            kept = 0 if urgent else self.reserved
-            missing, free = job.request.n - job.started, self.free - kept
-            taken = min(missing, free) if free >= min(missing, max(1, (self.most - kept) // 8)) else 0
-            self.free -= taken
+            most, free, missing = self.most, self.free, job.request.n - job.started
+            if not job.request.interactive:
+                most = min(most - self.reserved, self._paced if self._somebody_waits() else most)
+                free = min(free - self.reserved, most - self._batch)
+            taken = min(missing, free) if free >= min(missing, max(1, most // 8)) else 0
+            self._count(job, taken)
             return taken
 
-    def give(self, rows: int) -> None:
-        """Rows that are free again."""
+    def give(self, job: PendingRequest, rows: int) -> None:
+        """Rows of a request that are free again."""
         with self._lock:
-            self.free += rows
+            self._count(job, -rows)
+
+    def _count(self, job: PendingRequest, rows: int) -> None:
+        self.free -= rows
+        if not job.request.interactive:
+            self._batch += rows
+        elif rows:
+            self._interactive, self._asked = self._interactive + rows, time.monotonic()
+
+    def _somebody_waits(self) -> bool:
+        return self._interactive > 0 or time.monotonic() - self._asked < PACED_S
 
 
 class DecodedRows(ABC):

@@ -78,6 +78,7 @@ class LocalEngine:
         base: the model; the engine works on a module tree of its own over the same weights.
         max_rows: completions decoded at once. Memory: 2 x layers x K x D values per row and token.
         reserved_rows: how many of them only interactive requests may use.
+        paced_rows: how many of them batches may use while somebody waits in person (`RowBudget`); None: all others.
         prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
         draft_tokens: most tokens of a row that are guessed and checked in one step (`lookup`); 0 guesses none.
         compile: compile the dense parts of decode steps (`compiled`). A warning says where that cannot be.
@@ -90,7 +91,8 @@ class LocalEngine:
     (`model.recurrence`), and where the model can run by its own forward only (`packed_check.why_not_packed`).
 
     Raises:
-        ConfigError: reserved_rows, lanes or draft_tokens is out of range, or dtype cannot be had here, or with compile.
+        ConfigError: reserved_rows, paced_rows, lanes or draft_tokens is out of range, or dtype cannot be had here, or
+            with compile.
         ModelError: the model's logits are not those of its LM head on its last hidden states.
     """
 
@@ -100,6 +102,7 @@ class LocalEngine:
         *,
         max_rows: int = 256,
         reserved_rows: int = 0,
+        paced_rows: int | None = None,
         prefix_cache_mb: int = 1024,
         draft_tokens: int = 0,
         compile: bool = False,
@@ -110,6 +113,8 @@ class LocalEngine:
     ):
         if not 0 <= reserved_rows < max_rows:
             raise ConfigError(f"reserved_rows is {reserved_rows}; it must be at least 0 and less than {max_rows}")
+        if paced_rows is not None and paced_rows < 1:
+            raise ConfigError(f"paced_rows is {paced_rows}; it must be at least 1")
         if lanes is not None and not 1 <= lanes <= max_rows:
             raise ConfigError(f"lanes is {lanes}; it must be 1 to max_rows, which is {max_rows}")
         if dtype is not None:
@@ -120,7 +125,7 @@ class LocalEngine:
         self.max_rows, self.reserved_rows = max_rows, reserved_rows
         why = why_not_packed(self._model)
         self.packed = why is None
-        self._budget = RowBudget(max_rows, reserved_rows)
+        self._budget = RowBudget(max_rows, reserved_rows, paced_rows)
         if dtype is not None and why is not None:
             raise ConfigError(f"rollout.dtype={dtype} cannot be had: {why}", hint="leave it out", field="rollout.dtype")
         self._shared = EngineModel(

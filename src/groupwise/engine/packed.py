@@ -198,7 +198,7 @@ class PackedDecoder(DecodedRows):
         budget, computed, longest = self.shared.budget, 0, 0  # prompts in this forward
         slots, new = dict[PromptKey, int](), set[PromptKey]()  # of prompts that are there; prompts that are not yet
         for queue in (urgent, waiting):
-            while queue and (n := budget.take(queue[0], urgent=queue is urgent)):
+            while queue and (n := budget.take(queue[0])):
                 job = queue[0]
                 past = known_of(job, self.past)
                 slots = slots or self.cache.whole()
@@ -208,7 +208,7 @@ class PackedDecoder(DecodedRows):
                 if past or not there:
                     longest = max(longest, len(job.request.prompt_ids) - (past[1] if past else 0))
                     if self._admitted and (computed + 1) * longest > PREFILL_TOKENS:
-                        budget.give(n)
+                        budget.give(job, n)
                         break
                     computed += 1
                     new |= set() if past else {job.prompt}
@@ -444,7 +444,8 @@ class PackedDecoder(DecodedRows):
         if not finished:
             return
         rows = self.rows
-        self.shared.budget.give(len(finished))
+        for i in finished:
+            self.shared.budget.give(rows.owners[i].job, 1)
         left = {row.slot for i, row in enumerate(rows.owners) if i not in finished}
         moved = rows.remove(finished)
         if moved is not None:
@@ -463,7 +464,8 @@ class PackedDecoder(DecodedRows):
     def clear(self) -> list[PendingRequest]:
         """Free everything after a failure. Returns the requests that had rows, or were being given some."""
         begun = [each for each in self._admitted if not any(row.job is each.job for row in self.rows.owners)]
-        self.shared.budget.give(self.rows.active + sum(each.n for each in begun))
+        for job, n in [*((each.job, each.n) for each in begun), *((row.job, 1) for row in self.rows.owners)]:
+            self.shared.budget.give(job, n)
         taken = [each.job for each in self._admitted] + [row.job for row in self.rows.owners]
         self.cache.clear()
         self.rows = Rows(self.rows.most, self.shared.device)

@@ -54,7 +54,7 @@ class PlainDecoder:
     def admit(self, urgent: Queue, waiting: Queue) -> bool:
         """Give requests the free rows, in order; those that fit together are batches. Whether any got rows."""
         for queue in (urgent, waiting):
-            while queue and (n := self.shared.budget.take(queue[0], urgent=queue is urgent)):
+            while queue and (n := self.shared.budget.take(queue[0])):
                 job = queue[0]
                 self._begun.append((job, n))
                 if n < job.request.n - job.started:
@@ -106,10 +106,11 @@ class PlainDecoder:
 
     def clear(self) -> list[PendingRequest]:
         """Free everything after a failure. Returns the requests that had rows, or were being given some."""
-        taken = [job for job, _ in self._begun] + [row.job for batch in self._batches for row in batch.rows.owners]
-        self.shared.budget.give(self.active + sum(n for _, n in self._begun))
+        taken = [*self._begun, *((row.job, 1) for batch in self._batches for row in batch.rows.owners)]
+        for job, n in taken:
+            self.shared.budget.give(job, n)
         self._batches, self._begun = [], []
-        return taken
+        return [job for job, _ in taken]
 
     def _drop_empty(self) -> None:
         self._batches = [batch for batch in self._batches if batch.active]
@@ -191,7 +192,8 @@ class PlainBatch(DecodedRows):
         """Take finished rows out of the cache."""
         if not finished:
             return
-        self.shared.budget.give(len(finished))
+        for i in finished:
+            self.shared.budget.give(self.rows.owners[i].job, 1)
         kept = np.arange(self.rows.active)
         if (moved := self.rows.remove(finished)) is not None:
             kept[moved.holes] = moved.movers

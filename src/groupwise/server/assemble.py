@@ -25,6 +25,7 @@ from groupwise.store.share import FILE, map_weights, offer_weights
 from groupwise.types import LiveEngine, PolicyVersion
 
 RESERVED = 8  # one row in so many is kept back for interactive requests
+PACED_ROWS = 16  # of batches, on a CPU, while somebody waits in person
 
 
 class RecordedPolicies(Policies):
@@ -134,6 +135,7 @@ def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:
         base,
         max_rows=config.batch_rows,
         reserved_rows=config.batch_rows // RESERVED,
+        paced_rows=config.paced_rows or (PACED_ROWS if base.device.type == "cpu" else None),  # gpu-aware
         prefix_cache_mb=config.prefix_cache_mb,
         draft_tokens=config.draft_tokens,
         record_routing=True,
