@@ -218,6 +218,22 @@ def test_a_canary_outlives_a_restart_and_is_promoted_if_it_is_rated_as_well(tmp_
         assert server.server.feedback.setting(TRIAL) is None
 
 
+def test_a_trial_that_the_configuration_has_no_more_ends_with_a_word(tmp_path: Path) -> None:
+    gate = {**GATE, "canary": 0.5}
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        train(server, learning_rate=0.0)
+        assert shown(server)["trial"] == "sums@1"
+    with whole(tmp_path / "state", Path("starter"), gate=GATE) as server:
+        assert shown(server)["trial"] is None and shown(server)["active"] == "base"
+        ended = shown(server)["transitions"][0]
+        assert (ended["kind"], ended["message"]) == (
+            "trial_ended",
+            "sums@1 is not on trial any more: gate.canary is not set",
+        )
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        assert shown(server)["trial"] is None, "it has ended"
+
+
 def test_a_canary_counts_on_after_a_kill_and_its_clock_stands_still_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

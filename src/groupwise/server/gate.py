@@ -163,12 +163,20 @@ class Gatekeeper:
             raise
 
     def _restore(self) -> None:
-        """Go on with the trial that there was when the server ended."""
-        kept = self._server.feedback.setting(TRIAL)
-        if kept is not None and self._config_of(kept) is not None:
-            self._begin(kept)
-            if (counts := self._server.feedback.setting(COUNTS)) is not None and self.trial is not None:
-                self.trial.go_on(counts)
+        """Go on with the trial that there was when the server ended, or say that the configuration has none now."""
+        book = self._server.feedback
+        kept = book.setting(TRIAL)
+        if kept is None:
+            return
+        if self._config_of(kept) is None:
+            message = f"{kept['version']} is not on trial any more: gate.{kept.get('stage', 'canary')} is not set"
+            log.warning("%s", message)
+            data = {"version": kept["version"], "against": kept["against"]}
+            book.note("trial_ended", message, data=data, settings={TRIAL: None})
+            return
+        self._begin(kept)
+        if (counts := book.setting(COUNTS)) is not None and self.trial is not None:
+            self.trial.go_on(counts)
 
     def _config_of(self, kept: Mapping[str, Any]) -> ShadowConfig | CanaryConfig | None:
         """Of what is on trial."""
