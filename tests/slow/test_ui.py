@@ -561,10 +561,10 @@ def test_a_key_is_typed_in_once(browser: Any, model_dir: Path, tmp_path: Path) -
 
 # ---- what must not happen ----
 def test_hostile_text_stays_text(page: Any, place: Place) -> None:
-    sample(place, HOSTILE, 2)
     httpx2.put(f"{place.url}/v1/adapters/lesson@1/notes", json={"note": HOSTILE}, timeout=30)
     chat = {"messages": [{"role": "user", "content": HOSTILE}], "max_tokens": 4}
     httpx2.post(place.url + "/v1/chat/completions", json=chat, timeout=30)
+    sample(place, HOSTILE, 2)  # the newest, which is listed first
     go(page, place, "now")
     expect(page.get_by_text("onerror=").first).to_be_visible()
     go(page, place, "rollouts")

@@ -32,8 +32,12 @@ from model_families import FAMILIES
 
 DATA = Path(__file__).parents[2] / "docs" / "models_vllm.json"
 HEAD = 32
+MLA = {"kv_lora_rank": 256, "qk_rope_head_dim": 64, "head_dim": 64}  # vLLM has heads of 320, 512 and 576 for it
 MORE = {  # options of a family's configuration
-    "deepseek_v3": {"topk_method": "noaux_tc"},  # as in published configurations; transformers has no other
+    "deepseek_v2": MLA,
+    "deepseek_v3": {"topk_method": "noaux_tc", **MLA},  # the former as published; transformers has no other
+    "bamba": {"mamba_d_head": HEAD},
+    "granitemoehybrid": {"mamba_d_head": HEAD},
     "gemma4": {"global_head_dim": HEAD},
     "gpt_oss": {  # vLLM has no other rope for it
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0}
@@ -106,23 +110,37 @@ def a_run(make_base: Any, folder: Path, family: str) -> dict[str, Any]:
     return {"gap": float(f"{max(gaps):.0e}")}
 
 
-MERGED = {"qwen3": {}, "qwen3_moe": {"moe_intermediate_size": HEAD}}  # whose experts vLLM's kernels need so wide
+WIDE = {"moe_intermediate_size": HEAD}  # vLLM's kernels need experts so wide
+MERGED = {  # a name -> the family, its sizes, what vLLM cannot serve of it as an adapter
+    "qwen3": ("qwen3", {}, ()),
+    "experts": ("qwen3_moe", WIDE, ("train.lora.targets=[all-linear,experts]",)),
+    "nf4": ("qwen3", {}, ("quantization=nf4",)),
+    "int8": ("qwen3", {}, ("quantization=int8",)),
+}
 
 
-@pytest.mark.parametrize("family", MERGED)
-def test_a_run_whose_adapter_vllm_gets_merged(make_base, tmp_path: Path, family: str) -> None:
-    """`vllm.push: merged`, with experts among the targets where there are any, which vLLM serves no adapters of."""
-    sizes = {"hidden_size": 4 * HEAD, "head_dim": HEAD, **MERGED[family]}
+@pytest.mark.parametrize("name", MERGED)
+def test_a_run_whose_adapter_vllm_gets_merged(make_base, tmp_path: Path, name: str) -> None:
+    """`vllm.push: merged`; the quantised bases where vLLM's interpreter has bitsandbytes too."""
+    family, sizes, options = MERGED[name]
+    if any(option.startswith("quantization") for option in options) and not has("bitsandbytes"):
+        pytest.skip(f"bitsandbytes is not installed for {PYTHON}")
+    sizes = {"hidden_size": 4 * HEAD, "head_dim": HEAD, **sizes}
     model = save_model(make_base(family, dtype=torch.float32, context=256, **sizes), tmp_path / "model")
-    targets = ["train.lora.targets=[all-linear,experts]"] if "moe" in family else []
     words = [str(PYTHON), "-m", "groupwise", "run", str(Project.make(tmp_path, model=model).config), *SHORT, *COLOCATED]
-    words += ["vllm.push=merged", *targets]
+    words += ["vllm.push=merged", *options]
     done = subprocess.run(words, cwd=tmp_path, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     gaps = [step["mismatch/logprob_diff_max"] for step in steps if "mismatch/logprob_diff_max" in step]
-    print(family, "merged, largest mismatch", max(gaps))
+    print(name, "merged, largest mismatch", max(gaps))
     assert len(gaps) == 2 and max(gaps) < CLOSE
+
+
+def has(package: str) -> bool:
+    """Whether vLLM's interpreter can import it."""
+    words = [str(PYTHON), "-c", f"import importlib.util as u; raise SystemExit(not u.find_spec({package!r}))"]
+    return subprocess.run(words, env=os.environ | ENVIRONMENT).returncode == 0
 
 
 def reason(said: str) -> str:
@@ -130,6 +148,10 @@ def reason(said: str) -> str:
     errors = re.findall(r"^error: (.*(?:\n  .*)?)", said, re.MULTILINE)
     assert errors, said[-2000:]
     line = " ".join(errors[-1].split()).partition(" -> ")[0].removeprefix("vLLM in this process has ended: ")
-    line = re.sub(r"(/[\w.-]+)+/model\b", "the model", line)
+    line = re.sub(
+        r"(/[\w.-]+)+/(model\b|groupwise-vllm-\w+/[\w-]+)",
+        lambda m: f"the {'model' if m[2] == 'model' else 'adapter'}",
+        line,
+    )
     missing = re.findall(r"ModuleNotFoundError: (No module named \S+)", said)
     return (f"{missing[-1]}" if missing else re.sub(r" \[type=.*", "", line))[:200]

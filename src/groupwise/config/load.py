@@ -27,6 +27,15 @@ from groupwise.errors import LoadError
 _IMPORTING = threading.RLock()  # the import path is the process's
 
 
+class GoneError(AttributeError):
+    """What a module's `__getattr__` raises of a name that was one of its own in another process. To whoever only asks
+    whether it is there (torch's compiler asks every module for `torch`) it is not."""
+
+    def __init__(self, message: str, *, hint: str):
+        super().__init__(message)
+        self.hint = hint
+
+
 def load_object(reference: str, *, folder: str | Path | None = None) -> Callable[..., Any]:
     """The function or class that `module:attribute`, `package.module.attribute` or `path/to/file.py:attribute` names.
 
@@ -47,9 +56,12 @@ def load_object(reference: str, *, folder: str | Path | None = None) -> Callable
     with _IMPORTING, first_on_path(module_name.partition(".")[0], folder):
         target: Any = _import(module_name, reference, folder)
     for name in attributes.split("."):
-        if not hasattr(target, name):
-            raise LoadError(_missing(target, name, reference))
-        target = getattr(target, name)
+        try:
+            target = getattr(target, name)
+        except GoneError as gone:
+            raise LoadError(str(gone), hint=gone.hint) from None
+        except AttributeError:
+            raise LoadError(_missing(target, name, reference)) from None
     if not callable(target):
         raise LoadError(f"{reference!r} is a {type(target).__name__}; it must be a function or a class")
     return target

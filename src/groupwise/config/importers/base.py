@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from groupwise.config.load import GoneError
 from groupwise.config.run import OTHER_NAMES, RunConfig
 from groupwise.config.script import Unread
 from groupwise.config.yaml import Document, Keys, dotted, parse_keys, problems_error, validate
-from groupwise.errors import ConfigError, LoadError
+from groupwise.errors import ConfigError
 from groupwise.types import BASE
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -410,7 +411,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
     if name.startswith("_"):
         raise AttributeError(name)
     message = f"{name!r} was handed over in Python, to a process that has ended"
-    raise LoadError(message, hint="run the script that made it again")
+    raise GoneError(message, hint="run the script that made it again")
 
 
 @dataclass(frozen=True, kw_only=True)
