@@ -305,7 +305,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 answers = os.fdopen(int(sys.argv[1]), "w")
 about = json.loads(sys.stdin.readline())
-room = {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 1 << 30}  # of the machine's memory, which others use too
+room = {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 1 << 30}  # of memory that others use too
 llm = LLM(model=about["model"], max_num_seqs=about["rows"], seed=0, enable_prefix_caching=True, **room)
 prompt = {"prompt_token_ids": about["prompt"]}
 
