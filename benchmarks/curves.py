@@ -8,7 +8,7 @@
     shuffled   the same with the rewards dealt at random within each group, for seed 0. Must not gain.
     baseline   what no model is needed for: always the commonest answer, or random legal moves
 
-The starter knows some of these tasks a little. Of the others it is first shown solved examples (`LESSON`), games with
+The starter knows some of these tasks a little. Of the others it is first shown solved examples (`LESSONS`), games with
 random legal moves: once, for all of them, with `tools/starter.py lesson`. A task's accuracy is the share of completions
 that its own score calls perfect (1), for games the share that is won. No held-out problem is in the training prompts or
 in the lesson. Everything is in OUT.json: evaluations, curves, wall and processor time. Exits 1 if the seeds of a task
@@ -62,34 +62,71 @@ NOISE = 3.0  # standard errors of a difference from which it is more than noise
 # The tasks.
 # ----------------------------------------------------------------------------------------------------------------------
 
-LESSON: dict[str, dict[str, Any]] = {  # generators of reasoning-gym of which the starter is shown solved examples
-    "spell_backward": {"min_word_len": 3, "max_word_len": 5},
-    "number_filtering": {
-        "min_numbers": 3,
-        "max_numbers": 4,
-        "min_decimals": 0,
-        "max_decimals": 0,
-        "min_value": 0,
-        "max_value": 99,
-    },
-    "rotate_matrix": {"min_n": 2, "max_n": 2, "max_rotations": 3},
-    "word_sequence_reversal": {"min_words": 2, "max_words": 4},
-    "needle_haystack": {"min_num_statements": 2, "max_num_statements": 3},
-    "letter_counting": {"min_words": 2, "max_words": 4},
-    "caesar_cipher": {"min_words": 1, "max_words": 1, "max_rotation": 3},
-    "syllogism": {},
-    "leg_counting": {"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 5},
-    "calendar_arithmetic": {"tasks": ["weekday_offset"], "offset_upper_bound": 7},
-    "count_bits": {"max_n": 255},
-    "ransom_note": {"max_magazine_length": 6, "max_note_length": 3},
-    "chain_sum": {"max_terms": 3, "max_digits": 2},
-    "products": {"max_terms": 2, "min_digits": 1, "max_digits": 2},
-    "binary_alternation": {"min_n": 3, "max_n": 5},
-}
 RANDOM_NIM = {"opponent": "curves:random_nim"}
-GAMES: dict[str, dict[str, Any]] = {  # games of textarena that it is shown, with their own arguments
-    "GuessTheNumber-v0": {"max_number": 20, "max_turns": 5},
-    "Nim-v0": {"piles": [2, 3, 4], **RANDOM_NIM},
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """What the starter is shown before it trains: `EXAMPLES` solved problems of each of these generators of
+    reasoning-gym, and as many games of textarena with random legal moves, by name with their parameters."""
+
+    generators: dict[str, dict[str, Any]]
+    games: dict[str, dict[str, Any]]
+    steps: int  # of the optimizer
+
+
+EXAMPLES = 1500
+LESSONS = {  # by the name of the model that comes of it
+    "taught": Lesson(
+        generators={
+            "spell_backward": {"min_word_len": 3, "max_word_len": 5},
+            "number_filtering": {
+                "min_numbers": 3,
+                "max_numbers": 4,
+                "min_decimals": 0,
+                "max_decimals": 0,
+                "min_value": 0,
+                "max_value": 99,
+            },
+            "rotate_matrix": {"min_n": 2, "max_n": 2, "max_rotations": 3},
+            "word_sequence_reversal": {"min_words": 2, "max_words": 4},
+            "needle_haystack": {"min_num_statements": 2, "max_num_statements": 3},
+            "letter_counting": {"min_words": 2, "max_words": 4},
+            "caesar_cipher": {"min_words": 1, "max_words": 1, "max_rotation": 3},
+            "syllogism": {},
+            "leg_counting": {"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 5},
+            "calendar_arithmetic": {"tasks": ["weekday_offset"], "offset_upper_bound": 7},
+            "count_bits": {"max_n": 255},
+            "ransom_note": {"max_magazine_length": 6, "max_note_length": 3},
+            "chain_sum": {"max_terms": 3, "max_digits": 2},
+            "products": {"max_terms": 2, "min_digits": 1, "max_digits": 2},
+            "binary_alternation": {"min_n": 3, "max_n": 5},
+        },
+        games={
+            "GuessTheNumber-v0": {"max_number": 20, "max_turns": 5},
+            "Nim-v0": {"piles": [2, 3, 4], **RANDOM_NIM},
+        },
+        steps=700,
+    ),
+    "taught-2": Lesson(
+        generators={
+            "color_cube_rotation": {"min_rotations": 1, "max_rotations": 1},
+            "family_relationships": {"min_family_size": 4, "max_family_size": 6},
+            "syllogism": {"invalid_ratio": 0.5},
+            "complex_arithmetic": {
+                "min_real": -9,
+                "max_real": 9,
+                "min_imag": -9,
+                "max_imag": 9,
+                "operations": ["+", "-"],
+                "operations_weights": [0.5, 0.5],
+            },
+            "gcd": {"max_value": 99},
+            "number_sequence": {"min_terms": 4, "max_terms": 4, "max_complexity": 1},
+        },
+        games={"GuessTheNumber-v0": {"max_number": 8, "max_turns": 3}, "Secretary-v0": {"N": 5}},
+        steps=600,
+    ),
 }
 SUMS = {  # of two numbers of two digits
     "max_terms": 2,
@@ -99,7 +136,6 @@ SUMS = {  # of two numbers of two digits
     "allow_parentheses": False,
     "allow_negation": False,
 }
-EXAMPLES, LESSON_STEPS = 1500, 700  # of each task in the lesson; optimizer steps of the lesson
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +144,7 @@ class Task:
 
     name: str
     parameters: dict[str, Any]
-    taught: bool = True  # whether by the model that had the lesson, or by the starter as it ships
+    model: str = "taught"  # one of `LESSONS`, or "starter", as it ships
     max_tokens: int = 8
     steps: int = 80
     prompts: int = 16
@@ -117,24 +153,21 @@ class Task:
 
     @property
     def is_game(self) -> bool:
-        return self.name in GAMES
+        return self.name in MOVES
+
+    @property
+    def lesson(self) -> Lesson | None:
+        return LESSONS.get(self.model)
 
 
 TASKS = {
     each.name: each
     for each in (
-        Task(name="basic_arithmetic", parameters=SUMS, taught=False),
+        Task(name="basic_arithmetic", parameters=SUMS, model="starter"),
         Task(name="chain_sum", parameters={"max_terms": 2, "max_digits": 2}),
-        Task(name="syllogism", parameters=LESSON["syllogism"]),
+        Task(name="syllogism", parameters=LESSONS["taught-2"].generators["syllogism"], model="taught-2"),
         Task(name="rotate_matrix", parameters={"min_n": 2, "max_n": 2, "max_rotations": 10}, max_tokens=12),
-        Task(name="number_filtering", parameters=LESSON["number_filtering"], max_tokens=24),
-        Task(
-            name="GuessTheNumber-v0",
-            parameters={"max_number": 8, "max_turns": 3},
-            steps=60,
-            prompts=4,
-            learning_rate=1.0e-3,
-        ),
+        Task(name="number_filtering", parameters=LESSONS["taught"].generators["number_filtering"], max_tokens=24),
         Task(
             name="Nim-v0",
             parameters={"piles": [1, 2, 2], **RANDOM_NIM},
@@ -142,6 +175,14 @@ TASKS = {
             prompts=4,
             learning_rate=1.0e-3,
             cut_moves_count=True,
+        ),
+        Task(
+            name="Secretary-v0",
+            parameters={"N": 3},
+            model="taught-2",
+            max_tokens=12,
+            steps=80,
+            prompts=8,
         ),
     )
 }
@@ -151,7 +192,7 @@ def settings(task: Task, *, seed: int, work: Path) -> dict[str, Any]:
     """The configuration of a run, as a file of YAML would have it."""
     common = {
         "name": f"{task.name.lower()}-{seed}",
-        "model": str(work / "taught") if task.taught else "starter",
+        "model": str(work / task.model) if task.lesson else "starter",
         "seed": seed,
         "device": "cpu",
         "dtype": "float32",
@@ -205,8 +246,9 @@ def write_held_out(task: Task, work: Path) -> None:
     """Problems of another seed that are neither trained on nor shown, none twice. Raises ValueError where there are
     fewer than `HELD_OUT_PROBLEMS`, or where what was written is scored otherwise than what was made."""
     known = {row["prompt"] for row in problems(task.name, task.parameters, seed=TRAINING)}
-    if task.taught:
-        known |= {row["prompt"] for row in problems(task.name, LESSON[task.name], seed=SHOWN, size=EXAMPLES)}
+    if task.lesson:
+        shown = task.lesson.generators[task.name]
+        known |= {row["prompt"] for row in problems(task.name, shown, seed=SHOWN, size=EXAMPLES)}
     rows: list[dict[str, Any]] = []
     for row in problems(task.name, task.parameters, seed=EVALUATION, size=20 * HELD_OUT_PROBLEMS):
         if len(rows) < HELD_OUT_PROBLEMS and row["prompt"] not in known:
@@ -256,7 +298,16 @@ def guesses(heard: str, own: Sequence[str] = ()) -> list[str]:
     return [move for number in range(int(bounds[1]), int(bounds[2]) + 1) if (move := f"[{number}]") not in own]
 
 
-MOVES: dict[str, Callable[[str, Sequence[str]], list[str]]] = {"GuessTheNumber-v0": guesses, "Nim-v0": nim_moves}
+def choices(heard: str, own: Sequence[str] = ()) -> list[str]:
+    """To take the value that is shown, or to see the next."""
+    return ["[accept]", "[continue]"]
+
+
+MOVES: dict[str, Callable[[str, Sequence[str]], list[str]]] = {
+    "GuessTheNumber-v0": guesses,
+    "Nim-v0": nim_moves,
+    "Secretary-v0": choices,
+}
 
 
 def played(name: str, parameters: dict[str, Any], seed: int, dice: random.Random) -> tuple[list[Message], float]:
@@ -280,33 +331,34 @@ def played(name: str, parameters: dict[str, Any], seed: int, dice: random.Random
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def conversations() -> list[dict[str, Any]]:
+def conversations(lesson: Lesson) -> list[dict[str, Any]]:
     """What the starter is shown: solved problems, and games with random legal moves."""
     shown = [
         [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": str(row["answer"])}]
-        for name, parameters in LESSON.items()
+        for name, parameters in lesson.generators.items()
         for row in problems(name, parameters, seed=SHOWN, size=EXAMPLES)
     ]
     dice = random.Random(5)
     shown += [
         played(name, parameters, SHOWN_GAMES + number, dice)[0]
-        for name, parameters in GAMES.items()
+        for name, parameters in lesson.games.items()
         for number in range(EXAMPLES)
     ]
     return [{"messages": messages} for messages in shown]
 
 
-def teach(work: Path) -> dict[str, float]:
-    """Make the taught model, if it is not there. Returns what it cost."""
-    cost = work / "taught.json"
+def teach(work: Path, name: str) -> dict[str, float]:
+    """Make the model of a lesson, if it is not there. Returns what it cost."""
+    lesson, cost = LESSONS[name], work / f"{name}.json"
     if not cost.exists():
-        chats = work / "lesson.jsonl"
-        chats.write_text("".join(json.dumps(each) + "\n" for each in conversations()), encoding="utf-8")
-        command = ["tools/starter.py", "lesson", str(chats.resolve()), "--out", str((work / "taught").resolve())]
+        shown = conversations(lesson)
+        chats = work / f"{name}.jsonl"
+        chats.write_text("".join(json.dumps(each) + "\n" for each in shown), encoding="utf-8")
+        command = ["tools/starter.py", "lesson", str(chats.resolve()), "--out", str((work / name).resolve())]
         before, started = _spent(), time.monotonic()
-        subprocess.run([sys.executable, *command, "--steps", str(LESSON_STEPS)], cwd=ROOT, check=True)
-        took = {"cpu_s": _spent() - before, "wall_s": time.monotonic() - started, "steps": LESSON_STEPS}
-        replace(cost, json.dumps({**took, "conversations": len(LESSON | GAMES) * EXAMPLES}))
+        subprocess.run([sys.executable, *command, "--steps", str(lesson.steps)], cwd=ROOT, check=True)
+        took = {"cpu_s": _spent() - before, "wall_s": time.monotonic() - started, "steps": lesson.steps}
+        replace(cost, json.dumps({**took, "conversations": len(shown)}))
     return json.loads(cost.read_text(encoding="utf-8"))
 
 
@@ -415,7 +467,7 @@ def fingerprint(configuration: dict[str, Any]) -> str:
 
 def load(path: Path) -> dict[str, Any]:
     """What is there; with nothing, empty results."""
-    empty: dict[str, Any] = {"machine": {}, "lesson": {}, "baselines": {}, "runs": {}}
+    empty: dict[str, Any] = {"machine": {}, "lessons": {}, "baselines": {}, "runs": {}}
     return empty | (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
 
 
@@ -432,8 +484,8 @@ def run_missing(options: argparse.Namespace) -> None:
         return
     options.work.mkdir(parents=True, exist_ok=True)
     one_thread()  # here, for the lesson and for processes that import torch before they are told
-    if any(task.taught for task, *_ in missing.values()):
-        record(options, {"lesson": teach(options.work)})
+    for name in sorted({task.model for task, *_ in missing.values() if task.lesson}):
+        record(options, {"lessons": {name: teach(options.work, name)}})
     for task in {task.name: task for task, *_ in missing.values()}.values():
         if not task.is_game:
             write_held_out(task, options.work)
@@ -494,7 +546,7 @@ def table(results: dict[str, Any]) -> list[str]:
         moved = [control[when]["sampled"]["accuracy"] for when in ("before", "after")] if control else []
         told = " -> ".join(f"{each:.1%}" for each in moved)
         cpu = statistics.fmean(run["cpu_s"] for run in runs)
-        head = f"| {task.name} | {'taught' if task.taught else 'starter'} | {results['baselines'][task.name]:.1%} "
+        head = f"| {task.name} | {task.model} | {results['baselines'][task.name]:.1%} "
         lines.append(f"{head}| {' | '.join(cells)} | {told} | {cpu:.0f} |")
     return lines
 
@@ -516,7 +568,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             if task_name == task.name:
                 _draw(panel, results["runs"][name], kind)
         panel.axhline(results["baselines"][task.name], color="k", linewidth=0.8, linestyle=":", label="baseline")
-        panel.set(title=f"{task.name} ({'taught' if task.taught else 'starter'})")
+        panel.set(title=f"{task.name} ({task.model})")
     for panel in panels[len(named) :]:
         panel.axis("off")
     if named:
@@ -572,7 +624,7 @@ def main() -> int:
     parser.add_argument("--only", help="tasks whose name contains this")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=ROOT / "docs/curves", help="OUT.json and OUT.png")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs/curves", help="for the taught model and the runs")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs/curves", help="for the taught models and the runs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a thread each")
     parser.add_argument("--table", action="store_true", help="only print the table of what is there")
     parser.add_argument("--plot", action="store_true", help="only draw OUT.png from what is there")

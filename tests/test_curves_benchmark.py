@@ -36,7 +36,8 @@ def test_held_out_problems_are_neither_trained_on_nor_shown(curves: Any, tmp_pat
     monkeypatch.setattr(curves, "HELD_OUT_PROBLEMS", 20)
     monkeypatch.setattr(curves, "EXAMPLES", 200)
     few = {"max_numbers": 2, "max_value": 9}  # so few problems that seeds share them
-    monkeypatch.setitem(curves.LESSON, "lcm", few)
+    shown_lcm = curves.LESSONS["taught"].generators
+    monkeypatch.setitem(shown_lcm, "lcm", few)
     task = curves.Task(name="lcm", parameters=few)
     shown, trained, others = (
         {row["prompt"] for row in curves.problems("lcm", task.parameters, seed=seed, size=200)}
@@ -46,7 +47,7 @@ def test_held_out_problems_are_neither_trained_on_nor_shown(curves: Any, tmp_pat
     with pytest.raises(ValueError, match="widen its parameters"):
         curves.write_held_out(task, tmp_path)
     task = replace(task, parameters={"max_numbers": 2, "max_value": 40})
-    monkeypatch.setitem(curves.LESSON, "lcm", task.parameters)
+    monkeypatch.setitem(shown_lcm, "lcm", task.parameters)
     curves.write_held_out(task, tmp_path)
     rows = [json.loads(line) for line in curves.held_out_file(task, tmp_path).read_text().splitlines()]
     asked = {row["prompt"] for row in rows}
@@ -61,7 +62,8 @@ def test_the_opponent_and_the_shown_games_move_legally(curves: Any) -> None:
     assert curves.nim_moves(told) == ["[0 1]", "[2 1]", "[2 2]"]
     results = [
         curves.played(name, parameters, seed, random.Random(seed))
-        for name, parameters in curves.GAMES.items()
+        for lesson in curves.LESSONS.values()
+        for name, parameters in lesson.games.items()
         for seed in range(12)
     ]
     nim = [reward for messages, reward in results if "Nim" in messages[0]["content"]]
