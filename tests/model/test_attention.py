@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 from groupwise.model import attention as module
@@ -114,6 +116,30 @@ def test_the_worked_example():
     placed = layout.completions.place(torch.cat([a, b, c]), 1, scale=10.0)
     assert placed[:, 0, :, 0, :, 0].tolist() == [[[10, 20], [30, 10]], [[40, 50], [10, 10]]]  # empty: the first token
     assert layout.completions.collect(placed).equal(10 * torch.cat([a, b, c]))
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor had that was made within."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor))])
+        return made
+
+
+def test_a_layout_grows_with_tokens_and_not_with_pairs():
+    """Where torch's kernel attends, as it does for all long lines on a GPU, nothing else is made of pairs either."""
+    with Largest() as made:
+        SharedPrompts([9_000, 30_000], [40_000, 64_000], [0, 1])
+    assert made.elements == 2 * 64_000
+    for lengths in (([3_000],), ([0], [3_000], [0])):
+        with Largest() as made, torch.no_grad():
+            SharedPrompts(*lengths).attend(0, *(torch.ones(3_000, heads, D) for heads in (H, K, K)), Scoring(1.0))
+        assert made.elements <= 3_000 * H * max(D, 64), lengths  # which the kernel may pad
 
 
 @pytest.mark.parametrize("lengths", [[2, 1, 0, 3], [2, 2, 2, 2]])

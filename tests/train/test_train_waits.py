@@ -1,4 +1,4 @@
-"""What the host waits for the GPU for while it trains, on a simulated one."""
+"""What the host waits for the GPU for while it trains, and hands over what it trained, on a simulated one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from groupwise.algo.loss import resolve_loss
+from groupwise.config.lora import LoraSpec
+from groupwise.engine.local import LocalEngine
 from groupwise.train.learner import Learner
-from groupwise.types import Sample
+from groupwise.train.lora import lora_tensors
+from groupwise.types import PolicyVersion, Sample
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -20,6 +24,8 @@ from simulated_gpu import SimulatedGpu
 MOST_WAITS_OF_A_PASS = 1  # forward and backward of a batch, whatever its micro-batches: the metrics
 MOST_WAITS_OF_A_STEP = 1  # of the optimizer: the norm, which must be finite
 MOST_LAUNCHES_OF_A_STEP = 16  # however many parameters there are
+MOST_WAITS_OF_A_PUBLISH = 1  # an adapter's way to the disk, and from there to the engine: the copy to the host
+LAUNCHES_OF_A_SHAPE = 5  # ... and kernels for all adapters of one shape: two copies, two transpositions, the scale
 
 
 def batch() -> list[Sample]:
@@ -70,3 +76,26 @@ def test_a_logprob_that_is_not_finite_is_still_dropped(make_base):
     samples[4] = replace(broken, behaviour_logprobs=(float("nan"), *(broken.behaviour_logprobs or ())[1:]))
     learner = Learner(make_base())
     assert learner.forward_backward(samples, resolve_loss("grpo"))["mismatch/dropped_tokens"] == 1
+
+
+def test_a_publish_waits_once_and_hands_over_every_bit(make_base, tmp_path: Path):
+    """However many layers there are: kernels are counted by the shapes of adapters."""
+    base, gpu, version = make_base(dtype=torch.float32), SimulatedGpu(), PolicyVersion("mine", 1)
+    with gpu, torch.no_grad():
+        gpu.move(base.model)
+        learner, engine = Learner(base, lora=LoraSpec(rank=3, alpha=7.0, use_rslora=True)), LocalEngine(base)
+        for tensor in learner.parameters:
+            tensor.add_(0.1)  # half of them begin as zeros
+        mine = {name: tensor.cpu() for name, tensor in lora_tensors(learner.model).items()}
+        with gpu.counting() as counts:
+            learner.save_adapter(tmp_path)
+            engine.load(version, tmp_path)
+        pairs = {name: tuple(half.cpu() for half in pair) for name, pair in engine._weights_of(version).pairs.items()}
+    shapes = {(a.shape, b.shape) for a, b in pairs.values()}
+    assert len(mine) == 2 * len(pairs) > 2 * len(shapes)
+    assert counts.waits <= MOST_WAITS_OF_A_PUBLISH, counts.waited
+    assert counts.launches <= 2 + LAUNCHES_OF_A_SHAPE * len(shapes), counts.operations
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == save(mine, metadata={"format": "pt"})
+    for name, (a, b) in pairs.items():
+        key = f"base_model.model.{name}.lora_"
+        assert torch.equal(a, mine[f"{key}A.weight"].T) and torch.equal(b, mine[f"{key}B.weight"].T * (7 / 3**0.5))

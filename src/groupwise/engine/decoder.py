@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +43,7 @@ PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the pa
 CACHED_BYTES = 32 << 20  # of weights: a model that is small, on a CPU
 PACED_S = 5.0
 SETTLED_EVERY = 8  # steps on a GPU, after which the host waits for it to see which rows have ended
+MOST_UNREAD = 1 << 27  # bytes of what tokens could be, from which on it does not wait so long
 
 Queue = deque[PendingRequest]
 
@@ -183,6 +183,7 @@ class DecodedRows(ABC):
         self.shared, self.rows = shared, Rows(max_rows, shared.device)
         self.most_unsettled = SETTLED_EVERY if shared.device.type == "cuda" else 1  # gpu-aware
         self._unsettled = 0  # steps since somebody looked which rows have ended
+        self._unread: list[tuple[list[Row], KeptRows]] = []  # what the tokens of rows could be, still on the device
         self.chosen_SLK: Tensor | None = None  # experts of the last forward's tokens, where they are recorded
 
     @property
@@ -202,7 +203,10 @@ class DecodedRows(ABC):
 
     def drop_cancelled(self) -> None:
         """Free the rows of requests whose future was cancelled, as whoever asked has gone away, or failed."""
-        self.free({i for i, row in enumerate(self.rows.owners) if row.job.future.done()})
+        gone = {i for i, row in enumerate(self.rows.owners) if row.job.future.done()}
+        if gone:
+            self.read_kept()
+        self.free(gone)
 
     def advance(self, at: slice, logits_BV: Tensor) -> None:
         """Sample the next token of the rows `at`, record it, and retire the rows that are finished, as soon as somebody
@@ -229,19 +233,21 @@ class DecodedRows(ABC):
                 extra[i] = text
         self._unsettled += 1
         full = bool((rows.on_host.count[: rows.active] >= rows.on_host.limit[: rows.active]).any())
-        if extra or full or self._unsettled >= self._settled_every:
+        unread = sum(kept.kept_BV.nbytes for _, kept in self._unread)
+        if extra or full or self._unsettled >= self._settled_every or unread > MOST_UNREAD:
             self.settle(extra)
 
     @property
     def _settled_every(self) -> int:
         """Steps after which somebody looks which rows have ended. It is one where Python has to see every token."""
         rows = self.rows
-        return 1 if rows.watched or rows.recorded or rows.matchers or rows.reshaped else self.most_unsettled
+        return 1 if rows.watched or rows.matchers else self.most_unsettled
 
     def settle(self, extra: Mapping[int, str] | None = None) -> None:
         """Retire the rows that are finished; those in `extra` with the text that is left of theirs. A row that ended
         some steps ago has said more since, which is thrown away."""
         rows, extra, self._unsettled = self.rows, extra or {}, 0
+        self.read_kept()
         if not rows.active:
             return
         every = slice(0, rows.active)
@@ -293,15 +299,27 @@ class DecodedRows(ABC):
         return drawn_SV
 
     def record(self, kept: KeptRows, tokens: Mapping[int, slice]) -> None:
-        """Record what the tokens of rows could be: `tokens` says which of those drawn are each row's."""
-        every = torch.tensor([s for mine in tokens.values() for s in range(mine.start, mine.stop)], dtype=torch.long)
-        if not len(every):
+        """Record what the tokens of rows could be: `tokens` says which of those drawn are each row's. It stays on the
+        device until it is read (`read_kept`)."""
+        owners = [self.rows.owners[i] for i, mine in tokens.items() for _ in range(mine.start, mine.stop)]
+        if owners:
+            every = [s for mine in tokens.values() for s in range(mine.start, mine.stop)]
+            self._unread.append((owners, kept.of(every)))
+
+    def read_kept(self) -> None:
+        """Give rows what their latest tokens could be."""
+        if not self._unread:
             return
-        every = every.to(kept.logprob_B.device)
-        entries, logprobs = iter(mask_entries(kept.kept_BV[every])), iter(kept.logprob_B[every].tolist())
-        for i, mine in tokens.items():
-            count = mine.stop - mine.start
-            self.rows.owners[i].keep(list(islice(entries, count)), list(islice(logprobs, count)))
+        owners = [row for mine, _ in self._unread for row in mine]
+        every = [kept for _, kept in self._unread]
+        kept_SV, logprob_S = (
+            (every[0].kept_BV, every[0].logprob_B)
+            if len(every) == 1
+            else (torch.cat([kept.kept_BV for kept in every]), torch.cat([kept.logprob_B for kept in every]))
+        )
+        self._unread = []
+        for row, entry, logprob in zip(owners, mask_entries(kept_SV), logprob_S.tolist(), strict=True):
+            row.keep(entry, logprob)
 
     def _reshaped(self, owners: Sequence[int] | np.ndarray, places: np.ndarray, logits_SV: Tensor) -> Tensor:
         """The logits that are drawn from, where some of the rows change theirs."""
@@ -342,6 +360,7 @@ class DecodedRows(ABC):
         for (i, reason), count, mine, logprobs in zip(reasons.items(), counts, every_id, every_logprob, strict=True):
             row, text = rows.owners[i], cut.get(i)
             job, ids = row.job, tuple(mine[:count])
+            del row.kept[count:], row.kept_logprobs[count:]
             kept = row.sampling_mask(self.shared.vocabulary)
             job.done[row.index] = Completion(
                 token_ids=ids,

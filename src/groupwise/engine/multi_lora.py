@@ -35,7 +35,7 @@ from groupwise.model.load import is_linear
 from groupwise.model.mixture import Routed, experts_forward, fused_parameters, is_router, low_rank, router_forward
 from groupwise.model.quantized import QuantizedLinear, quantization_of
 from groupwise.model.transfer import on_device
-from groupwise.store.adapter_config import adapted, check_config
+from groupwise.store.adapter_config import Adapted, adapted, check_config
 from groupwise.store.files import MAGNITUDE
 
 MERGED_BYTES = 1 << 30
@@ -78,19 +78,37 @@ def read_adapter(directory: Path, *, device: torch.device) -> AdapterWeights:
         )
     check_config(config)
     rows = {name.removeprefix(_PREFIX): tensors[f"{name}.lora_A.weight"].shape[0] for name in names}
-    pairs = {}
-    for key, target in adapted(config, rows).items():
-        a, b = (tensors[f"{_PREFIX}{key}.lora_{half}.weight"].to(device) for half in "AB")
-        exact = torch.float64 if a.dtype == torch.float64 else torch.float32
-        a, b = a.to(exact), b.to(exact)
-        if target.name != key:
-            a, b = target.unpacked(a, b)
-        pairs[target.name] = (a.mT.contiguous(), b.mT.contiguous() * target.scale)
+    halves = {
+        target.name: (*_halves(tensors, key, target), target.scale) for key, target in adapted(config, rows).items()
+    }
     found = {
-        name.removeprefix(_PREFIX): m.to(device, torch.promote_types(m.dtype, torch.float32))
+        name.removeprefix(_PREFIX): on_device(m, device, torch.promote_types(m.dtype, torch.float32))
         for name, m in given.items()
     }
-    return AdapterWeights(pairs, found)
+    return AdapterWeights(_transposed(halves, device), found)
+
+
+def _halves(tensors: Mapping[str, Tensor], key: str, target: Adapted) -> tuple[Tensor, Tensor]:
+    """A [r, in] and B [out, r] of one pair of tensors; of a parameter of E experts [E, r, in] and [E, out, r]."""
+    a, b = (tensors[f"{_PREFIX}{key}.lora_{half}.weight"] for half in "AB")
+    return (a, b) if target.name == key else target.unpacked(a, b)
+
+
+def _transposed(
+    halves: Mapping[str, tuple[Tensor, Tensor, float]], device: torch.device
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Pairs of the host and their scales -> those of `AdapterWeights`, in float32 at least. Pairs of one shape and
+    scale are made together: what is started on a GPU does not grow with the model's layers."""
+    alike: dict[Any, list[str]] = {}
+    for name, (a, b, scale) in halves.items():
+        alike.setdefault((a.shape, b.shape, a.dtype, scale), []).append(name)
+    found = dict[str, tuple[Tensor, Tensor]]()
+    for (_, _, dtype, scale), names in alike.items():
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        every = torch.stack([halves[name][0] for name in names]), torch.stack([halves[name][1] for name in names])
+        a, b = (on_device(half, device).to(exact) for half in every)
+        found |= zip(names, zip(a.mT.contiguous(), b.mT.contiguous() * scale, strict=True), strict=True)
+    return {name: found[name] for name in halves}
 
 
 def add_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:

@@ -406,6 +406,7 @@ class PackedDecoder(DecodedRows):
         if kept is not None:
             starts = [0, *accumulate(1 + len(draft) for draft in drafts)]
             self.record(kept, {i: slice(starts[i], starts[i] + lengths[i]) for i in rows.recorded})
+            self.read_kept()
         every = slice(0, rows.active)
         length_B = on_device(lengths, row_S.device)
         rows.count[every] += length_B
@@ -469,5 +470,5 @@ class PackedDecoder(DecodedRows):
         taken = [each.job for each in self._admitted] + [row.job for row in self.rows.owners]
         self.cache.clear()
         self.rows = Rows(self.rows.most, self.shared.device)
-        self._grid, self._admitted = None, []
+        self._grid, self._admitted, self._unread = None, [], []
         return taken

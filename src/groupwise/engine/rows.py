@@ -174,10 +174,10 @@ class Row:
         """The n-gram index of this row, with as much of the completion as was added to it."""
         return History(self.job.request.prompt_ids, self.job.ngrams)
 
-    def keep(self, entries: Iterable[MaskEntry], logprobs: Iterable[float]) -> None:
-        """Record what the next tokens could be, and their log-probabilities under the policy restricted to that."""
-        self.kept.extend(entries)
-        self.kept_logprobs.extend(logprobs)
+    def keep(self, entry: MaskEntry, logprob: float) -> None:
+        """Record what the next token could be, and its log-probability under the policy restricted to that."""
+        self.kept.append(entry)
+        self.kept_logprobs.append(logprob)
 
     def sampling_mask(self, vocabulary: int) -> SamplingMask | None:
         """What all tokens could be; None where nothing was to be left out, and nothing was."""

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.model.transfer import on_device
 from groupwise.recorded import DROPPED, KEPT, MaskEntry, mask_entry, words_of
 from groupwise.types import SamplingParams
 
@@ -77,6 +78,13 @@ class KeptRows:
     kept_BV: Tensor
     logprob_B: Tensor
 
+    def of(self, rows: Sequence[int]) -> KeptRows:
+        """Those of some of the rows, ascending."""
+        if len(rows) == len(self.logprob_B):
+            return self
+        at = on_device(rows, self.logprob_B.device)
+        return KeptRows(self.kept_BV[at], self.logprob_B[at])
+
 
 def sample_tokens(
     logits_BV: Tensor, params: RowParams, uniform_B: Tensor, *, drawn_BV: Tensor | None = None
@@ -105,17 +113,19 @@ def sample_tokens(
 
 def mask_entries(kept_SV: Tensor) -> list[MaskEntry]:
     """The entry of each row in a `SamplingMask`; of a large part only bits leave the device, of others their ids."""
-    vocabulary = kept_SV.shape[1]
-    count_S = kept_SV.sum(-1)
+    vocabulary, device = kept_SV.shape[1], kept_SV.device
+    count_S = kept_SV.sum(-1).cpu().numpy()
     few_S = count_S <= vocabulary - count_S
-    size_S = torch.where(few_S, count_S, vocabulary - count_S)
+    size_S = np.where(few_S, count_S, vocabulary - count_S)
     listed_S = size_S <= words_of(vocabulary)
-    ids = (kept_SV[listed_S] == few_S[listed_S, None]).nonzero()[:, 1].to("cpu", torch.int32).numpy()
-    ends = size_S[listed_S].cumsum(0).tolist()
-    ids_of_row, bits_of_row = iter(np.split(ids, ends[:-1])), iter(kept_SV[~listed_S].cpu().numpy())
+    listed, others = np.flatnonzero(listed_S), np.flatnonzero(~listed_S)
+    listed_LV = kept_SV if not len(others) else kept_SV[on_device(listed, device)]
+    ids = (listed_LV == on_device(few_S[listed], device)[:, None]).nonzero()[:, 1].to("cpu", torch.int32).numpy()
+    ids_of_row = iter(np.split(ids, size_S[listed].cumsum()[:-1]))
+    bits_of_row = iter(kept_SV[on_device(others, device)].cpu().numpy() if len(others) else ())
     return [
-        (KEPT if few else DROPPED, next(ids_of_row)) if listed else mask_entry(next(bits_of_row), most=-1)
-        for listed, few in zip(listed_S.tolist(), few_S.tolist(), strict=True)
+        (KEPT if few else DROPPED, next(ids_of_row)) if is_listed else mask_entry(next(bits_of_row), most=-1)
+        for is_listed, few in zip(listed_S, few_S, strict=True)
     ]
 
 
@@ -133,19 +143,20 @@ def reshape(
 
     `prompt_P` are the ids of the prompt, each at least once, `said_T` those of the completion so far.
     """
-    shaped_V = logits_V.clone()
+    shaped_V, device = logits_V.clone(), logits_V.device
     if len(said_T) < params.min_tokens and ends:
-        shaped_V[list(ends)] = -math.inf
+        shaped_V.index_fill_(0, on_device(ends, device), -math.inf)
     if params.logit_bias:
         ids, added = zip(*params.logit_bias, strict=True)
-        shaped_V[list(ids)] += torch.tensor(added, dtype=shaped_V.dtype, device=shaped_V.device)
+        shaped_V[on_device(ids, device)] += on_device(added, device, shaped_V.dtype)
     if params.repetition_penalty != 1:
-        seen = torch.cat((prompt_P, said_T)).unique()
+        seen = torch.cat((prompt_P, said_T))  # an id that is there twice is given the same logit twice
         at = shaped_V[seen]
         shaped_V[seen] = torch.where(at > 0, at / params.repetition_penalty, at * params.repetition_penalty)
     if params.frequency_penalty or params.presence_penalty:
-        used, counts = said_T.unique(return_counts=True)
-        shaped_V[used] -= params.frequency_penalty * counts.to(shaped_V.dtype) + params.presence_penalty
+        count_V = torch.zeros_like(shaped_V, dtype=torch.int32)
+        counts = count_V.index_add_(0, said_T, torch.ones_like(said_T, dtype=torch.int32))[said_T].to(shaped_V.dtype)
+        shaped_V[said_T] = shaped_V[said_T] - (params.frequency_penalty * counts + params.presence_penalty)
     return shaped_V
 
 

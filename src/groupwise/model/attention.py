@@ -246,6 +246,8 @@ def _gather(x: Tensor, rows: Tensor, scale: float) -> Tensor:
 class SharedPrompts:
     """The layout of a micro-batch: P prompts, then B completions, each belonging to one prompt.
 
+    It holds numbers of tokens and of cells of padded lines, none of pairs of tokens: those are made with the scores.
+
     Args:
         prompt_lengths: tokens of each prompt; 0 is allowed (supervised data without a prompt).
         completion_lengths: tokens of each completion; 0 is allowed.
@@ -274,11 +276,9 @@ class SharedPrompts:
         self.split = sum(prompt_lengths)
         self.ragged = len(set(prompt_lengths)) > 1
         lengths_P11 = on_device(prompt_lengths, device, torch.long)[:, None, None]
-        at_L, at_C = torch.arange(self.L, device=device), torch.arange(self.C, device=device)
-        self.padding_P1L = at_L >= lengths_P11  # True: not a token of this prompt
-        self.gap_LL = at_L[:, None] - at_L  # query position - key position
-        self.gap_CC = at_C[:, None] - at_C
-        self.gap_PCL = lengths_P11 + at_C[:, None] - at_L
+        self.at_L, self.at_C = torch.arange(self.L, device=device), torch.arange(self.C, device=device)
+        self.at_PC1 = lengths_P11 + self.at_C[:, None]  # of a completion's tokens, behind their prompts
+        self.padding_P1L = self.at_L >= lengths_P11  # True: not a token of this prompt
         lengths = (prompt_lengths, completion_lengths, prompt_of_row)
         self.states = Segments(partial(segments_of_groups, *lengths), device=device)
 
@@ -288,7 +288,7 @@ class SharedPrompts:
         key_PKLD, value_PKLD = (self.prompts.place(x[:split], K)[:, :, 0, 0] for x in (key_SKD, value_SKD))
         if self.L:
             query, sinks = self.prompts.place(query_SHD[:split], K, scale=scale)[:, :, 0], scoring.sinks_of(K)
-            mixed = _causal(query, key_PKLD, value_PKLD, self.gap_LL, scoring, sinks)
+            mixed = _causal(query, key_PKLD, value_PKLD, self.at_L, scoring, sinks)
             out.append(self.prompts.collect(mixed.unsqueeze(2)))
         if self.C:
             query = self.completions.place(query_SHD[split:], K, scale=scale)
@@ -300,7 +300,7 @@ class SharedPrompts:
                 sinks = scoring.sinks_of(K)
                 if sinks is not None:
                     sinks = sinks[:, None].expand(*query.shape[:4], 1).flatten(0, 2).unsqueeze(1)
-                mixed = _causal(flat_q, flat_k, flat_v, self.gap_CC, scoring, sinks).view(*query.shape[:-1], -1)
+                mixed = _causal(flat_q, flat_k, flat_v, self.at_C, scoring, sinks).view(*query.shape[:-1], -1)
             out.append(self.completions.collect(mixed))
         return torch.cat(out)
 
@@ -308,7 +308,7 @@ class SharedPrompts:
         self, query: Tensor, key: Tensor, value: Tensor, key_PKLD: Tensor, value_PKLD: Tensor, scoring: Scoring
     ) -> Tensor:
         """[P, K, G, R, C, D] as `query`."""
-        mask_own = mask_of(_hidden(self.gap_CC, scoring.window))
+        mask_own = mask_of(_hidden(self.at_C, scoring.window))
         mask_prompt = None
         if self.ragged or scoring.window is not None:
             mask_prompt = mask_of(self._hidden_prompt(scoring.window))
@@ -319,7 +319,7 @@ class SharedPrompts:
 
     def _hidden_prompt(self, window: int | None) -> Tensor:
         """[P, 1, 1, 1 or C, L], True where a completion token may not see a prompt key."""
-        hidden_PCL = self.padding_P1L if window is None else self.padding_P1L | (self.gap_PCL >= window)
+        hidden_PCL = self.padding_P1L if window is None else self.padding_P1L | (self.at_L <= self.at_PC1 - window)
         return hidden_PCL[:, None, None]
 
 
@@ -402,7 +402,7 @@ def _causal(
     query_BKRTD: Tensor,
     key_BKTD: Tensor,
     value_BKTD: Tensor,
-    gap_TT: Tensor,
+    at_T: Tensor,
     scoring: Scoring,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -419,14 +419,15 @@ def _causal(
         )
         return out_BHTD.reshape(B, K, R, T, -1)
     scores = scoring.finished(query_BKRTD.view(B, K, R * T, D) @ key_BKTD.transpose(-1, -2))
-    scores = scores.view(B, K, R, T, T) + mask_of(_hidden(gap_TT, scoring.window))
+    scores = scores.view(B, K, R, T, T) + mask_of(_hidden(at_T, scoring.window))
     weights = softmax(scores, None if sinks is None else sinks[..., None])
     return (weights.reshape(B, K, R * T, T).to(value_BKTD.dtype) @ value_BKTD).view(B, K, R, T, -1)
 
 
-def _hidden(gap: Tensor, window: int | None) -> Tensor:
-    hidden = gap < 0
-    return hidden if window is None else hidden | (gap >= window)
+def _hidden(at_T: Tensor, window: int | None) -> Tensor:
+    """[T, T], True where the token at a position (rows) may not see that at another (columns)."""
+    hidden_TT = at_T > at_T[:, None]
+    return hidden_TT if window is None else hidden_TT.logical_or_(at_T <= at_T[:, None] - window)
 
 
 def mask_of(hidden: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from groupwise.model.backbone import project_plainly
 from groupwise.model.load import adapted_modules
 from groupwise.model.mixture import Routed, experts_forward, is_router, low_rank, router_forward
 from groupwise.model.quantized import QuantizedLinear, quantization_of
+from groupwise.model.transfer import on_host
 from groupwise.store.adapter_config import ExpertTargets, adapted, check_config
 
 _PEFT_PREFIX = "base_model.model."
@@ -267,8 +268,7 @@ def lora_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def save_lora(model: PreTrainedModel, config: LoraConfig, directory: Path, *, base_name: str) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` into an existing directory."""
-    tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in lora_tensors(model).items()}
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(on_host(lora_tensors(model)), directory / "adapter_model.safetensors", metadata={"format": "pt"})
     plain = {key: sorted(x) if isinstance(x, set) else x for key, x in config.to_dict().items()}
     plain["base_model_name_or_path"] = base_name
     plain["inference_mode"] = True
