@@ -99,7 +99,7 @@ def test_what_a_pass_takes_is_what_was_counted(make, make_samples, shape, option
         learner.forward_backward(samples[:1], LOSS)  # makes the gradients
     trained = Training(rank=rank, dropout="dropout" in options)
     assert kept_bytes(size_of(plain), packed, trained) == pytest.approx(kept(plain, samples), rel=0.05)
-    above = 0.1 if prompt else 0.15  # without prompts autograd gives one array back earlier than is counted
+    above = 0.1 if prompt else 0.18  # without prompts autograd gives one array back earlier than is counted
     assert activation_bytes(size_of(plain), packed, trained) == pytest.approx(live(plain, samples), rel=above)
     trained = Training(rank=rank, dropout="dropout" in options, checkpointing=True)
     assert activation_bytes(size_of(plain), packed, trained) == pytest.approx(live(checkpointed, samples), rel=above)
