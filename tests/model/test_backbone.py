@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from groupwise.config.lora import LoraSpec
 from groupwise.model.attention import SharedPrompts
-from groupwise.model.backbone import Backbone, project_plainly
+from groupwise.model.backbone import Backbone, norm, project_plainly
 from groupwise.model.load import share_weights
 from groupwise.train.lora import adapter_off, add_lora, project_with_lora
 
@@ -68,6 +68,53 @@ def test_adapter_gradients(make_base, architecture: str, dtype: torch.dtype, pro
     with adapter_off(model), torch.no_grad():
         ids, positions, layout = packed(model.config.vocab_size)
         assert_near(lean(ids, positions, layout), own(ids, positions, layout))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_adapters_in_float32_over_16_bits(make_base, dtype: torch.dtype) -> None:
+    """As near to float32 as PEFT's and transformers' own, forward and backward, and inputs are kept in 16 bits."""
+    exact = share_weights(make_base("qwen3", dtype=torch.float32).model)
+    narrow = share_weights(make_base("qwen3", dtype=torch.float32).model.to(dtype))
+    for model in (exact, narrow):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(parameter.to(dtype))  # the same weights in both
+        add_lora(model, LoraSpec(rank=4), seed=0)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 5
+    lean, own = both(narrow, project_with_lora)
+    hidden, wanted = gradients(both(exact, project_with_lora)[0], exact)
+    off = []
+    for backbone in (lean, own):
+        own_hidden, found = gradients(backbone, narrow)
+        assert own_hidden.dtype == dtype and found.keys() == wanted.keys()
+        assert all(gradient.dtype == torch.float32 for gradient in found.values())
+        off.append((
+            float((own_hidden.float() - hidden).norm() / hidden.norm()),
+            sum(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted) / len(wanted),
+        ))
+    assert 0 < off[0][0] < 1.1 * off[1][0] and 0 < off[0][1] < 1.1 * off[1][1], off
+
+
+def test_norms_of_16_bits_are_those_of_the_model(make_base) -> None:
+    """Values and gradients, to a rounding of the last bit in a few of a thousand."""
+    module = make_base("qwen3", dtype=torch.float32).model.model.norm.to(torch.bfloat16).requires_grad_(False)
+    g = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(64, module.weight.shape[0], generator=g)).bfloat16()
+    torch.nn.init.uniform_(module.weight, 0.5, 2.0, generator=g)
+    with torch.no_grad():
+        expected = module(x)
+        assert (norm(module, x) != expected).float().mean() < 5e-3
+    grads = []
+    for normed in (norm, lambda module, x: module(x)):
+        leaf = x.clone().requires_grad_(True)
+        y = normed(module, leaf)
+        assert y.dtype == torch.bfloat16 and (y != expected).float().mean() < 5e-3
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
+        grads.append(leaf.grad)
+    assert grads[0].dtype == torch.bfloat16
+    torch.testing.assert_close(grads[0].float(), grads[1].float(), rtol=0.02, atol=0.02)
 
 
 def test_all_parameters(make_base) -> None:

@@ -177,12 +177,13 @@ def _recorded(x: Tensor) -> bool:
 
 
 def norm(module: Any, x: Tensor) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in float32 whatever x is in, as the family's models have it."""
-    if _recorded(module.weight) or x.dtype != torch.float32:
+    """x / rms(x) * weight over the last dimension, in float32 whatever x is in, as the family's models have it: of 16
+    bits x / rms(x) is rounded before it is weighed."""
+    if _recorded(module.weight) or module.weight.dtype != x.dtype or x.dtype == torch.float64:
         return module(x)
     if _recorded(x):
         return _RmsNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[return-value]
-    return (x * _inverse_rms(x, module.variance_epsilon)).mul_(module.weight)
+    return (x * _inverse_rms(x, module.variance_epsilon)).to(x.dtype).mul_(module.weight)
 
 
 class RmsNorm(NamedTuple):
@@ -197,8 +198,10 @@ class RmsNorm(NamedTuple):
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """(mean x^2 + eps)^-1/2 over the last dimension, kept: one pass over x that writes nothing of its size."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    """(mean x^2 + eps)^-1/2 over the last dimension, kept, in float32 at least: one pass over x that writes nothing of
+    its size."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
@@ -209,14 +212,14 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         r = _inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, r)
-        return (x * r).mul_(weight)
+        return (x * r).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         x, weight, r = ctx.saved_tensors
-        gw = grads[0] * weight
+        gw = grads[0].to(r.dtype) * weight
         along = (gw * x).mean(-1, keepdim=True) * r.pow(3)
-        return gw.mul_(r).addcmul_(x, along, value=-1), None, None
+        return gw.mul_(r).addcmul_(x, along, value=-1).to(x.dtype), None, None
 
 
 # -- rotary positions (Su et al. 2021, arXiv 2104.09864) ---------------------------------------------------------------

@@ -30,10 +30,9 @@ from groupwise.errors import ConfigError
 # the tiles of the head). A layer of the lean forward (`backbone`) keeps, for each of S packed tokens, with hidden size
 # H, MLP size F, Q query and V key-value features and rank r (in brackets: where it differs):
 #
-#     norms       2 H                    their inputs    [16 bits: copies in float32; trained: x / rms(x) as well]
-#     projections 4 H + Q + F + 7 r      their inputs    [16 bits, dropout: float32, one for each module, as PEFT has
-#     it]
-#     q, k, v     Q + 2 V                where q and k have norms                        [16 bits: Q + V, in float32]
+#     norms       2 H                    their inputs                             [trained: in float32, and x / rms(x)]
+#     projections 4 H + Q + F + 7 r      their inputs     [dropout: in float32, one for each module, as PEFT has it]
+#     q, k, v     Q + 2 V                where q and k have norms
 #     MLP         2 F                    gate and up     [3 F where transformers' own runs]
 #
 # and in attention (`model.attention`), on the padded grids of prompts (P x L cells) and of completions (B x C cells):
@@ -51,7 +50,7 @@ from groupwise.errors import ConfigError
 # gradients around the gated MLP (H + 4 F a token), or around the scores (as many again, and up to 5 Q + 2 V a cell)
 # less what the MLP has given back, or the tiles of the LM head. With gradient checkpointing forward keeps H a token and
 # layer, and one layer as above is there again in backward. Other architectures are counted as if they were of this kind
-# with transformers' modules, which is up to some tens of per cent off.
+# with transformers' modules, which is up to some tens of per cent off; 16-bit ones keep inputs as copies in float32.
 # ----------------------------------------------------------------------------------------------------------------------
 
 TILE_BYTES = 4 << 20  # of the LM head's tiles in float32, `train.forward.TILE_VALUES`
@@ -207,7 +206,7 @@ def kept_bytes(model: ModelSize, shape: PackedShape, training: Training) -> int:
     if training.checkpointing:
         return kept + (0 if training.offload else model.layers * S * H * value)
     layer = _layer(model, shape, training)
-    below = 0 if training.rank is None else S * H * max(4, value)  # the first norm's input needs no gradient
+    below = 0 if training.rank is None else S * _norm(model, training, H)  # the first norm's input needs no gradient
     return kept + model.layers * (layer.attention + layer.mlp) - below
 
 
@@ -237,7 +236,7 @@ def _layer(model: ModelSize, shape: PackedShape, training: Training) -> _Layer:
     value, exact = model.value_bytes, max(4, model.value_bytes)
     norms = 2 * _norm(model, training, H)
     if model.query_norms:  # which look at q and k beside v, where they were projected
-        norms += _norm(model, training, Q + V) + (V * value if value >= 4 else 0)
+        norms += _norm(model, training, Q + V) + (V * value if _in_its_type(model, training) else 0)
     in_attention = _input(model, training, H, 3) + _input(model, training, Q, 1)
     in_mlp = _input(model, training, H, 2) + _input(model, training, F, 1)
     gates = (2 if model.lean else 3) * F * value
@@ -247,8 +246,6 @@ def _layer(model: ModelSize, shape: PackedShape, training: Training) -> _Layer:
     half = _norm(model, training, H)
     scores, above_scores = _attention(model, shape, training)
     above_mlp = H * value + 4 * F * value - (_input(model, training, F, 1) if value >= 4 else 0)
-    if value < 4 and training.checkpointing:  # computing it again: PEFT's float32 sums, gradients, what is still named
-        above_mlp += 12 * H + 4 * Q  # fitted to what was measured
     return _Layer(
         attention=S * (norms - half + in_attention + 4 * ranks) + scores,
         mlp=S * (half + in_mlp + gates + 3 * ranks),
@@ -259,13 +256,18 @@ def _layer(model: ModelSize, shape: PackedShape, training: Training) -> _Layer:
 
 def _norm(model: ModelSize, training: Training, width: int) -> int:
     """Bytes kept of a norm's input, a token."""
-    exact = max(4, model.value_bytes)
-    return width * exact * (2 if training.rank is None else 1)
+    value = model.value_bytes if _in_its_type(model, training) else max(4, model.value_bytes)
+    return width * value * (2 if training.rank is None else 1)
+
+
+def _in_its_type(model: ModelSize, training: Training) -> bool:
+    """Whether inputs of norms are kept in the type that the model computes in, and not as copies in float32."""
+    return model.value_bytes >= 4 or (model.lean and training.rank is not None)
 
 
 def _input(model: ModelSize, training: Training, width: int, modules: int) -> int:
     """Bytes kept of the input that `modules` linear modules share, a token."""
-    if training.rank is None or (model.value_bytes >= 4 and not training.dropout):
+    if training.rank is None or (_in_its_type(model, training) and not training.dropout):
         return width * model.value_bytes
     return modules * width * 4 * (2 if training.dropout else 1)  # what was dropped, too
 
@@ -276,7 +278,8 @@ def _attention(model: ModelSize, shape: PackedShape, training: Training) -> tupl
     if shape.flex:  # padded copies, and what belongs to them; the logarithms of sums
         return S * ((2 * Q + 3 * V) * value + 4 * model.heads), S * (3 * Q * value + 2 * V * exact)
     if shape.tree:  # looks at q, k and v in the packed row
-        in_place = (2 * Q + 3 * V if value < 4 or not model.query_norms else Q + V) * value
+        norms_keep = model.query_norms and _in_its_type(model, training)
+        in_place = (Q + V if norms_keep else 2 * Q + 3 * V) * value
         return S * in_place, S * (3 * Q * value + 2 * V * exact)
     heads, prompt, completion = model.heads, shape.longest_prompt, shape.longest_completion
     causal, length = (shape.prompt_cells, prompt) if prompt else (shape.completion_cells, completion)

@@ -339,7 +339,7 @@ def load_lora(
 def project_with_lora(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
     """`backbone.Project` for training: base and adapter products into one tensor, without one between them.
 
-    What this does not cover (dropout, 16-bit bases under a float32 adapter, autocast) runs as PEFT has it.
+    What this does not cover (dropout, DoRA, autocast) runs as PEFT has it.
     """
     terms = [_terms(module, x) for module in modules]
     if any(term is None for term in terms) or torch.is_autocast_enabled(x.device.type):
@@ -375,7 +375,8 @@ def _terms(module: Any, x: Tensor) -> _Term | None:
         return None
     a: Any = module.lora_A[_ADAPTER].weight
     b: Any = module.lora_B[_ADAPTER].weight
-    if a.dtype != x.dtype or module.lora_magnitude_vector or not isinstance(module.lora_dropout[_ADAPTER], nn.Identity):
+    fits = a.dtype == x.dtype or (a.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16))
+    if not fits or module.lora_magnitude_vector or not isinstance(module.lora_dropout[_ADAPTER], nn.Identity):
         return None
     return _Term(base, base.bias, a, b, float(module.scaling[_ADAPTER]))
 
@@ -389,7 +390,8 @@ class _Projection(torch.autograd.Function):
     """y_i = x W_i^T + s_i (x A_i^T) B_i^T for modules i with the same input, side by side.
 
     Backward keeps x and the x A_i^T, which are side by side too; all gradients of x are added up by the products
-    themselves. The frozen W_i stay where they are, in the modules.
+    themselves. The frozen W_i stay where they are, in the modules. Where W and x have 16 bits, the adapter's products
+    are of float32, in which A and B are, and sums of both are rounded once; x is kept in its 16 bits.
     """
 
     @staticmethod
@@ -399,14 +401,14 @@ class _Projection(torch.autograd.Function):
         ranks = [0 if a is None else a.shape[0] for _, a, _ in terms]
         every_a = [a for _, a, _ in terms if a is not None]
         A = every_a[0] if len(every_a) == 1 else torch.cat(every_a) if every_a else x.new_empty(0, x.shape[1])
-        z = x @ A.T
+        z = x.to(A.dtype) @ A.T
         y = x.new_empty(x.shape[0], sum(widths))
         parts = zip(y.split(widths, -1), z.split(ranks, -1), bases, terms, scales, strict=True)
         for out, mine, base, (bias, _, b), scale in parts:
             w = _matrix(base, x.dtype)
             torch.mm(x, w.T, out=out) if bias is None else torch.addmm(bias, x, w.T, out=out)
             if b is not None:
-                out.addmm_(mine, b.T, alpha=scale)
+                _add_product(out, mine, b.T, scale)
             del w  # a quantised layer's, before the next one's is made
         ctx.save_for_backward(x, z, A, *(b for _, _, b in terms))
         ctx.bases, ctx.scales, ctx.widths, ctx.ranks = bases, scales, widths, ranks
@@ -426,10 +428,22 @@ class _Projection(torch.autograd.Function):
                 torch.mm(grad, w, out=grad_x) if i == 0 else grad_x.addmm_(grad, w)
                 del w
             if b is not None:
-                torch.mm(grad, b, out=out).mul_(ctx.scales[i])
-            grad_b.append(None if b is None else (grad.T @ mine).mul_(ctx.scales[i]))
+                exact = grad.to(b.dtype)
+                torch.mm(exact, b, out=out).mul_(ctx.scales[i])
+                grad_b.append((exact.T @ mine).mul_(ctx.scales[i]))
+                del exact
+            else:
+                grad_b.append(None)
         if grad_x is not None and A.shape[0]:
-            grad_x.addmm_(grad_z, A)
-        grad_a = (grad_z.T @ x).split(ctx.ranks)
+            _add_product(grad_x, grad_z, A)
+        grad_a = (grad_z.T @ x.to(A.dtype)).split(ctx.ranks)
         terms = zip(grad_a, grad_b, strict=True)
         return grad_x, None, None, *(g for a, b in terms for g in (None, None if b is None else a, b))
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """out += scale left right, in the type of the two; an `out` of fewer bits is rounded once."""
+    if out.dtype == left.dtype:
+        out.addmm_(left, right, alpha=scale)
+    else:
+        out.copy_((left @ right).mul_(scale).add_(out))
