@@ -528,7 +528,7 @@ def test_lanes_are_used_as_far_as_the_work_pays(make_base, monkeypatch: pytest.M
         engine._model.get_input_embeddings().register_forward_hook(lambda *_: most.append(engine.stats()["running"]))
         for asked in ([request()], [request(n=4)], [request(n=4), request(n=2)], [request(p, n=3) for p in range(9)]):
             engine.generate(asked)
-            used.append(engine._used)
+            used.append(engine._batches.used)
         assert used == [1, 2, 3, 3] and max(most) == 8 and engine._budget.free == 8
 
 
@@ -556,7 +556,7 @@ def test_lanes_side_by_side(open_engine, make_base, make_adapter):
     assert sum(sampled_logprobs(together), ()) == pytest.approx(
         sum(sampled_logprobs(one.generate(asked)), ()), abs=1e-9
     )
-    assert two._used == 2 and [lane.load for lane in two._lanes] == [0, 0]
+    assert two._batches.used == 2 and [lane.load for lane in two._lanes] == [0, 0, 0, 0]
     scored = two.score((1, 2, 3), (4, 5), FIRST)
     assert scored == pytest.approx(one.score((1, 2, 3), (4, 5), FIRST), abs=1e-9)
     decoder = two._lanes[1].decoder
@@ -850,6 +850,36 @@ def test_interactive_requests_go_first(open_engine):
     assert len(batch[-1].result(timeout=120)) == 3 and order[0] == "person"
     with pytest.raises(ConfigError, match="reserved_rows"):
         open_engine(max_rows=4, reserved_rows=4)
+
+
+def test_batches_stand_still_while_somebody_is_answered(open_engine, monkeypatch):
+    """They go on when the answer is there, or once they have stood still for some times as long as a step took; what
+    both say is what they say alone."""
+    engine, said, asked = open_engine(max_rows=8), list[str](), threading.Event()
+    batch = request(3, n=2, max_tokens=40, seed=1)
+    person = replace(request(5, max_tokens=25, seed=2), interactive=True)
+    alone = ids_of(engine.generate([batch])), ids_of(engine.generate([person]))
+
+    def together() -> list[str]:
+        """Whose tokens came from the second of the person's to their last, and then."""
+        said.clear()
+        asked.clear()
+
+        def token(*_: object) -> None:
+            said.append("batch")
+            asked.wait(timeout=60)  # the batch has begun
+
+        (of_batch,) = engine.submit([batch], on_token=token)
+        (of_person,) = engine.submit([person], on_token=lambda *_: said.append("person"))
+        asked.set()
+        got = ids_of([of_batch.result(timeout=60)]), ids_of([of_person.result(timeout=60)])
+        assert got == alone
+        places = [i for i, who in enumerate(said) if who == "person"]
+        return said[places[1] : places[-1]]
+
+    monkeypatch.setattr("groupwise.engine.local.STILL", 1e6)
+    assert len(alone[1][0][0]) > 10 and together().count("batch") <= 2 * batch.n  # a step that had begun
+    assert said[-1] == "batch" and engine._budget.free == 8
 
 
 def test_batches_are_paced_while_somebody_waits(open_engine, monkeypatch):

@@ -77,7 +77,7 @@ def test_adapters_in_float32_over_16_bits(make_base, dtype: torch.dtype) -> None
     narrow = share_weights(make_base("qwen3", dtype=torch.float32).model.to(dtype))
     for model in (exact, narrow):
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for parameter in model.parameters():
                 parameter.copy_(parameter.to(dtype))  # the same weights in both
         add_lora(model, LoraSpec(rank=4), seed=0)
         for name, parameter in model.named_parameters():
@@ -90,10 +90,12 @@ def test_adapters_in_float32_over_16_bits(make_base, dtype: torch.dtype) -> None
         own_hidden, found = gradients(backbone, narrow)
         assert own_hidden.dtype == dtype and found.keys() == wanted.keys()
         assert all(gradient.dtype == torch.float32 for gradient in found.values())
-        off.append((
-            float((own_hidden.float() - hidden).norm() / hidden.norm()),
-            sum(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted) / len(wanted),
-        ))
+        off.append(
+            (
+                float((own_hidden.float() - hidden).norm() / hidden.norm()),
+                sum(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted) / len(wanted),
+            )
+        )
     assert 0 < off[0][0] < 1.1 * off[1][0] and 0 < off[0][1] < 1.1 * off[1][1], off
 
 

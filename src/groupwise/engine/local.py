@@ -11,6 +11,10 @@ them has been given a core, and a step is hundreds of operations (docs/performan
 A lane's thread owns its decoder; `submit` hands requests to the lane with the fewest completions to make, and returns
 futures. Requests submitted together to an idle engine come to the same lanes, and are admitted together and in order,
 so a seeded batch is reproducible bit for bit. Cancelling a future frees its rows before the next token.
+
+Interactive requests have lanes of their own, and while there are any the others stand still for most of the time: a
+batch loses the moments in which somebody is answered, and whoever asks hardly notices it. With one decoder for all (on
+a GPU, in compiled code, by the model's own forward) both share its steps.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,12 +52,13 @@ from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest,
 
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 LANE_FLOPS, LANE_ROWS = 4e8, 4  # of a step of a lane, at least
+STILL = 4.0  # times as long as its last step a lane of batches stands still, while somebody waits in person
 
 
 @dataclass(eq=False)
 class DecoderLane:
     """A decoder and what it is to do. `load` counts completions that were submitted and are not done; `refused` is how
-    many rows were free when it got none, if it has none now."""
+    many rows were free when it got none, if it has none now; `due` is when it goes on although somebody waits."""
 
     decoder: Decoder
     urgent: Queue = field(default_factory=deque)
@@ -60,6 +66,19 @@ class DecoderLane:
     calls: deque[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=deque)
     load: int = 0
     refused: int | None = None
+    due: float = 0.0
+
+
+@dataclass(eq=False)
+class Lanes:
+    """Lanes for one kind of requests, which share torch's threads. Requests are handed to the first `used` now."""
+
+    every: list[DecoderLane] = field(default_factory=list)
+    used: int = 1
+
+    @property
+    def load(self) -> int:
+        return sum(lane.load for lane in self.every)
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,8 @@ class LocalEngine:
         dtype: multiply with the base's linear layers rounded to `bfloat16` or `int8` (`rounded`); None: as they are.
         threads: of torch, for all lanes together. None: as many as torch has here.
         record_routing: of a mixture, record the experts of each token (`Completion.routed_experts`).
-        lanes: at most so many decoders side by side. None: as many as threads, on a CPU in packed rows.
+        lanes: at most so many decoders side by side, and as many for interactive requests. None: as many as threads, on
+            a CPU in packed rows.
 
     Warns where there are no drafts, compiled steps and conversations that are kept: with recurrent layers
     (`model.recurrence`), and where the model can run by its own forward only (`packed_check.why_not_packed`).
@@ -150,7 +170,7 @@ class LocalEngine:
         self._threads = threads or torch.get_num_threads()
         cached = why is None or self._check_plain(why, unused=unused)
 
-        def decoder() -> Decoder:
+        def decoder(lanes: Lanes) -> Decoder:
             if not self.packed:
                 return PlainDecoder(self._shared, cached=cached)
             return PackedDecoder(
@@ -158,12 +178,16 @@ class LocalEngine:
                 past=self._past,
                 draft_tokens=draft_tokens,
                 compile=compile,
-                threads=lambda: max(1, self._threads // self._used),
+                threads=lambda: max(1, self._threads // lanes.used),
             )
 
         several = self.packed and base.device.type == "cpu" and not compile
-        self._used = 1  # lanes that requests are handed to now
-        self._lanes = [DecoderLane(decoder()) for _ in range(min(lanes or self._threads, max_rows) if several else 1)]
+        self._batches = Lanes()
+        self._interactive = Lanes() if several else self._batches
+        for each in {id(each): each for each in (self._batches, self._interactive)}.values():
+            for _ in range(min(lanes or self._threads, max_rows) if several else 1):
+                each.every.append(DecoderLane(decoder(each)))
+        self._lanes = [*self._batches.every, *(self._interactive.every if several else ())]
         self._wakeup = threading.Condition()
         self._closing = False
         self._workers: list[threading.Thread] = []
@@ -273,22 +297,31 @@ class LocalEngine:
         jobs = [self._job(request, on_token) for request in requests]
         with self._wakeup:
             self._start()
-            load = min(self.max_rows, sum(lane.load for lane in self._lanes) + sum(job.request.n for job in jobs))
-            pays = int(min(load // LANE_ROWS, load * self._shared.flops // LANE_FLOPS))
-            self._used = max(1, min(len(self._lanes), pays))
-            for job in jobs:
-                if (by := self._replaced.get(job.version)) is not None:
-                    job.follow(by.version, by.weights, recompute=by.recompute)
-                lane = min(self._lanes[: self._used], key=lambda lane: lane.load)
-                lane.load, lane.refused = lane.load + job.request.n, None
-                job.future.add_done_callback(lambda _, lane=lane, n=job.request.n: self._unload_lane(lane, n))
-                (lane.urgent if job.request.interactive else lane.waiting).append(job)
+            self._hand([job for job in jobs if job.request.interactive], self._interactive)
+            self._hand([job for job in jobs if not job.request.interactive], self._batches)
             self._wakeup.notify_all()
         return [job.future for job in jobs]
+
+    def _hand(self, jobs: Sequence[PendingRequest], lanes: Lanes) -> None:
+        """Hand requests to as many of the lanes as the work pays for. The lock is held."""
+        if not jobs:
+            return
+        load = min(self.max_rows, lanes.load + sum(job.request.n for job in jobs))
+        pays = int(min(load // LANE_ROWS, load * self._shared.flops // LANE_FLOPS))
+        lanes.used = max(1, min(len(lanes.every), pays))
+        for job in jobs:
+            if (by := self._replaced.get(job.version)) is not None:
+                job.follow(by.version, by.weights, recompute=by.recompute)
+            lane = min(lanes.every[: lanes.used], key=lambda lane: lane.load)
+            lane.load, lane.refused = lane.load + job.request.n, None
+            job.future.add_done_callback(lambda _, lane=lane, n=job.request.n: self._unload_lane(lane, n))
+            (lane.urgent if job.request.interactive else lane.waiting).append(job)
 
     def _unload_lane(self, lane: DecoderLane, n: int) -> None:
         with self._wakeup:
             lane.load -= n
+            if not self._interactive.load:
+                self._wakeup.notify_all()  # batches go on
 
     def score(
         self,
@@ -542,16 +575,23 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _work(self, lane: DecoderLane) -> None:
-        torch.set_num_threads(max(1, self._threads // self._used))  # a new thread has as many as whoever set them last
-        decoder = lane.decoder
+        lanes = self._batches if lane in self._batches.every else self._interactive
+        torch.set_num_threads(max(1, self._threads // lanes.used))  # a new thread has as many as whoever set them last
+        decoder, gives_way = lane.decoder, lanes is not self._interactive
         while True:
             with self._wakeup:
                 self._wakeup.wait_for(lambda: self._closing or lane.calls or self._has_work(lane))
+                if gives_way and (still := lane.due - time.monotonic()) > 0:
+                    self._wakeup.wait_for(
+                        lambda: self._closing or lane.calls or not self._interactive.load, timeout=still
+                    )
                 if self._closing:
                     return self._fail(lane, GroupwiseError("the engine was closed"))
-            while lane.calls:
-                _answer(*lane.calls.popleft())
-            free = self._budget.free
+            if lane.calls:
+                while lane.calls:
+                    _answer(*lane.calls.popleft())
+                continue
+            free, began = self._budget.free, time.monotonic()
             try:
                 self._drop_cancelled(lane)
                 got = decoder.admit(lane.urgent, lane.waiting)
@@ -560,6 +600,8 @@ class LocalEngine:
                     decoder.decode()
             except Exception as error:  # the boundary of the thread: whoever waits must hear of it
                 self._fail(lane, error)
+            now = time.monotonic()
+            lane.due = now + STILL * (now - began)
             if any(other.refused is not None for other in self._lanes):
                 with self._wakeup:
                     self._wakeup.notify_all()  # rows may have been given back, even within this turn
