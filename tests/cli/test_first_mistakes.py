@@ -96,6 +96,7 @@ PROMPTS = "prompts.jsonl"
 MISTAKES = {
     # names
     "model": Mistake(f"{RUN} model=startre", START, ("'startre'", "did you mean starter?", "Hugging Face name")),
+    "settings, served": Mistake("serve run.yaml --port 0", USAGE, ("run.yaml", "serve --config run.yaml")),
     "model, served": Mistake("serve startre --port 0", START, ("'startre'", "did you mean starter?")),
     "model's directory": Mistake(
         f"{RUN} model=./mm", START, ("'./mm'", "no directory", "did you mean m?"), model_without()

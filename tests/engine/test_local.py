@@ -525,7 +525,7 @@ def test_lanes_are_used_as_far_as_the_work_pays(make_base, monkeypatch: pytest.M
     with closing(LocalEngine(base, max_rows=8, lanes=3)) as engine:
         used, most = [], []
         monkeypatch.setattr("groupwise.engine.local.LANE_FLOPS", 2 * engine._shared.flops)
-        engine._model.get_input_embeddings().register_forward_hook(lambda *_: most.append(engine.stats()["running"]))
+        engine._model.get_input_embeddings().register_forward_hook(lambda *_: most.append(8 - engine._budget.free))
         for asked in ([request()], [request(n=4)], [request(n=4), request(n=2)], [request(p, n=3) for p in range(9)]):
             engine.generate(asked)
             used.append(engine._batches.used)

@@ -259,13 +259,13 @@ def test_the_pauses_grow(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> Non
     times: list[float] = []
     with Receiver(*[500] * 5) as receiver:
         hooks = make(ledger, receiver.url, first_delay_s=0.05, poll_s=0.005)
-        post = hooks._post
+        attempt = hooks._attempt
 
         async def timed(*arguments: object):
             times.append(time.monotonic())
-            return await post(*arguments)
+            return await attempt(*arguments)
 
-        monkeypatch.setattr(hooks, "_post", timed)
+        monkeypatch.setattr(hooks, "_attempt", timed)
         run_until(hooks, lambda: len(times) >= 5, meanwhile=lambda: fail(ledger) and None)
     pauses = [b - a for a, b in itertools.pairwise(times)]
     assert all(pause >= 0.05 * 2**k for k, pause in enumerate(pauses))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from groupwise.cli.frame import ApiKey, Debug, examples
-from groupwise.errors import AdapterNotFoundError, ModelError
+from groupwise.errors import AdapterNotFoundError, ConfigError, ModelError
 
 STATE = Path("groupwise-state", "runs")  # of servers of runs: a directory each
 
@@ -154,10 +154,15 @@ def _read_settings(path: Path | None) -> Document:
 
 
 def served_run(text: str) -> TrainedPolicy | None:
-    """The run or version that `text` names; None where it names a model."""
+    """The run or version that `text` names; None where it names a model. Raises ConfigError for a file of settings."""
     from groupwise.store.rundir import UNTRAINED, find_policy
 
     path = Path(text)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        raise ConfigError(
+            f"{text} is a file of settings, and what is served is a model or a run",
+            hint=f"a server's settings: groupwise serve --config {text}; of a run that it began: groupwise serve RUN",
+        )
     if text == "starter" or ((path / "config.json").is_file() and not (path / "adapter_config.json").exists()):
         return None
     try:
