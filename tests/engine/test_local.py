@@ -882,6 +882,15 @@ def test_batches_stand_still_while_somebody_is_answered(open_engine, monkeypatch
     assert said[-1] == "batch" and engine._budget.free == 8
 
 
+def test_batches_go_on_while_somebody_waits_for_their_rows(open_engine, monkeypatch):
+    monkeypatch.setattr("groupwise.engine.local.STILL", 1e6)
+    engine, asked = open_engine(max_rows=4), threading.Event()
+    (batch,) = engine.submit([request(3, n=4, max_tokens=30)], on_token=lambda *_: asked.wait(timeout=60) and None)
+    (person,) = engine.submit([replace(request(5, max_tokens=5), interactive=True)])
+    asked.set()
+    assert len(person.result(timeout=60)) == 1 and len(batch.result(timeout=60)) == 4
+
+
 def test_batches_are_paced_while_somebody_waits(open_engine, monkeypatch):
     """Then, and for some time after, a batch has few rows at once; nothing is lost, and alone it has all it may."""
     engine = open_engine(max_rows=16, paced_rows=2)

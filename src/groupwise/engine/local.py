@@ -583,7 +583,7 @@ class LocalEngine:
                 self._wakeup.wait_for(lambda: self._closing or lane.calls or self._has_work(lane))
                 if gives_way and (still := lane.due - time.monotonic()) > 0:
                     self._wakeup.wait_for(
-                        lambda: self._closing or lane.calls or not self._interactive.load, timeout=still
+                        lambda: self._closing or lane.calls or not self._somebody_is_answered(), timeout=still
                     )
                 if self._closing:
                     return self._fail(lane, GroupwiseError("the engine was closed"))
@@ -605,6 +605,10 @@ class LocalEngine:
             if any(other.refused is not None for other in self._lanes):
                 with self._wakeup:
                     self._wakeup.notify_all()  # rows may have been given back, even within this turn
+
+    def _somebody_is_answered(self) -> bool:
+        """Whether interactive requests have rows, or may get some now: where they wait for rows, batches shall go on."""
+        return any(lane.load and lane.refused is None for lane in self._interactive.every)
 
     def _has_work(self, lane: DecoderLane) -> bool:
         """Whether a lane has rows, or requests that may get some now."""
