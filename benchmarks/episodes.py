@@ -35,7 +35,8 @@ from groupwise.config.run import parse_config
 from groupwise.engine.local import LocalEngine
 from groupwise.model.chat import decode, encode_prompt
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.run.assemble import make_plan, open_envs, open_play
+from groupwise.run.assemble import open_envs, open_play
+from groupwise.run.plan import make_plan
 from groupwise.tasks.episode import play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup
 

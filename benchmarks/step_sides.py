@@ -175,14 +175,14 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
 
     recorder = Recorder(case)
     config = parse_config(_groupwise_config(case, folder))
-    load_model = assemble.load_model
+    load_configured = assemble.load_configured
 
     def load_and_say(*args: Any, **kwargs: Any) -> Any:
-        base = load_model(*args, **kwargs)
+        base = load_configured(*args, **kwargs)
         recorder.model_is_loaded()
         return base
 
-    assemble.load_model = load_and_say
+    assemble.load_configured = load_and_say
     plan = make_plan(config)
     with (
         open_run_dir(config) as (run_dir, _),

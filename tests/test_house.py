@@ -1,6 +1,8 @@
 """The rules that keep the house small and its map true."""
 
 import ast
+import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -14,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "groupwise"
 TEMPLATES = SOURCE / "cli" / "templates"  # files that `groupwise init` writes for users: no modules of ours
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if TEMPLATES not in path.parents)
+SCRIPTS = sorted(p for folder in ("benchmarks", "tools", "examples", "docs") for p in (ROOT / folder).rglob("*.py"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONFIGURED = {".".join(path) for path in key_paths(RunConfig)}
 
@@ -95,6 +98,26 @@ def is_there(dotted: str) -> bool:
     return len(rest) == 1 or bool(
         re.search(rf"^(class|def|async def) {rest[1]}\b|^{rest[1]}\b.* =", module.read_text(), re.M)
     )
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_script_takes_from_the_package_is_there(path: Path) -> None:
+    """Benchmarks, tools and examples are run by hand, and are not to find out then that a name has gone."""
+    tree, modules, gone = ast.parse(path.read_text(encoding="utf-8")), dict[str, object](), list[str]()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("groupwise"):
+            continue
+        source = importlib.import_module(node.module or "")
+        for each in node.names:
+            dotted = f"{node.module}.{each.name}"
+            if hasattr(source, "__path__") and importlib.util.find_spec(dotted) is not None:
+                modules[each.asname or each.name] = importlib.import_module(dotted)
+            elif not hasattr(source, each.name):
+                gone.append(dotted)
+    used = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    of_modules = [(n.value.id, n.attr) for n in used if isinstance(n.value, ast.Name) and n.value.id in modules]
+    gone += [f"{module}.{attribute}" for module, attribute in of_modules if not hasattr(modules[module], attribute)]
+    assert not gone
 
 
 def test_the_readme_is_read_in_one_sitting() -> None:
