@@ -669,6 +669,7 @@ def test_cancelling_frees_the_rows(open_engine, when: str):
     proceed.set()
     assert third.result(timeout=120) == expected[0]
     assert len(other.result(timeout=120)) == 2
+    engine.score((1, 2), (3,), BASE)  # in the lane's thread: after the step in which the last rows ended
     assert engine.stats()["running"] == 0 and not engine._lanes[0].decoder.cache.lengths
 
 
