@@ -607,7 +607,7 @@ class LocalEngine:
                     self._wakeup.notify_all()  # rows may have been given back, even within this turn
 
     def _somebody_is_answered(self) -> bool:
-        """Whether interactive requests have rows, or may get some now: where they wait for rows, batches shall go on."""
+        """Whether interactive requests have rows, or may get some now. Where they wait for rows, batches go on."""
         return any(lane.load and lane.refused is None for lane in self._interactive.every)
 
     def _has_work(self, lane: DecoderLane) -> bool:
