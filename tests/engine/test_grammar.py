@@ -25,6 +25,7 @@ from groupwise.types import (
     SamplingParams,
     SamplingRequest,
 )
+from processes import becomes
 
 POINT = {
     "type": "object",
@@ -243,7 +244,7 @@ def test_a_grammar_that_fails_while_it_is_sampled_fails_its_request_alone(open_e
         hopeless.result(timeout=60)
     assert check_whole(GRAMMARS[0], beside.result(timeout=60), engine) == 1
     assert check_whole(GRAMMARS[1], after.result(timeout=60), engine) == 1
-    assert engine.stats()["running"] == 0
+    assert becomes(lambda: engine.stats()["running"] == 0)  # a failed request's rows are given up in the next step
 
 
 def test_compiled_grammars_are_shared_and_bounded(open_engine, monkeypatch) -> None:

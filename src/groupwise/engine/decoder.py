@@ -357,6 +357,7 @@ class DecodedRows(ABC):
         counts = rows.on_host.count[done].tolist()
         said, longest = on_device(done, rows.device), max(counts, default=0)
         every_id, every_logprob = (column[said, :longest].tolist() for column in (rows.tokens, rows.logprobs))
+        whole = list[PendingRequest]()
         for (i, reason), count, mine, logprobs in zip(reasons.items(), counts, every_id, every_logprob, strict=True):
             row, text = rows.owners[i], cut.get(i)
             job, ids = row.job, tuple(mine[:count])
@@ -378,8 +379,12 @@ class DecodedRows(ABC):
             if job.request.cache:
                 self.keep(i, row, (*job.request.prompt_ids, *ids[:-1]))  # the last was never seen by the model
             if len(job.done) == job.request.n:
+                whole.append(job)
+        try:
+            self.free(reasons)
+        finally:  # whoever has the last result finds the rows free
+            for job in whole:
                 job.settle([job.done[j] for j in range(job.request.n)])
-        self.free(reasons)
 
     def keep(self, i: int, row: Row, ids: tuple[int, ...]) -> None:
         """Keep what was computed for the tokens `ids` of the `i`-th row, for the request that goes on from there; here
