@@ -79,12 +79,14 @@ def test_a_result_stays_and_what_failed_is_tried_again(part: Any) -> None:
     assert [entry["result"]["row"] for entry in found["cases"].values()] == [{"x": 1.5}] * 3
 
 
+@pytest.mark.slow
 def test_other_code_runs_all_of_it_again(part: Any, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     part(one=lambda: {"row": {"x": 1}})
     monkeypatch.setattr(gpu("cases"), "fingerprint", lambda: "other code")
     assert part(one=lambda: {"row": {"x": 2}})[1]["cases"]["one"]["result"] == {"row": {"x": 2}}
 
 
+@pytest.mark.slow
 def test_after_an_error_of_cuda_another_process_goes_on(part: Any) -> None:
     def breaks() -> dict[str, Any]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

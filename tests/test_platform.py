@@ -144,7 +144,11 @@ def test_freed_memory_between_blocks_in_use_goes_back_to_the_kernel() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["--help"], "Exit codes"), (["doctor"], "starter: "), (["check", "run.yaml"], "sampled with")],
+    [
+        pytest.param(["--help"], "Exit codes", marks=pytest.mark.slow),
+        (["doctor"], "starter: "),
+        (["check", "run.yaml"], "sampled with"),
+    ],
     ids=lambda each: each[0] if isinstance(each, list) else "",
 )
 def test_commands_work_without_what_only_linux_has(

@@ -41,7 +41,7 @@ def judge() -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("template", ["arithmetic", "tool-env", "judge"])
+@pytest.mark.parametrize("template", ["arithmetic", pytest.param("tool-env", marks=pytest.mark.slow), "judge"])
 def test_a_template_is_checked_and_trains(template, judge, monkeypatch):
     written = cli("init", "mine", "--from", template)
     assert written.exit_code == 0, written.stderr

@@ -58,7 +58,7 @@ def submitted(engine: LocalEngine, requests: list[SamplingRequest]) -> deque[Any
     return deque(engine._job(request, None) for request in requests)
 
 
-@pytest.mark.parametrize("policies", [1, 2])
+@pytest.mark.parametrize("policies", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_decoding_waits_once_in_some_steps(make_base, make_adapter, policies: int):
     """Also with rows of several policies, whose places in the batch do not change while no row comes or goes."""
     base = make_base(dtype=torch.float32)

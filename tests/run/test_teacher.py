@@ -183,11 +183,11 @@ ON_POLICY = {"replay": {"size": 8, "share": 0.5}, "refill": 2.0}
 @pytest.mark.parametrize(
     ("teacher", "rollout"),
     [
-        ({"top_k": 0}, ON_POLICY),
-        ({"top_k": 4, "divergence": "forward"}, {}),
+        pytest.param({"top_k": 0}, ON_POLICY, marks=pytest.mark.slow),
+        pytest.param({"top_k": 4, "divergence": "forward"}, {}, marks=pytest.mark.slow),
         ({**SELF, "context": "answer"}, ON_POLICY),
         ({"loss": "sft", "completions": 2}, {}),
-        ({"loss": "sft", "reward_weight": 0.0}, {}),
+        pytest.param({"loss": "sft", "reward_weight": 0.0}, {}, marks=pytest.mark.slow),
     ],
     ids=["sampled", "top_k", "self", "sft beside rewards", "sft alone"],
 )

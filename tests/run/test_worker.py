@@ -74,6 +74,7 @@ def test_it_works_stops_in_order_and_goes_on(model_dir, tmp_path):
     ledger.close()
 
 
+@pytest.mark.slow
 def test_it_trains_without_what_only_linux_has(model_dir, tmp_path):
     state = tmp_path / "state"
     ledger, id = queue(state, steps=1)

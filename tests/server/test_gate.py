@@ -159,6 +159,7 @@ def test_a_version_that_is_as_good_goes_live_and_a_ruined_one_does_not(tmp_path:
         assert server.http.post("/v1/adapters/sums/activate", json={"version": 2}).status_code == 200, "by hand"
 
 
+@pytest.mark.slow
 def test_losses_within_the_margin_do_not_add_up(tmp_path: Path) -> None:
     """Three versions: one that knows the held-out sums, the base as it is, one that knows none. Each is worse than the
     one before by less than the margin."""

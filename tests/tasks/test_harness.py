@@ -209,7 +209,9 @@ def test_a_program_that_crashes(play, on_failure, reward, failed):
     assert not failed or "out of order" in (rollout.error or "")
 
 
-@pytest.mark.parametrize(("on_failure", "reward"), [("score", 1.0), ("error", None)])
+@pytest.mark.parametrize(
+    ("on_failure", "reward"), [("score", 1.0), pytest.param("error", None, marks=pytest.mark.slow)]
+)
 def test_a_program_that_does_not_end_is_killed_with_all_that_it_started(play, tmp_path, on_failure, reward):
     """Its child, too, which has a session of its own and ignores being told to end."""
     child = (

@@ -74,6 +74,7 @@ def test_starter_build_makes_a_model_and_its_report(tmp_path):
     assert measured == json.loads(result.stdout) and measured["base_hash"] == load_model(str(tmp_path / "new")).hash
 
 
+@pytest.mark.slow
 def test_a_further_lesson_teaches_what_is_in_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(starter, "BuildSpec", functools.partial(starter.BuildSpec, tokens_per_step=256))
     chats = tmp_path / "chats.jsonl"

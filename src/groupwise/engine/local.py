@@ -170,7 +170,7 @@ class LocalEngine:
         self._threads = threads or torch.get_num_threads()
         cached = why is None or self._check_plain(why, unused=unused)
 
-        def decoder(lanes: Lanes) -> Decoder:
+        def decoder(beside: Lanes) -> Decoder:
             if not self.packed:
                 return PlainDecoder(self._shared, cached=cached)
             return PackedDecoder(
@@ -178,15 +178,18 @@ class LocalEngine:
                 past=self._past,
                 draft_tokens=draft_tokens,
                 compile=compile,
-                threads=lambda: max(1, self._threads // lanes.used),
+                threads=lambda: max(1, self._threads // beside.used),
             )
 
+        def side_by_side(count: int) -> Lanes:
+            made = Lanes()
+            made.every += [DecoderLane(decoder(made)) for _ in range(count)]
+            return made
+
         several = self.packed and base.device.type == "cpu" and not compile
-        self._batches = Lanes()
-        self._interactive = Lanes() if several else self._batches
-        for each in {id(each): each for each in (self._batches, self._interactive)}.values():
-            for _ in range(min(lanes or self._threads, max_rows) if several else 1):
-                each.every.append(DecoderLane(decoder(each)))
+        count = min(lanes or self._threads, max_rows) if several else 1
+        self._batches = side_by_side(count)
+        self._interactive = side_by_side(count) if several else self._batches
         self._lanes = [*self._batches.every, *(self._interactive.every if several else ())]
         self._wakeup = threading.Condition()
         self._closing = False

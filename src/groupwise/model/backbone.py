@@ -193,8 +193,7 @@ class RmsNorm(NamedTuple):
     variance_epsilon: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        return (wide * _inverse_rms(wide, self.variance_epsilon)).to(x.dtype) * self.weight
+        return (x * _inverse_rms(x, self.variance_epsilon)).to(x.dtype) * self.weight
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -427,13 +427,13 @@ class _Projection(torch.autograd.Function):
                 w = _matrix(ctx.bases[i], x.dtype)
                 torch.mm(grad, w, out=grad_x) if i == 0 else grad_x.addmm_(grad, w)
                 del w
-            if b is not None:
-                exact = grad.to(b.dtype)
-                torch.mm(exact, b, out=out).mul_(ctx.scales[i])
-                grad_b.append((exact.T @ mine).mul_(ctx.scales[i]))
-                del exact
-            else:
+            if b is None:
                 grad_b.append(None)
+                continue
+            exact = grad.to(b.dtype)
+            torch.mm(exact, b, out=out).mul_(ctx.scales[i])
+            grad_b.append((exact.T @ mine).mul_(ctx.scales[i]))
+            del exact  # before the next one's is made
         if grad_x is not None and A.shape[0]:
             _add_product(grad_x, grad_z, A)
         grad_a = (grad_z.T @ x.to(A.dtype)).split(ctx.ranks)
