@@ -1,11 +1,12 @@
 """The live server, measured over HTTP alone on the starter model.
 
-    python benchmarks/live_server.py                  all of it (about 15 minutes on two cores)
+    python benchmarks/live_server.py                  all of it (about 17 minutes on two cores)
     python benchmarks/live_server.py learn latency    parts of it
 
     learn       rounds of batch -> score -> train -> wait: mean reward on fresh prompts; once with rollout ids (training
                 uses exactly what was sampled), once posting only text and reward
     latency     chat requests one after another, idle and while jobs train and swap: p50 and p99, errors, swaps
+    shadow      the same requests by turns with and without a version in the shadow that answers each once more
     batch       16 prompts x 16 completions in one request, against the same 256 sampled one by one
     peer        the same chat requests to `transformers serve` and to us, by turns (`pip install transformers[serving]`)
                 `--hogs 0 1 2 4`: and beside so many processes that only count (busy.py)
@@ -19,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import re
 import socket
 import statistics
 import subprocess
@@ -82,10 +84,12 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def groupwise_server() -> Iterator[Client]:
+def groupwise_server(**settings: Any) -> Iterator[Client]:
     with tempfile.TemporaryDirectory(prefix="live-server-") as folder:
         port = free_port()
+        (config := Path(folder) / "server.yaml").write_text(json.dumps(settings))
         command = [str(Path(sys.executable).with_name("groupwise")), "serve", "starter", "--port", str(port)]
+        command += ["--config", str(config)]
         url = f"http://127.0.0.1:{port}"
         with (
             process([*command, "--state-dir", folder], url, ready="/ready", log=Path(folder) / "server.log"),
@@ -207,6 +211,48 @@ def keep_training(url: str, done: list[str], enough: threading.Event) -> None:
             done.append(client.wait(job.job_id, timeout=300).adapter_version or "")
 
 
+# -- shadow ------------------------------------------------------------------------------------------------------------
+
+
+def shadow(*, requests: int, rounds: int = 3) -> dict[str, Any]:
+    """Chats with and without a shadow that answers every one of them once more; the model in it is the same."""
+    sides: dict[str, list[float]] = {"without": [], "with": []}
+    with tempfile.TemporaryDirectory(prefix="live-server-") as folder:
+        rows = [{"prompt": messages, "answer": answer} for messages, answer in Task(seed=6).draw(16)]
+        (held_out := Path(folder) / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        gate = {"prompts": {"source": str(held_out)}, "rewards": ["groupwise.rewards.text:exact_match"], "margin": 1.0}
+        gate["shadow"] = {"share": 1.0, "rewards": [], "requests": 10_000}
+        with groupwise_server(gate=gate) as client:
+            chats(client, 20, seed=1)
+            for number in range(rounds):
+                sides["without"] += chats(client, requests, seed=10 + number)
+                put_into_shadow(client)
+                sides["with"] += chats(client, requests, seed=10 + number)
+                counts = shadow_counts(client.url)
+                httpx2.post(f"{client.url}/v1/learn/reject").raise_for_status()
+    return {**{name: quantiles(seconds) for name, seconds in sides.items()}, "requests": rounds * requests, **counts}
+
+
+def put_into_shadow(client: Client) -> None:
+    """Have a version on trial that is as its base is."""
+    group = client.sample([Task(seed=9).draw(1)[0][0]], n=4, max_tokens=8)[0]
+    options = {**TRAINING, "learning_rate": 0.0, "base_adapter": "base"}
+    client.wait(client.train_grpo([group.scored([0.0, 0.0, 1.0, 1.0])], **options).job_id, timeout=120)
+    deadline = time.monotonic() + 60
+    while httpx2.get(f"{client.url}/v1/learn").json()["trial"] is None:
+        if time.monotonic() > deadline:
+            sys.exit("no trial began")
+        time.sleep(0.1)
+
+
+def shadow_counts(url: str) -> dict[str, int]:
+    """Answers of the shadow so far, by what became of them."""
+    found = re.findall(
+        r'^groupwise_shadow_requests_total\{result="(\w+)"\} (\d+)', httpx2.get(f"{url}/metrics").text, re.M
+    )
+    return {result: int(count) for result, count in found}
+
+
 # -- batch -------------------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +355,16 @@ def show(results: dict[str, Any]) -> None:
             idle, busy = r["idle"][q] * 1e3, r["busy"][q] * 1e3
             table.add_row(f"chat {q}, idle -> training", f"{idle:.1f} -> {busy:.1f} ms ({busy / idle:.2f}x)")
         table.add_row("... requests, swaps, errors", f"{r['requests']}, {r['swaps']}, {r['errors']}")
+    if "shadow" in results:
+        r = results["shadow"]
+        for q in ("p50", "p99"):
+            without, beside = r["without"][q] * 1e3, r["with"][q] * 1e3
+            table.add_row(
+                f"chat {q}, without -> with a shadow", f"{without:.1f} -> {beside:.1f} ms ({beside / without:.2f}x)"
+            )
+        table.add_row(
+            "... requests of each; answered once more, dropped", f"{r['requests']}; {r['answered']}, {r['dropped']}"
+        )
     if "batch" in results:
         r = results["batch"]
         table.add_row("16 x 16 in one request", f"{r['together_tok_s']:.0f} tok/s, {r['ratio']:.1f}x one by one")
@@ -331,15 +387,17 @@ def show(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="learn, latency, batch, peer; default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="learn, latency, shadow, batch, peer; default: all")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--requests", type=int, default=500, help="of latency, idle and busy each; at least")
+    parser.add_argument(
+        "--requests", type=int, default=500, help="of latency, idle and busy each, at least; of shadow, a round"
+    )
     parser.add_argument("--swaps", type=int, default=3, help="of latency, while it is busy; at least")
     parser.add_argument("--peer-requests", type=int, default=100, help="one at a time, and again from 16 clients")
     parser.add_argument("--hogs", nargs="+", type=int, default=[0], metavar="N", help="of peer: busy neighbours")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    known = ["learn", "latency", "batch", "peer"]
+    known = ["learn", "latency", "shadow", "batch", "peer"]
     parts = args.parts or known
     if unknown := set(parts) - set(known):
         parser.error(f"no part {sorted(unknown)}; there are {known}")
@@ -350,6 +408,8 @@ def main() -> None:
             results["learn"] = [learn(rounds=args.rounds, text_only=text_only) for text_only in (False, True)]
         elif part == "latency":
             results["latency"] = latency(requests=args.requests, swaps=args.swaps)
+        elif part == "shadow":
+            results["shadow"] = shadow(requests=args.requests)
         else:
             results[part] = batch() if part == "batch" else peer(requests=args.peer_requests, neighbours=args.hogs)
     show(results)
