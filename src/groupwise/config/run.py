@@ -330,6 +330,10 @@ class RolloutConfig(Section):
     step; 1 never replaces."""
     batch_rows: int = Field(default=256, ge=1, le=65536)
     """Completions that the engine decodes at once."""
+    cache_gb: float | None = Field(default=None, gt=0)
+    """GiB that the local engine's keys and values may take. Where completions in flight could need more before they
+    end, others wait; one alone never does. null: on a GPU half of the memory that is free once the model is there, on a
+    CPU what `batch_rows` completions need."""
     prefix_cache_mb: int = Field(default=1024, ge=0)
     """MiB of keys and values that the local engine keeps of conversations, so that their next turn computes only what
     is new; 0 keeps none."""
@@ -667,7 +671,7 @@ class RunConfig(Section):
                 raise conflict("vllm", "does nothing with engine local; set engine: vllm, or remove the section")
             return
         fields = RolloutConfig.model_fields
-        for key in ("draft_tokens", "prefix_cache_mb", "compile", "dtype"):
+        for key in ("cache_gb", "draft_tokens", "prefix_cache_mb", "compile", "dtype"):
             if getattr(self.rollout, key) != fields[key].default:
                 raise conflict("rollout", key, "is the local engine's, and engine is vllm; leave it out")
         for key, off in NARROWING.items():

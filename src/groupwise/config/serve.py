@@ -191,6 +191,9 @@ class ServeConfig(Section):
     paced_rows: int | None = Field(default=None, ge=1, le=65536)
     """How many of them batches, jobs and gates may use while somebody waits in person, and for five seconds after: a
     step takes longer the more rows it has. null: 16 on a CPU, no bound on a GPU, where it hardly does."""
+    cache_gb: float | None = Field(default=None, gt=0)
+    """GiB that keys and values may take; requests wait where those in flight could need more before they end. null: on
+    a GPU half of the memory that is free once the model is there, on a CPU what `batch_rows` completions need."""
     prefix_cache_mb: int = Field(default=1024, ge=0)
     """MiB of keys and values kept of conversations, so that their next turn computes only what is new; 0 keeps none."""
     draft_tokens: int = Field(default=0, ge=0, le=32)
@@ -229,7 +232,7 @@ class ServeConfig(Section):
                 if (value := getattr(self.vllm, key)) != only:
                     message = f"{value} is of runs; a live server's versions are adapters over weights as they are"
                     raise conflict("vllm", key, f"{message}; leave it out")
-            for key in ("draft_tokens", "prefix_cache_mb"):
+            for key in ("cache_gb", "draft_tokens", "prefix_cache_mb"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise conflict(key, "is the local engine's, and engine is vllm; leave it out")
         return self

@@ -23,6 +23,7 @@ D head size, L longest prompt, T most new tokens of a row, M most tokens that a 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,22 +49,44 @@ class _Store:
 
     def __init__(self, most_lines: int):
         self.most_lines, self.lines, self.length = most_lines, 0, 0
+        self.most_length: float = math.inf  # as `most_lines`, what it does not grow beyond ahead of what is needed
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: dict[tuple[int, str], Tensor] = {}
 
     def reserve(self, lines: int, length: int) -> None:
-        """Make room, keeping what is there. Grows by a quarter or more at a time."""
+        """Make room, keeping what is there. Grows by a quarter or more at a time.
+
+        The sizes change last. Where the memory runs out they are what every layer has, and the next call tries again.
+        """
         if lines <= self.lines and length <= self.length:
             return
-        if lines > self.lines:
-            self.lines = min(self.most_lines, max(lines, self.lines * 2))
-        if length > self.length:
-            self.length = (max(length, self.length * 5 // 4) + 15) // 16 * 16
+        more = self.lines if lines <= self.lines else max(lines, min(self.most_lines, self.lines * 2))
+        ahead = (max(length, self.length * 5 // 4) + 15) // 16 * 16
+        longer = self.length if length <= self.length else int(max(length, min(self.most_length, ahead)))
         for layer, (keys, values) in self.layers.items():
-            self.layers[layer] = self._larger(keys), self._larger(values)
+            self.layers[layer] = _larger(keys, more, longer), _larger(values, more, longer)
         for kind, states in self.states.items():
-            if len(states) < self.lines:
-                self.states[kind] = torch.cat([states, states.new_zeros(self.lines - len(states), *states.shape[1:])])
+            if len(states) < more:
+                self.states[kind] = torch.cat([states, states.new_zeros(more - len(states), *states.shape[1:])])
+        self.lines, self.length = more, longer
+
+    def bound(self, lines: int, length: int, most_cells: float, *, used: tuple[int, int]) -> None:
+        """Grow to `lines` by `length` at most. Where what is there would then be more than `most_cells`, keep only the
+        lines and the length that are `used`."""
+        self.most_lines, self.most_length = lines, length
+        if max(self.lines, lines) * max(self.length, length) > most_cells:
+            for layer, pair in self.layers.items():
+                keys, values = (x[: used[0], :, : used[1]].clone() for x in pair)
+                self.layers[layer] = keys, values
+            for kind, states in self.states.items():
+                self.states[kind] = states[: used[0]].clone()
+            self.lines, self.length = used
+
+    def release(self) -> None:
+        """Give all memory back; what was there is gone."""
+        self.lines = self.length = 0
+        self.layers.clear()
+        self.states.clear()
 
     def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys and values, made on first use in the sizes and types of `key` and `value` [..., K, D]."""
@@ -86,28 +109,65 @@ class _Store:
         for states in self.states.values():
             states[target] = states[source]
 
-    def _larger(self, x: Tensor) -> Tensor:
-        larger = x.new_zeros(self.lines, x.shape[1], self.length, x.shape[3])
-        larger[: x.shape[0], :, : x.shape[2]] = x
-        return larger
+
+@dataclass
+class CacheNeed:
+    """What a cache must hold at most until its rows have ended, each having said as much as it may."""
+
+    rows: int = 0
+    own: int = 0  # most tokens that a row holds itself
+    slots: int = 0
+    prompt: int = 0  # tokens of the longest prompt
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that there is memory for: those of two rectangles."""
+        return self.rows * self.own + self.slots * self.prompt
+
+    def with_rows(self, n: int, *, own: int, prompt: int, slots: int) -> CacheNeed:
+        """The same and `n` rows more, with `slots` prompts that are not there yet."""
+        return CacheNeed(self.rows + n, max(self.own, own), self.slots + slots, max(self.prompt, prompt))
 
 
 class KeyValueCache:
-    """The keys and values of up to `most_rows` rows and of their prompts. Slots 0..len(lengths)-1 are in use."""
+    """The keys and values of up to `most_rows` rows and of their prompts. Slots 0..len(lengths)-1 are in use.
 
-    def __init__(self, most_rows: int):
+    Args:
+        most_tokens: that there may be memory for, those of prompts included. One row is given more, if it needs it.
+    """
+
+    def __init__(self, most_rows: int, most_tokens: float = math.inf):
+        self.most_tokens = most_tokens
         self.prompts, self.rows = _Store(most_rows), _Store(most_rows)
         self.lengths: list[int] = []  # tokens of the prompt in each slot
         self.openings: list[Opening | None] = []  # and the copy of it, where there is one
         self.prefilled: list[Prefilled | None] = []  # and whose prompt it is, from the first token to the last
 
+    def fitting(self, need: CacheNeed, n: int, *, own: int, prompt: int, slots: int) -> int:
+        """How many of `n` rows with the given lengths can be added to `need`: 0 to n, and 1 at least to none."""
+        if self.most_tokens == math.inf:
+            return n
+        least = 0 if need.rows else 1
+        while n > least and need.with_rows(n, own=own, prompt=prompt, slots=slots).tokens > self.most_tokens:
+            n -= 1
+        return n
+
+    def prepare(self, need: CacheNeed, *, rows: int, longest: int) -> None:
+        """Be ready for `need`: give back what only rows and prompts that have gone took. `rows` are in use now, and
+        hold `longest` tokens at most."""
+        if self.most_tokens < math.inf:
+            own, prompts = need.rows * need.own, need.slots * need.prompt
+            slots = len(self.lengths), max(self.lengths, default=0)
+            self.rows.bound(need.rows, need.own, max(own, self.most_tokens - prompts), used=(rows, longest))
+            self.prompts.bound(need.slots, need.prompt, prompts, used=slots)
+
     def add_prompts(self, lengths: Sequence[int]) -> range:
         """New slots behind the last, for prompts that are about to be prefilled."""
         start = len(self.lengths)
+        self.prompts.reserve(start + len(lengths), max((*self.lengths, *lengths), default=0))
         self.lengths += lengths
         self.openings += [None] * len(lengths)
         self.prefilled += [None] * len(lengths)
-        self.prompts.reserve(len(self.lengths), max(self.lengths))
         return range(start, len(self.lengths))
 
     def drop_prompt(self, slot: int) -> int | None:
@@ -173,6 +233,12 @@ class KeyValueCache:
         self.openings.clear()
         self.prefilled.clear()
 
+    def release(self) -> None:
+        """Free all slots, and give back the memory of prompts and rows."""
+        self.clear()
+        self.prompts.release()
+        self.rows.release()
+
 
 Layers = dict[int, tuple[Tensor, Tensor]]  # by layer, keys and values [K, n, D]
 
@@ -197,6 +263,16 @@ class Opening:
 
     layers: Layers
     length: int
+
+
+def _larger(x: Tensor, lines: int, length: int) -> Tensor:
+    """`x` [lines, K, length, D] in a tensor that has at least so many lines and so much length."""
+    lines, length = max(lines, x.shape[0]), max(length, x.shape[2])
+    if x.shape[0] == lines and x.shape[2] == length:
+        return x
+    larger = x.new_zeros(lines, x.shape[1], length, x.shape[3])
+    larger[: x.shape[0], :, : x.shape[2]] = x
+    return larger
 
 
 def _copies(store: _Store, line: int, length: int) -> Layers:

@@ -20,6 +20,7 @@ a GPU, in compiled code, by the model's own forward) both share its steps.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import threading
 import time
@@ -43,8 +44,16 @@ from groupwise.engine.packed import PackedDecoder
 from groupwise.engine.plain import PlainDecoder
 from groupwise.engine.rows import PendingRequest
 from groupwise.engine.sampling import scaled_logprobs
-from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
+from groupwise.errors import (
+    AdapterNotFoundError,
+    ConfigError,
+    ContextLengthError,
+    EngineError,
+    GroupwiseError,
+    ModelError,
+)
 from groupwise.model.load import LoadedModel, share_weights, widest_float
+from groupwise.model.memory import CACHE_SHARE, ModelSize, cache_token_bytes
 from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_cached, why_not_packed
 from groupwise.model.recurrence import is_recurrent
 from groupwise.model.transfer import on_device
@@ -95,7 +104,10 @@ class LocalEngine:
 
     Args:
         base: the model; the engine works on a module tree of its own over the same weights.
-        max_rows: completions decoded at once. Memory: 2 x layers x K x D values per row and token.
+        max_rows: completions decoded at once, as far as `cache_bytes` has room for them.
+        cache_bytes: of keys and values, for all lanes together; requests wait where those in flight could need more
+            before they end, and one alone is never refused. None: on a GPU half of the memory that is free now, on a
+            CPU as much as `max_rows` need. Of the packed forward only.
         reserved_rows: how many of them only interactive requests may use.
         paced_rows: how many of them batches may use while somebody waits in person (`RowBudget`); None: all others.
         prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
@@ -130,6 +142,7 @@ class LocalEngine:
         threads: int | None = None,
         lanes: int | None = None,
         record_routing: bool = False,
+        cache_bytes: int | None = None,
     ):
         if not 0 <= reserved_rows < max_rows:
             raise ConfigError(f"reserved_rows is {reserved_rows}; it must be at least 0 and less than {max_rows}")
@@ -169,6 +182,15 @@ class LocalEngine:
         self._grammars = GrammarCompiler(base.tokenizer, vocabulary=self._vocabulary, eos_ids=base.eos_ids)
         self._threads = threads or torch.get_num_threads()
         cached = why is None or self._check_plain(why, unused=unused)
+        if cache_bytes is None and base.device.type == "cuda":
+            # gpu-only: how much of the memory is free
+            cache_bytes = int(CACHE_SHARE * torch.cuda.mem_get_info(base.device)[0])
+        self.cache_bytes = cache_bytes
+        size = ModelSize.of(self._model.config.get_text_config(), parameters=0, value_bytes=self._model.dtype.itemsize)
+        tokens = math.inf if cache_bytes is None else cache_bytes / cache_token_bytes(size)
+
+        several = self.packed and base.device.type == "cpu" and not compile
+        count = min(lanes or self._threads, max_rows) if several else 1
 
         def decoder(beside: Lanes) -> Decoder:
             if not self.packed:
@@ -179,6 +201,7 @@ class LocalEngine:
                 draft_tokens=draft_tokens,
                 compile=compile,
                 threads=lambda: max(1, self._threads // beside.used),
+                cache_tokens=tokens / (2 * count if several else 1),
             )
 
         def side_by_side(count: int) -> Lanes:
@@ -186,8 +209,6 @@ class LocalEngine:
             made.every += [DecoderLane(decoder(made)) for _ in range(count)]
             return made
 
-        several = self.packed and base.device.type == "cpu" and not compile
-        count = min(lanes or self._threads, max_rows) if several else 1
         self._batches = side_by_side(count)
         self._interactive = side_by_side(count) if several else self._batches
         self._lanes = [*self._batches.every, *(self._interactive.every if several else ())]
@@ -626,6 +647,11 @@ class LocalEngine:
 
     def _fail(self, lane: DecoderLane, error: Exception) -> None:
         """Fail every request of the lane, waiting or in flight."""
+        if isinstance(error, torch.OutOfMemoryError):
+            error = EngineError(
+                f"the engine ran out of memory: {str(error).splitlines()[0]}",
+                hint="set rollout.cache_gb (a server: cache_gb) lower, or lower batch_rows, max_tokens or micro_tokens",
+            )
         with self._wakeup:
             taken = lane.decoder.clear()
             jobs = {id(job): job for job in (*lane.urgent, *lane.waiting, *taken)}

@@ -12,6 +12,7 @@ Shapes: B active rows, S packed tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -26,6 +27,7 @@ from groupwise.engine.kv_cache import (
     PART,
     PART_GPU,
     Apart,
+    CacheNeed,
     Extend,
     Grid,
     Kept,
@@ -155,11 +157,12 @@ class PackedDecoder(DecodedRows):
         draft_tokens: int,
         compile: bool,
         threads: Callable[[], int],
+        cache_tokens: float = math.inf,
     ):
         super().__init__(shared, shared.budget.most)
         self.past = past
         self._backbone = Backbone(shared.model, shared.bank.project)
-        self.cache, self.lookup = KeyValueCache(shared.budget.most), Lookup(draft_tokens, shared.device)
+        self.cache, self.lookup = KeyValueCache(shared.budget.most, cache_tokens), Lookup(draft_tokens, shared.device)
         self._since_sorted = 0  # decode steps
         self._grid: Grid | None = None  # None: rows have come or gone since it was made
         self._threads = threads
@@ -193,9 +196,12 @@ class PackedDecoder(DecodedRows):
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def admit(self, urgent: Queue, waiting: Queue) -> bool:
-        """Give waiting completions the free rows, in order, and prefill their prompts; whether there were any."""
+        """Give waiting completions the free rows that the cache has room for, in order, and prefill their prompts;
+        whether there were any."""
         self._admitted = []
-        budget, computed, longest = self.shared.budget, 0, 0  # prompts in this forward
+        if not (urgent or waiting):
+            return False
+        budget, computed, longest, need = self.shared.budget, 0, 0, self._need()  # prompts in this forward
         slots, new = dict[PromptKey, int](), set[PromptKey]()  # of prompts that are there; prompts that are not yet
         for queue in (urgent, waiting):
             while queue and (n := budget.take(queue[0])):
@@ -203,6 +209,11 @@ class PackedDecoder(DecodedRows):
                 past = known_of(job, self.past)
                 slots = slots or self.cache.whole()
                 there = job.prompt in slots or job.prompt in new
+                size = self._size(job, known=past is not None, there=there)
+                fitting = self.cache.fitting(need, n, **size)
+                budget.give(job, n - fitting)
+                if not (n := fitting):
+                    break  # until rows have ended
                 if not job.started:
                     job.cached = past[1] if past else len(job.request.prompt_ids) if there else 0
                 if past or not there:
@@ -213,15 +224,33 @@ class PackedDecoder(DecodedRows):
                     computed += 1
                     new |= set() if past else {job.prompt}
                 self._admitted.append(admitted(job, n, past))
+                need = need.with_rows(n, **size)
                 if n < job.request.n - job.started:
                     break  # its next completions follow when these rows are taken
                 queue.popleft()
+        if self._admitted:
+            held = self.rows.on_host.lengths(slice(0, self.rows.active))
+            self.cache.prepare(need, rows=len(held), longest=int(held.max(initial=0)))
         if anew := [each for each in self._admitted if not isinstance(each, GoingOn)]:
             self._prefill(anew, slots)
         for going in together([each for each in self._admitted if isinstance(each, GoingOn)]):
             self._extend(going)
         got, self._admitted = bool(self._admitted), []
         return got
+
+    def _need(self) -> CacheNeed:
+        """What the rows that there are will have taken of the cache when they end."""
+        if not self.rows.active:
+            return CacheNeed()
+        host, lengths = self.rows.on_host, self.cache.lengths
+        own = host.held[: self.rows.active] + host.limit[: self.rows.active]
+        return CacheNeed(self.rows.active, int(own.max()), len(lengths), max(lengths, default=0))
+
+    def _size(self, job: PendingRequest, *, known: bool, there: bool) -> dict[str, int]:
+        """What a row of a request takes: of its own, and of its prompt, where that is not `there`. A conversation that
+        goes on (`known`) may hold all of its prompt itself."""
+        asked = len(job.request.prompt_ids)
+        return {"own": job.max_tokens + (asked if known else 0), "prompt": asked, "slots": int(known or not there)}
 
     def _prefill(self, anew: Sequence[Admitted], slots: dict[PromptKey, int]) -> None:
         """Run the prompts that are in none of the slots yet, and sample the first token of every completion."""
@@ -457,6 +486,8 @@ class PackedDecoder(DecodedRows):
                 if replaced is not None and row.slot == replaced:
                     row.slot = slot
         self._grid = None
+        if not rows.active and self.shared.device.type == "cuda":
+            self.cache.release()  # gpu-only: the memory of keys and values, while there are none
 
     def forget(self, weights: AdapterWeights | None) -> None:
         """Stop sharing prompts that were computed with weights that are unloaded, or that have changed."""
@@ -468,7 +499,7 @@ class PackedDecoder(DecodedRows):
         for job, n in [*((each.job, each.n) for each in begun), *((row.job, 1) for row in self.rows.owners)]:
             self.shared.budget.give(job, n)
         taken = [each.job for each in self._admitted] + [row.job for row in self.rows.owners]
-        self.cache.clear()
+        self.cache.release()  # memory may be what was missing
         self.rows = Rows(self.rows.most, self.shared.device)
         self._grid, self._admitted, self._unread = None, [], []
         return taken

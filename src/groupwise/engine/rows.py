@@ -258,9 +258,10 @@ class Rows:
         """Make room for completions of `length` tokens."""
         missing = length - self.tokens.shape[1]
         if missing > 0:
-            self.tokens = torch.nn.functional.pad(self.tokens, (0, missing))
-            self.logprobs = torch.nn.functional.pad(self.logprobs, (0, missing))
-            self.routed = torch.nn.functional.pad(self.routed, (0, 0, 0, 0, 0, missing))
+            pad = torch.nn.functional.pad
+            tokens, logprobs = pad(self.tokens, (0, missing)), pad(self.logprobs, (0, missing))
+            routed = pad(self.routed, (0, 0, 0, 0, 0, missing))
+            self.tokens, self.logprobs, self.routed = tokens, logprobs, routed  # all, or none where memory runs out
 
     def route(self, row_S: np.ndarray, place_S: np.ndarray, chosen_SLK: Tensor) -> None:
         """Record the experts of completions' tokens."""

@@ -297,6 +297,7 @@ def _attention(model: ModelSize, shape: PackedShape, training: Training) -> tupl
 
 MOMENTS = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2}  # bytes of both moments of a float32 parameter
 ENGINE_VERSIONS = 2  # of an adapter: the one that samples and the one it is given
+CACHE_SHARE = 0.5  # of a GPU's memory that is free once a model is there: the engine's keys and values
 MERGED_BYTES = 1 << 30  # of merged weights, `engine.multi_lora`
 STORE_GROWTH = 5 / 4  # of the engine's keys and values beyond what is needed, `engine.kv_cache`
 PADDING = 4  # cells of attention's grids a token of the budget, `model.packing.MAX_PADDING`
@@ -380,6 +381,7 @@ class Load:
     `teacher`: bytes of a teacher's weights, where these are in this process besides the model's.
     `own_cache`: of a model that is sampled by its own forward, bytes that its cache takes for each token of a row and
     whatever the row's length (`packed_check.cache_bytes`); both 0 where it is decoded without a cache.
+    `cache`: bytes that the local engine's keys and values may take; None: as much as its rows need.
     """
 
     model: ModelSize
@@ -393,6 +395,7 @@ class Load:
     packed: bool = True
     eager: bool = False
     own_cache: tuple[int, int] | None = None
+    cache: int | None = None
 
 
 def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) -> Memory:
@@ -552,8 +555,14 @@ def _merged(config: RunConfig, model: ModelSize) -> int:
     return min(policies, MERGED_BYTES // (linear * model.value_bytes)) * linear * model.value_bytes
 
 
+def cache_token_bytes(model: ModelSize) -> int:
+    """Bytes of the keys and values of one token, in all layers."""
+    return 2 * model.layers * model.key_value * model.value_bytes
+
+
 def _keys_and_values(config: RunConfig, load: Load) -> int:
-    """Of every row that decodes at once and its prompt; evaluation and sampling ahead fill all rows.
+    """Of every row that decodes at once and its prompt; evaluation and sampling ahead fill all rows, as far as the
+    engine has room for them (`load.cache`), and for one at least.
 
     With vLLM the local engine only scores, and keeps none."""
     rollout, model = config.rollout, load.model
@@ -565,9 +574,10 @@ def _keys_and_values(config: RunConfig, load: Load) -> int:
     if load.own_cache is not None:
         token, row = load.own_cache
         return rows * (_longest_sampled(config, load) * token + row)
-    cells = rows * math.ceil(_longest_sampled(config, load) * STORE_GROWTH)
+    longest, token = math.ceil(_longest_sampled(config, load) * STORE_GROWTH), cache_token_bytes(model)
+    cells = max(longest, min(rows * longest, math.inf if load.cache is None else load.cache // token))
     kept = 0 if config.env is None else rollout.prefix_cache_mb << 20
-    return 2 * model.layers * model.key_value * cells * model.value_bytes + kept
+    return int(cells) * token + kept
 
 
 def _activations(config: RunConfig, load: Load, micro_tokens: int) -> int:

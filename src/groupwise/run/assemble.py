@@ -68,6 +68,7 @@ def load_of(
     longest_prompt: int,
     reads_reference: bool,
     teacher: Teacher | None = None,
+    engine: Sampler | None = None,
 ) -> Load:
     """What `model.memory` must know of a run, whose longest prompt has so many tokens."""
     model, weights = base.model, list(base.model.parameters())
@@ -91,6 +92,7 @@ def load_of(
         packed=learner.packed,
         eager=plain_implementation(model) == "eager",
         own_cache=None if learner.packed or config.engine != "local" else _own_cache(model),
+        cache=engine.cache_bytes if isinstance(engine, LocalEngine) else None,
     )
 
 
@@ -225,7 +227,7 @@ def open_components(
         teacher = open_teacher(plan, base, engine, threads=threads)
         if teacher is not None:
             opened.callback(teacher.close)
-        load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play, teacher)
+        load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play, teacher, engine)
         eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
         rollouts = play
         if teacher is not None and teacher.config.loss == "sft":
@@ -273,6 +275,7 @@ def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = 
         dtype=rollout.dtype,
         threads=threads,
         record_routing=True,
+        cache_bytes=None if rollout.cache_gb is None else int(rollout.cache_gb * GIB),
     )
 
 
@@ -318,12 +321,25 @@ def _check_replay(config: RunConfig, learner: Learner) -> None:
     raise ConfigError(f"train.router_replay is true, but {why}", hint=hint, field="train.router_replay")
 
 
-def _fitted(plan: RunPlan, base: LoadedModel, learner: Learner, play: RolloutSource, teacher: Teacher | None) -> Load:
+def _fitted(
+    plan: RunPlan,
+    base: LoadedModel,
+    learner: Learner,
+    play: RolloutSource,
+    teacher: Teacher | None,
+    engine: Sampler,
+) -> Load:
     """Give the learner micro-batches that `train.memory_gb` suffices for. Raises ConfigError where none does."""
     prompts = plan.source.all()
     longest = longest_prompt(plan.config, prompts, play, context=base.context_length)
     load = load_of(
-        plan.config, base, learner, longest_prompt=longest, reads_reference=plan.reads_reference, teacher=teacher
+        plan.config,
+        base,
+        learner,
+        longest_prompt=longest,
+        reads_reference=plan.reads_reference,
+        teacher=teacher,
+        engine=engine,
     )
     learner.set_micro_tokens(fitting_tokens(plan.config, load))
     return load

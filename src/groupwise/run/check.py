@@ -404,6 +404,7 @@ def _report(
         longest_prompt=max(lengths),
         reads_reference=plan.reads_reference,
         teacher=parts.teacher,
+        engine=parts.engine,
     )
     needed = memory(config, load, micro_tokens=parts.learner.micro_tokens)
     available = device_memory(parts.base.device)

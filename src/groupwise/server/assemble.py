@@ -139,4 +139,5 @@ def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:
         prefix_cache_mb=config.prefix_cache_mb,
         draft_tokens=config.draft_tokens,
         record_routing=True,
+        cache_bytes=None if config.cache_gb is None else int(config.cache_gb * (1 << 30)),
     )
