@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import load_balancing_loss_func as of_gpt_oss
@@ -9,6 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.config.lora import LoraSpec
+from groupwise.config.loss import Reduction
 from groupwise.model.packing import micro_batches, padded_batches
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
@@ -99,6 +103,32 @@ def test_micro_batches_and_streams_weigh_it_as_the_policy_loss(make_base):
             assert one.abs().max() > 0
             for other in others:
                 torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-9)
+
+
+SEVERAL = {  # completions of one prompt; segments of episodes; both
+    "a group": rows(*[((3, 4, 5, 6), 3 + i % 4) for i in range(16)]),
+    "episodes": [
+        replace(sample, continues=i % 4 > 0) for i, sample in enumerate(rows(*[((9, 8, 7), 2 + i) for i in range(16)]))
+    ],
+    "one masked": [
+        replace(sample, mask=(0,) * 5) if i == 1 else sample for i, sample in enumerate(rows(*[((5, 6), 5)] * 4))
+    ],
+}
+
+
+@pytest.mark.parametrize("given", SEVERAL)
+@pytest.mark.parametrize("reduction", [each for each in get_args(Reduction) if each != "sum"])
+def test_the_shares_of_micro_batches_add_up_to_one(make_base, monkeypatch, reduction: str, given: str):
+    """However a batch is cut: sequences whose segments, or prompts whose completions, are in several micro-batches."""
+    samples = [replace(sample, group=i // 8) for i, sample in enumerate(SEVERAL[given])]
+    spec = resolve_loss("grpo", reduction=reduction, **({"reduction_length": 8} if reduction == "constant" else {}))
+    for micro_tokens in (9, 40, 4096):
+        learner = Learner(make_base("qwen3_moe", router_aux_loss_coef=0.5), lora=LoraSpec(rank=2, targets=["gate"]))
+        learner.set_micro_tokens(micro_tokens)
+        leaf = torch.ones((), requires_grad=True)
+        monkeypatch.setattr("groupwise.train.learner.load_balancing", lambda *_, leaf=leaf: leaf)
+        learner.forward_backward(samples, spec)
+        assert leaf.grad is not None and float(leaf.grad) == pytest.approx(0.5, rel=1e-6)
 
 
 def test_a_frozen_router_has_no_auxiliary_loss(make_base):

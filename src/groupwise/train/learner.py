@@ -360,6 +360,9 @@ class Learner:
         total_tokens, total_rows = totals or counted
         several = by_prompt or any(sample.continues for sample in samples)
         lengths = sequence_lengths(samples, by_prompt=by_prompt) if several else None
+        of_sequence = None
+        if self._balances and spec.reduction not in ("token_mean", "sum"):
+            of_sequence = lengths or sequence_lengths(samples, by_prompt=by_prompt)
 
         def term(batch: MicroBatch, reference_N: Tensor | None) -> TokenLoss:
             inputs = LossInputs(
@@ -383,10 +386,11 @@ class Learner:
             return token_loss
 
         def share(batch: MicroBatch) -> tuple[float, float]:
-            tokens, rows = len(batch.target_N), count_sequences(batch.samples, by_prompt=by_prompt)
-            whole = spec.denominator(tokens=total_tokens, rows=total_rows)
-            part = tokens if spec.reduction == "sum" else spec.denominator(tokens=tokens, rows=rows)
-            return part / whole, tokens / total_tokens
+            tokens = part = float(len(batch.target_N))
+            if of_sequence is not None:  # a sequence may be in several micro-batches, and counts once in all of them
+                each = zip(batch.rows, batch.samples, strict=True)
+                part = math.fsum(count_loss_tokens([sample]) / max(of_sequence[row], 1) for row, sample in each)
+            return part / spec.denominator(tokens=total_tokens, rows=total_rows), tokens / total_tokens
 
         reads = spec.reads_reference and reference_logprobs is None
         return self._accumulate(samples, term, share, temperature, reads_reference=reads, on_logprobs=on_logprobs)
