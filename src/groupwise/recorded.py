@@ -44,6 +44,11 @@ class RoutedExperts:
             raise ValueError(f"a record of experts has expert {least}; valid: from 0, and -1 where none was recorded")
         return routed
 
+    def first(self, tokens: int) -> RoutedExperts:
+        """Those of the first `tokens` tokens."""
+        bytes_each = len(self.data) // max(1, self.shape[0])
+        return RoutedExperts((tokens, *self.shape[1:]), self.data[: tokens * bytes_each])
+
     def array(self) -> Any:
         """As a NumPy array [tokens, layers, K]."""
         import numpy as np

@@ -352,14 +352,19 @@ class Completion:
         return self.logprobs if self.kept is None else self.kept_logprobs
 
     def first(self, count: int, *, text: str) -> Completion:
-        """The completion cut after `count` tokens, whose text is given; it ends with a stop."""
+        """The completion cut after `count` tokens, one at least, whose text is given; it ends with a stop."""
+        routed = self.routed_experts
+        if routed is not None:
+            routed = routed.first(routed.shape[0] - (len(self.token_ids) - count))
         return replace(
             self,
             token_ids=self.token_ids[:count],
             logprobs=self.logprobs[:count],
             text=text,
             finish_reason=FinishReason.STOP,
+            switches=tuple((at, version) for at, version in self.switches if at < count),
             top_logprobs=self.top_logprobs[:count],
+            routed_experts=routed,
             kept=None if self.kept is None else self.kept.cut(0, count),
             kept_logprobs=self.kept_logprobs[:count],
         )

@@ -6,6 +6,7 @@ import math
 import statistics
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from groupwise.algo.advantage import (
     weighted_rewards,
     with_advantages,
 )
-from groupwise.config.algo import AdvantageConfig
+from groupwise.config.algo import AdvantageConfig, RunAlgoConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
@@ -167,6 +168,41 @@ def test_differ():
     assert not differ([])
     assert differ([0.0, 1e-6])
     assert differ([None, 0.3, 0.31])
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.7, 2.5, -300.0, 1e5])
+@pytest.mark.parametrize("advantage", KINDS)
+def test_a_reward_models_rounding_is_no_signal(size: float, advantage: str):
+    """Seven rewards that are float32 steps apart, with the default epsilon and with one that hides nothing."""
+    steps = [float(np.float32(size)), *(float(np.nextafter(np.float32(size), np.float32(k))) for k in (9e9, -9e9) * 3)]
+    assert len(set(steps)) > 1 and not differ(steps)
+    for eps in (1e-4, 1e-12):
+        acts = {"advantage_eps": eps} if advantage in ("group_std", "batch_std") else {}
+        assert advantages([steps], AdvantageConfig(advantage=advantage, **acts)) == [[0.0] * len(steps)]
+    assert not has_signal(group(*map(rollout, steps)))
+    assert differ([size, size * 1.00001])
+
+
+def test_what_was_cut_may_have_no_vote():
+    """Among answers that are all cut at 0, finished ones gain by being finished, whether right or wrong."""
+    cut = Completion(token_ids=(1,), logprobs=(-0.1,), text="x", finish_reason=FinishReason.LENGTH)
+    truncated = Rollout(turns=(Turn((0,), cut),), reward=0.0)
+    mixed = group(rollout(1.0), rollout(0.5), truncated, truncated)
+    trl = RunAlgoConfig(mask_truncated=True, advantage="mean")
+    (voted,) = with_advantages([mixed], trl)
+    assert [r.advantage for r in voted.rollouts] == [0.625, 0.125, -0.375, -0.375]
+    apart = RunAlgoConfig(mask_truncated=True, truncated_votes=False, advantage="mean")
+    (silent,) = with_advantages([mixed], apart)
+    assert [r.advantage for r in silent.rollouts] == [0.25, -0.25, None, None]
+    assert [r.reward for r in silent.rollouts] == [1.0, 0.5, 0.0, 0.0]
+    one = group(rollout(1.0), truncated)
+    assert has_signal(one, trl) and not has_signal(one, apart)
+    turns = RunAlgoConfig(mask_truncated=True, truncated_votes=False, advantage="mean", credit="turn")
+    (by_turn,) = with_advantages([mixed], turns)
+    assert [r.advantage for r in by_turn.rollouts] == [0.25, -0.25, None, None]
+    assert [r.reward for r in by_turn.rollouts] == [1.0, 0.5, 0.0, 0.0]
+    with pytest.raises(ValidationError, match="truncated_votes"):
+        RunAlgoConfig(truncated_votes=False)
 
 
 def test_weighted_sum_over_the_functions_that_apply():

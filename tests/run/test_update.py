@@ -13,6 +13,7 @@ from groupwise.run.display import LineDisplay
 from groupwise.run.loop import run_loop
 from groupwise.run.update import learner_thread
 from groupwise.store.rollouts import group_from_json
+from groupwise.train.learner import Learner
 from running_jobs import config, rollouts_of
 
 
@@ -42,3 +43,23 @@ def test_training_keeps_its_threads_when_the_engine_decodes_on_one():
     engine.join()
     assert thread.submit(torch.get_num_threads).result() == 2
     thread.shutdown()
+
+
+def test_a_streamed_step_numbers_its_groups_as_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is measured of some groups (`Learner.measure_kl`) is of other groups each step, however they arrive."""
+    measured: list[list[int]] = []
+    measure = Learner.measure_kl
+
+    def watched(learner: Learner, samples, **options):
+        measured.append([sample.group for sample in samples])
+        return measure(learner, samples, **options)
+
+    monkeypatch.setattr(Learner, "measure_kl", watched)
+    given = config(
+        tmp_path,
+        rollout={"prompts_per_step": 6, "group_size": 4, "max_tokens": 8, "refill": 1.0, "stream_groups": 1},
+        train={"steps": 1},
+    )
+    run_loop(given, display=LineDisplay(1, stream=io.StringIO()))
+    (groups,) = measured
+    assert list(dict.fromkeys(groups)) == list(range(len(set(groups)))) and len(set(groups)) > 1

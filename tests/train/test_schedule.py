@@ -52,27 +52,21 @@ def theirs(make, *arguments, **options) -> list[float]:
     ],
 )
 def test_the_rates_of_transformers(ours: dict, expected):
-    """From the warm-up on, and to just after the last step."""
+    """From the first step, at rate 0, to just after the last."""
     rates = [learning_rate_at(step, peak=PEAK, steps=STEPS, warmup_steps=WARMUP, **ours) for step in range(STEPS + 1)]
-    assert rates[WARMUP:] == pytest.approx(expected()[WARMUP:], rel=1e-12, abs=1e-18)
-
-
-def test_the_warmup_is_that_of_transformers_one_step_sooner():
-    """Theirs begins with a step at rate 0, which trains nothing."""
-    rates = [learning_rate_at(step, peak=PEAK, steps=STEPS, warmup_steps=WARMUP) for step in range(WARMUP)]
-    assert rates == pytest.approx(theirs(get_constant_schedule_with_warmup, WARMUP)[1 : WARMUP + 1])
+    assert rates == pytest.approx(expected(), rel=1e-12, abs=1e-18)
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"schedule": "constant"}, [0.5, 1, 1, 1, 1, 1]),
-        ({"schedule": "linear"}, [0.5, 1, 1, 0.75, 0.5, 0.25]),
-        ({"schedule": "linear", "final_rate": 0.5}, [0.5, 1, 1, 0.875, 0.75, 0.625]),
-        ({"schedule": "cosine"}, [0.5, 1, 1, None, 0.5, None]),
-        ({"schedule": "wsd", "decay_steps": 2}, [0.5, 1, 1, 1, 1, 0.5]),
-        ({"schedule": "wsd"}, [0.5, 1, 1, 1, 1, 1]),  # a fifth of 6 steps is one: it falls after the last
-        ({"schedule": "wsd", "decay_steps": 6}, [0.5, 1, 1, 0.75, 0.5, 0.25]),  # never before the warm-up is over
+        ({"schedule": "constant"}, [0, 0.5, 1, 1, 1, 1]),
+        ({"schedule": "linear"}, [0, 0.5, 1, 0.75, 0.5, 0.25]),
+        ({"schedule": "linear", "final_rate": 0.5}, [0, 0.5, 1, 0.875, 0.75, 0.625]),
+        ({"schedule": "cosine"}, [0, 0.5, 1, None, 0.5, None]),
+        ({"schedule": "wsd", "decay_steps": 2}, [0, 0.5, 1, 1, 1, 0.5]),
+        ({"schedule": "wsd"}, [0, 0.5, 1, 1, 1, 1]),  # a fifth of 6 steps is one: it falls after the last
+        ({"schedule": "wsd", "decay_steps": 6}, [0, 0.5, 1, 0.75, 0.5, 0.25]),  # never before the warm-up is over
     ],
 )
 def test_by_hand(options: dict, expected: list[float | None]):
@@ -87,7 +81,7 @@ def test_edges(schedule: str):
     assert learning_rate_at(0, peak=1.0, steps=1, schedule=schedule) == 1.0
     last = 1.0 if schedule == "constant" else 0.5
     assert learning_rate_at(50, peak=1.0, steps=10, schedule=schedule, final_rate=0.5) == last
-    assert learning_rate_at(9, peak=1.0, steps=10, schedule=schedule, warmup_steps=10) == 1.0
+    assert learning_rate_at(9, peak=1.0, steps=10, schedule=schedule, warmup_steps=10) == 0.9
     assert learning_rate_at(3, peak=0.0, steps=10, schedule=schedule) == 0.0
 
 

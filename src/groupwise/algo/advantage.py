@@ -17,10 +17,10 @@ that a function with a large spread does not drown the others:
     s_i = sum_f w_f z_fi
     A_i = (s_i - mean_batch s) / (std_batch s + eps)
 
-A reward that failed is None (or not finite, or beyond +-1e100) and is never counted as zero: the rollout gets advantage
-None and enters no statistic. A group with fewer than two scorable rollouts has nothing to compare and is unusable: all
-its advantages are None. A group whose rewards are all equal is usable but teaches nothing: its advantages are exactly
-0.0.
+A reward that failed is None (or not finite, or beyond +-1e100) and is never counted as zero: the rollout gets
+advantage None and enters no statistic. So does, with `truncated_votes: false`, one that was cut. A group with fewer
+than two scorable rollouts has nothing to compare and is unusable: all its advantages are None. A group whose rewards
+are all equal is usable but teaches nothing: its advantages are exactly 0.0.
 
 **Credit inside an episode** (`CreditConfig.credit`). Episode i has turns t = 1..T_i with rewards r_it; what its
 reward R_i is beyond their sum (a score at the end, reward functions) is a part of r_i,T_i. A turn's return is
@@ -53,11 +53,12 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from groupwise.config.algo import AdvantageConfig, CreditConfig
+from groupwise.config.algo import AdvantageConfig, CreditConfig, RunAlgoConfig
 from groupwise.errors import ConfigError
 from groupwise.types import MAX_REWARD, Rollout, RolloutGroup, Turn
 
 Reward = float | None
+NOISE = 1e-6  # of a reward's size: eight float32 steps
 
 
 def advantages(groups: Sequence[Sequence[Reward]], spec: AdvantageConfig) -> list[list[Reward]]:
@@ -131,17 +132,33 @@ def with_advantages(
     """
     if beside:
         return with_advantages([*groups, *beside], spec, weights=weights)[: len(groups)]
+    voting = [voters(group, spec) for group in groups]
     if any(has_turn_advantages(group, spec) for group in groups):
-        return _with_turn_advantages(groups, spec)
+        return [
+            _with_rewards_of(group, each)
+            for group, each in zip(groups, _with_turn_advantages(voting, spec), strict=True)
+        ]
     if spec.aggregation == "normalize_then_sum":
-        named = [[r.rewards if _valid(r.reward) else {} for r in group.rollouts] for group in groups]
+        named = [[r.rewards if _valid(r.reward) else {} for r in group.rollouts] for group in voting]
         values = gdpo_advantages(named, spec, weights=weights)
     else:
-        values = advantages([[r.reward for r in group.rollouts] for group in groups], spec)
+        values = advantages([[r.reward for r in group.rollouts] for group in voting], spec)
     return [
         replace(group, rollouts=tuple(replace(r, advantage=a) for r, a in zip(group.rollouts, row, strict=True)))
         for group, row in zip(groups, values, strict=True)
     ]
+
+
+def voters(group: RolloutGroup, spec: AdvantageConfig | None) -> RolloutGroup:
+    """The group as its rollouts are compared: with `truncated_votes: false` those that were cut have no reward."""
+    if not isinstance(spec, RunAlgoConfig) or spec.truncated_votes or not spec.mask_truncated:
+        return group
+    return replace(group, rollouts=tuple(replace(r, reward=None) if r.truncated else r for r in group.rollouts))
+
+
+def _with_rewards_of(group: RolloutGroup, weighed: RolloutGroup) -> RolloutGroup:
+    pairs = zip(group.rollouts, weighed.rollouts, strict=True)
+    return replace(weighed, rollouts=tuple(replace(after, reward=before.reward) for before, after in pairs))
 
 
 def weighted_rewards(group: Sequence[Mapping[str, Reward]], weights: Mapping[str, float] | None = None) -> list[Reward]:
@@ -183,6 +200,7 @@ def has_signal(
     functions whose weight is 0. Where turns have advantages of their own it is enough that the returns of any turns
     that are compared differ, even if the rewards of all episodes are equal.
     """
+    group = voters(group, spec)
     if has_turn_advantages(group, spec or AdvantageConfig()):
         terms = comparisons(group, spec or AdvantageConfig())
         return any(differ([part.value for part in each]) for _, compared in terms for each in compared)
@@ -194,9 +212,16 @@ def has_signal(
 
 
 def differ(rewards: Sequence[Reward]) -> bool:
-    """Whether any two of the rewards differ by more than float noise (0.1 + 0.2 equals 0.3); None is ignored."""
+    """Whether any two of the rewards differ by more than rounding; None is ignored.
+
+    Rewards that are a millionth of the larger one apart (`NOISE`) are equal: a reward model's float32 numbers are off
+    by that after a few operations, and divided by their own deviation such noise would be advantages of size 1.
+
+    >>> differ([0.1 + 0.2, 0.3]), differ([2.5, 2.5000002, None]), differ([2.5, 2.501])
+    (False, False, True)
+    """
     values = list(_scorable(rewards).values())
-    return len(values) > 1 and not math.isclose(min(values), max(values), rel_tol=1e-9, abs_tol=1e-12)
+    return len(values) > 1 and not math.isclose(min(values), max(values), rel_tol=NOISE, abs_tol=1e-12)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -112,11 +112,12 @@ def _routed(run: Sequence[Turn], *, tokens: int) -> RoutedExperts | None:
     return RoutedExperts.of(whole)
 
 
-def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False) -> list[Sample]:
+def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False, first: int = 0) -> list[Sample]:
     """The samples of groups that have advantages, one per segment; rollouts without one (unscorable) are left out.
 
     Token ids and behaviour logprobs are those of the engine, untouched. With `mask_truncated`, no token of a completion
-    that was cut at its longest is trained, of an episode none of any turn.
+    that was cut at its longest is trained, of an episode none of any turn. `first` is the number of the first group in
+    its batch, where these are a part of one (`Sample.group`).
     """
     return [
         Sample(
@@ -131,7 +132,7 @@ def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False) 
             routed_experts=segment.routed_experts,
             kept=segment.kept,
         )
-        for index, group in enumerate(groups)
+        for index, group in enumerate(groups, first)
         for rollout in group.rollouts
         if rollout.advantage is not None
         for number, segment in enumerate(segments_of(rollout.turns))

@@ -152,7 +152,10 @@ class RunAlgoConfig(CreditConfig, AlgoConfig):
     """Steps between refreshes."""
     mask_truncated: bool = False
     """Leave completions that were cut at their longest out of the loss, of an episode all turns: if one was cut, or
-    there was no room for another. Their rewards count in the group as before."""
+    there was no room for another. Their rewards count in the group as before, unless `truncated_votes` is false."""
+    truncated_votes: bool = True
+    """With mask_truncated, whether a completion that was cut counts in its group's mean and deviation, as in TRL. false
+    compares the others among themselves: where answers that were cut are all wrong, they would lift every other one."""
 
     @model_validator(mode="after")
     def _acts_in_a_run(self) -> RunAlgoConfig:
@@ -162,6 +165,8 @@ class RunAlgoConfig(CreditConfig, AlgoConfig):
         if self.kl_in == "reward" and (self.kl != "k1" or not self.kl_coeff):
             message = f"the reward takes kl k1 with a kl_coeff above 0; they are {self.kl} and {self.kl_coeff}"
             raise conflict("kl_in", f"{message}: the gradient of another estimator would be wrong there")
+        if not self.mask_truncated:
+            self._refuse("truncated_votes", "acts with mask_truncated only")
         if self.kl_target is None:
             self._refuse("kl_horizon", "acts with kl_target only")
         if self.reference != "ema":

@@ -97,8 +97,8 @@ class TrainConfig(OptimizerConfig):
     """Steps of wsd's fall; null is a fifth of the run."""
     final_rate: float = Field(default=0.0, ge=0, lt=1)
     """What the learning rate falls to, as a share of its peak."""
-    warmup_steps: Steps = Field(default_factory=lambda values: min(5, values.get("steps", 5)))
-    """Steps in which the learning rate rises from 0; the default is 5, or `steps` where that is less."""
+    warmup_steps: Steps = Field(default_factory=lambda values: min(5, values.get("steps", 6) - 1))
+    """Steps in which the learning rate rises from 0, which the first has; the default is 5, or fewer than `steps`."""
     minibatches: int = Field(default=1, ge=1)
     """Parts of each rollout batch, each with an optimizer step."""
     passes: int = Field(default=1, ge=1, le=64)

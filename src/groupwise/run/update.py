@@ -163,16 +163,17 @@ class StepUpdate:
             weighed = with_reward_weight(weighed, teacher.reward_weight)
         if plan.config.teacher_samples:  # nothing of it is the policy's
             return _Part(groups=weighed, samples=[])
-        samples = samples_of(weighed)
+        first = len(self.groups)
+        samples = samples_of(weighed, first=first)
         if plan.kl_coeff is None or not samples:
-            samples = samples_of(weighed, mask_truncated=algo.mask_truncated)
+            samples = samples_of(weighed, mask_truncated=algo.mask_truncated, first=first)
             return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher))
         reference = self._learner.forward(samples, temperature=self._temperature, reference=True)
         kls = [sequence_kl(sample, row) for sample, row in zip(samples, reference, strict=True)]
         adaptive = self._updates.adaptive_kl
         coeff = plan.kl_coeff if adaptive is None else adaptive.coeff
         weighed = with_kl_penalty(weighed, kls, plan.config.algo, coeff=coeff)
-        samples = samples_of(weighed, mask_truncated=algo.mask_truncated)
+        samples = samples_of(weighed, mask_truncated=algo.mask_truncated, first=first)
         kl = kl_metrics(samples, reference)
         return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher), kl=kl)
 

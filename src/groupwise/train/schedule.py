@@ -7,9 +7,9 @@
     cosine       (1 + cos(pi p)) / 2                                  arXiv 1608.03983, without restarts
     wsd          1 until the last `decay_steps`, then 1 - p           warm-up, stable, decay: arXiv 2404.06395
 
-p goes from 0 where the decay begins (for all but `wsd`: after the warm-up) to 1 just after the last step, as in
-transformers. The warm-up does too but for its first step: that has 1 / warmup_steps of the peak and is not lost on a
-rate of 0.
+p goes from 0 where the decay begins (for all but `wsd`: after the warm-up) to 1 just after the last step. The warm-up
+goes from 0 at the first step (`wsd`: from f times the peak) to the peak at step `warmup_steps`, counted from 0. Both
+are as in transformers, rate by rate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def learning_rate_at(
     if schedule not in get_args(Schedule):
         raise ConfigError(f"schedule {schedule!r} does not exist; valid: {', '.join(get_args(Schedule))}")
     if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
+        least = final_rate if schedule == "wsd" else 0.0
+        return peak * (least + (1 - least) * step / warmup_steps)
     begin = warmup_steps
     if schedule == "wsd":
         begin = max(begin, steps - (max(1, round(DECAY_SHARE * steps)) if decay_steps is None else decay_steps))
