@@ -127,6 +127,9 @@ class OnGpu(Tensor):
         return found[0].gpu.run(func, args, kwargs)
 
 
+MEMORY = 80 << 30  # bytes that are free, and that there are
+
+
 class SimulatedGpu(TorchFunctionMode):
     """The device, and where its tensors are counted while the block runs."""
 
@@ -137,7 +140,8 @@ class SimulatedGpu(TorchFunctionMode):
         # torch asks for types of devices and tensors as C++ sees them
         devices = patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "meta"])
         types = patch.object(_foreach_utils, "_foreach_supported_types", [Tensor, nn.Parameter, OnGpu])
-        self._patches = (devices, types)
+        memory = patch.object(torch.cuda, "mem_get_info", lambda device=None: (MEMORY, MEMORY))
+        self._patches = (devices, types, memory)
 
     def __enter__(self) -> SimulatedGpu:
         for each in self._patches:
