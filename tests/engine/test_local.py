@@ -27,6 +27,7 @@ from groupwise.errors import (
 )
 from groupwise.model.chat import decode
 from groupwise.model.load import Head, plain_attention
+from groupwise.tasks.reply import Detokenizer
 from groupwise.train.learner import Learner
 from groupwise.types import (
     Completion,
@@ -292,6 +293,28 @@ def test_the_models_eos(open_engine, make_base):
         ends = [i for i, token in enumerate(completion.token_ids) if token in eos]
         assert ends == ([len(completion.token_ids) - 1] if completion in ended else [])
         assert "<|im_end|>" not in completion.text
+
+
+def test_each_of_several_ends_is_dropped_from_the_text(make_base):
+    """As Llama 3's and GLM's generation configs have them; what streams makes of the ids is the same text."""
+    base = make_base("qwen3", dtype=torch.float64, context=64)
+    ends = [*base.eos_ids, *(i for i in range(30, 60) if i not in base.eos_ids)]
+    base.model.generation_config.eos_token_id = ends
+    base = replace(base)
+    assert set(base.eos_ids) == set(ends)
+    with closing(LocalEngine(base, lanes=1)) as engine:
+        asked = request(n=32, max_tokens=40, temperature=1.5, ignore_eos=False)
+        completions = engine.generate([asked])[0]
+    seen = set()
+    for completion in completions:
+        if completion.finish_reason is FinishReason.STOP:
+            *said, end = completion.token_ids
+            seen.add(end)
+            assert not set(said) & set(ends)
+            assert completion.text == base.tokenizer.decode(said, skip_special_tokens=False)
+            stream = Detokenizer(base.tokenizer)
+            assert completion.text.startswith("".join(stream.push(token) for token in completion.token_ids))
+    assert len(seen - {base.tokenizer.eos_token_id}) > 3
 
 
 def test_stop_strings(open_engine, make_base):

@@ -1,5 +1,6 @@
 """Messages <-> token ids: masks for several templates, content that tries to forge a turn, completions, tool calls."""
 
+import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,13 @@ from groupwise.model import chat
 from groupwise.model.chat import (
     CompletionEncoder,
     check_length,
+    closing_ids,
     decode,
     encode_completion,
     encode_prompt,
     encode_supervised,
     least_tokens,
+    remember_ends,
     split_thinking,
     stop_ids,
 )
@@ -316,7 +319,11 @@ def test_stop_ids_know_the_templates_end_of_turn():
     base.eos_token = "<|endoftext|>"
     pad = base.pad_token_id
     assert stop_ids(base) == (pad, END)
-    assert stop_ids(base, 7) == (7, pad, END) and stop_ids(base, [7, END]) == (7, END, pad)
+    for declared, ends in ((7, (7, pad, END)), ([7, END], (7, END, pad)), (None, (pad, END))):
+        remember_ends(base, declared)
+        assert stop_ids(base) == ends and set(closing_ids(base)) == {*ends, pad}
+        assert decode((9, 10, 7), base) == decode((9, 10), base) + ("" if 7 in ends else decode((7,), base))
+        assert stop_ids(pickle.loads(pickle.dumps(base))) == ends  # in the processes that read bodies
     base.chat_template = None
     assert stop_ids(base) == (pad,)
     assert [stop_ids(TOKENIZERS[name]) for name in TEMPLATES] == [(END,)] * len(TEMPLATES)

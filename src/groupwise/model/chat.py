@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]  # characters of the rendered text, [start, end)
 CODE_START, CODE_END = "\ue000", "\ue001"  # a quoted special token is CODE_START, its number in `_quotable`, CODE_END
 RENDERING = Lock()  # transformers keeps one compiled template, whose record of assistant spans two threads would share
+ENDS = "_groupwise_ends"  # an attribute of a tokenizer: `remember_ends`
 THINK_START, THINK_END = "<think>", "</think>"
 PIECE = 1 << 14  # characters that are tokenised at once while a long text is only counted
 EXPECTED = (
@@ -337,10 +338,18 @@ def closing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, ...]:
     return (*stop_ids(tokenizer), cast("int | None", tokenizer.pad_token_id))
 
 
-def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[int] | None = None) -> tuple[int, ...]:
-    """The ids that end a completion: the generation config's `eos_token_id`, the tokenizer's, and the token that closes
-    an assistant turn in the chat template (base models often declare another one and would then never stop)."""
+def remember_ends(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[int] | None) -> None:
+    """Keep with the tokenizer what ends a completion of its model: `eos_token_id` of the generation config, which often
+    names several ids (Llama 3, GLM) where a tokenizer has one."""
     declared = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or ())
+    setattr(tokenizer, ENDS, tuple(declared))
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that end a completion: the generation config's, where the tokenizer is of a loaded model
+    (`remember_ends`), the tokenizer's own, and the token that closes an assistant turn in the chat template (base
+    models often declare another one and would then never stop)."""
+    declared: tuple[int, ...] = getattr(tokenizer, ENDS, ())
     ids = (*declared, _eos_id(tokenizer), _turn_end_id(tokenizer) if tokenizer.chat_template else None)
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 

@@ -33,7 +33,7 @@ from groupwise.config.hub import model_path, reading
 from groupwise.config.lora import ALL_LINEAR, EXPERTS
 from groupwise.errors import FieldError, ModelError
 from groupwise.model.attention import ATTENTION
-from groupwise.model.chat import stop_ids
+from groupwise.model.chat import remember_ends, stop_ids
 from groupwise.model.mixture import fused_parameters, is_router, routing_shape
 from groupwise.model.quantized import (
     PACKAGE,
@@ -58,6 +58,10 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     hash: str
+
+    def __post_init__(self) -> None:
+        generation: Any = self.model.generation_config
+        remember_ends(self.tokenizer, getattr(generation, "eos_token_id", None))
 
     @property
     def device(self) -> torch.device:
@@ -91,8 +95,7 @@ class LoadedModel:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a completion: the generation config's, the tokenizer's and the chat template's."""
-        generation: Any = self.model.generation_config
-        return stop_ids(self.tokenizer, getattr(generation, "eos_token_id", None))
+        return stop_ids(self.tokenizer)
 
 
 def context_length(config: PreTrainedConfig) -> int:
