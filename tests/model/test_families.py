@@ -12,8 +12,9 @@ import torch
 from transformers import CONFIG_MAPPING, Qwen3NextConfig
 
 from family_checks import GROUPS, agreement, gradient_gap
+from groupwise.errors import ModelError
 from groupwise.model import packed_check
-from groupwise.model.packed_check import ways_of
+from groupwise.model.packed_check import plain_forward_gap, turn_plain, ways_of
 from model_families import FAMILIES
 from slow_cases import slow_but
 
@@ -46,6 +47,36 @@ def test_a_configuration_says_how_its_model_will_run(make_base, family: str) -> 
     assert (found.why_not_packed is None) == (known["trained"] == "packed")
     assert (found.why_not_cached is None) == (known["sampled"] != "own forward, no cache")
     assert ("in packed rows" in str(found)) == (known["trained"] == "packed")
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    """Beyond its window Doge's attention picks the keys that matter among all, also those of later tokens."""
+    config = CONFIG_MAPPING["doge"]()
+    small = packed_check._small_model(config)
+    assert plain_forward_gap(small) > 0.5
+    with pytest.raises(ModelError):
+        turn_plain(small)
+    with pytest.raises(ModelError):
+        ways_of(config)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_judged_by_what_it_does(family: str) -> None:
+    """Their indexer looked ahead in some versions of transformers and does not in others."""
+    config = CONFIG_MAPPING[family]()
+    small = packed_check._small_model(config)
+    causal = plain_forward_gap(small) <= packed_check.packed_tolerance(small)
+    if causal:
+        assert ways_of(config).why_not_packed is not None
+    else:
+        with pytest.raises(ModelError):
+            ways_of(config)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "deepseek_v3", "mamba"])
+def test_what_follows_a_row_changes_nothing_in_it(make_base, family: str) -> None:
+    model = make_base(family, dtype=torch.float64).model
+    assert plain_forward_gap(model) <= packed_check.packed_tolerance(model)
 
 
 def test_the_small_model_of_a_large_configuration_is_small(monkeypatch: pytest.MonkeyPatch) -> None:

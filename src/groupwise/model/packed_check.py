@@ -229,15 +229,55 @@ def turn_plain(model: PreTrainedModel) -> None:
     """Have a model that cannot run packed run its own attention.
 
     Raises:
-        ModelError: its logits are not those of its LM head on its last hidden states, which is all that is used of it.
+        ModelError: its logits are not those of its LM head on its last hidden states, which is all that is used of it;
+            or what follows a token changes the token's log-probability, so that there is no one number to train.
     """
     model.set_attn_implementation(plain_implementation(model))
+    if (gap := _causal_gap(model)) is not None:
+        raise ModelError(
+            f"{type(model).__name__} can be neither trained nor sampled: its own forward is not causal: "
+            f"log-probabilities change by {gap:.3g} nats when tokens, or padding, are added behind them",
+            hint="use another model, or a version of transformers whose attention of this one sees no later tokens",
+        )
     if (gap := head_gap(model)) > packed_tolerance(model):
         raise ModelError(
             f"{type(model).__name__} can be neither trained nor sampled: its logits differ by {gap:.3g} nats from "
             "those of its LM head on its last hidden states",
             hint="use another model: this one does something between the two that is not known here",
         )
+
+
+def _causal_gap(model: PreTrainedModel) -> float | None:
+    """How far a model is from causal, on itself and, where lengths matter, on `small_twin` beyond them; None: it is."""
+    if not _may_choose_other_experts(model) and (gap := plain_forward_gap(model)) > packed_tolerance(model):
+        return gap
+    if not list(_lengths(model.config.get_text_config())) and not _may_choose_other_experts(model):
+        return None
+    try:
+        twin = small_twin(model)
+    except Exception:  # an architecture that is not made of what its configuration says
+        return None
+    twin.set_attn_implementation(plain_implementation(twin))
+    return gap if (gap := plain_forward_gap(twin)) > packed_tolerance(twin) else None
+
+
+@torch.no_grad()
+def plain_forward_gap(model: PreTrainedModel) -> float:
+    """The mean difference in log-probability, by the model's own forward, between a row alone and the same row with
+    tokens behind it, or with padding as `packing.pad` puts it there."""
+    vocabulary, short, long = int(model.config.get_text_config().vocab_size), 17, 30
+    ids_T = [(37 * i + 11) % vocabulary for i in range(long)]
+    rows = torch.tensor([ids_T, ids_T[:short] + [0] * (long - short)], device=model.device)
+    own, head = decoder_of(model), Head.of(model)
+    with plain_attention(model):
+        longer_2TH = own(input_ids=rows, use_cache=False).last_hidden_state[:, :short]
+        alone_TH = own(input_ids=rows[:1, :short], use_cache=False).last_hidden_state[0]
+    alone_TV = head.logits(alone_TH).log_softmax(-1)
+    gap = max(
+        float((alone_TV.exp() * (alone_TV - head.logits(longer_TH).log_softmax(-1)).abs()).sum(-1).mean())
+        for longer_TH in longer_2TH
+    )
+    return gap if math.isfinite(gap) else math.inf
 
 
 @torch.no_grad()
