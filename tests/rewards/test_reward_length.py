@@ -109,7 +109,7 @@ def test_cosine_length_with_another_judge_of_right_and_wrong():
 
 
 def test_cosine_length_fails_where_nothing_can_be_judged():
-    with pytest.raises(RewardError, match=r"holds no number"):
+    with pytest.raises(RewardError, match="Paris"):
         cosine(["4"], ["Paris"], [1], max_length=10, correct="groupwise.rewards.math:number_match")
     with pytest.raises(RewardError, match=r"needs 'answer' as a column"):
         asyncio.run(cosine_length(["4"], tokens(1), max_length=10))

@@ -93,7 +93,7 @@ def test_zero_is_met_closely_and_small_numbers_are_not_zero():
 
 
 def test_an_expected_answer_without_a_number_is_an_error():
-    with pytest.raises(ValueError, match="the answer 'Paris' holds no number"):
+    with pytest.raises(ValueError, match="Paris"):
         number_match(["5"], ["Paris"])
 
 

@@ -1,4 +1,5 @@
 import doctest
+import re
 import time
 from fractions import Fraction
 
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.rewards import math as quantity
-from groupwise.rewards.math import last_quantity
+from groupwise.rewards.math import last_quantity, number_match, only_quantity
 
 
 def number(text: str) -> Fraction | None:
@@ -58,6 +59,70 @@ def number(text: str) -> Fraction | None:
 )
 def test_numbers(text, value):
     assert number(text) == Fraction(value)
+
+
+DASHES = ["-", "\u2010", "\u2011", "\u2012", "\u2013", "\u2212", "\ufe63", "\uff0d"]
+
+
+@pytest.mark.parametrize("dash", DASHES)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is ~5.",
+        "x = ~ 5",
+        "x = ~(5)",
+        "x=~\\left( 5 \\right)",
+        "= ~ 5",
+        r"\boxed{~5}",
+        r"x = ~\,5",
+        "~ 5",
+        "(~ 5)",
+    ],
+)
+def test_a_minus_sign_however_it_is_written(text: str, dash: str):
+    assert number(text.replace("~", dash)) == -5
+
+
+@pytest.mark.parametrize("dash", DASHES)
+@pytest.mark.parametrize(
+    "text", ["3~5", "3 ~ 5", "from 3 ~ 5", "we have\n~ 3 pears\n~ 5 plums", "x ~ 5", "10~(5)", "Tom ~ 5"]
+)
+def test_a_dash_that_is_no_sign(text: str, dash: str):
+    assert number(text.replace("~", dash)) == 5
+
+
+@pytest.mark.parametrize("text", ["7:2", "at 11:30", "odds of 7 : 2", "(7, 2)", "so x, y are (7,2)", "[-1; 2]"])
+def test_a_number_of_several_is_not_one(text: str):
+    assert last_quantity(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("5", 5), ("$1,250 in all", 1250), ("- 5", -5), ("1 h 30 min", 90), ("x = 5", 5), ("1 1/2", Fraction(3, 2))],
+)
+def test_the_only_number_of_a_text(text: str, value: int):
+    found = only_quantity(text)
+    assert found is not None and found.value == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["3:2", "(1, 2)", "12:30", "3 or 5", "x + 2", "x - 2", "2 + x", "2024-02-05", "2 apples and 3 pears", "none"],
+)
+def test_a_text_that_holds_no_one_number(text: str):
+    assert only_quantity(text) is None
+
+
+@pytest.mark.parametrize("gold", ["3:2", "(1, 2)", "12:30", "3 or 5", "x + 2", "2024-02-05"])
+def test_an_expected_answer_of_several_numbers_is_an_error(gold: str):
+    with pytest.raises(ValueError, match=re.escape(repr(gold))):
+        number_match([gold], [gold])
+
+
+def test_the_expected_number_of_a_solution():
+    """As GSM8K and MATH have them."""
+    golds = ["48 / 2 = 24 and 24 + 48 = 72\n#### 72", r"so 3 + 4 = \boxed{7}", "1 + 1 <answer>2</answer>"]
+    assert number_match(["72", "7", "2"], golds) == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def read_score(said: str) -> float | None:
     >>> read_score('{"reason": "it says {\\\\"score\\\\": 9}", "score": 2}'), read_score("Score: 7/10"), read_score("8")
     (2.0, 7.0, 8.0)
     """
-    said = said.rpartition("</think>")[2]
+    said = said.rpartition("</think>")[2].replace("\u2212", "-")
     if found := [number for each in _objects(said) if (number := _finite(each.get("score"))) is not None]:
         return found[-1]
     if written := (_KEY if "{" in said else _WRITTEN).findall(said):

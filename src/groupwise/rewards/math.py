@@ -64,6 +64,9 @@ _NUMBER = re.compile(
 )
 _MULTIPLES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MULTIPLE = re.compile(rf"[\s-]?({'|'.join(_MULTIPLES)})s?\b", re.IGNORECASE)
+_MINUS = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212\ufe58\ufe63\uff0d"), "-")
+_PARTNER = re.compile(r"[0-9]\s?:\s?\Z")  # of the 2 in 7:2
+_PAIR = re.compile(r"[(\[]\s*[-+]?[0-9.]+\s*[,;]\s*[-+]?[0-9.]+\s*[)\]]\Z")
 _BETWEEN = re.compile(r"(?:\s|,|and)*")  # the parts of 1 hour and 30 minutes
 
 # ---- units ----
@@ -159,19 +162,45 @@ def last_quantity(text: str) -> Quantity | None:
 
     Parts that follow each other in falling units are one quantity, in the unit of the last.
 
+    The sign is part of a number however it is written: a hyphen, a minus or an en dash, before the number or before the
+    bracket around it. The last number of a ratio, a time of day or a pair is not one number.
+
     >>> str(last_quantity("so it costs $1,250.50.").value), str(last_quantity("1 h 30 min").value)
     ('2501/2', '90')
+    >>> str(last_quantity("x = \u2013(5)").value), last_quantity("at odds of 7:2")
+    ('-5', None)
     """
+    return _last_quantity(text)[0]
+
+
+def only_quantity(text: str) -> Quantity | None:
+    """The number of a text that holds one number, with its unit, and no more; None where it holds none or several, or
+    where the number is a term of an expression.
+
+    >>> str(only_quantity("$1,250.50 in all").value), only_quantity("3 or 5"), only_quantity("x + 2")
+    ('2501/2', None, None)
+    """
+    found, before, behind = _last_quantity(text)
+    several = any(each in _DIGITS for each in before + behind)
+    term = re.search(r"[-+*/^×·=][ \t]*$", before.replace("= ", "")) or re.match(r"\s*[-+*/^×·=][ \t]*\w", behind)
+    return None if several or term else found
+
+
+def _last_quantity(text: str) -> tuple[Quantity | None, str, str]:
+    """The last quantity of a text, and what stands before and behind it near by."""
     end = max(map(text.rfind, _DIGITS))
     for start in (max(0, end - _NEAR), 0):  # near the last digit, mostly; it may also be the 2 of H2O
-        plain = _plain(text[start : end + _NEAR])
+        plain = _plain(text[start : end + _NEAR], begins=not start)
         if found := [match for match in _NUMBER.finditer(plain) if match["digits"]]:
             break
     else:
-        return None
-    last, _ = _read(plain, found[-1])
+        return None, "", ""
+    last, stop = _read(plain, found[-1])
+    first = found[-1].start()
+    if _PARTNER.search(plain, max(0, first - _NEAR), first) or _PAIR.search(plain[max(0, first - _NEAR) : stop + 1]):
+        last = None
     if last is None or not last.dimension:
-        return last
+        return last, text[: max(0, start)] + plain[:first], plain[stop:]
     total, before = last, last
     for match, following in zip(reversed(found[:-1]), reversed(found), strict=False):
         part, end = _read(plain, match)
@@ -180,17 +209,24 @@ def last_quantity(text: str) -> Quantity | None:
             break
         if part.factor <= before.factor or following["sign"] or following["minus"]:
             break
+        first = match.start()
         amount = abs(part.amount) + total.amount
         total = Quantity(
             value=(-amount if part.value < 0 else amount) / last.factor, factor=last.factor, dimension=last.dimension
         )
         before = part
-    return total
+    return total, text[: max(0, start)] + plain[:first], plain[stop:]
 
 
-def _plain(text: str) -> str:
-    """Without the LaTeX and the typography that only changes how a number looks."""
-    text = text.replace("\u2212", "-").replace("\u03bc", "µ")
+def plain_minus(text: str) -> str:
+    """The text with a hyphen for every dash that is written as a minus sign, the em dash left alone."""
+    return text.translate(_MINUS)
+
+
+def _plain(text: str, *, begins: bool) -> str:
+    """Without the LaTeX and the typography that only changes how a number looks; `begins` where nothing stands before
+    it."""
+    text = plain_minus(text).replace("\u03bc", "µ")
     if "\\" in text or "{,}" in text:
         text = re.sub(r"(?<=[0-9])(?:\{,\}|\\[,!])(?=[0-9]{3})", ",", text)
         text = re.sub(r"\\([$%])", r"\1", text)
@@ -202,6 +238,12 @@ def _plain(text: str) -> str:
     if not text.isascii():
         text = re.sub(r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3})", ",", text)
         text = re.sub("[¼-¾⅐-⅞]", lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/"), text)
+    if "-" in text:  # a sign may stand apart, behind an operator or an opening bracket, or before a bracket of its own
+        text = re.sub(
+            r"(?<![\w)\]}.])-[ \t]*(?:\\left)?[({\[$][ \t]*([0-9][0-9.,/]{0,50})[ \t]*(?:\\right)?[)}\]$]", r"-\1", text
+        )
+        text = re.sub(r"(?<=[=(\[{<>≈~:,+*/×·$])([ \t]*)-[ \t]+(?=[$€£¥]?\.?[0-9])", r"\1-", text)
+        text = re.sub(r"\A\s*-[ \t]+(?=[$€£¥]?\.?[0-9])", "-", text) if begins else text
     return re.sub(r"(?<=[0-9])_(?=[0-9]{3})", ",", text)
 
 
@@ -300,6 +342,10 @@ def boxed(text: str) -> str | None:
 
 # ---- numbers ----
 
+_ONE_NUMBER = (
+    "give the number alone, or a solution that ends with '#### number'; rewards.text:exact_match compares texts"
+)
+
 
 def final_answer(text: str) -> str | None:
     r"""The answer that a completion ends with, as maj@k counts it; None where nothing is said.
@@ -348,8 +394,9 @@ def number_match(
     with a unit is compared in it: 5000 m is 5 km, 42% is 0.42, 5 m is not 5 km. Then a completion without a unit is
     right if its number is, or wrong if the unit is "required". An expected 0 is met within `zero_tolerance`.
 
-    `tag`, `after` (see `rewards.text.answer_part`) and `box`, the last \boxed{}, choose where to look.
-    Raises ValueError for an answer without a number, and for a negative tolerance.
+    `tag`, `after` (see `rewards.text.answer_part`) and `box`, the last \boxed{}, choose where to look. The expected
+    answer is one number: of a whole solution that behind "####", in \boxed{} or in <answer>.
+    Raises ValueError for an answer that holds no number or several (`only_quantity`), and for a negative tolerance.
     """
     if tolerance < 0 or zero_tolerance < 0:
         raise ValueError(f"tolerances must not be negative; they are {tolerance} and {zero_tolerance}")
@@ -359,9 +406,9 @@ def number_match(
         if gold_words is None:
             scores.append(None)
             continue
-        gold = last_quantity(gold_words)
+        gold = only_quantity(final_answer(gold_words) or "")
         if gold is None:
-            raise ValueError(f"the answer {expected!r} holds no number")
+            raise ValueError(f"the answer {expected!r} is not one number: {_ONE_NUMBER}")
         text = answer_part(text_of(completion), tag=tag, after=after) or ""
         said = last_quantity((boxed(text) or "") if box else text)
         pairs = [] if said is None else _comparable(said, gold, unit)
@@ -419,6 +466,7 @@ def equation_match(
             scores.append(None)
             continue
         text = (answer_part(text_of(completion), tag=tag, after=after) or "").replace("×", "*").replace("÷", "/")
+        text = plain_minus(text)
         left, equals, right = text.strip().partition("=")
         used: list[int] = []
         value = _equation_value(left, used) if not equals or right.strip() == gold.strip() else None
