@@ -494,4 +494,4 @@ def test_what_a_busy_server_cannot_answer_once_more_is_dropped_and_a_failure_cou
 
         monkeypatch.setattr("groupwise.server.shadow.Generation", fails)
         ask(server, 2)
-        assert look(server) == "roll back" and "2 of 4 requests failed" in shown(server)["transitions"][0]["message"]
+        assert look(server) == "roll back" and "2 of 2 requests failed" in shown(server)["transitions"][0]["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +140,40 @@ def test_there_is_one_score_for_each_author_and_rollout(said: list[tuple[str, st
 
 def test_what_a_version_was_rated_counts_lost_comparisons_too(ledger: Ledger, log: FeedbackLog) -> None:
     ledger.save_rollouts([rollout("a"), rollout("b")])
-    begin = time.time() - 1
-    for said in (rating("a", score=0.25), rating("a", correction="x"), rating("a", worse="b")):
-        log.add(said)
-    assert sorted(log.rated("base", since=begin)) == [0.0, 0.0, 0.25, 1.0]
-    assert log.rated("base", since=time.time() + 1) == log.rated("other@1", since=begin) == []
+    said = (rating("a", score=0.25, author="x"), rating("a", correction="x", author="y"), rating("a", worse="b"))
+    last = [log.add(each)[0].seq for each in said][-1]
+    assert sorted(log.rated("base", after=0)) == [0.0, 0.0, 0.25, 1.0]
+    assert log.rated("base", after=last) == log.rated("other@1", after=0) == []
+
+
+def test_an_author_has_one_vote_for_each_answer(ledger: Ledger, log: FeedbackLog) -> None:
+    """The last one, of a score, comparisons and a correction together; nobody in particular is one author."""
+    ledger.save_rollouts([rollout("a"), rollout("b")])
+    for _ in range(22):
+        log.add(rating("a", score=1.0, author="eager"))
+    log.add(rating("a", score=0.0, author="eager"))
+    for score in (1.0, 0.5):
+        log.add(rating("a", score=score))
+    log.add(rating("b", correction="z", author="eager"))
+    log.add(rating("b", score=0.75, author="eager"))
+    assert sorted(log.rated("base", after=0)) == [0.0, 0.5, 0.75]
+
+
+def test_a_clock_that_is_set_back_loses_no_rating(ledger: Ledger, log: FeedbackLog) -> None:
+    ledger.save_rollouts([rollout(str(i)) for i in range(25)])
+    begin, _ = log.newest()
+    for i in range(25):
+        log.add(replace(rating(str(i), score=1.0), created_at=time.time() - 3600))
+    assert log.rated("base", after=begin) == [1.0] * 25
+
+
+def test_many_ratings_of_one_answer_hide_no_other(log: FeedbackLog) -> None:
+    quiet = {log.add(rating(f"quiet {i}", score=1.0))[0].seq for i in range(24)}
+    for i in range(300):
+        log.add(rating("loud", score=0.0, author=str(i)))
+    waiting = log.waiting(limit=100)
+    assert quiet < {each.seq for each in waiting} and len(waiting) == 100
+    assert [each.seq for each in waiting] == sorted(each.seq for each in waiting)
 
 
 def test_transitions_and_settings_are_kept(ledger: Ledger, log: FeedbackLog) -> None:

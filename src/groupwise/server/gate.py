@@ -190,6 +190,7 @@ class Gatekeeper:
             against=PolicyVersion.parse(kept["against"]),
             share=config.share,
             since=float(kept["since"]),
+            after=int(kept.get("after", 0)),
             stage="shadow" if isinstance(config, ShadowConfig) else "canary",
         )
         self._looked = clock()
@@ -280,7 +281,8 @@ class Gatekeeper:
 
     async def _try(self, stage: str, kept: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         """Begin the trial `stage`, and return what the version does in it."""
-        kept = {**kept, "stage": stage, "since": time.time()}
+        newest, _ = await asyncio.to_thread(self._server.feedback.newest)
+        kept = {**kept, "stage": stage, "since": time.time(), "after": newest}
         config = self._config_of(kept)
         assert config is not None
         does = f"answers {config.share:.0%} of the requests{' once more, unseen' if stage == 'shadow' else ''}"
@@ -350,7 +352,7 @@ class Gatekeeper:
             return await self._look_at_shadow(trial)
         book = self._server.feedback
         new, old = await asyncio.to_thread(
-            lambda: [book.rated(str(version), since=trial.since) for version in (trial.version, trial.against)]
+            lambda: [book.rated(str(version), after=trial.after) for version in (trial.version, trial.against)]
         )
         outcome, reason = judge_trial(
             new,

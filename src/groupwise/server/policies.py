@@ -124,12 +124,14 @@ class Pair:
 class Trial:
     """A version that answers a share of the requests beside `against`, the active one: those that name none, instead of
     it (a canary), or those that it has answered, once more, unseen (a shadow, which makes `pairs`).
-    `requests` and `errors`: True is under the version on trial. `seconds`: how long servers have answered by it."""
+    `requests` and `errors`: True is under the version on trial; of requests that name a version neither counts.
+    `after`: the number of the newest rating when it began. `seconds`: how long servers have answered by it."""
 
     version: PolicyVersion
     against: PolicyVersion
     share: float
     since: float
+    after: int = 0
     stage: Literal["shadow", "canary"] = "canary"
     pairs: list[Pair] = field(default_factory=list)
     requests: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})

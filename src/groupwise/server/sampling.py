@@ -447,6 +447,7 @@ class Admission:
     requests: tuple[SamplingRequest, ...]
     generation: Generation
     record: RequestRecord
+    counts: bool  # in a trial: a person asked, and named no version
 
     @property
     def headers(self) -> dict[str, str]:
@@ -521,9 +522,16 @@ class Admission:
         prompt = sum(len(request.prompt_ids) for request in self.requests)
         reason = reasons.get(kind, "error") if kind is not None else "error"
         trial = self.server.policies.trial
-        if trial is not None and isinstance(error, Exception) and reason != "client_disconnect":
+        if trial is not None and self.counts and isinstance(error, Exception) and not self._is_the_clients(error):
             trial.failed(self.version)
         self.server.recorder.finished(self.record, finish_reason=reason, prompt_tokens=prompt)
+
+    def _is_the_clients(self, error: Exception) -> bool:
+        """Whether the client caused an error: it left, asked for what is refused, or for a grammar that takes long."""
+        if isinstance(error, ClientGone | SlowReaderError):
+            return True
+        slow = isinstance(error, DeadlineError) and any(each.params.grammar is not None for each in self.requests)
+        return slow or (isinstance(error, GroupwiseError) and error.status < 500)
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> Usage:
@@ -583,7 +591,9 @@ async def admit(
             session=_session(http, body) if interactive else None,
         )
     )
-    if interactive and server.policies.trial is not None:
+    named = body.adapter is not None or body.adapters is not None or body.model not in (None, server.config.served_name)
+    counts = interactive and not named
+    if counts and server.policies.trial is not None:
         server.policies.trial.answered(version)
     n = body.n or 1
     interactive = interactive and n * len(prompts) <= INTERACTIVE
@@ -615,6 +625,7 @@ async def admit(
         created=int(time.time()),
         model=model,
         version=version,
+        counts=counts,
         requests=requests,
         generation=generation,
         record=server.recorder.request_started(

@@ -137,27 +137,33 @@ class FeedbackLog:
             rows = db.execute(f"SELECT state, count(*) AS n FROM ({_ROWS}) GROUP BY state").fetchall()
         return {"waiting": 0, "training": 0, "trained": 0, "dropped": 0} | {row["state"]: row["n"] for row in rows}
 
-    def rated(self, version: str, *, since: float) -> list[float]:
-        """The scores that answers of a version got since then: a score as it is, a won comparison 1, a lost one 0; a
-        correction alone is 0."""
-        own = "SELECT score, correction, worse FROM feedback WHERE version = ? AND created_at >= ? ORDER BY seq"
-        lost = """
-            SELECT count(*) FROM feedback JOIN rollout ON rollout.id = feedback.worse
-            WHERE rollout.version = ? AND feedback.created_at >= ?
+    def rated(self, version: str, *, after: int) -> list[float]:
+        """The votes that answers of a version got behind the rating of number `after`: one of each author for each
+        answer (`votes`), however often it was rated and whatever the clock says."""
+        query = f"""
+            {_ROWS} LEFT JOIN rollout AS lost ON lost.id = feedback.worse
+            WHERE feedback.seq > ? AND (feedback.version = ? OR lost.version = ?)
         """
+        its = "SELECT id FROM rollout WHERE version = ? AND id IN (SELECT worse FROM feedback WHERE seq > ?)"
         with self._ledger.reader("reading scores") as db:
-            rows = db.execute(own, (version, since)).fetchall()
-            losses = db.execute(lost, (version, since)).fetchone()[0]
-        found = [row["score"] if row["score"] is not None else 1.0 if row["worse"] else 0.0 for row in rows]
-        return [*map(float, found), *[0.0] * losses]
+            ratings = [_read(row) for row in db.execute(query, (after, version, version))]
+            lost = {row["id"] for row in db.execute(its, (version, after))}
+        mine = lost | {rating.rollout for rating in ratings if rating.version == version}
+        return [vote for (rollout, _), vote in votes(ratings).items() if rollout in mine]
 
     # --- what jobs take ---
 
     def waiting(self, *, limit: int = 10_000) -> list[Feedback]:
-        """The newest of the ratings that no job has taken, oldest first. Nobody waits for who reads them."""
-        query = f"{_ROWS} WHERE trained_by IS NULL AND failures < {MAX_FAILURES} ORDER BY feedback.seq DESC LIMIT ?"
+        """Ratings that no job has taken, oldest first: where there are more than `limit`, the newest of every answer
+        before the second newest of any, so that many of one answer hide no other. Nobody waits for who reads them."""
+        query = f"""
+            SELECT * FROM (
+                SELECT *, row_number() OVER (PARTITION BY rollout ORDER BY seq DESC) AS turn FROM ({_ROWS})
+                WHERE trained_by IS NULL AND failures < {MAX_FAILURES}
+            ) ORDER BY turn, seq DESC LIMIT ?
+        """
         with self._ledger.reader("reading the waiting feedback") as db:
-            return [_read(row) for row in db.execute(query, (limit,))][::-1]
+            return sorted((_read(row) for row in db.execute(query, (limit,))), key=lambda rating: rating.seq)
 
     def revision(self) -> tuple[int, int]:
         """Another value whenever other ratings wait than before."""
@@ -296,10 +302,9 @@ class Opinion:
         return fmean(self.scores) if self.scores else None
 
 
-def opinions(ratings: Iterable[Feedback]) -> dict[str, Opinion]:
-    """What each rollout got. A comparison is a score of 1 for the better rollout and of 0 for the worse one. Of one
-    author (or of nobody in particular) the last score of a rollout counts, the last correction, and the last comparison
-    of a pair."""
+def _last_said(ratings: Iterable[Feedback]) -> dict[tuple[str, str | None, str], Feedback]:
+    """Of one author (or of nobody in particular) the last score of a rollout, the last correction, and the last
+    comparison of a pair, by rollout, author and which of them it is."""
     said: dict[tuple[str, str | None, str], Feedback] = {}
     for rating in sorted(ratings, key=lambda each: each.seq):
         first, second = sorted((rating.rollout, rating.worse or ""))
@@ -307,8 +312,31 @@ def opinions(ratings: Iterable[Feedback]) -> dict[str, Opinion]:
         for kind, value in kinds.items():
             if value is not None:
                 said[second if kind.startswith("against") else rating.rollout, rating.author, kind] = rating
+    return said
+
+
+def votes(ratings: Iterable[Feedback]) -> dict[tuple[str, str | None], float]:
+    """By rollout and author, from 0 to 1: the mean of the last score and of the last comparisons, in which the better
+    rollout gets 1 and the worse one 0; 0 where there is a correction alone."""
+    found: dict[tuple[str, str | None], list[float]] = {}
+    corrected: dict[tuple[str, str | None], list[float]] = {}
+    for (_, author, kind), rating in _last_said(ratings).items():
+        mine = found.setdefault((rating.rollout, author), [])
+        if kind == "score" and rating.score is not None:
+            mine.append(rating.score)
+        elif kind == "correction":
+            corrected[rating.rollout, author] = [0.0]
+        elif rating.worse is not None:
+            mine.append(1.0)
+            found.setdefault((rating.worse, author), []).append(0.0)
+    return {key: fmean(each) for key, given in found.items() if (each := given or corrected.get(key, []))}
+
+
+def opinions(ratings: Iterable[Feedback]) -> dict[str, Opinion]:
+    """What each rollout got: of one author the last of each kind counts. A comparison is a score of 1 for the better
+    rollout and of 0 for the worse one."""
     found: dict[str, Opinion] = {}
-    for (_, _, kind), rating in said.items():
+    for (_, _, kind), rating in _last_said(ratings).items():
         opinion = found.setdefault(rating.rollout, Opinion())
         if kind == "score" and rating.score is not None:
             opinion.scores.append(rating.score)
