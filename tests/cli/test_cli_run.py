@@ -81,7 +81,8 @@ def test_metrics_and_rollouts_are_those_of_three_steps(finished):
     trained = [line for line in lines if "reward/mean" in line]
     assert [line["step"] for line in trained] == [1, 2, 3]
     for line in trained:
-        assert line["rollout/count"] >= 6 and line["optim/refused"] == 0 and line["optim/lr"] > 0
+        assert line["rollout/count"] >= 6 and line["optim/refused"] == 0 and line["optim/lr"] >= 0
+    assert [line["optim/lr"] > 0 for line in trained] == [False, True, True]  # as transformers warms up
     for step in (1, 2, 3):
         groups = read_rollouts(project.folder / "out" / "rollouts" / f"step_{step:06d}.jsonl")
         parent = PolicyVersion("toy", step - 1) if step > 1 else PolicyVersion.base()

@@ -213,7 +213,8 @@ def test_a_learning_rate_of_zero_is_a_control_experiment():
 
 
 def test_short_runs_need_no_change_of_the_warm_up():
-    assert parse_config(MINIMAL | {"train": {"steps": 2}}).train.warmup_steps == 2
+    assert parse_config(MINIMAL | {"train": {"steps": 2}}).train.warmup_steps == 1
+    assert parse_config(MINIMAL | {"train": {"steps": 1}}).train.warmup_steps == 0
     assert parse_config(MINIMAL).train.warmup_steps == 5
 
 

@@ -486,8 +486,8 @@ class PackedDecoder(DecodedRows):
                 if replaced is not None and row.slot == replaced:
                     row.slot = slot
         self._grid = None
-        if not rows.active and self.shared.device.type == "cuda":
-            self.cache.release()  # gpu-only: the memory of keys and values, while there are none
+        if not rows.active and self.shared.device.type == "cuda":  # gpu-only: memory of keys and values
+            self.cache.release()  # until there are rows again
 
     def forget(self, weights: AdapterWeights | None) -> None:
         """Stop sharing prompts that were computed with weights that are unloaded, or that have changed."""

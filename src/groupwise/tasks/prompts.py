@@ -28,6 +28,7 @@ from groupwise.config.data import FILES, DataConfig, DatasetConfig
 from groupwise.config.hub import reading
 from groupwise.config.load import load_object, with_folder
 from groupwise.errors import ConfigError, DataError
+from groupwise.tasks.tables import csv_rows, parquet_rows, row_of
 from groupwise.types import Message, Prompt, RolloutGroup
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -285,18 +286,13 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """A table's rows, with the types that its columns have (in Parquet) or look like (in CSV)."""
+    """A table's rows, as `tables` reads them."""
     import pyarrow
-    from pyarrow import csv, parquet
 
     try:
-        if path.suffix == ".csv":
-            table = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
-        else:
-            table = parquet.read_table(path)
+        rows = csv_rows(path) if path.suffix == ".csv" else parquet_rows(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"cannot read {path}: {error}", hint=f"is it a {path.suffix} file with one table?") from error
-    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in table.to_batches())
     yield from ((f"{path.name}:{index}", row) for index, row in enumerate(rows))
 
 
@@ -355,7 +351,7 @@ def _dataset_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, An
         dataset = dataset[split]
     elif config.split is not None and (local / "dataset_info.json").is_file():
         raise ConfigError(f"data.split {config.split!r} does not act: {config.source} was saved as a single split")
-    yield from ((f"{config.source}:{index}", row) for index, row in enumerate(dataset))
+    yield from ((f"{config.source}:{index}", row_of(row)) for index, row in enumerate(dataset))
 
 
 def _generated_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
