@@ -328,16 +328,25 @@ def raise_open_files(wanted: int) -> int:
     return wanted if soft == resource.RLIM_INFINITY else soft
 
 
-def limit_process(*, cpu_s: int, more_bytes: int) -> None:
+def limit_process(*, cpu_s: int | None, more_bytes: int) -> None:
     """For this process: so many seconds of a processor, no core dump, and so much more address space than it has, where
     the kernel says how much that is."""
     require_supported()
-    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: cpu_s}
+    limits = {resource.RLIMIT_CORE: 0} | ({} if cpu_s is None else {resource.RLIMIT_CPU: cpu_s})
     if present := address_space_bytes(os.getpid()):
         limits[resource.RLIMIT_AS] = present + more_bytes
     for which, most in limits.items():
         with suppress(OSError, ValueError):
             resource.setrlimit(which, (most, most))
+
+
+def limit_processor(more_s: int) -> None:
+    """For this process: so many more seconds of a processor than it has had, and then SIGXCPU ends it."""
+    require_supported()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most = int(used.ru_utime + used.ru_stime) + 1 + more_s
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -683,10 +683,11 @@ class LiveEngine(Sampler, Scores, Protocol):
         """How many token ids there are; they go from 0."""
         ...
 
-    def prepare(self, grammar: Grammar) -> Future[Any]:
-        """Compile a grammar before requests name it, in a thread of the engine's: a large one takes a second.
+    def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[Any]:
+        """Compile a grammar before requests name it: in a process that can be killed, and then in a thread.
 
-        The future, which is not to be cancelled, raises GrammarError where the engine cannot keep to the grammar.
+        The future, which is not to be cancelled, raises GrammarError where the engine cannot keep to the grammar, and
+        OverloadedError where grammars of this `sender` that were refused have taken too long lately.
         """
         ...
 

@@ -184,6 +184,14 @@ WRONG = {
     ),
     "text": ({"structured_outputs": {"json": "{"}}, "rollout.structured_outputs.json"),
     "grammar": ({"structured_outputs": {"grammar": "start: x"}}, "rollout.structured_outputs.grammar"),
+    "remainders": (
+        {"structured_outputs": {"json": {"type": "integer", "multipleOf": 99_999_989}}},
+        "rollout.structured_outputs.json.multipleOf",
+    ),
+    "without end": (
+        {"structured_outputs": {"grammar": 'start: %json {"type": "integer", "multipleOf": 99999989}'}},
+        "rollout.structured_outputs.grammar",
+    ),
 }
 
 

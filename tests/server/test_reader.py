@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import sys
 import threading
 import time
 import tracemalloc
@@ -257,7 +258,7 @@ def test_the_process_that_forks_is_replaced(reader: Reader) -> None:
 
 
 def test_a_process_that_cannot_be_started_is_a_503(make_reader: Callable[..., Reader], monkeypatch: Any) -> None:
-    monkeypatch.setattr(reading.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(NotReadyError, match="did not start"):
         read(make_reader(), where, LONG)
 

@@ -12,14 +12,16 @@ from typing import Any
 import httpx2
 import pytest
 from jsonschema import Draft202012Validator
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError, OpenAI, RateLimitError
 from pydantic import BaseModel
 
 from groupwise.engine import grammar as grammars
+from groupwise.engine import vetting
 from groupwise.server import openai as chat
 from groupwise.server import rollouts, trl
 from groupwise.server import sampling as admission
 from groupwise.types import Grammar
+from processes import becomes
 from serving import Served, served, starter
 
 HI = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
@@ -289,6 +291,68 @@ def test_a_schema_that_cannot_be_compiled_is_refused_with_its_path(
     with pytest.raises(BadRequestError) as refused:
         ask(client, tools=[WAIT, tool], tool_choice="required")
     assert refused.value.param == f"tools[1].function.parameters.properties.x{path}"
+
+
+ENDLESS = 'start: %json {"type": "integer", "multipleOf": 99999989}'  # gigabytes of states
+STEP = {"type": "integer", "multipleOf": 99_999_989}
+MANY = {"patternProperties": {f"^a{i:04}": {"type": "integer"} for i in range(1500)}}
+
+
+@pytest.mark.parametrize(("schema", "key"), [(STEP, "multipleOf"), (MANY, "patternProperties")])
+def test_a_schema_that_would_explode_is_refused_with_its_key_on_every_route(
+    api: Served, schema: dict[str, Any], key: str
+) -> None:
+    format = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    chat, in_tool = {"messages": HI}, f"tools[0].function.parameters.properties.x.{key}"
+    asked = [
+        ("/v1/chat/completions", {**chat, "response_format": format}, f"response_format.json_schema.schema.{key}"),
+        ("/v1/chat/completions", {**chat, "guided_json": schema}, f"guided_json.{key}"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": schema}}, f"structured_outputs.json.{key}"),
+        ("/v1/completions/batch", {"prompts": [HI], "guided_json": schema}, f"guided_json.{key}"),
+        ("/generate/", {"prompts": ["x"], "guided_json": schema}, f"guided_json.{key}"),
+    ]
+    if schema is STEP:  # the others do not fit into the prompt, where tools stand
+        asked.append(("/v1/chat/completions", {**chat, "tools": tools}, in_tool))
+        asked.append(("/v1/chat/completions", {**chat, "tools": tools, "tool_choice": "required"}, in_tool))
+    for path, body, field in asked:
+        answer = httpx2.post(f"{api.url}{path}", json={"max_tokens": 8, **body}, timeout=60)
+        said = answer.json().get("error", answer.json())
+        assert (answer.status_code, said["code"]) == (400, "invalid_grammar"), answer.text
+        assert said.get("param", said.get("field")) == field
+
+
+def test_two_grammars_that_explode_hold_up_nobody_and_end(client: OpenAI, api: Served) -> None:
+    refused: list[BadRequestError] = []
+
+    def wait(number: int) -> None:
+        with pytest.raises(BadRequestError) as caught:
+            ask(client, extra={"guided_grammar": ENDLESS.replace("89", str(number))})
+        refused.append(caught.value)
+
+    waiting = [threading.Thread(target=wait, args=(number,)) for number in (89, 71)]
+    for thread in waiting:
+        thread.start()
+    assert becomes(lambda: len(api.engine._grammars._vetting._asked) == 2)
+    assert whole(ask(client, extra=PLAIN | {"guided_choice": ["meanwhile"]})) == ["meanwhile"] * 3
+    assert not refused
+    for thread in waiting:
+        thread.join(60)
+    assert [(each.code, each.param) for each in refused] == [("invalid_grammar", "guided_grammar")] * 2
+    api.engine._grammars._debts._owed.clear()  # other tests have this one's address
+
+
+def test_who_sends_what_explodes_is_told_to_wait(client: OpenAI, api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    api.engine._grammars._debts._owed.clear()  # other tests have this one's address
+    monkeypatch.setattr(vetting, "MOST_DEBT_S", 0.0)
+    with pytest.raises(BadRequestError):
+        ask(client, extra={"guided_regex": "(("})
+    with pytest.raises(RateLimitError) as told:
+        ask(client, extra={"guided_choice": ["a new one"]})
+    assert told.value.code == "overloaded" and int(told.value.response.headers["retry-after"]) >= 1
+    api.engine._grammars._debts._owed.clear()
+    assert whole(ask(client, extra=PLAIN | {"guided_choice": ["a new one"]}))
 
 
 def test_what_takes_long_to_compile_holds_up_nobody_and_ends(

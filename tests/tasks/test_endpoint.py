@@ -95,6 +95,29 @@ def test_what_is_refused_is_a_400(play_group):
         assert message in error.message and error.type == "invalid_request_error"
 
 
+def test_what_would_explode_is_refused_and_ends_neither_the_episode_nor_the_run(play_group):
+    patterns = [{"type": "string", "pattern": f".*a.{{{i}}}b"} for i in range(1, 30)]
+    crossed = {"type": "object", "properties": {"x": {"allOf": patterns}}}
+    bodies = (
+        {"response_format": schema({"type": "integer", "multipleOf": 99_999_989})},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": crossed, "strict": True}}]},
+    )
+    told: list[openai.BadRequestError] = []
+
+    async def agent(base_url, api_key):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for body in bodies:
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await client.chat.completions.create(model="any", messages=[USER], **body)
+                told.append(caught.value)
+            await client.chat.completions.create(model="any", messages=[USER])
+        return 1.0
+
+    (rollout,) = play_group(agent, takes=("base_url", "api_key")).rollouts
+    assert (rollout.error, rollout.reward) == (None, 1.0)
+    assert [each.code for each in told] == ["invalid_grammar"] * 2
+
+
 def test_the_run_decides_how_it_samples_and_says_so(ask):
     with pytest.warns(UserWarning, match="agent asks with presence_penalty, seed, temperature, which change nothing"):
         answer, rollout = ask(raw=True, temperature=0.1, top_p=1, seed=7, presence_penalty=0.5)

@@ -10,28 +10,36 @@ end-of-turn tokens are allowed, and where nothing can follow they alone.
 JSON is written as models write it: at most a space between two signs, or a line end and the indentation of the next.
 Unbounded space would be valid, and a model that once begins with it may never end.
 
-A grammar comes from whoever asks. So its length is bounded, the library bounds the work of compiling it and of each
-token, and it is compiled in a thread that nothing else waits for (without Python's interpreter lock). One that runs
-into a bound while it is sampled fails its own request.
+A grammar comes from whoever asks. So its length is bounded, and what of a schema is known to explode (`check_bounds`);
+it is compiled in a process that can be killed (`vetting`) before it is compiled here, in a thread that nothing else
+waits for; and the library bounds the work of each token. One that runs into a bound while it is sampled fails its own
+request.
 
 Shapes: C rows with a grammar, V vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
+import math
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from groupwise.config.yaml import dotted
-from groupwise.errors import GrammarError
+from groupwise.engine.vetting import BESIDE, Debts, TokenizerParts, Vetting, too_costly
+from groupwise.errors import GrammarError, OverloadedError
 from groupwise.model.chat import THINK_END, THINK_START
 from groupwise.types import Grammar, GrammarKind
 
@@ -39,9 +47,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-MOST_CHARACTERS = 1 << 16  # of a grammar with its parts; the slowest schema of that length tried takes 0.7 s
+MOST_CHARACTERS = 1 << 16  # of a grammar with its parts
 MOST_STATES = 50_000  # of a matcher's lexer, 1 to 2 kB each
-MOST_COMPILED = 64  # grammars that are kept
+MOST_FUEL = 100_000  # of a matcher's lexer for one token; the hardest tried take 0.1 s, and fail there
+MOST_COMPILED = 64  # grammars that are kept,
+MOST_KEPT = 256 << 20  # and bytes of memory that compiling them took
+MOST_VERDICTS = 4096  # grammars of which is known whether they may be compiled
+COMPILED_BESIDE = 2  # grammars that are compiled here at the same time
 COMPILE_S = 30.0  # for one grammar, with those that wait before it
 TRIED = 4  # tokens that are tried of a new grammar
 PROBED = 256  # parts of a schema that are compiled alone to find which of them is wrong
@@ -51,6 +63,10 @@ WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Values of `format` that are kept to. All others only describe, as by JSON Schema's default all do."""
+
+MOST_STEP = 50_000  # of `multipleOf`, without its point,
+MOST_ROUND = 100  # ... and without the zeros at its end
+MOST_PATTERNS = 128  # `patternProperties` of one schema
 
 Schema = dict[str, Any]
 
@@ -66,19 +82,32 @@ class GrammarCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocabulary: int, eos_ids: Sequence[int]):
         self._source, self._vocabulary, self._eos_ids = tokenizer, vocabulary, list(eos_ids)
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._sizes: dict[Grammar, int] = {}  # bytes of memory that compiling one of these took
+        self._verdicts: OrderedDict[bytes, int | None] = OrderedDict()  # bytes of memory; None is too much of anything
+        self._debts = Debts()
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="groupwise-grammar")
-        self._building = threading.Lock()
+        self._threads = ThreadPoolExecutor(BESIDE, thread_name_prefix="groupwise-grammar")
+        self._building, self._compiling = threading.Lock(), threading.Semaphore(COMPILED_BESIDE)
+        self._closed = False
 
-    def prepare(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Compile a grammar in a thread, once. The future raises GrammarError; it is shared: do not cancel it."""
+    def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[LLMatcher]:
+        """Compile a grammar in a thread, once. The future is shared: do not cancel it.
+
+        It raises GrammarError, OverloadedError where grammars of the `sender` that were refused have taken too long
+        lately, and NotReadyError where there is no process to vet it.
+        """
         with self._lock:
             future = self._compiled.get(grammar)
             if future is None or (future.done() and future.exception() is not None):
-                future = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
+                try:
+                    self._debts.check(sender)
+                except OverloadedError as error:  # of this sender alone: others may ask for the same
+                    refused: Future[LLMatcher] = Future()
+                    refused.set_exception(error)
+                    return refused
+                future = self._compiled[grammar] = self._threads.submit(self._compile_for, sender, grammar)
             self._compiled.move_to_end(grammar)
-            while len(self._compiled) > MOST_COMPILED:
-                self._compiled.popitem(last=False)
+            self._forget()
         return future
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
@@ -93,34 +122,100 @@ class GrammarCompiler:
             raise too_slow(grammar) from None
 
     def close(self) -> None:
+        """What is being vetted ends at once; what was vetted and is being compiled ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
+        if vetting := self.__dict__.get("_vetting"):
+            vetting.close()
+
+    def _forget(self) -> None:
+        """Keep as many as may be, and as much: those that were used last."""
+        while len(self._compiled) > MOST_COMPILED or sum(self._sizes.values()) > MOST_KEPT:
+            self._sizes.pop(self._compiled.popitem(last=False)[0], None)
 
     # ---- in a thread ----
     @cached_property
-    def tokenizer(self) -> LLTokenizer:
-        """As llguidance has it; a second for a large vocabulary. Raises GrammarError where it can have none."""
-        from llguidance.hf import from_tokenizer
+    def _parts(self) -> TokenizerParts:
         from transformers import PreTrainedTokenizerFast
 
         if not isinstance(self._source, PreTrainedTokenizerFast) or not self._eos_ids:
             lack = "no fast tokenizer (tokenizer.json)" if self._eos_ids else "no end-of-turn token"
             raise GrammarError(f"this model has {lack}, so its text cannot be kept to a grammar")
         most = max(self._vocabulary, len(self._source))
-        return from_tokenizer(self._source, n_vocab=most, eos_token=self._eos_ids)
+        backend = copy.copy(self._source.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return TokenizerParts(backend.to_str(), most, tuple(self._eos_ids))
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        """As llguidance has it; a second for a large vocabulary. Raises GrammarError where it can have none."""
+        return self._parts.open()
+
+    @cached_property
+    def _vetting(self) -> Vetting:
+        return Vetting(self._parts)
+
+    def _compile_for(self, sender: str, grammar: Grammar) -> LLMatcher:
+        self._start()
+        began = time.monotonic()
+        try:
+            return self._compile(grammar)
+        except GrammarError:
+            self._debts.charge(sender, time.monotonic() - began)
+            raise
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        _check_length(grammar)
+        check_bounds(grammar)
+        self._vet(grammar)
+        with self._compiling:
+            return compile_grammar(grammar, self.tokenizer)
+
+    def _start(self) -> None:
+        """Have what all grammars need: it takes a second, and is no sender's fault. Raises GrammarError where this
+        model's text cannot be kept to one, and NotReadyError."""
         with self._building:
-            tokenizer = self.tokenizer
-        return _compiled(grammar, tokenizer)
+            assert self.tokenizer
+            vetting = self._vetting
+        if self._closed:
+            vetting.close()
+        vetting.start()
+
+    def _vet(self, grammar: Grammar) -> None:
+        """Raises GrammarError, NotReadyError."""
+        key = digest(grammar)
+        with self._lock:
+            known, size = key in self._verdicts, self._verdicts.get(key)
+        if not known:
+            try:
+                size = self._vetting.vet(grammar)
+            except GrammarError as error:
+                if error.kind != "limit":
+                    raise
+        with self._lock:
+            self._verdicts[key] = size
+            self._verdicts.move_to_end(key)
+            if size is not None and grammar in self._compiled:
+                self._sizes[grammar] = size
+            while len(self._verdicts) > MOST_VERDICTS:
+                self._verdicts.popitem(last=False)
+            self._forget()
+        if size is None:
+            raise too_costly(grammar)
+
+
+def digest(grammar: Grammar) -> bytes:
+    """What stands for a grammar, whatever errors call it."""
+    parts = [(name, digest(part)) for name, part in grammar.parts]
+    said = repr((grammar.kind.value, grammar.source, grammar.thoughts, grammar.lenient, parts))
+    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
 
 
 def check_grammar(grammar: Grammar) -> None:
     """Compile a grammar for a vocabulary of bytes: what is wrong with it whatever the model. Raises GrammarError."""
-    from llguidance import LLTokenizer
-
-    _check_length(grammar)
-    _compiled(grammar, LLTokenizer("byte"))
+    check_bounds(grammar)
+    with closing(Vetting(TokenizerParts())) as vetting:
+        vetting.vet(grammar)
 
 
 def too_slow(grammar: Grammar) -> GrammarError:
@@ -169,7 +264,8 @@ def _executor() -> Any:
 
 
 # ---- from a Grammar to llguidance ----
-def _check_length(grammar: Grammar) -> None:
+def check_bounds(grammar: Grammar) -> None:
+    """Raise GrammarError for a grammar that is too long, or has what is known to explode when it is compiled."""
     length = len(grammar.source) + sum(len(part.source) for _, part in grammar.parts)
     if length > MOST_CHARACTERS:
         raise GrammarError(
@@ -177,10 +273,13 @@ def _check_length(grammar: Grammar) -> None:
             hint="make it smaller",
             field=grammar.field,
         )
+    for each in (grammar, *(part for _, part in grammar.parts)):
+        if each.kind is GrammarKind.JSON_SCHEMA:
+            _check_schema(each)
 
 
-def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-    """Raises GrammarError."""
+def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+    """Compile it in this thread, however long that takes. Raises GrammarError."""
     matcher, wrong = _try(grammar, tokenizer)
     if not wrong:
         return matcher
@@ -194,7 +293,7 @@ def _try(grammar: Grammar, tokenizer: LLTokenizer) -> tuple[LLMatcher, str]:
     """A matcher, and what is wrong with the grammar; nothing is."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+    limits = LLParserLimits(max_lexer_states=MOST_STATES, step_lexer_fuel=MOST_FUEL, verbose_errors=False)
     matcher = LLMatcher(
         tokenizer, json.dumps({"grammars": _definitions(grammar, tokenizer)}), log_level=0, limits=limits
     )
@@ -326,6 +425,36 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ..
         for name, each in (schema[key] if isinstance(schema.get(key), dict) else {}).items():
             if isinstance(each, dict):
                 yield (key, name), each
+
+
+def _check_schema(grammar: Grammar) -> None:
+    """Raise GrammarError, which names the key, for what takes the compiler minutes and gigabytes."""
+    pending: list[tuple[tuple[str | int, ...], Schema]] = [((), _schema(grammar))]
+    while pending:
+        path, schema = pending.pop()
+        step, patterns = schema.get("multipleOf"), schema.get("patternProperties")
+        if isinstance(step, int | float) and not _is_small(step):
+            raise _beyond(
+                grammar, (*path, "multipleOf"), f"is {step}", f"a number of digits up to {MOST_STEP}, or a round one"
+            )
+        if isinstance(patterns, dict) and len(patterns) > MOST_PATTERNS:
+            said = f"has {len(patterns)} patterns, each of which is compared with each other"
+            raise _beyond(grammar, (*path, "patternProperties"), said, f"{MOST_PATTERNS} at most")
+        pending += [((*path, *where), below) for where, below in _subschemas(schema)]
+
+
+def _is_small(step: float) -> bool:
+    """Whether a multiple of it can be told digit by digit: a state is kept for each remainder."""
+    if isinstance(step, bool) or (isinstance(step, float) and not math.isfinite(step)):
+        return True  # it is refused for what it is
+    digits = f"{Decimal(repr(step)):f}".strip("-")
+    whole = digits.replace(".", "")
+    return int(whole) <= MOST_STEP or int(digits.removesuffix(".0").rstrip("0").replace(".", "") or 0) <= MOST_ROUND
+
+
+def _beyond(grammar: Grammar, path: tuple[str | int, ...], said: str, valid: str) -> GrammarError:
+    named = dotted((grammar.field, *path))
+    return GrammarError(f"{named} {said}; it may be {valid}", hint="check the answer yourself", field=named)
 
 
 def _without_formats(schema: Schema) -> Schema:

@@ -491,9 +491,9 @@ class LocalEngine:
             tops += [tuple(zip(*each, strict=True)) for each in pairs]
         return SequenceScores(logprobs=tuple(logprobs), top=tuple(tops), cells=tuple(cells_C.tolist()))
 
-    def prepare(self, grammar: Grammar) -> Future[Any]:
+    def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[Any]:
         """As `LiveEngine.prepare`."""
-        return self._grammars.prepare(grammar)
+        return self._grammars.prepare(grammar, sender=sender)
 
     def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None:
         """Make the weighted sum of saved adapters available under `version`. Raises AdapterError as `load` does."""

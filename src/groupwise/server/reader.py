@@ -19,10 +19,7 @@ import hashlib
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -32,6 +29,7 @@ from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from starlette.requests import Request
 
 from groupwise.config.serve import MIB, ServeConfig
+from groupwise.engine.forks import GO, ForkServer, frame
 from groupwise.errors import BodyTooLargeError, GroupwiseError, NotReadyError
 from groupwise.recorded import RoutingShape
 from groupwise.server.bodies import check_content_type
@@ -51,9 +49,7 @@ LANES = {
     "sample": (2, 5),
     "train": (1, 10),
 }  # processes that read at once, and by how much the server goes first (nice)
-START_S = 120.0  # for the process that forks to import everything
-FORK_S = 1.0  # for it to take three descriptors
-READY, GO, DONE = b"ready", b"g", b"done"
+DONE = b"done"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -166,7 +162,9 @@ class Reader:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="groupwise-read")
         self._lanes = {lane: asyncio.Semaphore(count) for lane, (count, _) in LANES.items()}
         secretless = config.model_copy(update={"api_key": None, "webhook_secret": None})
-        self._forks = _ForkServer(base, secretless)
+        self._forks = ForkServer(
+            "groupwise.server.reader_process", (base, secretless), without="long bodies cannot be read"
+        )
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
@@ -259,7 +257,7 @@ def _load(answer: int) -> ReadResult:
         return pickle.load(file)
 
 
-# ---- the process that forks ----
+# ---- what the process says ----
 @dataclass(frozen=True, kw_only=True)
 class ReadResult:
     """What a reading process has to say: its function's result, what it raised, or the traceback of a bug."""
@@ -267,92 +265,3 @@ class ReadResult:
     result: Any = None
     refused: GroupwiseError | None = None
     bug: str | None = None
-
-
-def frame(data: bytes) -> bytes:
-    """A message on a stream: its length in 8 bytes, then itself."""
-    return len(data).to_bytes(8, "big") + data
-
-
-def receive_frame(stream: socket.socket) -> bytes:
-    """Raises EOFError when the other end has closed."""
-    return _receive(stream, int.from_bytes(_receive(stream, 8), "big"))
-
-
-def _receive(stream: socket.socket, size: int) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        piece = stream.recv(min(size - len(received), MIB))
-        if not piece:
-            raise EOFError
-        received += piece
-    return bytes(received)
-
-
-class _ForkServer:
-    """The process that readers are forked from, started when it is needed and again when it is gone. For threads."""
-
-    def __init__(self, base: TextModel, config: ServeConfig):
-        self._setup = (base, config)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def start(self) -> None:
-        """Raises NotReadyError if it does not start."""
-        with self._lock:
-            if self._closed or (self._process is not None and self._process.poll() is None):
-                return
-            self._end()
-            ours, theirs = socket.socketpair()
-            ours.settimeout(START_S)
-            with theirs:
-                self._channel, self._process = ours, self._begin(theirs.fileno())
-            if self._closed:
-                self._end()
-                return
-            try:
-                ours.sendall(frame(pickle.dumps(self._setup)))
-                _receive(ours, len(READY))
-                ours.settimeout(FORK_S)
-            except (OSError, EOFError) as error:
-                self._end()
-                raise NotReadyError(
-                    f"long bodies cannot be read now: their process did not start ({type(error).__name__})",
-                    hint="try again; the server's log may say why",
-                    retry_after=5,
-                ) from error
-
-    def _begin(self, descriptor: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "groupwise.server.reader_process", str(descriptor)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[descriptor],
-            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
-            process_group=0,  # Ctrl-C in the server's terminal is the server's
-        )
-
-    def fork(self, *descriptors: int) -> None:
-        """Have a reader, with the conversation's socket, the body and the file for its answer."""
-        with self._lock:
-            if self._channel is None:
-                raise NotReadyError("the server is shutting down", retry_after=5)
-            with suppress(OSError):  # it is gone, and the conversation ends
-                socket.send_fds(self._channel, [GO], descriptors)
-
-    def close(self) -> None:
-        """For good. One that is being started is not waited for."""
-        self._closed = True
-        if process := self._process:
-            process.kill()
-        with self._lock:
-            self._end()
-
-    def _end(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._channel = self._process = None

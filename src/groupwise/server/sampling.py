@@ -563,7 +563,7 @@ async def admit(
     are those of the prompts, where they have any. With `max_tokens: 0` the engine gets nothing to do.
 
     Raises:
-        GrammarError: a grammar cannot be compiled.
+        GrammarError, NotReadyError: a grammar cannot be compiled, or not now.
         ContextLengthError: a prompt does not fit, together with what is asked for.
         ModelError, AdapterNotFoundError, AdapterError, DeadlineError, OverloadedError, RequestError: as
             `Policies.lease`, which may wait for room within the deadline of the request.
@@ -579,7 +579,7 @@ async def admit(
     params = [
         replace(one, grammar=grammar) for one, grammar in zip(params, grammars or [None] * len(params), strict=True)
     ]
-    await compiled(server.engine, grammars)
+    await compiled(server.engine, grammars, sender=http.client.host if http.client else "")
     whole_s, first_s = server.config.request_timeout_s, server.config.first_token_timeout_s
     patience_s = min(whole_s, first_s) if stream else whole_s
     version = await resources.enter_async_context(
@@ -649,12 +649,13 @@ def _session(http: Request, body: Sampling) -> str:
     return http.headers.get("x-session-id") or (str(user) if user else secrets.token_hex(8))
 
 
-async def compiled(engine: LiveEngine, grammars: Sequence[Grammar | None]) -> None:
-    """Wait until the engine has the grammars. Raises GrammarError, also for one that takes too long."""
+async def compiled(engine: LiveEngine, grammars: Sequence[Grammar | None], *, sender: str) -> None:
+    """Wait until the engine has the grammars. Raises GrammarError, also for one that takes too long, and what
+    `LiveEngine.prepare` raises."""
     for grammar in dict.fromkeys(each for each in grammars if each is not None):
         try:
             async with asyncio.timeout(COMPILE_S):
-                await asyncio.shield(asyncio.wrap_future(engine.prepare(grammar)))
+                await asyncio.shield(asyncio.wrap_future(engine.prepare(grammar, sender=sender)))
         except TimeoutError:
             message = f"{grammar.field} was not compiled after {COMPILE_S:g} seconds"
             raise GrammarError(message, hint="make it smaller, or try again", field=grammar.field) from None

@@ -48,6 +48,7 @@ from groupwise.errors import (
     EnvError,
     GrammarError,
     GroupwiseError,
+    OverloadedError,
     RequestError,
 )
 from groupwise.model.chat import opens_thought
@@ -478,7 +479,7 @@ class AgentSession:
             if self.over:
                 raise _over() from None
             raise
-        except GrammarError:  # of what was asked for, not of the policy
+        except (GrammarError, OverloadedError):  # of what was asked for, not of the policy
             raise
         except Exception as error:
             raise self._fail(error) from error
@@ -489,7 +490,8 @@ class AgentSession:
         """The completion; `said` hears of its tokens in this event loop, where the engine streams."""
         grammar, prepare = request.params.grammar, getattr(self.sampler, "prepare", None)
         if grammar is not None and prepare is not None:  # in a thread: others are answered meanwhile
-            await asyncio.shield(asyncio.wrap_future(prepare(grammar)))
+            episode = f"{self.seed}/{self.number}"
+            await asyncio.shield(asyncio.wrap_future(prepare(grammar, sender=episode)))
         if said is None or "on_token" not in inspect.signature(self.sampler.submit).parameters:
             return (await self.sampler.sample([request]))[0]
         loop = asyncio.get_running_loop()

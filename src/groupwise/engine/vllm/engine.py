@@ -325,6 +325,10 @@ class VllmEngine:
         loaded = ", ".join(map(str, whole + self._leases.versions)) or "none"
         return AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded; loaded: {loaded}")
 
+    def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[Any]:
+        """As `LiveEngine.prepare`: here. vLLM compiles what it is sent when it gets the request."""
+        return self._grammars.prepare(grammar, sender=sender)
+
     async def _answer(self, job: QueuedRequest) -> list[Completion]:
         request, grammar = job.request, job.request.params.grammar
         try:

@@ -32,9 +32,9 @@ class VllmGrammars:
             base.tokenizer, vocabulary=base.vocabulary, eos_ids=list(base.eos_ids)[:1] if end is None else [end]
         )
 
-    def prepare(self, grammar: Grammar) -> Future[Any]:
-        """Compile a grammar in a thread. The future, which is not to be cancelled, raises GrammarError."""
-        return self._compiler.prepare(grammar)
+    def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[Any]:
+        """As `LiveEngine.prepare`."""
+        return self._compiler.prepare(grammar, sender=sender)
 
     def option(self, grammar: Grammar) -> dict[str, str]:
         """vLLM's `structured_outputs`. Raises GrammarError: it is none, or the model's tokens cannot be kept to one."""

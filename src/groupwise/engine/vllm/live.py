@@ -45,7 +45,6 @@ from groupwise.model.load import LoadedModel
 from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
 from groupwise.types import (
     Completion,
-    Grammar,
     PolicyVersion,
     SamplingParams,
     SamplingRequest,
@@ -126,10 +125,6 @@ class LiveVllm(VllmEngine):
             if self.unavailable_reason is None:
                 raise
             raise NotReadyError(f"{version} cannot be loaded: {error.message}", hint=error.hint) from error
-
-    def prepare(self, grammar: Grammar) -> Future[Any]:
-        """As `LiveEngine.prepare`: here. vLLM compiles what it is sent when it gets the request."""
-        return self._grammars.prepare(grammar)
 
     def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None:
         with TemporaryDirectory(prefix="groupwise-sum-") as place:
