@@ -247,6 +247,29 @@ def test_a_grammar_that_fails_while_it_is_sampled_fails_its_request_alone(open_e
     assert becomes(lambda: engine.stats()["running"] == 0)  # a failed request's rows are given up in the next step
 
 
+def test_a_grammar_whose_tokens_take_too_long_fails_its_request_alone(open_engine, monkeypatch) -> None:
+    engine = open_engine()
+    (beside,) = engine.submit([request(GRAMMARS[0])])
+    with monkeypatch.context() as patched:
+        patched.setattr(grammars, "MATCH_S", -1e9)
+        (slow,) = engine.submit([request(Grammar.lark('start: a\na: a a | "x" | "xx"', field="guided_grammar"), n=3)])
+    with pytest.raises(GrammarError) as refused:
+        slow.result(timeout=60)
+    assert refused.value.field == "guided_grammar"
+    assert check_whole(GRAMMARS[0], beside.result(timeout=60), engine) == 1
+    assert becomes(lambda: engine.stats()["running"] == 0)
+
+
+def test_time_for_a_grammar_grows_with_what_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(grammars, "MATCH_TOKEN_S", 0.01)
+    time = grammars.MatchTime()
+    time.take(grammars.MATCH_S)
+    time.take(0.04, tokens=4)
+    assert not time.is_over
+    time.take(0.001)
+    assert time.is_over
+
+
 def test_compiled_grammars_are_shared_and_bounded(open_engine, monkeypatch) -> None:
     engine = open_engine()
     compiled: list[Grammar] = []

@@ -275,7 +275,9 @@ class DecodedRows(ABC):
         token_S, logprob_S, kept = sample_tokens(logits_SV, rows.params(at), uniform_S, drawn_BV=drawn_SV)
         if followed:
             for i, token in zip(followed, token_S[list(followed.values())].tolist(), strict=True):
+                began = time.thread_time()
                 rows.matchers[i].consume_token(token)
+                rows.owners[i].job.match_time.take(time.thread_time() - began, tokens=1)
         return token_S, logprob_S, kept
 
     def _in_grammar(self, followed: dict[int, int], logits_SV: Tensor, drawn_SV: Tensor | None) -> Tensor:
@@ -283,10 +285,14 @@ class DecodedRows(ABC):
         grammar allows only what something else has excluded (`min_tokens`) the grammar decides. A request whose matcher
         fails is settled with its error, and its rows are drawn for the last time."""
         matchers = [self.rows.matchers[i] for i in followed]
-        allowed_CV = on_device(torch.from_numpy(allowed_tokens(matchers, logits_SV.shape[1])), logits_SV.device)
+        began = time.thread_time()
+        allowed = allowed_tokens(matchers, logits_SV.shape[1])
+        each_s = (time.thread_time() - began) / len(matchers)
+        allowed_CV = on_device(torch.from_numpy(allowed), logits_SV.device)
         for i, matcher, allowed_V in zip(followed, matchers, allowed_CV, strict=True):
-            if matcher.is_error():
-                job = self.rows.owners[i].job
+            job = self.rows.owners[i].job
+            job.match_time.take(each_s)
+            if matcher.is_error() or job.match_time.is_over:
                 assert job.request.params.grammar is not None
                 job.settle(failed(job.request.params.grammar, matcher))
                 allowed_V[:] = True

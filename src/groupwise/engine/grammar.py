@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 1 << 16  # of a grammar with its parts
 MOST_STATES = 50_000  # of a matcher's lexer, 1 to 2 kB each
 MOST_FUEL = 100_000  # of a matcher's lexer for one token; the hardest tried take 0.1 s, and fail there
+MATCH_S, MATCH_TOKEN_S = 1.0, 0.005  # of a processor that a request's grammar may take, and more for each token
 MOST_COMPILED = 64  # grammars that are kept,
 MOST_KEPT = 256 << 20  # and bytes of memory that compiling them took
 MOST_VERDICTS = 4096  # grammars of which is known whether they may be compiled
@@ -241,9 +242,26 @@ def allowed_tokens(matchers: Sequence[LLMatcher], vocabulary: int) -> np.ndarray
     return np.unpackbits(bits_CW.view(np.uint8), axis=1, bitorder="little")[:, :vocabulary].astype(bool)
 
 
+class MatchTime:
+    """Seconds of a processor that following one request's grammar took in the engine's thread. What takes as long for
+    each token as a step takes a whole batch holds everybody up."""
+
+    def __init__(self) -> None:
+        self._left = MATCH_S
+
+    def take(self, seconds: float, *, tokens: int = 0) -> None:
+        """Count these seconds, which went to so many tokens."""
+        self._left += MATCH_TOKEN_S * tokens - seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the request has had more than it may."""
+        return self._left < 0
+
+
 def failed(grammar: Grammar, matcher: LLMatcher) -> GrammarError:
-    """The error for a matcher that ran into a bound while it was used."""
-    why = matcher.get_error().partition("\n")[0]
+    """The error for a matcher that ran into a bound while it was used, or whose request took too long (`MatchTime`)."""
+    why = matcher.get_error().partition("\n")[0] or "it takes a processor too long"
     return GrammarError(
         f"{grammar.field} is too complex for the next token to be found in time: {why}",
         hint="make it smaller: fewer optional properties and alternatives",

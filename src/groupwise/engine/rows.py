@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.engine.grammar import MatchTime
 from groupwise.engine.kv_cache import PromptKey
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.sampling import RowParams, completion_seed
@@ -119,6 +120,7 @@ class PendingRequest:
     done: dict[int, Completion] = field(default_factory=dict)
     started: int = 0  # completions that have been given a row
     cached: int = 0  # tokens of the prompt that were known when it was
+    match_time: MatchTime = field(default_factory=MatchTime)
 
     @property
     def prompt(self) -> PromptKey:
