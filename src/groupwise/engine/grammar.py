@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 1 << 16  # of a grammar with its parts
 MOST_STATES = 50_000  # of a matcher's lexer, 1 to 2 kB each
 MOST_FUEL = 100_000  # of a matcher's lexer for one token; the hardest tried take 0.1 s, and fail there
-MATCH_S, MATCH_TOKEN_S = 1.0, 0.005  # of a processor that a request's grammar may take, and more for each token
+MATCH_S, MATCH_TOKEN_S = 1.0, 0.005  # that a request's grammar may take, and more for each token; most take under 0.001
 MOST_COMPILED = 64  # grammars that are kept,
 MOST_KEPT = 256 << 20  # and bytes of memory that compiling them took
 MOST_VERDICTS = 4096  # grammars of which is known whether they may be compiled
@@ -243,8 +243,8 @@ def allowed_tokens(matchers: Sequence[LLMatcher], vocabulary: int) -> np.ndarray
 
 
 class MatchTime:
-    """Seconds of a processor that following one request's grammar took in the engine's thread. What takes as long for
-    each token as a step takes a whole batch holds everybody up."""
+    """Seconds that the engine's thread spent on following one request's grammar. What takes as long for each token as a
+    step takes for a whole batch holds everybody up."""
 
     def __init__(self) -> None:
         self._left = MATCH_S
@@ -261,7 +261,7 @@ class MatchTime:
 
 def failed(grammar: Grammar, matcher: LLMatcher) -> GrammarError:
     """The error for a matcher that ran into a bound while it was used, or whose request took too long (`MatchTime`)."""
-    why = matcher.get_error().partition("\n")[0] or "it takes a processor too long"
+    why = matcher.get_error().partition("\n")[0] or "its tokens take too long"
     return GrammarError(
         f"{grammar.field} is too complex for the next token to be found in time: {why}",
         hint="make it smaller: fewer optional properties and alternatives",
