@@ -28,10 +28,11 @@ from groupwise.errors import (
 )
 from groupwise.server.bodies import describe
 from groupwise.server.errors import add_handlers, envelope
-from groupwise.server.guard import SMALL, UPLOADS, Gate, Guard, _BodyGuard, _ByteLimit, _ConcurrencyLimit, read_body
+from groupwise.server.guard import UPLOADS, Gate, Guard, _ConcurrencyLimit, read_body
 from groupwise.server.metrics import Recorder
 from groupwise.server.schema import GrpoRequest, LoadRequest
 from groupwise.server.schema_openai import ChatRequest
+from groupwise.tasks.arriving import SMALL, BodyGuard, ByteLimit
 from raw_http import Answered, connect, head, is_closed, listening, read
 
 KEY = "sk-planted-0123456789"
@@ -426,7 +427,7 @@ def test_a_body_takes_a_place_once_it_is_whole_or_no_longer_small(chunks: list[b
         taken.append(1)
 
     async def run() -> list[bool]:
-        body = _BodyGuard(receive, (1 << 30, "train_body_bytes"), ServeConfig(), take)
+        body = BodyGuard(receive, (1 << 30, "train_body_bytes"), take, seconds=30.0)
         async with asyncio.timeout(120) as body.deadline:
             seen = []
             for _ in chunks:
@@ -439,7 +440,7 @@ def test_a_body_takes_a_place_once_it_is_whole_or_no_longer_small(chunks: list[b
 
 def test_long_bodies_share_so_many_bytes_and_each_takes_all_that_it_may_need_at_once() -> None:
     async def run() -> None:
-        bytes_, order = _ByteLimit(10, patience_s=10), list[str]()
+        bytes_, order = ByteLimit(10, patience_s=10), list[str]()
 
         async def visit(name: str, size: int, go: asyncio.Event) -> None:
             async with bytes_.held(size):
@@ -469,7 +470,7 @@ def test_long_bodies_share_so_many_bytes_and_each_takes_all_that_it_may_need_at_
 
 def test_who_waits_too_long_for_bytes_is_told_and_keeps_none() -> None:
     async def run() -> None:
-        bytes_ = _ByteLimit(10, patience_s=0.05)
+        bytes_ = ByteLimit(10, patience_s=0.05)
         async with bytes_.held(10):
             with pytest.raises(OverloadedError, match=r"bodies of 10 bytes are being received") as caught:
                 async with bytes_.held(1):

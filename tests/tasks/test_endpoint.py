@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import re
 import socket
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +19,7 @@ from openai import AsyncOpenAI
 
 from groupwise.algo.samples import samples_of
 from groupwise.config.lora import LoraSpec
+from groupwise.config.serve import ServeConfig
 from groupwise.model.load import LoadedModel
 from groupwise.tasks.endpoint import Endpoint
 from groupwise.tasks.starter.tasks import CALCULATOR
@@ -284,6 +288,37 @@ def test_too_many_characters_are_refused(play_group):
         return 1.0
 
     assert play_group(agent, takes=("base_url", "api_key"), max_characters=20).rollouts[0].error is None
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_has_the_limits_of_the_live_server(play_group, declared: bool):
+    most, told = ServeConfig().chat_body_bytes, list[tuple[int, str]]()
+
+    async def agent(base_url, api_key):
+        address = urlsplit(base_url)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {api_key}\r\n"
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        with closing(writer):
+            if declared:  # refused before any of it is sent
+                writer.write(f"{head}content-length: {most + 1}\r\n\r\n".encode())
+            else:
+                writer.write(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
+                piece = b"x" * (1 << 16)
+                with suppress(ConnectionError):
+                    for _ in range(most // len(piece) + 1):
+                        writer.write(b"10000\r\n" + piece + b"\r\n")
+                        await writer.drain()
+            status = int((await reader.readline()).split()[1])
+            length = re.search(rb"content-length: (\d+)", await reader.readuntil(b"\r\n\r\n"))
+            assert length is not None
+            told.append((status, (await reader.readexactly(int(length[1]))).decode()))
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            await client.chat.completions.create(model="policy", messages=[USER])  # type: ignore[list-item]
+        return 1.0
+
+    assert play_group(agent, takes=("base_url", "api_key")).rollouts[0].error is None
+    ((status, body),) = told
+    assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
 
 
 def test_it_listens_on_loopback_only_and_ends_with_the_play(starter):

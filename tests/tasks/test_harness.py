@@ -20,10 +20,10 @@ from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, EnvError
 from groupwise.model.load import LoadedModel
-from groupwise.rewards.sandbox import isolation
+from groupwise.rewards.sandbox import Box, isolation, trusted
 from groupwise.tasks.agents import AgentRollouts
 from groupwise.tasks.episode import play_all
-from groupwise.tasks.harness import Harness, load_harness
+from groupwise.tasks.harness import ISOLATED_FILES, ISOLATED_MEMORY_MB, ISOLATED_PROCESSES, Harness, load_harness
 from groupwise.types import PolicyVersion, Prompt, Rollout, SamplingParams
 from serving import comes_within
 
@@ -154,6 +154,51 @@ def test_tests_are_put_over_what_the_program_made_of_them(play):
         score = {"command": ["python", f"tests/{name}.py"], "files_column": "tests"}
         (rollout,) = play(code, score=score, row={"tests": tests})
         assert (rollout.reward, rollout.columns["score_status"]) == (0.0, "error"), rollout.columns
+
+
+CHEATS = {
+    "relative": "os.symlink('expected.txt', 'answer.txt')",
+    "absolute": "os.symlink(os.path.abspath('expected.txt'), 'answer.txt')",
+    "chain": "os.symlink('expected.txt', 'b'); os.symlink('b', 'answer.txt')",
+    "link in the place": "os.mkdir('a'); os.symlink('a', 'expected.txt'); os.symlink('expected.txt', 'answer.txt')",
+    "file in the place": "open('expected.txt', 'w').write('5'); os.symlink('expected.txt', 'answer.txt')",
+    "hard link": "open('expected.txt', 'w').write('5'); os.link('expected.txt', 'answer.txt')",
+    "folder": "os.symlink('.', 'self'); os.symlink('self/expected.txt', 'answer.txt')",
+    "over": "os.symlink('../over/expected.txt', 'answer.txt')",
+    "outside": "os.symlink('/proc/self/cwd/expected.txt', 'answer.txt')",
+    "loop": "os.symlink('answer.txt', 'answer.txt')",
+    "pipe": "os.mkfifo('answer.txt')",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_no_link_makes_an_answer_of_what_is_expected(play, cheat):
+    (rollout,) = play(
+        f"ask('hi')\n{CHEATS[cheat]}\n",
+        score={"command": ["cmp", "answer.txt", "expected.txt"], "files": {"expected.txt": "185\n"}},
+    )
+    assert rollout.error is None and rollout.columns["exit_status"] == 0, rollout.columns["stderr"]
+    assert (rollout.reward, rollout.columns["score_status"]) == (0.0, "error")
+
+
+def test_a_folder_of_what_is_expected_is_linked_to_by_nothing(play):
+    links = "os.mkdir('tests'); os.symlink('tests', 'mine'); os.symlink('mine/expected.txt', 'answer.txt')"
+    command = ["sh", "-c", "test ! -e answer.txt && test ! -e mine && test -f tests/expected.txt"]
+    score = {"command": command, "files": {"tests/expected.txt": "185"}}
+    (rollout,) = play(f"ask('hi')\n{links}\n", score=score)
+    assert rollout.reward == 1.0, rollout.columns["score_output"]
+
+
+def test_links_between_files_of_the_program_are_scored(play):
+    code = """
+ask('hi')
+os.makedirs('lib/deep'); os.mkdir('bin')
+open('lib/deep/run', 'w').write('said')
+os.symlink('../lib/deep', 'bin/deep'); os.symlink('deep/run', 'bin/run'); os.symlink(os.path.abspath('lib'), 'all')
+"""
+    check = "cat bin/run all/deep/run bin/deep/run && test -L bin/run && test -L all"
+    (rollout,) = play(code, score={"command": ["sh", "-c", check], "files": {"expected/x": "1"}})
+    assert rollout.reward == 1.0 and rollout.columns["score_output"] == "saidsaidsaid"
 
 
 def test_a_command_may_say_a_number(play):
@@ -304,6 +349,110 @@ def test_an_isolated_program_has_the_policy_and_nothing_else(play, tmp_path):
         found, loopback, outside, cwd = json.loads(rollout.columns["stdout"])
         assert found == [False, True] and not loopback and not outside and cwd.endswith("/workspace")
         assert rollout.reward == 1.0 and len(rollout.turns) == 1
+
+
+GREEDY_PROGRAM = """
+import resource, time
+kept, forked = [], 0
+try:
+    for _ in range(600):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        forked += 1
+except OSError:
+    pass
+refused = False
+try:
+    for _ in range(80):
+        kept.append(bytearray(b"x") * (64 << 20))
+except MemoryError:
+    refused = True
+limits = [resource.getrlimit(each)[1] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_CPU)]
+print(json.dumps([forked, refused, *limits]))
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize("memory_mb", [None, 512])
+def test_an_isolated_program_has_limits_of_every_kind(play, tmp_path, memory_mb):
+    (tmp_path / "tools").mkdir()
+    code = GREEDY_PROGRAM if memory_mb else GREEDY_PROGRAM.replace("range(80)", "range(0)")
+    (tmp_path / "tools" / "agent.py").write_text(ASK + "ask('hi')\n" + code)
+    (rollout,) = play(
+        "",
+        command=["python", "{folder}/tools/agent.py"],
+        isolated=True,
+        show=["tools"],
+        memory_mb=memory_mb,
+        episode={"timeout_s": 50.0},
+        score={"command": ["true"]},
+    )
+    assert rollout.columns["exit_status"] == 0, rollout.columns["stderr"]
+    forked, refused, files, cpu_s = json.loads(rollout.columns["stdout"])
+    assert forked < ISOLATED_PROCESSES and files == ISOLATED_FILES and cpu_s == 51 and refused == bool(memory_mb)
+
+
+@needs_namespaces
+def test_an_isolated_program_has_a_limit_of_memory_also_where_none_is_set(play, tmp_path):
+    (tmp_path / "tools").mkdir()
+    code = f"""
+import mmap
+ask('hi')
+try:
+    mmap.mmap(-1, {ISOLATED_MEMORY_MB + 1} << 20, flags=mmap.MAP_PRIVATE)
+    print('had')
+except OSError:
+    print('refused')
+"""
+    (tmp_path / "tools" / "agent.py").write_text(ASK + code)
+    command = ["python", "{folder}/tools/agent.py"]
+    (rollout,) = play("", command=command, isolated=True, show=["tools"], score={"command": ["true"]})
+    assert rollout.columns["stdout"] == "refused\n"
+
+
+# ---- secrets ----
+def test_no_process_that_watches_a_program_has_our_environment(monkeypatch):
+    monkeypatch.setenv("TRAINER_SECRET", "x")
+    box = Box(trusted([sys.executable, "-c", "import time; time.sleep(60)"], env={}, limits=None, output_bytes=100))
+    with box:
+        box.output(timeout=60)
+        assert b"TRAINER_SECRET" not in Path(f"/proc/{box.pid}/environ").read_bytes()
+
+
+ALONE = """
+import ctypes, os, sys
+sys.path[:0] = sys.argv[1:]
+from groupwise.platform import hide_memory
+
+
+def readable():
+    reader = os.fork()
+    if reader == 0:
+        try:
+            open(f"/proc/{os.getppid()}/environ").close()
+        except PermissionError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(reader, 0)[1] == 0
+
+
+os.setgroups([])
+os.setresgid(54321, 54321, 54321)
+os.setresuid(54321, 54321, 54321)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as a program of that user begins
+before = readable()
+hide_memory()
+print(before, readable())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists() or os.geteuid() != 0, reason="becomes another user")
+def test_a_hidden_process_is_read_by_no_other_of_its_user():
+    paths = [path for path in sys.path if path]
+    done = subprocess.run([sys.executable, "-c", ALONE, *paths], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 # ---- mistakes that are found before a run ----

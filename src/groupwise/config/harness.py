@@ -64,7 +64,8 @@ class HarnessConfig(Section):
     show: Texts = ()
     """With `isolated`: directories that it sees besides, read-only, such as where it is installed."""
     memory_mb: int | None = Field(default=None, ge=16)
-    """MiB of address space that each of its processes may have; null sets no limit."""
+    """MiB of address space that each of its processes may have, and with `isolated`, in a control group, all of them
+    together; null: with `isolated` 4096 MiB of what it may write, otherwise no limit."""
     disk_mb: int = Field(default=1024, ge=1)
     """MiB of the largest file that it may write."""
     output_characters: int = Field(default=4000, ge=1, le=1_000_000)

@@ -22,9 +22,10 @@ group       a control group (cgroup version 2) for each box: memory, its files i
 
 It does NOT protect from: errors of the kernel, most of whose system calls are there (no virtual machine); side
 channels; what stands world-readable in /usr and in the Python installation; CPU seconds of several processes (up to
-`processes` times `cpu_s`, within the wall clock). Without namespaces it does not protect from malice at all: the
-program reads and writes files as the user who runs it, and can stop that user's processes; without the filter it also
-has the network.
+`processes` times `cpu_s`, within the wall clock). Without a control group the kernel's own memory for a program is not
+counted: what waits unread in Unix sockets, about 200 KiB each, of which each process may have `open_files`. Without
+namespaces it does not protect from malice at all: the program reads and writes files as the user who runs it, and can
+stop that user's processes; without the filter it also has the network.
 `ProgramResult.isolated` says which it was, and `require_isolation` refuses to run without namespaces.
 
 POSIX only. A box costs two starts of Python, about 50 ms. Code in it sees the installed packages, not what lies beside.
@@ -58,6 +59,7 @@ KEEPER = Path(__file__).with_name("sandbox_child.py")
 GRACE_S = 15.0  # for the keeper to kill, and to say so
 PROBE_S = 60.0
 LONGEST_LENGTH = 8  # bytes of a frame's head
+LIBRARIES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # all that a keeper, which /proc shows, gets of our environment
 GROUP = "groupwise-box-"  # and the keeper's process id: a box's control group
 
 
@@ -317,18 +319,18 @@ def workspace_program(
 
     With a `level` it is isolated so far: it may write to `cwd` and /tmp, sees `shown` besides, and of the network there
     is 127.0.0.1:`port`, whose listening socket `Box.listener` returns. Without, it runs as `trusted` ones do. `limits`
-    are those of the keeper, any of which may be absent; isolated it needs `disk_mb`.
+    are those of the keeper, any of which may be absent; isolated it needs `disk_mb`, `processes`, and `memory_mb` or
+    `data_mb`.
     """
     spec = trusted(argv, env=env, limits=limits, output_bytes=output_bytes) | {"cwd": cwd, "stdin": stdin}
     if level is None:
         return spec
-    grouped = level.group is not None and {"memory_mb", "disk_mb", "processes"} <= set(limits)
     return spec | {
         "private": True,
         "namespaces": level.namespaces,
         "own_user": level.own_user,
         "filtered": level.filtered,
-        "group": f"{level.group}/{GROUP}" if grouped else None,
+        "group": level.group and f"{level.group}/{GROUP}",
         "shown": sorted({sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *shown}),
         "workspace": cwd,
         "port": port,
@@ -422,6 +424,7 @@ class Box:
         try:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", str(KEEPER), str(os.getpid())],
+                env={name: os.environ[name] for name in LIBRARIES if name in os.environ},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

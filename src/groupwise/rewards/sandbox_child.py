@@ -15,8 +15,9 @@ see `filter_of`); group (the path of a control group to be made, less its last p
 memory_mb, disk_mb, processes, open_files}, null for none; output_bytes, keep ("first": more than that ends the program;
 "last": what was before is dropped). With namespaces also, if at all: workspace (a directory that is visible, may be
 written and is where the program starts), port and gate (the program has 127.0.0.1, and the socket that listens there on
-`port` is sent through the descriptor `gate`). `end`: setup (why it could not be started), reason ("wall", "output",
-"processes", "memory", "closed"), exit, signal, seconds, cpu_s, stdout, stderr.
+`port` is sent through the descriptor `gate`). `limits` may say `data_mb` in place of memory_mb: only what a process may
+write and does not share counts, not what it merely reserves. `end`: setup (why it could not be started), reason
+("wall", "output", "processes", "memory", "closed"), exit, signal, seconds, cpu_s, stdout, stderr.
 """
 
 from __future__ import annotations
@@ -426,6 +427,7 @@ def lower_limits(limits: dict[str, Any]) -> None:
     for which, name, unit, more in (
         (resource.RLIMIT_CPU, "cpu_s", 1, 1),  # SIGXCPU at the limit, SIGKILL a second later
         (resource.RLIMIT_AS, "memory_mb", 1 << 20, 0),
+        (resource.RLIMIT_DATA, "data_mb", 1 << 20, 0),
         (resource.RLIMIT_FSIZE, "disk_mb", 1 << 20, 0),
         (resource.RLIMIT_NOFILE, "open_files", 1, 0),
         (resource.RLIMIT_NPROC, "tasks", 1, 0),
@@ -450,7 +452,7 @@ class ControlGroup:
         self.path = path
         os.mkdir(self.path)
         try:
-            memory = (limits["memory_mb"] + limits["disk_mb"]) << 20
+            memory = (limits.get("memory_mb", limits.get("data_mb", 0)) + limits["disk_mb"]) << 20
             self._write("memory.max", memory)
             with contextlib.suppress(OSError):  # kernels that count no swap, or have none
                 self._write("memory.swap.max", 0)

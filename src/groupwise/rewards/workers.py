@@ -307,5 +307,7 @@ def _quoted(printed: str) -> str:
 
 
 def boot(path: Sequence[str], module: str) -> str:
-    """The program of a worker, for `python -c`: modules are looked for where the parent looks for them."""
-    return f"import sys; sys.path[:] = {list(path)!r}; from {module} import main; main(int(sys.argv[1]))"
+    """The program of a worker, for `python -c`: modules are looked for where the parent looks for them. First it hides
+    the environment that it has from us."""
+    hide = "from groupwise.platform import hide_memory; hide_memory()"
+    return f"import sys; sys.path[:] = {list(path)!r}; {hide}; from {module} import main; main(int(sys.argv[1]))"

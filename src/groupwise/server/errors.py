@@ -31,7 +31,6 @@ from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from groupwise.errors import (
-    DeadlineError,
     GroupwiseError,
     LedgerDamagedError,
     NotReadyError,
@@ -73,12 +72,6 @@ class ForbiddenError(GroupwiseError):
     """The request comes from where none may come from: another web page, or under another host name."""
 
     code, status, exit_code = "forbidden", 403, 2
-
-
-class SlowBodyError(DeadlineError):
-    """The body did not arrive in time."""
-
-    code, status = "body_timeout", 408
 
 
 class ShuttingDownError(NotReadyError):

@@ -12,7 +12,8 @@
     HEAD            answered as GET, without the body: the same status and headers (RFC 9110, section 9.3.2)
     bugs            500 `internal_error` with the request id; the traceback is in the log only
 
-A pure ASGI middleware, outermost but for CORS. Bodies are read by `read_body` (see `groupwise.server.bodies`).
+A pure ASGI middleware, outermost but for CORS. Bodies are counted by `groupwise.tasks.arriving`
+and read by `read_body` (see `groupwise.server.bodies`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ import hmac
 import logging
 import re
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 from urllib.parse import parse_qsl, urlsplit
 from uuid import uuid4
 
@@ -35,10 +35,9 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from groupwise.config.serve import MIB, ServeConfig, is_loopback
+from groupwise.config.serve import ServeConfig, is_loopback
 from groupwise.errors import (
     AuthenticationError,
-    BodyTooLargeError,
     DeadlineError,
     GroupwiseError,
     MediaTypeError,
@@ -50,12 +49,12 @@ from groupwise.server.errors import (
     INTERNAL,
     ForbiddenError,
     ShuttingDownError,
-    SlowBodyError,
     echo,
     printable,
     respond,
 )
 from groupwise.server.metrics import Recorder
+from groupwise.tasks.arriving import BodyGuard, ByteLimit, Take
 
 __all__ = ["Gate", "Guard", "check_content_type", "parse_body", "read_body"]
 
@@ -71,19 +70,12 @@ TINKER_KEY = "tml-"  # how the key has to begin for them
 QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
 GRACE_S = 5.0  # routes have deadlines of their own, with better messages
-SMALL = 1 << 16  # bytes of an unfinished body that may be in memory without a place
 UPLOADS = 2  # that are received or unpacked at once
 UPLOAD, TRAIN = "/v1/adapters/upload", ("/v1/train/grpo", "/v1/train/sft")
 PROMPTS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/completions/batch", "/generate/", "/chat/"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
 )
-
-
-class Take(Protocol):
-    """Take a request's place; `long`: its body is no longer small."""
-
-    async def __call__(self, *, long: bool) -> None: ...
 
 
 _REQUEST_ID = re.compile(r"[\w-]{1,64}", re.ASCII)
@@ -126,7 +118,7 @@ class Guard:
         self._watches = _ConcurrencyLimit(config.max_concurrent, 0, patience_s=waiting)
         self._polls = _ConcurrencyLimit(config.tinker_pending, config.max_waiting, patience_s=waiting)
         self._uploads = _ConcurrencyLimit(UPLOADS, config.max_waiting, patience_s=waiting)
-        self._long = _ByteLimit(config.bodies_bytes, patience_s=waiting)
+        self._long = ByteLimit(config.bodies_bytes, patience_s=waiting)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -150,7 +142,8 @@ class Guard:
             async with AsyncExitStack() as held:
                 limit = self._limit(scope["path"])
                 taking = self._taking(scope, held, size=_declared(headers, most=limit[0]))
-                body = _BodyGuard(receive, limit, self._config, taking)
+                allowed_s = self._config.request_timeout_s + GRACE_S
+                body = BodyGuard(receive, limit, taking, seconds=self._config.body_timeout_s, allowed_s=allowed_s)
                 if scope["method"] not in ("POST", "PUT") or not _brings_body(headers):
                     await body.take_place()
                 run = self._watch if scope["path"].startswith(WATCHED) else self._run
@@ -171,7 +164,7 @@ class Guard:
             self._recorder.http(route, method, status, seconds)
             _log_access(scope["path"], method, status, seconds, request_id)
 
-    async def _run(self, scope: Scope, headers: Headers, body: _BodyGuard, answer: _ResponseGuard) -> None:
+    async def _run(self, scope: Scope, headers: Headers, body: BodyGuard, answer: _ResponseGuard) -> None:
         """The application, until its answer begins or its time is over."""
         deadline = asyncio.timeout(self._config.request_timeout_s + GRACE_S)
         try:
@@ -189,7 +182,7 @@ class Guard:
         finally:
             answer.deadline = None
 
-    async def _watch(self, scope: Scope, headers: Headers, body: _BodyGuard, answer: _ResponseGuard) -> None:
+    async def _watch(self, scope: Scope, headers: Headers, body: BodyGuard, answer: _ResponseGuard) -> None:
         """A stream that lasts as long as a job; it ends, cleanly, when the server drains. Who watches comes back."""
         running = asyncio.ensure_future(self._run(scope, headers, body, answer))
         draining = asyncio.ensure_future(self._gate.draining.wait())
@@ -331,56 +324,6 @@ def _declared(headers: Headers, *, most: int) -> int:
     return min(int(said[:20]), most) if said.isdigit() else most
 
 
-class _ByteLimit:
-    """So many bytes of long bodies at once, first come first served. What a body may have is taken at once: bodies that
-    had a part each would wait for each other."""
-
-    def __init__(self, capacity: int, *, patience_s: float):
-        self._free, self._capacity, self._patience_s = capacity, capacity, patience_s
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @asynccontextmanager
-    async def held(self, size: int) -> AsyncIterator[None]:
-        """Context manager: `size` bytes, or all there are, are taken. Raises OverloadedError."""
-        size = min(size, self._capacity)
-        await self._take(size)
-        try:
-            yield
-        finally:
-            self._free += size
-            self._serve()
-
-    async def _take(self, size: int) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, turn))
-        self._serve()
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await turn
-        except BaseException as error:
-            if turn.done() and not turn.cancelled():  # it had its turn in the last moment
-                self._free += size
-            turn.cancel()
-            self._serve()
-            if not isinstance(error, TimeoutError):
-                raise
-            raise OverloadedError(
-                f"waited {self._patience_s:g} s: bodies of {self._capacity} bytes are being received or read already",
-                hint="try again, send smaller bodies, or raise bodies_bytes",
-                retry_after=5,
-            ) from error
-
-    def _serve(self) -> None:
-        while self._waiting:
-            size, turn = self._waiting[0]
-            if not turn.done():
-                if size > self._free:
-                    return
-                self._free -= size
-                turn.set_result(None)
-            self._waiting.popleft()
-
-
 class _ConcurrencyLimit:
     """So many at once, so many waiting, first come first served."""
 
@@ -411,7 +354,7 @@ class _ConcurrencyLimit:
             self._waiting -= 1
 
 
-# ---- the two directions of a request ----
+# ---- what is answered ----
 class _ResponseGuard:
     """ASGI's send: adds the request id, remembers how far the answer is, ends the deadline where it begins.
 
@@ -442,58 +385,3 @@ class _ResponseGuard:
                 await self._send(message)
         except TimeoutError as error:
             raise ClientDisconnect from error
-
-
-class _BodyGuard:
-    """ASGI's receive: counts what arrives, and gives it `body_timeout_s` and a second for each MiB.
-
-    The request takes its place once its body is whole, or no longer small. Before, it costs a connection and little
-    memory; if it held a place, those who never finish theirs would keep out everybody else.
-    """
-
-    deadline: asyncio.Timeout
-
-    def __init__(self, receive: Receive, limit: tuple[int, str], config: ServeConfig, take: Take):
-        self._receive, (self._limit, self._limit_name), self._take = receive, limit, take
-        self._seconds, self._allowed = config.body_timeout_s, config.request_timeout_s + GRACE_S
-        self._began, self._bytes, self._whole, self._placed = time.monotonic(), 0, False, False
-
-    def check_length(self, declared: str | None) -> None:
-        """Refuse at once what says that it is too long."""
-        if declared is not None and declared.isdigit() and int(declared[:20]) > self._limit:
-            raise self._too_large(f"{declared[:20]} bytes")
-
-    async def __call__(self) -> Message:
-        if self._whole:
-            return await self._receive()
-        until = self._began + self._seconds + self._bytes / MIB
-        try:
-            async with asyncio.timeout(until - time.monotonic()):
-                message = await self._receive()
-        except TimeoutError as error:
-            raise SlowBodyError(
-                f"the body did not arrive within {self._seconds:g} s (body_timeout_s) and a second for each MiB; "
-                f"{self._bytes} bytes did",
-                hint="send it faster, or in smaller requests",
-            ) from error
-        if message["type"] == "http.request":
-            self._bytes += len(message.get("body", b""))
-            self._whole = not message.get("more_body", False)
-            if self._bytes > self._limit:
-                raise self._too_large("more")
-            if self._whole or self._bytes > SMALL:
-                await self.take_place(long=self._bytes > SMALL)
-            if not self.deadline.expired() and self.deadline.when() is not None:
-                self.deadline.reschedule(asyncio.get_running_loop().time() + self._allowed)
-        return message
-
-    async def take_place(self, *, long: bool = False) -> None:
-        """Once. Raises OverloadedError. Nothing is read meanwhile, so the time is not the client's."""
-        if not self._placed:
-            self._placed, began = True, time.monotonic()
-            await self._take(long=long)
-            self._began += time.monotonic() - began
-
-    def _too_large(self, size: str) -> BodyTooLargeError:
-        message = f"the body has {size}; this route takes {self._limit} bytes ({self._limit_name})"
-        return BodyTooLargeError(message, hint="send several smaller requests")

@@ -7,6 +7,9 @@
 
 The key is a bearer, or `x-api-key`. What is streamed is sent as it is sampled, where the engine streams.
 
+A body is limited as the live server's are (`groupwise.tasks.arriving`): one that is longer than a prompt's may be
+is a 413, and one that does not arrive is a 408.
+
 It has a thread and an event loop of its own, so that agents that are not async, and other processes, can use it too.
 """
 
@@ -20,7 +23,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,10 +32,13 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from groupwise.errors import AuthenticationError, GrammarError, GroupwiseError, RequestError
+from groupwise.config.serve import ServeConfig
+from groupwise.errors import AuthenticationError, GrammarError, GroupwiseError, RequestError, TryAgainError
 from groupwise.tasks import openai as protocol
 from groupwise.tasks.agents import AgentSession
+from groupwise.tasks.arriving import BodyGuard, ByteLimit
 from groupwise.tasks.conversations import Conversations
 from groupwise.tasks.dialects import anthropic, responses
 from groupwise.tasks.dialects.form import bytes_of, read, renamed
@@ -73,7 +79,7 @@ class Endpoint:
         self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self._app(),
+                _Bodies(self._app()),
                 lifespan="off",
                 ws="none",
                 loop="asyncio",
@@ -247,6 +253,36 @@ class Endpoint:
         return session
 
 
+class _Bodies:
+    """Middleware that gives the application no body beyond the live server's own limits for prompts. What is refused is
+    raised where the application reads the body, behind the check of the key."""
+
+    def __init__(self, app: ASGIApp):
+        self._app, config = app, ServeConfig()
+        self._most, self._seconds = config.chat_body_bytes, config.body_timeout_s
+        self._long = ByteLimit(config.bodies_bytes, patience_s=config.first_token_timeout_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"").decode("latin-1")
+        async with AsyncExitStack() as held:
+
+            async def take(*, long: bool) -> None:
+                if long:
+                    size = min(int(declared[:20]), self._most) if declared.isdigit() else self._most
+                    await held.enter_async_context(self._long.held(size))
+
+            body = BodyGuard(receive, (self._most, "chat_body_bytes"), take, seconds=self._seconds)
+
+            async def receive_counted() -> Message:
+                body.check_length(declared)
+                return await body()
+
+            await self._app(scope, receive_counted, send)
+
+
 # ---- answers ----
 async def _answer(
     http: Request,
@@ -366,7 +402,8 @@ async def _until_gone(http: Request) -> None:
 
 
 async def _refuse(http: Request, error: GroupwiseError) -> Response:
-    return JSONResponse(_error_of(http, error), status_code=error.status, headers=NEVER_AGAIN)
+    again = {"retry-after": f"{error.retry_after:.0f}"} if isinstance(error, TryAgainError) else NEVER_AGAIN
+    return JSONResponse(_error_of(http, error), status_code=error.status, headers=again)
 
 
 def _error_of(http: Request, error: GroupwiseError) -> dict[str, Any]:

@@ -4,7 +4,8 @@
     run         the command there, told where the policy is (environment variables) and what to do (arguments, stdin, a
                 file); what it asks is recorded by the endpoint like what any other agent asks
     end         it exits, or is killed at `env.timeout_s`; all processes that it left are killed too
-    score       `score.command` on a copy in the sandbox, or reward functions, which get the directory as `workspace`
+    score       `score.command` on a copy in the sandbox, without links that lead to its files; or reward functions, which
+                get the directory as `workspace`
 
 The program always has the sandbox's keeper beside it (`rewards.sandbox`), which kills all its descendants, also when
 this process dies. With `isolated` it is in the sandbox altogether: then it has a network of its own, in which there is
@@ -28,14 +29,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from groupwise.config.harness import HarnessConfig, HarnessScoreConfig
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, EnvError
-from groupwise.platform import try_lock
+from groupwise.platform import hide_memory, try_lock
 from groupwise.rewards.sandbox import (
     GRACE_S,
     Box,
@@ -59,31 +60,58 @@ COLUMNS = ("workspace", "exit_status", "stdout", "stderr", "score_status", "scor
 ROOT, HELD = "groupwise-harness-", "held"  # in the directory for temporary files, and the file there that is locked
 STARTING_S = 120.0  # besides the limits of program and score: copying, starting, killing, on a busy machine
 ISOLATED_DISK_MB = 256  # of /tmp in the sandbox, which is in memory
+ISOLATED_MEMORY_MB = 4096  # where memory_mb says nothing
+ISOLATED_PROCESSES, ISOLATED_FILES = 512, 512  # processes with their threads; open files of each process
 SCORE_DISK_MB = 1024  # of the copy that is scored, which is in memory where there are namespaces
 _PLACE = re.compile(r"[$]\{\w+\}|\{\{\w+\}\}|\{([A-Za-z_]\w*)\}")  # ${HOME} and {{name}} stay
 
 _SCORE = """
-import os, shutil, stat, sys
+import json, os, shutil, stat, sys
 
-def odd(folder, names):  # pipes and sockets
-    usual = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)
-    modes = [(name, os.lstat(os.path.join(folder, name)).st_mode) for name in names]
-    return [name for name, mode in modes if not any(kind(mode) for kind in usual)]
+workspace, *argv = sys.argv[1:]
+workspace, links = os.path.realpath(workspace), []
+over = json.load(sys.stdin.buffer)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
-workspace, over, *argv = sys.argv[1:]
-shutil.copytree(workspace, "workspace", symlinks=True, ignore=odd)
-for folder, _, names in os.walk(over):
-    place = os.path.join("workspace", os.path.relpath(folder, over))
-    if os.path.islink(place) or os.path.isfile(place):
-        os.unlink(place)
-    os.makedirs(place, exist_ok=True)
+def special(folder, names):  # all but files and directories
+    found = []
     for name in names:
-        target = os.path.join(place, name)
-        if os.path.isdir(target) and not os.path.islink(target):
-            shutil.rmtree(target)
-        elif os.path.lexists(target):
-            os.unlink(target)
-        shutil.copyfile(os.path.join(folder, name), target)
+        path = os.path.join(folder, name)
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            links.append(path)
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            found.append(name)
+    return found
+
+shutil.copytree(workspace, "workspace", symlinks=True, ignore=special)
+for link in links:  # as one to what it leads to in the end, if that is a file or directory of the program's own
+    leads = os.path.realpath(link)
+    if os.path.commonpath([workspace, leads]) != workspace:
+        continue
+    target = os.path.relpath(leads, workspace)
+    if target == ".":
+        given = bool(over)
+    else:
+        given = any((path + "/").startswith(target + "/") for path in over)
+    copy = os.path.join("workspace", os.path.relpath(link, workspace))
+    if not given and os.path.lexists(os.path.join("workspace", target)):
+        os.symlink(os.path.relpath(leads, os.path.dirname(link)), copy)
+for path, text in over.items():
+    *folders, name = path.split("/")
+    place = "workspace"
+    for folder in folders:
+        place = os.path.join(place, folder)
+        if os.path.islink(place) or os.path.isfile(place):
+            os.unlink(place)
+        os.makedirs(place, exist_ok=True)
+    target = os.path.join(place, name)
+    if os.path.isdir(target) and not os.path.islink(target):
+        shutil.rmtree(target)
+    elif os.path.lexists(target):
+        os.unlink(target)
+    with open(target, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
 os.chdir("workspace")
 os.execvp(argv[0], argv)
 """
@@ -130,11 +158,6 @@ class _EpisodeFolders:
     def home(self) -> Path:
         return self.root / "home"
 
-    @property
-    def over(self) -> Path:
-        """The files that are put over the workspace before it is scored."""
-        return self.root / "over"
-
 
 class Harness:
     """Plays episodes: each call is one, and returns what it came to. It may be called by many tasks at once.
@@ -156,7 +179,8 @@ class Harness:
 
     # ---- checks before the run ----
     def check_machine(self) -> None:
-        """Raise ConfigError where a program, or the sandbox that is asked for, is not on this machine."""
+        """Raise ConfigError where a program, or the sandbox that is asked for, is not on this machine. This process is
+        hidden from programs that are not isolated."""
         commands = [("env.harness.command", self.config.command, self._path)]
         if self.config.score is not None:
             commands.append(("env.harness.score.command", self.config.score.command, _box_path()))
@@ -165,6 +189,8 @@ class Harness:
             if "/" not in first and not _PLACE.search(first) and shutil.which(first, path=path) is None:
                 hint = "install it, or give its absolute path; one in the workspace begins with ./"
                 raise ConfigError(f"{key}: there is no program {first!r} in {path}", hint=hint, field=key)
+        if not self.config.isolated:
+            hide_memory()
         isolated = {"env.harness.isolated": self.config.isolated}
         if self.config.score is not None:
             isolated["env.harness.score.isolated"] = self.config.score.isolated
@@ -338,6 +364,10 @@ class Harness:
         limits = {"wall_s": self._timeout_s, "disk_mb": config.disk_mb}
         if config.isolated:
             limits["disk_mb"] = max(config.disk_mb, ISOLATED_DISK_MB)
+            limits |= {"processes": ISOLATED_PROCESSES, "open_files": ISOLATED_FILES}
+            limits["cpu_s"] = math.ceil(self._timeout_s)
+        if config.isolated and config.memory_mb is None:
+            limits["data_mb"] = ISOLATED_MEMORY_MB
         if config.memory_mb is not None:
             limits["memory_mb"] = config.memory_mb
         level = checked_isolation(True) if config.isolated else None
@@ -427,10 +457,9 @@ class Harness:
         level = checked_isolation(score.isolated)
 
         def prepared() -> dict[str, Any]:
-            place.over.mkdir()
-            for path, text in (*files.items(), *self._row_files("score.files_column", told)):
-                _write(place.over, path, text)
-            return _score_spec(argv, place, limits=limits, level=level)
+            over = {_inside(path): text for path, text in self._row_files("score.files_column", told)}
+            over = {_inside(path): text for path, text in files.items()} | over
+            return _score_spec(argv, place, over, limits=limits, level=level)
 
         try:
             spec = await self._in_thread(prepared)
@@ -525,14 +554,20 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-def _score_spec(argv: Sequence[str], place: _EpisodeFolders, *, limits: Limits, level: Isolation) -> dict[str, Any]:
-    """The keeper's specification of the command that scores a workspace."""
+def _score_spec(
+    argv: Sequence[str], place: _EpisodeFolders, over: Mapping[str, str], *, limits: Limits, level: Isolation
+) -> dict[str, Any]:
+    """The keeper's specification of the command that scores a copy of a workspace, over which the files `over` are put.
+
+    The copy has no link that leads out of it or to one of those files: a program could otherwise have its own answer
+    compared with itself. They are nowhere but in the copy: the box reads them, and the command has an empty input.
+    """
     if level.own_user:
         _open_to_all(place.root)
-    stub = [sys.executable, "-s", "-B", "-c", _SCORE, str(place.workspace), str(place.over), *argv]
-    spec = untrusted(stub, limits=limits, level=level)
+    stub = [sys.executable, "-s", "-B", "-c", _SCORE, str(place.workspace), *argv]
+    spec = untrusted(stub, stdin=json.dumps(over), limits=limits, level=level)
     spec["env"] |= {"PATH": _box_path()}
-    return spec | {"shown": [*spec["shown"], str(place.workspace), str(place.over)], "keep": "last"}
+    return spec | {"shown": [*spec["shown"], str(place.workspace)], "keep": "last"}
 
 
 def _box_path() -> str:
@@ -551,12 +586,23 @@ def _open_to_all(root: Path) -> None:
 
 def _write(directory: Path, path: str, text: str) -> None:
     """Write a file of a directory, with the folders that it needs. Raises EnvError for one that leads out of it."""
-    target = directory / path
-    inside = target.parent.resolve().is_relative_to(directory.resolve()) and not target.is_symlink()
-    if not inside or ".." in target.parts:
-        raise EnvError(f"{path!r} leads out of the workspace", hint="write a path within it, such as src/a.py")
+    target = directory / _inside(path)
+    if not target.parent.resolve().is_relative_to(directory.resolve()) or target.is_symlink():
+        raise _leads_out(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8", newline="")
+
+
+def _inside(path: str) -> str:
+    """A path within a workspace, in its plain form. Raises EnvError for one that leads out of it."""
+    pure = PurePosixPath(path)
+    if not pure.parts or pure.is_absolute() or ".." in pure.parts:
+        raise _leads_out(path)
+    return str(pure)
+
+
+def _leads_out(path: str) -> EnvError:
+    return EnvError(f"{path!r} leads out of the workspace", hint="write a path within it, such as src/a.py")
 
 
 def _filled(text: str, told: Mapping[str, Any], key: str) -> str:
