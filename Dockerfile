@@ -8,21 +8,22 @@
 #   docker run -v "$PWD:/work" -w /work --user "$(id -u)" -e HF_HOME=/work/.cache groupwise run my_run.yaml
 #
 # Everything that is to stay is under /var/lib/groupwise: adapters, jobs, downloaded models.
-ARG PYTHON=3.11
+# The same image each time: --build-arg BASE=python:3.11-slim@sha256:..., the digest that `docker pull` prints.
+ARG BASE=python:3.11-slim
 
-FROM python:${PYTHON}-slim AS build
+FROM ${BASE} AS build
 ARG TORCH=2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python -m venv /opt/groupwise
 ENV PATH=/opt/groupwise/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN pip install "torch==${TORCH}" --index-url "${TORCH_INDEX}"
 COPY deploy/requirements.lock /source/
-RUN pip install --requirement /source/requirements.lock
+RUN pip install --no-deps --require-hashes --requirement /source/requirements.lock
 COPY pyproject.toml README.md LICENSE /source/
 COPY src /source/src
 RUN pip install --no-deps /source
 
-FROM python:${PYTHON}-slim
+FROM ${BASE}
 RUN useradd --uid 10001 --create-home --home-dir /var/lib/groupwise groupwise
 COPY --from=build /opt/groupwise /opt/groupwise
 ENV PATH=/opt/groupwise/bin:$PATH \

@@ -80,6 +80,25 @@ def test_it_runs_without_rights_and_keeps_its_state_in_a_volume():
     )
 
 
+def test_a_pod_writes_to_its_volumes_only_within_limits_and_has_no_token():
+    [pod] = [each for each in documents() if each["kind"] == "StatefulSet"]
+    spec = pod["spec"]["template"]["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    for container in spec["containers"]:
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert {"cpu", "memory", "ephemeral-storage"} <= set(container["resources"]["limits"])
+        assert "/tmp" in [each["mountPath"] for each in container["volumeMounts"]]
+    assert all("sizeLimit" in each["emptyDir"] for each in spec["volumes"] if "emptyDir" in each)
+
+
+def test_the_network_policy_is_the_pods_and_lets_only_its_port_in():
+    kinds = {each["kind"]: each for each in documents()}
+    policy, labels = kinds["NetworkPolicy"]["spec"], kinds["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
+    assert [port["port"] for rule in policy["ingress"] for port in rule["ports"]] == [8420]
+
+
 def run(command: list[str], live: Live, **environment: str) -> int:
     """The exit status of a probe against a server that runs here."""
     moved = [each.replace("http://127.0.0.1:8420", live.url.rstrip("/")) for each in command]
@@ -100,9 +119,19 @@ def test_the_health_check_and_the_probe_answer_as_the_server_does(live: Live):
     assert subprocess.run([sys.executable, *gone[1:]], capture_output=True, timeout=60).returncode != 0
 
 
+def test_what_is_installed_from_the_lock_has_a_hash():
+    text = re.sub(r"\\\n\s*", " ", (ROOT / "deploy" / "requirements.lock").read_text())
+    pins = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    assert pins
+    for pin, *hashes in pins:
+        assert "==" in pin and hashes and all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", each) for each in hashes), pin
+    [install] = [value for step, value in steps() if step == "RUN" and "requirements.lock" in value]
+    assert "--require-hashes" in install.split() and "--no-deps" in install.split()
+
+
 def test_the_lock_has_what_the_package_asks_for():
     lines = (ROOT / "deploy" / "requirements.lock").read_text().splitlines()
-    locked = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    locked = dict(line.split()[0].split("==") for line in lines if "==" in line and not line.startswith("#"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for text in (*project["dependencies"], *project["optional-dependencies"]["tinker"]):
         wanted = Requirement(text)

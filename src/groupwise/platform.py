@@ -62,7 +62,7 @@ def require_supported() -> None:
         version, needed = (".".join(map(str, each)) for each in (sys.version_info[:3], PYTHON))
         raise UnsupportedPlatformError(
             f"Groupwise needs Python {needed} or newer; this is {version} ({sys.executable})",
-            hint=f"make an environment with a newer one: python{needed} -m venv .venv; .venv/bin/pip install groupwise",
+            hint=f"in the repository: python{needed} -m venv .venv; .venv/bin/pip install --editable .",
         )
     if sys.platform == "win32" or fcntl is None:
         raise UnsupportedPlatformError(

@@ -4,8 +4,8 @@
     run         the command there, told where the policy is (environment variables) and what to do (arguments, stdin, a
                 file); what it asks is recorded by the endpoint like what any other agent asks
     end         it exits, or is killed at `env.timeout_s`; all processes that it left are killed too
-    score       `score.command` on a copy in the sandbox, without links that lead to its files; or reward functions, which
-                get the directory as `workspace`
+    score       `score.command` on a copy in the sandbox, without links that lead to its files; or reward functions,
+                which get the directory as `workspace`
 
 The program always has the sandbox's keeper beside it (`rewards.sandbox`), which kills all its descendants, also when
 this process dies. With `isolated` it is in the sandbox altogether: then it has a network of its own, in which there is
