@@ -346,11 +346,10 @@ def remember_ends(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequ
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that end a completion: the generation config's, where the tokenizer is of a loaded model
-    (`remember_ends`), the tokenizer's own, and the token that closes an assistant turn in the chat template (base
-    models often declare another one and would then never stop)."""
-    declared: tuple[int, ...] = getattr(tokenizer, ENDS, ())
-    ids = (*declared, _eos_id(tokenizer), _turn_end_id(tokenizer) if tokenizer.chat_template else None)
+    """The ids that end a completion: the generation config's (`remember_ends`), the tokenizer's own, and the token that
+    closes an assistant turn in the chat template (base models often declare another one and would never stop)."""
+    own = _eos_id(tokenizer), _turn_end_id(tokenizer) if tokenizer.chat_template else None
+    ids = (*getattr(tokenizer, ENDS, ()), *own)
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
