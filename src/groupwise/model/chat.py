@@ -341,8 +341,7 @@ def closing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, ...]:
 def remember_ends(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[int] | None) -> None:
     """Keep with the tokenizer what ends a completion of its model: `eos_token_id` of the generation config, which often
     names several ids (Llama 3, GLM) where a tokenizer has one."""
-    declared = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or ())
-    setattr(tokenizer, ENDS, tuple(declared))
+    setattr(tokenizer, ENDS, (generation_eos,) if isinstance(generation_eos, int) else tuple(generation_eos or ()))
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
