@@ -44,10 +44,11 @@ from ablation import one_thread, span
 from groupwise import platform as machine
 from groupwise.config.data import DatasetConfig
 from groupwise.config.run import parse_config
-from groupwise.rewards.base import Scorer
+from groupwise.rewards.scorer import Scorer
 from groupwise.store.files import locked, replace
 from groupwise.store.tracking import read_metrics
-from groupwise.tasks.compat.reasoning_gym import Problems, score_answer
+from groupwise.tasks.compat.reasoning_gym import Problems
+from groupwise.tasks.compat.reasoning_gym_reward import score_answer
 from groupwise.tasks.compat.textarena import HELD_OUT, TextArenaGame
 from groupwise.types import Message, RolloutGroup
 

@@ -37,7 +37,7 @@ from groupwise.model.chat import decode, encode_prompt
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.run.assemble import open_envs, open_play
 from groupwise.run.plan import make_plan
-from groupwise.tasks.episode import play_all
+from groupwise.tasks.rollout_sources import play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "envs"

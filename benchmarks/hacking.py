@@ -35,7 +35,7 @@ from groupwise.config.run import RunConfig, parse_config
 from groupwise.rewards.base import load_rewards
 from groupwise.rewards.check import lint
 from groupwise.run.check import check
-from groupwise.run.health import examine
+from groupwise.run.health_report import examine
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
 

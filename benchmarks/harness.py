@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if TYPE_CHECKING:
-    from groupwise.tasks.episode import RolloutSource
+    from groupwise.tasks.rollout_sources import RolloutSource
     from groupwise.types import Prompt, RolloutGroup
 
 FOLDER = Path(__file__).parent.parent / "examples" / "envs"

@@ -3,8 +3,8 @@
     python benchmarks/judge.py [--seeds 0 1] [--steps 40] [--judges true noisy ...] [--json judge.json] [a.b=c ...]
 
 The main arithmetic job, whose true reward is known (the final number is right), is trained on what
-`groupwise.rewards.judge:group_judge` gives. No model of the size that runs here can judge, so the judge is an oracle
-that is made worse: a server that speaks OpenAI's chat API over HTTP, sees the reference answer, and gives a right reply
+`groupwise.rewards.group_judge:group_judge` gives. No model of the size that runs here can judge, so the judge is an
+oracle that is made worse: a server that speaks OpenAI's chat API over HTTP, sees the reference answer, and gives a right reply
 4 points more than a wrong one, plus normal noise, plus what it has for a place or for length. That shows what such
 faults do to training; it does not show how good a model is as a judge.
 
@@ -168,7 +168,7 @@ def job(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     with judge(faults) as url:
         asked = {"base_url": url, "model": f"oracle-{name}", "api_key_env": None, "rubric": RUBRIC}
         votes = {"votes": faults.votes, "shuffle": faults.shuffle, "scale": [LOWEST, HIGHEST]}
-        judged = {"function": "groupwise.rewards.judge:group_judge", "name": "judge", "args": asked | votes}
+        judged = {"function": "groupwise.rewards.group_judge:group_judge", "name": "judge", "args": asked | votes}
         return trained(name, seed, options, [judged, {**CHECKED, "weight": 0}])
 
 

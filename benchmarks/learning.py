@@ -31,7 +31,8 @@ from rich.table import Table
 from groupwise.config.run import RunConfig, load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import load_model
-from groupwise.rewards.base import RewardFunction, load_rewards
+from groupwise.rewards.base import load_rewards
+from groupwise.rewards.call import RewardFunction
 from groupwise.run.loop import RunResult, run_loop
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.tracking import read_metrics

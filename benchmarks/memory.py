@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.config.lora import LoraSpec
+from groupwise.model.activations import ModelSize, PackedShape, Training, activation_bytes
 from groupwise.model.attention import SharedPrompts
 from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel, load_model, wrap_model
-from groupwise.model.memory import ModelSize, PackedShape, Training, activation_bytes
 from groupwise.model.packing import MicroBatch, micro_batches
 from groupwise.model.quantized import product_bytes
 from groupwise.train.learner import Learner

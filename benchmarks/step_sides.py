@@ -168,8 +168,9 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
     """`loop.train` for warm-up and measured steps."""
     from groupwise.config.run import parse_config
     from groupwise.run import assemble, loop
-    from groupwise.run.loop import StopRequest, TrainingRun
     from groupwise.run.plan import make_plan
+    from groupwise.run.stop_request import StopRequest
+    from groupwise.run.training_run import TrainingRun
     from groupwise.store.rundir import open_run_dir
     from groupwise.store.tracking import open_trackers
 

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm.client import Sampled, ServerLost, VllmServer, sampling_body
-from groupwise.engine.vllm.engine import shape_of
+from groupwise.engine.vllm.open import shape_of
 from groupwise.engine.vllm.server import ServerLaunch, ServerProcess, Shape, engine_options, launch_of
 from groupwise.model.load import LoadedModel
 from groupwise.types import Completion, FinishReason, SamplingRequest

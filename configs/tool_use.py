@@ -4,7 +4,7 @@ import ast
 import operator
 
 from groupwise.rewards.math import number_match
-from groupwise.tasks.env import ToolEnv
+from groupwise.tasks.tool_env import ToolEnv
 
 OPERATORS = {
     ast.Add: operator.add,

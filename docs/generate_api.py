@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from groupwise.config.serve import ServeConfig
 from groupwise.server.app import build_app
-from groupwise.server.bodies import EVERYWHERE, WITH_BODY, WITH_KEY
 from groupwise.server.metrics import Recorder
+from groupwise.server.openapi import EVERYWHERE, WITH_BODY, WITH_KEY
 from groupwise.server.state import Server
 
 TARGET = Path(__file__).parent / "api.md"

@@ -17,7 +17,7 @@ from typing import Any
 
 import ruamel.yaml
 
-from groupwise.config.importers.base import Key
+from groupwise.config.importers.keys import Key
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.yaml import Document, inline
 from groupwise.errors import ConfigError

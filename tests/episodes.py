@@ -9,9 +9,12 @@ from typing import Any
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.tasks.env import EnvFactory, Observation, StepResult
-from groupwise.tasks.episode import EpisodeRollouts, Player, play_all
-from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest, TokenSink
+from groupwise.sampler import TokenSink
+from groupwise.tasks.env import Observation, StepResult
+from groupwise.tasks.env_loading import EnvFactory
+from groupwise.tasks.episode import Player
+from groupwise.tasks.rollout_sources import EpisodeRollouts, play_all
+from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 
 
 class Echo:

@@ -18,7 +18,7 @@ from torch import Tensor
 from groupwise.config.lora import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import load_model, weights_hash
-from groupwise.store.share import CudaIpc, attach_weights
+from groupwise.store.cuda_ipc import CudaIpc, attach_weights
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

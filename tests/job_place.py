@@ -116,7 +116,7 @@ class Place:
 
     def at_step(self, monkeypatch: Any, step: int, act: Callable[[], object]) -> None:
         """Call `act` when the gradient of step `step` (from 0) has been computed."""
-        from groupwise.run.update import GrpoTask
+        from groupwise.run.job_update import GrpoTask
 
         plain = GrpoTask.accumulate
 

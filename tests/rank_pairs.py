@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from groupwise.config.launch import World
+from groupwise.config.world import World
 from groupwise.errors import RankLostError
 from groupwise.train.ranks import Ranks, join
 

@@ -329,7 +329,7 @@ def test_compaction_trains_what_was_sampled_and_computes_what_is_shared_once(scr
 
 
 def test_the_oracle_of_the_judge_benchmark_has_the_faults_that_it_is_given(script: Callable[[str], ModuleType]) -> None:
-    from groupwise.rewards.judge import group_judge
+    from groupwise.rewards.group_judge import group_judge
 
     judge = script("judge")
     texts = [f"<think>\n{'x' * 40 * (i // 2)}\n</think>\n\n{41 + i % 2}" for i in range(4)]  # 41, 42, longer: 41, 42

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.rewards.base import RewardFunction
+from groupwise.rewards.call import RewardFunction
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from test_benchmarks import FOLDER
 

@@ -14,12 +14,12 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 from groupwise.algo.metrics import STOPS
-from groupwise.cli.checks import envs_app
+from groupwise.cli.envs import envs_app
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.run.health_rules import RULES
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
-from groupwise.tasks.env import load_env
+from groupwise.tasks.env_loading import load_env
 from groupwise.tasks.tools import CallOutcome
 
 PAGE = (Path(__file__).parent.parent / "docs" / "environments.md").read_text(encoding="utf-8")

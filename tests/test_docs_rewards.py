@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from groupwise.config.load import load_object
 from groupwise.config.run import parse_config
 from groupwise.rewards.base import load_rewards, score, summarize
-from groupwise.rewards.check import functions_in
+from groupwise.rewards.catalogue import functions_in
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from judge_peer import Said, judges
 
@@ -42,7 +42,7 @@ def reference(row: str) -> str:
 
 
 def test_the_table_has_every_reward():
-    modules = ("text", "math", "format", "length", "ensemble", "classifier", "judge")
+    modules = ("text", "math", "format", "length", "ensemble", "classifier", "judge", "group_judge")
     there = {each for module in modules for each in functions_in(reference(module))}
     assert {reference(row) for row, *_ in TABLE} == there
 

@@ -119,7 +119,7 @@ def test_training_without_a_reward_function(place: Path) -> None:
             program.kill()
             program.communicate()
     (linted,) = [said for line, said in reader.said.items() if line.startswith("groupwise rewards lint")]
-    assert "groupwise.rewards.judge:group_judge: ok" in linted
+    assert "groupwise.rewards.group_judge:group_judge: ok" in linted
     metrics = (next(place.glob("runs/sums-*")) / "metrics.jsonl").read_text()
     page = (TUTORIALS / "no_reward_function.md").read_text(encoding="utf-8")
     assert "reward/judge/log/disagreement" in metrics and (place / "verdicts.sqlite").stat().st_size > 0

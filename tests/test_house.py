@@ -36,11 +36,17 @@ def test_a_file_has_800_lines_at_most_and_a_function_100(path: Path) -> None:
     assert not too_long
 
 
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_a_file_has_one_head(path: Path) -> None:
+    """What needs a head of its own is a file of its own."""
+    assert not re.search(r"(?m)^# -{60,}\n# \S", path.read_text(encoding="utf-8"))
+
+
 def test_no_module_is_a_drawer() -> None:
     assert not {p.stem for p in MODULES} & {"utils", "helpers", "common", "manager", "misc"}
 
 
-def test_the_package_has_twelve_rooms_and_four_files() -> None:
+def test_the_package_has_twelve_rooms_and_six_files() -> None:
     """What is new goes into a room, and what is in a room into a file that a reader would look for by name."""
     tops = {p.relative_to(SOURCE).parts[0] for p in MODULES} - {"__init__.py", "__main__.py"}
     assert tops == {
@@ -49,6 +55,8 @@ def test_the_package_has_twelve_rooms_and_four_files() -> None:
             "recorded.py",
             "errors.py",
             "platform.py",
+            "sampler.py",
+            "seeds.py",
             "config",
             "algo",
             "rewards",

@@ -27,7 +27,8 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
-from groupwise.cli.frame import OPTIONS, AsJson, Debug, print_json, print_pairs, say
+from groupwise.cli.frame import OPTIONS, AsJson, Debug
+from groupwise.cli.output import print_json, print_pairs, say
 from groupwise.config.run import STARTER, STARTER_DIR, OptimizerConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, DataError, ModelError

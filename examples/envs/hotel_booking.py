@@ -17,7 +17,7 @@ import json
 import random
 import re
 
-from groupwise.tasks.env import ToolEnv
+from groupwise.tasks.tool_env import ToolEnv
 from groupwise.tasks.tools import ToolError
 
 CITIES = ("Paris", "Rome", "Oslo", "Bern", "Lima", "Cairo", "Tokyo", "Delhi")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from groupwise.errors import RemoteError as RemoteError
     from groupwise.model.load import LoadedModel as LoadedModel
     from groupwise.model.load import load_model as load_model
-    from groupwise.rewards.base import RewardFunction as RewardFunction
+    from groupwise.rewards.call import RewardFunction as RewardFunction
     from groupwise.run.config_file import load_config as load_config
     from groupwise.run.from_trl import from_trl as from_trl
     from groupwise.run.loop import RunResult as RunResult
@@ -93,7 +93,7 @@ _PUBLIC = {
         "LoadedModel",
         "load_model",
     ),
-    "rewards.base": ("RewardFunction",),
+    "rewards.call": ("RewardFunction",),
     "run.config_file": ("load_config",),
     "run.from_trl": ("from_trl",),
     "run.loop": (

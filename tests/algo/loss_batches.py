@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.algo.loss import LossInputs, policy_loss
+from groupwise.algo.loss import policy_loss
+from groupwise.algo.loss_inputs import LossInputs
 from groupwise.config.loss import LossSpec
 
 

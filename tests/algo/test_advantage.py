@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from groupwise.algo.advantage import (
-    advantages,
-    differ,
-    gdpo_advantages,
-    has_signal,
-    weighted_rewards,
-    with_advantages,
-)
+from groupwise.algo.advantage import advantages, differ, gdpo_advantages, weighted_rewards
+from groupwise.algo.credit import has_signal, with_advantages
 from groupwise.config.algo import AdvantageConfig, RunAlgoConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn

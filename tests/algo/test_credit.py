@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from groupwise.algo.advantage import discounted_returns, has_signal, with_advantages
+from groupwise.algo.credit import discounted_returns, has_signal, with_advantages
 from groupwise.algo.kl import with_kl_penalty
 from groupwise.algo.metrics import rollout_metrics, sample_metrics
 from groupwise.algo.samples import samples_of

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from groupwise.algo.distillation import (
     soft_divergence,
-    teacher_metrics,
     teacher_scores,
     with_reward_weight,
     with_teacher,
     with_teacher_advantages,
 )
-from groupwise.algo.loss import LossInputs, policy_loss, resolve_loss
+from groupwise.algo.distillation_metrics import teacher_metrics
+from groupwise.algo.loss import policy_loss, resolve_loss
+from groupwise.algo.loss_inputs import LossInputs
 from groupwise.algo.samples import samples_of
 from groupwise.config.teacher import TeacherConfig
 from groupwise.errors import ConfigError

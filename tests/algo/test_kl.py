@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from groupwise.algo.advantage import with_advantages
+from groupwise.algo.credit import with_advantages
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, measured_rows, sequence_kl, with_kl_penalty
-from groupwise.algo.loss import LossInputs, policy_loss, resolve_loss
+from groupwise.algo.loss import policy_loss, resolve_loss
+from groupwise.algo.loss_inputs import LossInputs
 from groupwise.config.algo import AdvantageConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_batches import Padded, random_batch
 
-from groupwise.algo.loss import PRESETS, LossInputs, combined, policy_loss, resolve_loss
+from groupwise.algo.loss import PRESETS, policy_loss, resolve_loss
+from groupwise.algo.loss_inputs import LossInputs
+from groupwise.algo.loss_metrics import combined
 from groupwise.config.loss import LossSpec
 from groupwise.errors import ConfigError
 

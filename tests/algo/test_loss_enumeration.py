@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algo.advantage import advantages, with_advantages
+from groupwise.algo.advantage import advantages
+from groupwise.algo.credit import with_advantages
 from groupwise.algo.kl import with_kl_penalty
-from groupwise.algo.loss import LossInputs, policy_loss, resolve_loss
+from groupwise.algo.loss import policy_loss, resolve_loss
+from groupwise.algo.loss_inputs import LossInputs
 from groupwise.config.algo import AdvantageConfig
 from groupwise.config.loss import LossSpec
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn

@@ -9,7 +9,8 @@ import pytest
 import torch
 from loss_batches import Padded, random_batch
 
-from groupwise.algo.loss import averaged, combined, rescaled, resolve_loss
+from groupwise.algo.loss import resolve_loss
+from groupwise.algo.loss_metrics import averaged, combined, rescaled
 from groupwise.algo.metrics import definitions
 from groupwise.config.loss import LossSpec
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from loss_batches import Padded, random_batch
 
-from groupwise.algo.loss import LossInputs, policy_loss
+from groupwise.algo.loss import policy_loss
+from groupwise.algo.loss_inputs import LossInputs
 from groupwise.config.algo import AlgoConfig
 from groupwise.config.loss import PRESETS, LossSpec, loss_of, resolve_loss
 from groupwise.errors import ConfigError, FieldError

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from cli_project import cli
 from groupwise.cli.main import app
 from groupwise.model.load import load_model
-from groupwise.sdk import transport
+from groupwise.sdk import drivers, transport
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.types import PolicyVersion
@@ -41,7 +41,7 @@ def place(run, monkeypatch):
     """Where the run is under runs/; no server answers."""
     monkeypatch.chdir(run.parents[1])
     monkeypatch.setattr(transport, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(transport, "DEFAULT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(drivers, "DEFAULT_URL", "http://127.0.0.1:9")
     monkeypatch.delenv("GROUPWISE_URL", raising=False)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from groupwise.cli.checks import envs_app
+from groupwise.cli.envs import envs_app
 
 ROOT = Path(__file__).parent.parent.parent
 MINE = '''
@@ -17,7 +17,8 @@ import random
 import threading
 import time
 
-from groupwise.tasks.env import Observation, StepResult, ToolEnv
+from groupwise.tasks.env import Observation, StepResult
+from groupwise.tasks.tool_env import ToolEnv
 
 def say(text):
     return [{"role": "user", "content": text}]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from cli_project import cli
 from groupwise.cli.main import app
-from groupwise.sdk import transport as client_drive
+from groupwise.sdk import drivers as client_drive
 from groupwise.sdk import transport as client_http
 from groupwise.server.app import Start
 from groupwise.store.adapters import AdapterStore

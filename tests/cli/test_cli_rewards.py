@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from groupwise.cli.checks import rewards_app
+from groupwise.cli.rewards import rewards_app
 
 MINE = '''
 def in_tag(completions, answer):

@@ -8,16 +8,9 @@ import pytest
 import torch
 
 from cli_project import cli, save_model
-from groupwise.cli import doctor
-from groupwise.cli.doctor import (
-    DoctorCheck,
-    check_disk,
-    check_optional,
-    check_python,
-    check_sandbox,
-    check_torch,
-    examine,
-)
+from groupwise.cli import doctor, doctor_cluster
+from groupwise.cli.doctor import check_disk, check_optional, check_python, check_sandbox, check_torch, examine
+from groupwise.cli.doctor_check import DoctorCheck
 from groupwise.config import hub
 from groupwise.config import run as config
 from groupwise.rewards import sandbox
@@ -135,8 +128,8 @@ def test_the_command_as_json(tiny_model, monkeypatch, tmp_path):
     ],
 )
 def test_whether_the_torch_that_was_installed_fits(monkeypatch, cuda, driver, gpu, status, says):
-    monkeypatch.setattr(doctor.torch.version, "cuda", cuda)
-    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(doctor_cluster.torch.version, "cuda", cuda)
+    monkeypatch.setattr(doctor_cluster.torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi" if driver else None)
     monkeypatch.setattr(doctor, "installed_bytes", lambda packages: 5_900_000_000)
     found = doctor.check_torch_build()

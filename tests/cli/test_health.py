@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cli import doctor as health
-from groupwise.cli.doctor import DoctorCheck, ProcessFacts, cluster_findings, host_findings
-from groupwise.config.launch import World, world
+from groupwise.cli import doctor_cluster
+from groupwise.cli.doctor_check import DoctorCheck
+from groupwise.cli.doctor_cluster import ProcessFacts, cluster_findings, host_findings
+from groupwise.config.world import World, world
 from groupwise.train.ranks import Ranks
 from rank_pairs import on_ranks
 
@@ -21,7 +22,7 @@ def by_name(findings) -> dict[str, DoctorCheck]:
 
 
 def compared(ranks: Ranks, directory: Path, *, local: tuple[DoctorCheck, ...] = ()) -> dict[str, DoctorCheck]:
-    return by_name(health._compared(ranks, world(), local, directory))
+    return by_name(doctor_cluster._compared(ranks, world(), local, directory))
 
 
 def test_all_is_well(tmp_path: Path) -> None:
@@ -33,14 +34,14 @@ def test_all_is_well(tmp_path: Path) -> None:
 
 
 def test_what_differs_is_found(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(health, "PROBE_S", 0.2)
+    monkeypatch.setattr(doctor_cluster, "PROBE_S", 0.2)
     broken = DoctorCheck("peft", "fail", "not there", "pip install peft")
 
     def work(ranks):
         if ranks.rank == 1:
             os.environ["HOME"] = "elsewhere"
-            monkeypatch.setattr(health, "PACKAGES", ("groupwise",))
-            monkeypatch.setattr(health.time, "time", lambda: 0.0)
+            monkeypatch.setattr(doctor_cluster, "PACKAGES", ("groupwise",))
+            monkeypatch.setattr(doctor_cluster.time, "time", lambda: 0.0)
             return compared(ranks, tmp_path / "another", local=(broken,))
         return compared(ranks, tmp_path)
 
@@ -57,10 +58,10 @@ def test_gpus() -> None:
     def facts(*each: tuple[int, tuple[str, ...]]) -> list[ProcessFacts]:
         return [ProcessFacts("host", local_rank, {}, gpus, ()) for local_rank, gpus in each]
 
-    assert health._gpus(facts((0, ("H200", "H200")), (1, ("H200", "H200")))).status == "ok"
-    assert health._gpus(facts((0, ("H200",)), (1, ("H200",)))).status == "fail"
-    assert health._gpus(facts((0, ("H200",)), (0, ("A100",)))).status == "warn"
-    assert health._gpus(facts((0, ("H200",)), (0, ()))).status == "warn"
+    assert doctor_cluster._gpus(facts((0, ("H200", "H200")), (1, ("H200", "H200")))).status == "ok"
+    assert doctor_cluster._gpus(facts((0, ("H200",)), (1, ("H200",)))).status == "fail"
+    assert doctor_cluster._gpus(facts((0, ("H200",)), (0, ("A100",)))).status == "warn"
+    assert doctor_cluster._gpus(facts((0, ("H200",)), (0, ()))).status == "warn"
 
 
 def test_those_who_do_not_come_are_missed(tmp_path: Path, monkeypatch) -> None:
@@ -85,16 +86,16 @@ def taken_port():
 
 def test_this_machine(monkeypatch) -> None:
     with taken_port() as port:
-        monkeypatch.setattr(health, "PORT", port)
+        monkeypatch.setattr(doctor_cluster, "PORT", port)
         found = by_name(host_findings())
     assert "gloo" in found["distributed"].detail and socket.gethostname() in found["host name"].detail
     assert found["port"].status == "warn" and str(port) in found["port"].detail
-    monkeypatch.setattr(health.socket, "gethostname", lambda: "nowhere.invalid")
+    monkeypatch.setattr(doctor_cluster.socket, "gethostname", lambda: "nowhere.invalid")
     found = by_name(host_findings())
     assert found["port"].status == "ok" and found["host name"].status == "warn"
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_port_is_torchruns_where_there_is_one(monkeypatch, size) -> None:
-    monkeypatch.setattr(health, "world", lambda: World(size=size))
+    monkeypatch.setattr(doctor_cluster, "world", lambda: World(size=size))
     assert ("port" in by_name(host_findings())) == (size == 1)

@@ -22,7 +22,7 @@ from groupwise.cli.report.build import report
 from groupwise.config.run import STARTER_DIR, dump_resolved, parse_config
 from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.run.evaluate import Evaluation, save_evaluations
-from groupwise.run.health import examine
+from groupwise.run.health_report import examine
 from groupwise.run.record import read_run, read_runs
 from groupwise.server import ui
 from groupwise.store.tracking import Tracking

@@ -8,7 +8,8 @@ from cli_project import cli
 from groupwise.config.importers.aitraining import flags
 from groupwise.config.importers.tables import keys_of
 from groupwise.errors import ConfigError
-from groupwise.run.config_file import LoadedRun, import_run, read_run
+from groupwise.run.config_file import LoadedRun, read_run
+from groupwise.run.importing import import_run
 from groupwise.sdk.aitraining import LLMTrainingParams, train
 from groupwise.store.tracking import read_metrics
 

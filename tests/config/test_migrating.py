@@ -15,7 +15,7 @@ import typer
 
 from groupwise.cli.main import app
 from groupwise.config.algo import AlgoConfig
-from groupwise.config.importers.base import Key
+from groupwise.config.importers.keys import Key
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.run import RunConfig
 from groupwise.config.yaml import key_paths

@@ -12,7 +12,8 @@ from cli_project import cli
 from groupwise.config.loss import loss_of
 from groupwise.config.run import load_config as load_native
 from groupwise.errors import ConfigError
-from groupwise.run.config_file import LoadedRun, read_run, written
+from groupwise.run.config_file import LoadedRun, read_run
+from groupwise.run.importing import written
 from groupwise.store.tracking import read_metrics
 
 TASKSET = """\
@@ -174,7 +175,7 @@ def test_the_names_of_older_versions(read):
     assert (config.train.lora.dropout, config.train.lora.targets) == (0.0, "all-linear")
     assert config.train.gradient_checkpointing is True
     assert (config.rollout.max_staleness, config.rollout.in_flight_updates) == (1, True)
-    assert config.env is not None and config.env.agent == "groupwise.tasks.compat.others:VerifiersAgent"
+    assert config.env is not None and config.env.agent == "groupwise.tasks.compat.verifiers_before_0_4:VerifiersAgent"
     assert config.env.args == {"environment": "owner/sorting", "args": {"min_turns": 3, "power": False}}
     assert not loaded.differs
 

@@ -9,7 +9,8 @@ import pytest
 
 from cli_project import cli
 from groupwise.errors import ConfigError
-from groupwise.run.config_file import LoadedRun, import_run, read_run
+from groupwise.run.config_file import LoadedRun, read_run
+from groupwise.run.importing import import_run
 
 UNSLOTH = """\
 raise SystemExit("this script must never run")

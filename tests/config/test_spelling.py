@@ -11,7 +11,9 @@ from reference_files import CPU, FULL_ASYNC, QUICK_START, write_project
 import groupwise
 from groupwise.config.run import dump_resolved, load_config
 from groupwise.errors import ConfigError
-from groupwise.run.config_file import DEFAULT, import_run, native_yaml, read_run, system_of, written
+from groupwise.run.config_file import DEFAULT, read_run, system_of
+from groupwise.run.importing import import_run, written
+from groupwise.run.native_yaml import native_yaml
 
 NATIVE = """\
 name: x

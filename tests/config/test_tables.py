@@ -10,7 +10,7 @@ import pytest
 from reference_files import QUICK_START
 
 from groupwise.config.importers import axolotl, grpo_args, optimizer_args, tables
-from groupwise.config.importers.base import Key
+from groupwise.config.importers.keys import Key
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.yaml import inline
 from groupwise.errors import ConfigError

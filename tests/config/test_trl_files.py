@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.importers import base as importers
+from groupwise.config.importers import translation as importers
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.load import load_object
 from groupwise.config.loss import loss_of
@@ -289,7 +289,7 @@ def test_a_dataset_lambdas_instances_and_a_lora_config_are_trained(tmp_path):
 
 def test_what_was_handed_over_is_missing_in_another_process():
     with pytest.raises(LoadError, match="'rows_of_another_process' was handed over in Python") as caught:
-        load_object("groupwise.config.importers.base:rows_of_another_process")
+        load_object("groupwise.config.importers.held_objects:rows_of_another_process")
     assert "run the script that made it again" in str(caught.value)
     assert not hasattr(importers, "torch"), "torch's compiler asks all modules for it"
 

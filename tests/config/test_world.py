@@ -1,6 +1,6 @@
 import pytest
 
-from groupwise.config.launch import World, world
+from groupwise.config.world import World, world
 from groupwise.errors import ConfigError
 
 

@@ -11,7 +11,8 @@ from groupwise.engine import kv_cache
 from groupwise.engine.kv_cache import CacheNeed, KeyValueCache
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import EngineError
-from groupwise.model.memory import ModelSize, cache_token_bytes
+from groupwise.model.activations import ModelSize
+from groupwise.model.memory import cache_token_bytes
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest
 
 LENGTHS = [(3, 20, 4), (9, 5, 2), (4, 24, 6), (20, 8, 1), (5, 3, 8), (6, 24, 3)]  # prompt, completion, n

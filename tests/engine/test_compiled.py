@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from groupwise.config.run import parse_config
-from groupwise.engine.compiled import Compiled, Functions, bucket_of, tensors_in
+from groupwise.engine.compiled import Compiled, Functions
+from groupwise.engine.graphs import bucket_of, tensors_in
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.multi_lora import AdapterBank, read_adapter
 from groupwise.errors import ConfigError

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from groupwise.config.lora import LoraSpec
-from groupwise.engine import decoder, local, packed
+from groupwise.engine import admission, decoder, local, packed
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import sample_tokens
 from groupwise.errors import (
@@ -987,14 +987,14 @@ def test_the_next_turn_computes_only_what_is_new(open_engine, make_base, make_ad
     assert computed[True] < 0.6 * computed[False]
 
 
-@pytest.mark.parametrize(("new_at_once", "most_held"), [(7, packed.MOST_HELD), (packed.EXTEND_TOKENS, 10)])
+@pytest.mark.parametrize(("new_at_once", "most_held"), [(7, admission.MOST_HELD), (admission.EXTEND_TOKENS, 10)])
 def test_many_rows_of_uneven_lengths(open_engine, monkeypatch, architecture: str, new_at_once: int, most_held: int):
     """Read in parts, put in order between, run in pieces of a few tokens, folded into openings: nothing of it shows."""
     sorted_rows = []
     monkeypatch.setattr(packed, "SORT_EVERY", 1)
     monkeypatch.setattr(packed, "MOST_BEYOND", 1.0)
     monkeypatch.setattr(packed, "EXTEND_TOKENS", new_at_once)
-    monkeypatch.setattr(packed, "MOST_HELD", most_held)
+    monkeypatch.setattr(admission, "MOST_HELD", most_held)
     engine = open_engine(architecture, context=256, max_rows=48)
     cache = engine._lanes[0].decoder.cache
     sort = cache.sort

@@ -12,11 +12,10 @@ import torch
 
 from groupwise.config.run import RolloutConfig
 from groupwise.config.serve import ServeConfig
-from groupwise.engine import lookup
-from groupwise.engine import rows as ngrams
+from groupwise.engine import lookup, ngrams
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.lookup import standing
-from groupwise.engine.rows import History
+from groupwise.engine.ngrams import History
 from groupwise.errors import ConfigError
 from groupwise.model.chat import decode
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest

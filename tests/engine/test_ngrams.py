@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from groupwise.engine.rows import LONGEST_WAIT, SIZES, History, ngrams_of
+from groupwise.engine.ngrams import LONGEST_WAIT, SIZES, History, ngrams_of
 
 
 def followed(ids: list[int], most: int) -> list[int]:

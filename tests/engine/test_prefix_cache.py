@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.engine.kv_cache import BLOCK, Kept, Layers, Opening, PrefixCache
+from groupwise.engine.kv_cache import Layers, Opening
+from groupwise.engine.prefix_cache import BLOCK, Kept, PrefixCache
 
 IDS = st.lists(st.integers(0, 1), min_size=0, max_size=5).map(lambda bits: tuple(b for b in bits for _ in range(7)))
 

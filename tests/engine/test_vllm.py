@@ -18,8 +18,9 @@ from groupwise.config.lora import LoraSpec
 from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.client import VllmServer, server_url
-from groupwise.engine.vllm.engine import VllmEngine, read_launch
+from groupwise.engine.vllm.engine import VllmEngine
 from groupwise.engine.vllm.handshake import linear_names
+from groupwise.engine.vllm.open import read_launch
 from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from groupwise.algo.loss import resolve_loss
+from groupwise.model.layouts import FLEX, MERGED
 from groupwise.model.load import load_model
-from groupwise.model.packing import FLEX, MERGED
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from groupwise.model.load import load_model, weights_hash
-from groupwise.store.share import offer_weights
+from groupwise.store.cuda_ipc import offer_weights
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerB
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.config.lora import LoraSpec
-from groupwise.model.attention import PrefixTree, SharedPrompts
+from groupwise.model.activations import ModelSize, PackedShape, Training, activation_bytes, kept_bytes
+from groupwise.model.attention import SharedPrompts
 from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel, wrap_model
-from groupwise.model.memory import ModelSize, PackedShape, Training, activation_bytes, kept_bytes
 from groupwise.model.packing import micro_batches
+from groupwise.model.prefix_tree import PrefixTree
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forked_samples import distinct_tokens, forked_samples
-from groupwise.model.attention import PrefixTree, SharedPrompts
+from groupwise.model.attention import SharedPrompts
 from groupwise.model.packing import (
     MAX_PADDING,
     MicroBatch,
@@ -18,6 +18,7 @@ from groupwise.model.packing import (
     pad,
     padded_batches,
 )
+from groupwise.model.prefix_tree import PrefixTree
 from groupwise.types import Sample
 
 few = settings(max_examples=80)

@@ -11,15 +11,14 @@ from transformers import GPT2Config, MambaConfig, Qwen3Config
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine import multi_lora as lora
 from groupwise.errors import ConfigError
-from groupwise.model import attention
-from groupwise.model import memory as activations
+from groupwise.model import activations, attention
+from groupwise.model.activations import ModelSize
 from groupwise.model.memory import (
     GIB,
     MERGED_BYTES,
     PADDING,
     Load,
     Memory,
-    ModelSize,
     fitting_tokens,
     longest_sample,
     memory,

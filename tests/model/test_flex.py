@@ -15,9 +15,11 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from forked_samples import forked_samples, lines
 from groupwise.model import flex
-from groupwise.model.attention import PrefixTree, Scoring, SharedPrompts
+from groupwise.model.attention import Scoring, SharedPrompts
 from groupwise.model.flex import BLOCK, LEAST, Forest
-from groupwise.model.packing import FLEX, micro_batches, pack, pack_tree
+from groupwise.model.layouts import FLEX
+from groupwise.model.packing import micro_batches, pack, pack_tree
+from groupwise.model.prefix_tree import PrefixTree
 from groupwise.types import Sample
 
 few = settings(max_examples=60)

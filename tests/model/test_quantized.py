@@ -23,13 +23,14 @@ from groupwise.model.load import LoadedModel, load_model, share_weights, wrap_mo
 from groupwise.model.memory import memory
 from groupwise.model.quantized import FourBitLinear, QuantizedLinear, dequantize, parameter_count, quantized_layers
 from groupwise.run import worker
-from groupwise.run.assemble import load_of
 from groupwise.run.job_queue import load_base
 from groupwise.run.loop import run_loop
+from groupwise.run.memory_budget import load_of
 from groupwise.server.supervisor import worker_command
 from groupwise.store.adapters import AdapterStore
-from groupwise.store.share import is_mapped, map_weights
-from groupwise.train.distributed import DataParallel, FullySharded
+from groupwise.store.mapped_weights import is_mapped, map_weights
+from groupwise.train.data_parallel import DataParallel
+from groupwise.train.fully_sharded import FullySharded
 from groupwise.train.learner import Learner
 from groupwise.train.lora import lora_tensors
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest

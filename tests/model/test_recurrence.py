@@ -14,10 +14,12 @@ from torch import Tensor
 from forked_samples import forked_samples, lines
 from groupwise.engine.kv_cache import Extend, Grid, KeyValueCache, Prefill
 from groupwise.model import recurrence as module
-from groupwise.model.attention import PrefixTree, SharedPrompts
+from groupwise.model.attention import SharedPrompts
 from groupwise.model.flex import Forest
 from groupwise.model.load import share_weights
-from groupwise.model.recurrence import PackedSegment, Segments, is_recurrent, segments_of_groups, segments_of_tree
+from groupwise.model.prefix_tree import PrefixTree
+from groupwise.model.recurrence import PackedSegment, Segments, segments_of_groups, segments_of_tree
+from groupwise.model.recurrent_layers import is_recurrent
 
 few = settings(max_examples=60)
 C, W = 3, 4

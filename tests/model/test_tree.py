@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forked_samples import forked_samples, lines
-from groupwise.model import attention as module
-from groupwise.model.attention import PrefixTree, Scoring, SharedPrompts
+from groupwise.model import prefix_tree
+from groupwise.model.attention import Scoring, SharedPrompts
 from groupwise.model.packing import pack_tree
+from groupwise.model.prefix_tree import PrefixTree
 
 few = settings(max_examples=60)
 H, K, D, V = 4, 2, 3, 5  # values are of another size
@@ -61,9 +62,9 @@ def test_equals_a_dense_softmax(samples, window, softcap, sinks: bool, queries: 
     sink_H = torch.randn(H, generator=g, dtype=torch.float64, requires_grad=True)
     scoring = Scoring(0.6, window, softcap, sink_H if sinks else None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "QUERIES", queries)
+        patch.setattr(prefix_tree, "QUERIES", queries)
         for name, limit in zip(("BATCHED", "PADDED", "SMALL"), limits, strict=True):
-            patch.setattr(module, name, limit)
+            patch.setattr(prefix_tree, name, limit)
         got = PrefixTree(paths, own).attend(0, *inputs, scoring)
     want = naive(*inputs, paths, scoring)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
@@ -79,8 +80,8 @@ def test_tiles_of_like_sizes_are_computed_together():
     trunk = list(range(40))
     paths = [trunk] + [trunk + list(range(40 * i, 40 * i + 40)) for i in range(1, 9)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "QUERIES", 16)
-        patch.setattr(module, "SMALL", 1)
+        patch.setattr(prefix_tree, "QUERIES", 16)
+        patch.setattr(prefix_tree, "SMALL", 1)
         tiles = PrefixTree(paths, [40] * 9).tiles
     assert sum(len(t.queries_M) for t in tiles) == 360
     assert max(t.keys_BT.shape[0] for t in tiles) >= 8

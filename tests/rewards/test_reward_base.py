@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ConfigError, LoadError, RewardError
 from groupwise.rewards.base import (
-    FailureKind,
-    RewardFunction,
     RewardLog,
-    TrainerState,
     check_columns,
     load_rewards,
     refuse_failed,
@@ -23,6 +20,7 @@ from groupwise.rewards.base import (
     summarize,
     text_of,
 )
+from groupwise.rewards.call import FailureKind, RewardFunction, TrainerState
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 

@@ -78,7 +78,7 @@ def test_aggregates(here, aggregate, expected):
 
 
 def test_members_get_columns_options_and_the_trainers_state(here):
-    from groupwise.rewards.base import TrainerState
+    from groupwise.rewards.call import TrainerState
 
     assert values(["a", "b"], "members:level", level=["3", "4"]) == [3.0, 4.0]
     state = TrainerState(global_step=7, max_steps=9)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards import judge as judge_module
+from groupwise.rewards import group_judge as judge_module
 from groupwise.rewards import judge_server
-from groupwise.rewards.base import RewardFunction
+from groupwise.rewards.call import RewardFunction
 from groupwise.rewards.check import RewardCheckReport, lint
-from groupwise.rewards.judge import group_judge, read_verdict
-from groupwise.server import openai as server_chat
+from groupwise.rewards.group_judge import group_judge, read_verdict
+from groupwise.server import chat as server_chat
 from judge_peer import Judge, Said, judges
 from serving import served
 

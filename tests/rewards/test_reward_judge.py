@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards import judge as judge_module
-from groupwise.rewards import judge_server
-from groupwise.rewards.judge import judge, read_score
-from groupwise.server import openai as server_chat
+from groupwise.rewards import judge_server, judge_text
+from groupwise.rewards.judge import judge
+from groupwise.rewards.judge_text import read_score
+from groupwise.server import chat as server_chat
 from judge_peer import Judge, Said, judges
 from serving import served
 
@@ -317,4 +317,4 @@ def test_our_own_server_takes_the_request_and_the_starter_is_no_judge(tmp_path):
 
 
 def test_the_examples_in_the_docstrings():
-    assert doctest.testmod(judge_module).failed == 0 < doctest.testmod(judge_module).attempted
+    assert doctest.testmod(judge_text).failed == 0 < doctest.testmod(judge_text).attempted

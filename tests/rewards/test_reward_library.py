@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from groupwise.config.rewards import RewardConfig
-from groupwise.rewards.base import RewardFunction, load_rewards
-from groupwise.rewards.check import functions_in
+from groupwise.rewards.base import load_rewards
+from groupwise.rewards.call import RewardFunction
+from groupwise.rewards.catalogue import functions_in
 
 MODULES = ("ensemble", "format", "length", "math", "text")
 OPTIONS: dict[str, dict[str, Any]] = {

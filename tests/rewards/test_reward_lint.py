@@ -14,19 +14,13 @@ import pytest
 
 from groupwise.config.rewards import RewardConfig
 from groupwise.errors import LoadError
-from groupwise.rewards import check as probes
-from groupwise.rewards.base import RewardFunction, load_rewards
-from groupwise.rewards.check import (
-    ROWS,
-    ProbePrompt,
-    RewardCheckReport,
-    built_in,
-    first_sentence,
-    functions_in,
-    lint,
-    needed_options,
-)
+from groupwise.rewards import probes
+from groupwise.rewards.base import load_rewards
+from groupwise.rewards.call import RewardFunction
+from groupwise.rewards.catalogue import built_in, first_sentence, functions_in
+from groupwise.rewards.check import RewardCheckReport, lint, needed_options
 from groupwise.rewards.pool import RewardPool
+from groupwise.rewards.probes import ROWS, ProbePrompt
 
 
 def report_on(function: Callable, *, rows=ROWS, pool=None, **args) -> RewardCheckReport:

@@ -18,8 +18,10 @@ import pytest
 
 from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.base import RewardFunction, RewardLog, TrainerState, load_rewards, score, score_group
-from groupwise.rewards.pool import Patience, RewardPool
+from groupwise.rewards.base import RewardLog, load_rewards, score, score_group
+from groupwise.rewards.call import RewardFunction, TrainerState
+from groupwise.rewards.pool import RewardPool
+from groupwise.rewards.pool_call import Patience
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from processes import becomes, descendants, running
 from slow_cases import slow_but

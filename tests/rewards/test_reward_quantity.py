@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.rewards import math as quantity
-from groupwise.rewards.math import last_quantity, number_match, only_quantity
+from groupwise.rewards import quantity
+from groupwise.rewards.math import number_match
+from groupwise.rewards.quantity import last_quantity, only_quantity
 
 
 def number(text: str) -> Fraction | None:

@@ -14,15 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.algo.advantage import has_signal, with_advantages
+from groupwise.algo.credit import has_signal, with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.config.algo import AdvantageConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError, RewardError
-from groupwise.run.batches import Batches, Collected, Pace
+from groupwise.run.batches import Batches, Pace
+from groupwise.run.collect import Collected
 from groupwise.run.replay import ReplayBuffer, RerollQueue
-from groupwise.tasks.episode import SingleTurnRollouts
 from groupwise.tasks.prompts import PromptSource
+from groupwise.tasks.rollout_sources import SingleTurnRollouts
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 BASE = PolicyVersion.base()

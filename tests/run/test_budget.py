@@ -10,9 +10,10 @@ from groupwise.config.run import RunConfig, load_config
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.memory import GIB, fitting_tokens, memory
 from groupwise.run import assemble
-from groupwise.run.assemble import device_memory, load_of, longest_prompt, open_components
+from groupwise.run.assemble import open_components
+from groupwise.run.memory_budget import device_memory, load_of, longest_prompt
 from groupwise.run.plan import make_plan
-from groupwise.tasks.episode import SingleTurnRollouts
+from groupwise.tasks.rollout_sources import SingleTurnRollouts
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
 

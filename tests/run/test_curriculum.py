@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from groupwise.errors import ConfigError, DataError
-from groupwise.run.replay import FLOOR, REVISIT, Curriculum
+from groupwise.run.curriculum import FLOOR, REVISIT, Curriculum
 from groupwise.tasks.prompts import PromptSource
 from groupwise.types import Prompt, Rollout, RolloutGroup
 from prompt_streams import take

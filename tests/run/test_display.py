@@ -20,7 +20,7 @@ from groupwise.run.display import (
     sparkline,
 )
 from groupwise.run.health import Event, Finding
-from groupwise.run.health_remedies import Severity
+from groupwise.run.health_rule import Severity
 from groupwise.tasks.transcript import visible
 from groupwise.types import Completion, FinishReason, Rollout, Turn
 

@@ -12,8 +12,8 @@ from groupwise.config.run import load_config
 from groupwise.errors import ConfigError
 from groupwise.run.plan import make_plan
 from groupwise.run.record import read_run
+from groupwise.server.run_files import RunFiles
 from groupwise.server.run_rollouts import change_of, groups_of
-from groupwise.server.runs import RunFiles
 from groupwise.store.tracking import read_metrics, read_rollouts
 
 ENVS = '''

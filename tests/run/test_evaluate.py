@@ -17,8 +17,9 @@ import torch
 
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ContextLengthError, DataError, RewardError
-from groupwise.rewards.base import RewardFunction, Scorer
+from groupwise.rewards.call import RewardFunction
 from groupwise.rewards.math import final_answer
+from groupwise.rewards.scorer import Scorer
 from groupwise.run.evaluate import (
     BestVersion,
     Evaluation,
@@ -32,7 +33,7 @@ from groupwise.run.evaluate import (
     prepare_all,
     save_evaluations,
 )
-from groupwise.tasks.episode import SingleTurnRollouts
+from groupwise.tasks.rollout_sources import SingleTurnRollouts
 from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 BASE = PolicyVersion.base()

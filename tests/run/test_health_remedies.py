@@ -8,7 +8,8 @@ import pytest
 
 from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig, dump_resolved, load_config, parse_config
-from groupwise.run.health_remedies import Remedy, Times, advise
+from groupwise.run.health_remedies import advise
+from groupwise.run.health_rule import Remedy, Times
 from groupwise.run.health_rules import RULES
 
 

@@ -17,8 +17,9 @@ import pytest
 from groupwise.algo.metrics import rollout_metrics
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.yaml import parse_keys
-from groupwise.run.health import Event, HealthMonitor, examine
-from groupwise.run.health_remedies import COMPARE, RUN_KEYS, Aggregate, Condition, KeyNames, Rule, Times, aggregate
+from groupwise.run.health import Event, HealthMonitor
+from groupwise.run.health_report import examine
+from groupwise.run.health_rule import COMPARE, RUN_KEYS, Aggregate, Condition, KeyNames, Rule, Times, aggregate
 from groupwise.run.health_rules import RULES, TABLE, read_rules
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.config.run import parse_config
-from groupwise.run.health import HealthMonitor, examine
-from groupwise.run.health_remedies import Condition, Remedy, Rule
+from groupwise.run.health import HealthMonitor
+from groupwise.run.health_report import examine
+from groupwise.run.health_rule import Condition, Remedy, Rule
 from groupwise.run.health_rules import RULES
 from groupwise.store.tracking import Tracking, read_metrics
 

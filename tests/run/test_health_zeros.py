@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.run.health import HealthMonitor, explain_zeros
+from groupwise.run.health import HealthMonitor
+from groupwise.run.health_zeros import explain_zeros
 
 TRAINED = {
     "rollout/groups": 4.0,

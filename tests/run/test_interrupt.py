@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from groupwise.run.loop import StopRequest
+from groupwise.run.stop_request import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

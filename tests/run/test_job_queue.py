@@ -18,7 +18,7 @@ from groupwise.errors import Interrupted, LeaseLostError, StorageError
 from groupwise.run import job_queue
 from groupwise.run.job import JobCancelled
 from groupwise.run.job_queue import LeaseHeartbeat, describe
-from groupwise.run.update import GrpoTask
+from groupwise.run.job_update import GrpoTask
 from groupwise.store import faults
 from groupwise.store.files import WEIGHTS
 from groupwise.store.ledger_schema import JobState
@@ -367,4 +367,4 @@ def test_a_killed_job_ends_with_the_same_bytes_in_one_version(crashes, point):
 
 def test_the_task_is_left_as_it_was():
     """`at_step` of these tests must have undone itself, or the others would not test the real thing."""
-    assert GrpoTask.accumulate.__module__ == "groupwise.run.update"
+    assert GrpoTask.accumulate.__module__ == "groupwise.run.job_update"

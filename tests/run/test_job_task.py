@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.algo.advantage import has_signal
+from groupwise.algo.credit import has_signal
 from groupwise.model.load import LoadedModel
 from groupwise.run.display import LineDisplay
 from groupwise.run.loop import run_loop

@@ -13,7 +13,7 @@ from groupwise.config.run import parse_config
 from groupwise.errors import AdapterNotFoundError, ConfigError
 from groupwise.run.loop import RunResult, run_loop
 from groupwise.store.adapters import AdapterStore
-from groupwise.store.rundir import find_adapter
+from groupwise.store.locate import find_adapter
 from groupwise.types import PolicyVersion
 from running_jobs import Dies, config
 

@@ -15,11 +15,12 @@ from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ModelError, StorageError
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.rewards.base import AT_START, FailureKind
-from groupwise.rewards.base import Failure as RewardFailure
-from groupwise.run import ray_workers as ray_engines
+from groupwise.rewards.call import AT_START, FailureKind
+from groupwise.rewards.call import Failure as RewardFailure
+from groupwise.run import ray_engines
 from groupwise.run.ray_actors import enter, seen_here
-from groupwise.run.ray_workers import EngineActor, RewardActor
+from groupwise.run.ray_engines import EngineActor
+from groupwise.run.ray_rewards import RewardActor
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 
 REWARD = """

@@ -18,12 +18,13 @@ import pytest
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.worker_group import WorkerLost
 from groupwise.errors import ClusterError, EnvError
-from groupwise.run import ray_workers as ray_envs
+from groupwise.run import ray_envs
 from groupwise.run.assemble import RemoteBackends, local_engine, open_components
 from groupwise.run.plan import make_plan
-from groupwise.run.ray_workers import EnvActor, RayEnvs
-from groupwise.tasks.env import Episode, StepResult, load_env
-from groupwise.tasks.episode import Environments, EpisodeRollouts, play_all
+from groupwise.run.ray_envs import EnvActor, RayEnvs
+from groupwise.tasks.env import Episode, StepResult
+from groupwise.tasks.env_loading import load_env
+from groupwise.tasks.rollout_sources import Environments, EpisodeRollouts, play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 from processes import becomes
 
@@ -31,7 +32,7 @@ ENVS = '''
 import os, sqlite3, threading, time
 
 from groupwise.tasks.env import StepResult
-from groupwise.tasks.env import ToolEnv
+from groupwise.tasks.tool_env import ToolEnv
 
 
 class Counts:

@@ -16,8 +16,8 @@ from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.worker_group import WorkerLost
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.run import ray as ray_launch
-from groupwise.run.loop import StopRequest
 from groupwise.run.ray import _outcome, roles_of, supervise
+from groupwise.run.stop_request import StopRequest
 from groupwise.store.checkpoint import RunState
 from groupwise.store.rundir import open_run_dir
 from groupwise.types import PolicyVersion

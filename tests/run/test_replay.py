@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from groupwise.algo.advantage import with_advantages
+from groupwise.algo.credit import with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.config.algo import AdvantageConfig
 from groupwise.config.lora import LoraSpec
@@ -21,7 +21,7 @@ from groupwise.errors import DataError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_model
 from groupwise.run.replay import ReplayBuffer, RerollQueue, signal
-from groupwise.tasks.episode import SingleTurnRollouts, play_all
+from groupwise.tasks.rollout_sources import SingleTurnRollouts, play_all
 from groupwise.train.learner import Learner
 from groupwise.types import (
     Completion,

@@ -14,7 +14,8 @@ from cli_project import save_model
 from groupwise.config.run import RunConfig
 from groupwise.errors import StorageError
 from groupwise.run.display import LineDisplay
-from groupwise.run.loop import TrainingRun, run_loop
+from groupwise.run.loop import run_loop
+from groupwise.run.training_run import TrainingRun
 from groupwise.store.adapters import AdapterStore
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
 from slow_cases import slow_but

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from groupwise.algo.advantage import with_advantages
+from groupwise.algo.credit import with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.config.algo import AdvantageConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.packing import micro_batches
-from groupwise.tasks.episode import SingleTurnRollouts, play_all
+from groupwise.tasks.rollout_sources import SingleTurnRollouts, play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 

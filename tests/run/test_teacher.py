@@ -23,7 +23,7 @@ from groupwise.run.check import check
 from groupwise.run.loop import run_loop
 from groupwise.run.plan import make_plan
 from groupwise.run.teacher import EndpointTeacher, Teacher, with_context
-from groupwise.server import openai
+from groupwise.server import chat, completions
 from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.types import (
     Completion,
@@ -216,7 +216,7 @@ def test_ahead_of_training_it_is_the_version_that_sampled(tmp_path: Path):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A live server of the starter, whose answers to POST /v1/completions have `prompt_logprobs`."""
-    with served(tmp_path_factory.mktemp("state"), [openai.router]) as server:
+    with served(tmp_path_factory.mktemp("state"), [chat.router, completions.router]) as server:
         yield server
 
 

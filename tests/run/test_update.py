@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.algo.advantage import has_signal
+from groupwise.algo.credit import has_signal
 from groupwise.run.display import LineDisplay
 from groupwise.run.loop import run_loop
 from groupwise.run.update import learner_thread

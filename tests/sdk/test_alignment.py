@@ -7,7 +7,7 @@ import math
 import pytest
 
 from groupwise.errors import DataError
-from groupwise.sdk.datums import aligned, check_known
+from groupwise.sdk.alignment import aligned, check_known
 
 TRAINER = (-0.1, -0.2, -0.3, -0.4)  # of 5 tokens, 3 of them the prompt
 

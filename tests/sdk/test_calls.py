@@ -22,7 +22,8 @@ from groupwise.errors import ConfigError, DeadlineError, JobFailedError, RemoteE
 from groupwise.sdk import client as client_module
 from groupwise.sdk import transport as client_http
 from groupwise.sdk.client import AsyncClient, Client
-from groupwise.sdk.transport import EventReader, encode, server_url
+from groupwise.sdk.drivers import server_url
+from groupwise.sdk.transport import EventReader, encode
 from groupwise.sdk.types import SampledGroup, TrainStatus, as_json, read
 from wire_server import Fault, WireServer, wire_server
 

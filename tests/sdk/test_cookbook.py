@@ -310,7 +310,7 @@ def vowels(completion: str, row: dict) -> float:
 @pytest.mark.slow
 def test_the_same_script_started_again_goes_on_from_its_checkpoints(dataset, tmp_path, model_dir, monkeypatch):
     """A crash in step 5, with checkpoints every two steps: the second start ends as one that was never interrupted."""
-    from groupwise.run.loop import TrainingRun
+    from groupwise.run.training_run import TrainingRun
     from groupwise.sdk.cookbook import main
 
     def config(name: str) -> Config:

@@ -21,12 +21,13 @@ from groupwise.errors import ConfigError, DataError, GrammarError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel
 from groupwise.recorded import RoutedExperts, SamplingMask
+from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.config import LoopConfig
 from groupwise.sdk.cookbook_config import DeployConfig
 from groupwise.sdk.datums import Datum, build_grpo_datums
 from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.infra import setup_infra
-from groupwise.sdk.sampler import AdaptiveConcurrency, DeploymentSampler, SampledCompletion, Status
+from groupwise.sdk.sampler import DeploymentSampler, SampledCompletion, Status
 from groupwise.sdk.trainer import TrainingService
 from groupwise.store.adapters import AdapterStore
 from groupwise.types import Completion, Grammar, Message, PolicyVersion, Prompt, SamplingRequest

@@ -17,7 +17,7 @@ from openai import APIError, AsyncOpenAI, BadRequestError, InternalServerError, 
 
 from groupwise.errors import RequestError
 from groupwise.model.chat import encode_prompt
-from groupwise.server import openai as chat
+from groupwise.server import chat
 from groupwise.server import sampling as admission
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate, is_correct, prompts

@@ -13,7 +13,7 @@ from openai import BadRequestError, OpenAI
 from tokenizers import processors
 
 from groupwise.model.chat import encode_prompt
-from groupwise.server import openai as completions
+from groupwise.server import completions
 from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
 from serving import Served, served, starter
 

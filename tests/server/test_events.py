@@ -16,7 +16,8 @@ from starlette.routing import Route
 
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DeadlineError
-from groupwise.server.sampling import PING, ClientGone, EventStream, Generation, sse, while_connected
+from groupwise.server.event_stream import PING, ClientGone, EventStream, sse, while_connected
+from groupwise.server.generate import Generation
 from groupwise.types import SamplingParams, SamplingRequest
 from serving import comes_within, running, starter
 

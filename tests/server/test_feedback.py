@@ -12,13 +12,13 @@ import pytest
 
 from groupwise import AsyncClient, Client
 from groupwise.errors import RemoteError
-from groupwise.server import dialects, feedback, messages, openai, rollout_log, rollouts
+from groupwise.server import chat, completions, dialects, feedback, messages, rollout_log, rollouts
 from groupwise.store.feedback import FeedbackLog
 from groupwise.store.ledger import Ledger
 from serving import Served, served
 
 assert dialects  # the routes below answer through it
-ROUTERS = [openai.router, messages.router, rollouts.router, rollout_log.router, feedback.router]
+ROUTERS = [chat.router, completions.router, messages.router, rollouts.router, rollout_log.router, feedback.router]
 SUM = [{"role": "user", "content": "What is 47 + 38? Reply with just the number."}]
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from groupwise.algo.metrics import definitions
-from groupwise.server.findings import definitions_router, router
+from groupwise.server.findings import router
+from groupwise.server.metric_definitions import definitions_router
 from groupwise.store.ledger import Ledger
 from serving import served
 

@@ -11,8 +11,8 @@ import pytest
 
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterNotFoundError, DeadlineError, GroupwiseError, ModelError
-from groupwise.server import sampling as generate
-from groupwise.server.sampling import Generation, SlowReaderError, Token
+from groupwise.server import generate
+from groupwise.server.generate import Generation, SlowReaderError, Token
 from groupwise.tasks.reply import TextStream
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 from serving import comes_within, starter

@@ -26,12 +26,13 @@ from groupwise.errors import (
     StorageError,
     StorageFullError,
 )
-from groupwise.server.bodies import describe
 from groupwise.server.errors import add_handlers, envelope
 from groupwise.server.guard import UPLOADS, Gate, Guard, _ConcurrencyLimit, read_body
 from groupwise.server.metrics import Recorder
-from groupwise.server.schema import GrpoRequest, LoadRequest
+from groupwise.server.openapi import describe
+from groupwise.server.schema_adapters import LoadRequest
 from groupwise.server.schema_openai import ChatRequest
+from groupwise.server.schema_train import GrpoRequest
 from groupwise.tasks.arriving import SMALL, BodyGuard, ByteLimit
 from raw_http import Answered, connect, head, is_closed, listening, read
 

@@ -9,10 +9,10 @@ import pytest
 from ruamel.yaml import YAML
 
 from groupwise.config.job import job_name, parse_job_config
-from groupwise.run.health import examine_job
-from groupwise.run.health_remedies import KeyNames
+from groupwise.run.health_report import examine_job
+from groupwise.run.health_rule import KeyNames
 from groupwise.run.health_rules import RULES
-from groupwise.server.findings import job_remedies
+from groupwise.server.job_remedies import job_remedies
 
 RUN_KEY = re.compile(r"\b(?:train|algo|rollout|data|eval|env|scoring)\.\w+|metrics\.jsonl|groupwise (?:check|run|env)")
 OVERRIDE = re.compile(r"config\.(\w+)=(\S+)")

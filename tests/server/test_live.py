@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.server.sampling import PING
+from groupwise.server.event_stream import PING
 from serving import running
 from whole_server import Whole, whole
 

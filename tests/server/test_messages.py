@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from groupwise.server import chat
 from groupwise.server import messages as dialect
-from groupwise.server import openai as chat
 from groupwise.tasks.starter.tasks import CALCULATOR
 from serving import Served, served
 

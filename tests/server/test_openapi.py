@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.server.bodies import ALWAYS_OPEN
+from groupwise.server.openapi import ALWAYS_OPEN
 from whole_server import Whole, whole
 
 KEY = "sk-planted-0123456789"

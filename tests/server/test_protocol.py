@@ -20,22 +20,11 @@ from groupwise.errors import RequestError
 from groupwise.sdk.types import AnsweredMessage, ChatChoice, ChatCompletion, Usage
 from groupwise.server import bodies
 from groupwise.server.bodies import parse_body
-from groupwise.server.schema import (
-    ActivateRequest,
-    GrpoRequest,
-    LoadRequest,
-    MergeRequest,
-    ScoredCompletion,
-    ScoredGroup,
-    SftExample,
-    SftRequest,
-)
+from groupwise.server.schema_adapters import ActivateRequest, LoadRequest, MergeRequest
 from groupwise.server.schema_completions import BatchRequest, CompletionRequest
-from groupwise.server.schema_openai import (
-    AdapterShare,
+from groupwise.server.schema_messages import (
     CalledFunction,
     ChatMessage,
-    ChatRequest,
     FunctionSchema,
     OfferedFunction,
     ResponseFormat,
@@ -45,7 +34,9 @@ from groupwise.server.schema_openai import (
     ToolCall,
     as_messages,
 )
-from groupwise.server.trl import ChatsRequest, GenerateRequest
+from groupwise.server.schema_openai import AdapterShare, ChatRequest
+from groupwise.server.schema_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
+from groupwise.server.schema_trl import ChatsRequest, GenerateRequest
 from groupwise.server.wire import Unsupported
 
 HI = [{"role": "user", "content": "hi"}]

@@ -31,10 +31,11 @@ from groupwise.errors import (
 )
 from groupwise.model.chat import encode_prompt
 from groupwise.server import reader as reading
-from groupwise.server.openai import ChatPrompt, read_chat, read_completions
+from groupwise.server.chat import ChatPrompt, read_chat
+from groupwise.server.completions import read_completions
+from groupwise.server.event_stream import ClientGone
 from groupwise.server.reader import SHORT, SHORT_TO_TRAIN, RawBody, Reader, TextModel, receive_body
 from groupwise.server.reader_process import _most_bytes
-from groupwise.server.sampling import ClientGone
 from groupwise.server.submit import Submission, read_grpo, read_sft
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.ledger import Ledger

@@ -12,7 +12,7 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from groupwise.server import openai as chat
+from groupwise.server import chat
 from groupwise.server import responses as dialect
 from groupwise.tasks.dialects.responses import ResponseNotFoundError, ResponsesRequest, ResponseStore
 from groupwise.tasks.starter.tasks import CALCULATOR

@@ -13,7 +13,8 @@ import torch
 
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterNotFoundError, StorageError
-from groupwise.server.policies import AdapterInUseError, Policies, Retention, needing
+from groupwise.server.policies import AdapterInUseError, Policies
+from groupwise.server.retention import Retention, needing
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.store.ledger import JobState, Ledger

@@ -14,8 +14,7 @@ import pytest
 
 from groupwise.errors import StorageFullError
 from groupwise.model.chat import encode_completion, encode_prompt
-from groupwise.server import openai as chat
-from groupwise.server import rollouts
+from groupwise.server import chat, completions, rollouts
 from groupwise.tasks.starter.tasks import CALCULATOR, prompts
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
 from serving import Served, served, starter
@@ -35,7 +34,7 @@ THINK = [{"role": "user", "content": "What is 47 + 138? Think step by step."}]
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("state"), [rollouts.router, chat.router]) as server:
+    with served(tmp_path_factory.mktemp("state"), [rollouts.router, chat.router, completions.router]) as server:
         yield server
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import ConfigError, RequestError
-from groupwise.server.runs import FRESH_S, MetricsFile, RunFiles, open_runs
+from groupwise.server.run_files import FRESH_S, MetricsFile, RunFiles, open_runs
 from groupwise.store.tracking import METRICS
 from run_place import make_run, write_line
 

@@ -12,6 +12,7 @@ import pytest
 from groupwise.errors import RequestError
 from groupwise.run.evaluate import Evaluation, save_evaluations
 from groupwise.server import run_rollouts
+from groupwise.server.run_files import RunFiles
 from groupwise.server.run_rollouts import (
     SampleQuery,
     change_of,
@@ -23,8 +24,8 @@ from groupwise.server.run_rollouts import (
     sorted_page,
     steps_of,
 )
-from groupwise.server.runs import RunFiles
-from groupwise.server.schema import RolloutNotFoundError, RunRollout, Sort
+from groupwise.server.schema_rollouts import RolloutNotFoundError, Sort
+from groupwise.server.schema_runs import RunRollout
 from groupwise.types import Completion, FinishReason, Message, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 from run_place import ASKED, END, TOKENIZER, make_run, scored, turn, write_line
 from run_place import group as group_of

@@ -16,8 +16,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from groupwise.config.serve import ServeConfig
+from groupwise.server.run_app import build_run_app
+from groupwise.server.run_files import RunFiles, open_runs
 from groupwise.server.run_rollouts import PLACES
-from groupwise.server.runs import RunFiles, build_run_app, open_runs
 from groupwise.types import Rollout
 from run_place import ASKED, END, TOKENIZER, group, make_run, scored, turn, write_line
 from serving import running
@@ -262,8 +263,8 @@ def test_no_torch_and_no_transformers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", rollouts=STEPS)
     code = (
         "import sys; from pathlib import Path; from starlette.testclient import TestClient\n"
-        "from groupwise.config.serve import ServeConfig; from groupwise.server.runs import build_run_app\n"
-        "from groupwise.server.runs import open_runs\n"
+        "from groupwise.config.serve import ServeConfig; from groupwise.server.run_app import build_run_app\n"
+        "from groupwise.server.run_files import open_runs\n"
         f"http = TestClient(build_run_app(open_runs([Path({str(run)!r})]), ServeConfig()), base_url='http://localhost')\n"
         f"for part in {PARTS}:\n"
         "    assert http.get(f'/v1/runs/r/{part}').status_code == 200, part\n"

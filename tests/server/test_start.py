@@ -12,8 +12,8 @@ from groupwise.config.serve import serve_config
 from groupwise.errors import AdapterError
 from groupwise.server.assemble import begin_with
 from groupwise.server.guard import Gate
-from groupwise.server.runs import WithRun
-from groupwise.store.rundir import Located
+from groupwise.server.run_app import WithRun
+from groupwise.store.locate import Located
 from groupwise.types import PolicyVersion
 from run_place import make_run
 from whole_server import whole

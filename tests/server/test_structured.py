@@ -17,8 +17,7 @@ from pydantic import BaseModel
 
 from groupwise.engine import grammar as grammars
 from groupwise.engine import vetting
-from groupwise.server import openai as chat
-from groupwise.server import rollouts, trl
+from groupwise.server import chat, completions, rollouts, trl
 from groupwise.server import sampling as admission
 from groupwise.types import Grammar
 from processes import becomes
@@ -55,7 +54,9 @@ WAIT = {"type": "function", "function": {"name": "wait"}}
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("state"), [chat.router, rollouts.router, trl.router]) as server:
+    with served(
+        tmp_path_factory.mktemp("state"), [chat.router, completions.router, rollouts.router, trl.router]
+    ) as server:
         yield server
 
 

@@ -14,7 +14,7 @@ from groupwise.errors import RequestError
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.recorded import KEPT, SamplingMask
 from groupwise.server.bodies import parse_body
-from groupwise.server.schema import GrpoRequest, SftRequest
+from groupwise.server.schema_train import GrpoRequest, SftRequest
 from groupwise.server.submit import Submission, prepare_grpo, prepare_sft
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance

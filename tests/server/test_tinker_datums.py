@@ -17,7 +17,7 @@ from groupwise.server.tinker.datums import (
     widths_of,
     wire_metrics,
 )
-from groupwise.server.tinker.schema import ForwardBackwardRequest
+from groupwise.server.tinker.proto import ForwardBackwardRequest
 from tinker_wire import datum, read_output, request
 
 TOKENS = [5, 6, 7, 2]

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("google.protobuf")
 
 from groupwise.server.tinker.json_requests import output_as_json
-from groupwise.server.tinker.schema import ForwardBackwardOutput
+from groupwise.server.tinker.proto import ForwardBackwardOutput
 from tinker_wire import Datum, Wire, datum, snapshot, supervised
 
 ACCEPT = {"accept": "application/json"}

@@ -18,11 +18,11 @@ from fastapi import FastAPI
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import StorageError
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.server import sampling as events
+from groupwise.server import event_stream as events
 from groupwise.server import submit, train
 from groupwise.server.errors import add_handlers
 from groupwise.server.reader import Reader, TextModel
-from groupwise.server.schema import SftRequest
+from groupwise.server.schema_train import SftRequest
 from groupwise.server.state import Server
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance

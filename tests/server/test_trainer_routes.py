@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from groupwise.model.chat import encode_prompt
-from groupwise.server import openai as chat
+from groupwise.server import chat, completions
 from groupwise.server import trl as trainer_routes
 from groupwise.types import PolicyVersion, Prompt
 from serving import Served, served, starter
@@ -33,7 +33,7 @@ Post = Callable[..., Any]
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path / "state", [trainer_routes.router, chat.router]) as server:
+    with served(tmp_path / "state", [trainer_routes.router, chat.router, completions.router]) as server:
         yield server
 
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from groupwise.errors import EngineError
-from groupwise.server import openai
+from groupwise.server import chat
 from groupwise.server.policies import Trial
 from groupwise.types import PolicyVersion
 from serving import Served, served
@@ -18,7 +18,7 @@ LONG = {"messages": [{"role": "user", "content": "Say something."}], "max_tokens
 
 @pytest.fixture
 def api(tmp_path: Path):
-    with served(tmp_path, [openai.router], request_timeout_s=0.3) as server:
+    with served(tmp_path, [chat.router], request_timeout_s=0.3) as server:
         base = PolicyVersion.base()
         server.server.policies.trial = Trial(version=PolicyVersion("sums", 1), against=base, share=0.0, since=0.0)
         yield server
@@ -50,6 +50,6 @@ def test_what_the_engine_fails_at_counts(api: Served, monkeypatch: pytest.Monkey
     def fails(*_: object, **__: object) -> None:
         raise EngineError("its weights are gone")
 
-    monkeypatch.setattr("groupwise.server.sampling.Generation.completions", fails)
+    monkeypatch.setattr("groupwise.server.generate.Generation.completions", fails)
     assert post(api, max_tokens=3) == 502 and counts(api) == (1, 1)
     assert post(api, max_tokens=3, adapter="base") == 502 and counts(api) == (1, 1)

@@ -13,7 +13,7 @@ from groupwise.config.serve import ServeConfig
 from groupwise.server.app import build_app
 from groupwise.server.guard import Gate
 from groupwise.server.metrics import Recorder
-from groupwise.server.runs import build_run_app
+from groupwise.server.run_app import build_run_app
 from groupwise.server.state import Server
 from groupwise.server.ui import BUILT, POLICY, built_files
 

@@ -27,7 +27,8 @@ from PIL import Image
 
 from crash.place import Place, a_place
 from groupwise.config.serve import ServeConfig
-from groupwise.server.runs import build_run_app, open_runs
+from groupwise.server.run_app import build_run_app
+from groupwise.server.run_files import open_runs
 from serving import running
 
 from .chromium import expect, launched

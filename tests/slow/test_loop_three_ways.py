@@ -33,7 +33,8 @@ from groupwise import AdamParams, Client, compute_advantages, setup_infra
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_tokenizer
 from groupwise.sdk.types import SampledGroup
-from groupwise.types import Prompt, seed_of
+from groupwise.seeds import seed_of
+from groupwise.types import Prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 types: Any = tinker.types

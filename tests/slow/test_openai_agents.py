@@ -21,9 +21,10 @@ from groupwise.run.config_file import load_config
 from groupwise.run.loop import run_loop
 from groupwise.server import responses
 from groupwise.store.tracking import read_metrics
+from groupwise.tasks.agent_rollouts import AgentRollouts
 from groupwise.tasks.agents import Agent as Played
-from groupwise.tasks.agents import AgentRollouts, load_agent
-from groupwise.tasks.episode import play_all
+from groupwise.tasks.agents import load_agent
+from groupwise.tasks.rollout_sources import play_all
 from groupwise.tasks.starter.tasks import calculate
 from groupwise.types import PolicyVersion, Prompt, SamplingParams
 from serving import served, starter

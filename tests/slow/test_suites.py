@@ -21,7 +21,7 @@ import pytest
 from groupwise.errors import ConfigError
 from groupwise.run.suite import Metric, SuiteRun, Target, run_suite
 from groupwise.store.export import export_model
-from groupwise.store.rundir import find_adapter, find_policy
+from groupwise.store.locate import find_adapter, find_policy
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,9 @@ pytest.importorskip("trl.experimental.openenv", exc_type=ImportError)
 
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig
-from groupwise.tasks.compat.trl import RolloutFunc, RolloutFuncRollouts
-from groupwise.tasks.episode import play_all
+from groupwise.tasks.compat.rollout_func import RolloutFunc
+from groupwise.tasks.compat.rollout_func_rollouts import RolloutFuncRollouts
+from groupwise.tasks.rollout_sources import play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]

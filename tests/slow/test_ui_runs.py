@@ -19,7 +19,8 @@ import pytest
 
 from groupwise.config.serve import ServeConfig
 from groupwise.server.guard import Gate
-from groupwise.server.runs import WithRun, build_run_app, open_runs
+from groupwise.server.run_app import WithRun, build_run_app
+from groupwise.server.run_files import open_runs
 from groupwise.store.tracking import Tracking
 from run_place import group, make_run, scored, write_line
 from serving import running

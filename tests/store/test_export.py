@@ -20,7 +20,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.store.export import export_model
 from groupwise.store.files import Provenance
 from groupwise.store.gguf import check_gguf, write_gguf
-from groupwise.store.rundir import TrainedPolicy, find_policy
+from groupwise.store.locate import TrainedPolicy, find_policy
 from groupwise.train.learner import Learner
 from groupwise.train.lora import lora_tensors
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest

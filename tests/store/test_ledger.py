@@ -26,8 +26,7 @@ from groupwise.errors import (
     StorageError,
 )
 from groupwise.recorded import RoutedExperts
-from groupwise.store import ledger, ledger_schema
-from groupwise.store import ledger as ledger_attempts
+from groupwise.store import ledger, ledger_attempts, ledger_schema
 from groupwise.store.ledger import Job, JobState, Lease, Ledger, RolloutRecord, kept_rollouts
 
 DAY = 24 * 3600.0

@@ -11,7 +11,8 @@ import pytest
 from test_ledger import publish, submit, take
 
 from groupwise.store import ledger_schema
-from groupwise.store.ledger import MAX_SERVER_DEATHS, Cause, JobState, Ledger
+from groupwise.store.ledger import JobState, Ledger
+from groupwise.store.ledger_attempts import MAX_SERVER_DEATHS, Cause
 
 
 @pytest.fixture

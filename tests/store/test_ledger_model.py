@@ -19,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_ledger import DAY, ERROR, Clock
 
 from groupwise.errors import IdempotencyConflictError, LeaseLostError, NotCancellableError, QueueFullError
-from groupwise.store import ledger, ledger_schema
-from groupwise.store import ledger as ledger_attempts
-from groupwise.store.ledger import MAX_SERVER_DEATHS, Cause, JobState, Lease, Ledger
+from groupwise.store import ledger, ledger_attempts, ledger_schema
+from groupwise.store.ledger import JobState, Lease, Ledger
+from groupwise.store.ledger_attempts import MAX_SERVER_DEATHS, Cause
 
 MAX_ATTEMPTS, MAX_QUEUED, KEEP_JOBS = 3, 4, 3
 WORKERS = st.sampled_from(["a", "b"])

@@ -24,8 +24,8 @@ from groupwise.config.lora import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import LoadedModel, load_model, weights_hash
 from groupwise.run import job_queue, worker
-from groupwise.store import share as model_ipc
-from groupwise.store.share import CudaIpc, attach_weights, offer_weights
+from groupwise.store import cuda_ipc as model_ipc
+from groupwise.store.cuda_ipc import CudaIpc, attach_weights, offer_weights
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 from ipc_peer import SharedMemory

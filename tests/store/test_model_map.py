@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from groupwise.config.lora import LoraSpec
 from groupwise.model.load import load_model, weights_hash
-from groupwise.store.share import is_mapped, map_weights
+from groupwise.store.mapped_weights import is_mapped, map_weights
 from groupwise.train.learner import Learner
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list its mappings")

@@ -19,7 +19,8 @@ from groupwise.store import checkpoint, rundir
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import RunState
 from groupwise.store.files import Provenance
-from groupwise.store.rundir import find_adapter, find_policy, open_run_dir, owned
+from groupwise.store.locate import find_adapter, find_policy
+from groupwise.store.rundir import open_run_dir, owned
 from groupwise.train.learner import Learner
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 

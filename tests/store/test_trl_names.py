@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.store.tracking import TRL_NAMES, TokenCount, trl_metrics
+from groupwise.store.trl_names import TRL_NAMES, TokenCount, trl_metrics
 
 BY_TRAINER = {"loss", "grad_norm", "learning_rate"}  # logged by transformers' Trainer, which GRPOTrainer is
 

@@ -12,8 +12,9 @@ from episodes import Recorder
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel
-from groupwise.tasks.agents import NEEDED, Agent, AgentRollouts
-from groupwise.tasks.episode import play_all
+from groupwise.tasks.agent_rollouts import AgentRollouts
+from groupwise.tasks.agents import NEEDED, Agent
+from groupwise.tasks.rollout_sources import play_all
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 Played = Callable[..., list[Rollout]]

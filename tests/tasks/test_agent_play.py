@@ -21,17 +21,18 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from episodes import sampled, trained
-from groupwise.algo.advantage import with_advantages
+from groupwise.algo.credit import with_advantages
 from groupwise.algo.samples import Segment, samples_of, segments_of
 from groupwise.config.algo import CreditConfig
 from groupwise.config.run import EnvConfig
 from groupwise.errors import EnvError, GroupwiseError
-from groupwise.rewards.base import RewardFunction, score
+from groupwise.rewards.base import score
+from groupwise.rewards.call import RewardFunction
 from groupwise.run.config_file import load_config
 from groupwise.run.loop import run_loop
 from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.store.tracking import read_metrics
-from groupwise.tasks.agents import AgentSession, LimitError
+from groupwise.tasks.agent_session import AgentSession, LimitError
 from groupwise.tasks.openai import AgentChatRequest, AgentReply
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams
@@ -700,7 +701,7 @@ def test_versions_are_those_of_the_run(play_group, recorder):
 AGENT = """
 import json
 from openai import OpenAI
-from groupwise.tasks.agents import AgentSession, LimitError
+from groupwise.tasks.agent_session import AgentSession, LimitError
 from groupwise.tasks.openai import AgentChatRequest, AgentReply
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate
 

@@ -14,9 +14,9 @@ import pytest
 
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.tasks.env import load_env
+from groupwise.tasks.env_loading import load_env
 from groupwise.tasks.env_pool import EnvPool
-from groupwise.tasks.episode import EpisodeRollouts, play_all
+from groupwise.tasks.rollout_sources import EpisodeRollouts, play_all
 from groupwise.types import PolicyVersion, Prompt, Rollout, SamplingParams
 from processes import becomes, descendants
 from slow_cases import slow_but

@@ -8,8 +8,8 @@ import json
 import jsonschema_rs
 import pytest
 
-from groupwise.tasks.check import play as scripts
-from groupwise.tasks.check.play import SCRIPTS, ScriptInput, call_text, example_of
+from groupwise.tasks.check import scripts
+from groupwise.tasks.check.scripts import SCRIPTS, ScriptInput, call_text, example_of
 from groupwise.tasks.tool_calls import ToolCallFormat, parse
 from groupwise.tasks.tools import CallableTool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from groupwise.tasks.check.judge import SEEN, TRAINED, drawn, runs_of, summary
+from groupwise.tasks.check.token_runs import SEEN, TRAINED, drawn, runs_of, summary
 from groupwise.types import Completion, FinishReason, Rollout, Turn
 
 

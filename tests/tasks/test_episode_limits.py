@@ -10,7 +10,7 @@ import pytest
 from episodes import config, play
 from groupwise.algo.samples import segments_of
 from groupwise.model.chat import encode_prompt
-from groupwise.tasks.env import ToolEnv
+from groupwise.tasks.tool_env import ToolEnv
 from groupwise.types import FinishReason, Prompt, Rollout, SamplingParams
 
 CALL = 25  # tokens of the call that the starter makes, greedily, and 12 are in the midst of it

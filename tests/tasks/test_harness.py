@@ -21,9 +21,9 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, EnvError
 from groupwise.model.load import LoadedModel
 from groupwise.rewards.sandbox import Box, isolation, trusted
-from groupwise.tasks.agents import AgentRollouts
-from groupwise.tasks.episode import play_all
+from groupwise.tasks.agent_rollouts import AgentRollouts
 from groupwise.tasks.harness import ISOLATED_FILES, ISOLATED_MEMORY_MB, ISOLATED_PROCESSES, Harness, load_harness
+from groupwise.tasks.rollout_sources import play_all
 from groupwise.types import PolicyVersion, Prompt, Rollout, SamplingParams
 from serving import comes_within
 

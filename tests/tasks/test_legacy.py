@@ -8,9 +8,9 @@ import pytest
 
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError
-from groupwise.tasks.compat.policy import generate_options_of
+from groupwise.tasks.compat.generate_options import generate_options_of
 from groupwise.tasks.compat.three_method import LegacyEnv, for_user_code
-from groupwise.tasks.env import EnvFactory
+from groupwise.tasks.env_loading import EnvFactory
 from groupwise.tasks.prompts import to_prompt
 from groupwise.types import SamplingParams
 

@@ -19,9 +19,10 @@ from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterNotFoundError, EnvError
 from groupwise.store.tracking import read_metrics
-from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
-from groupwise.tasks.env import EnvFactory
-from groupwise.tasks.episode import play_all
+from groupwise.tasks.compat.three_method import LegacyEnv
+from groupwise.tasks.compat.three_method_rollouts import ThreeMethodRollouts
+from groupwise.tasks.env_loading import EnvFactory
+from groupwise.tasks.rollout_sources import play_all
 from groupwise.types import PolicyVersion, RolloutGroup, SamplingParams
 
 RUN = SamplingParams(max_tokens=6)

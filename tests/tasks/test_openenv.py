@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from groupwise.errors import ConfigError
-from groupwise.tasks.compat.others import OpenEnvironment
+from groupwise.tasks.compat.openenv import OpenEnvironment
 
 CLIENT = """
 from types import SimpleNamespace as Result

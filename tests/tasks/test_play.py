@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from episodes import Bad, Echo, Slow, cases, config, factory, play
-from groupwise.algo.advantage import with_advantages
+from groupwise.algo.credit import with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.config.algo import AdvantageConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ContextLengthError
 from groupwise.model.chat import encode_prompt
 from groupwise.tasks.env import Observation
-from groupwise.tasks.episode import EpisodeRollouts, Lockstep, SingleTurnRollouts, Slots, play_all, together
+from groupwise.tasks.rollout_sources import EpisodeRollouts, Lockstep, SingleTurnRollouts, Slots, play_all, together
 from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 BASE = PolicyVersion.base()

@@ -17,7 +17,8 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.compat import reasoning_gym as adapter
-from groupwise.tasks.compat.reasoning_gym import AdaptiveDifficulty, answer_of, score_answer
+from groupwise.tasks.compat.reasoning_gym_difficulty import AdaptiveDifficulty
+from groupwise.tasks.compat.reasoning_gym_reward import answer_of, score_answer
 from groupwise.tasks.prompts import open_prompts
 from groupwise.types import Rollout, RolloutGroup
 from prompt_streams import take

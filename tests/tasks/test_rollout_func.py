@@ -20,11 +20,13 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig
 from groupwise.errors import AdapterNotFoundError, ConfigError, DataError, EnvError, LoadError
-from groupwise.rewards.base import RewardFunction, score
+from groupwise.rewards.base import score
+from groupwise.rewards.call import RewardFunction
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.agents import load_agent
-from groupwise.tasks.compat.trl import RolloutFunc, RolloutFuncRollouts
-from groupwise.tasks.episode import play_all
+from groupwise.tasks.compat.rollout_func import RolloutFunc
+from groupwise.tasks.compat.rollout_func_rollouts import RolloutFuncRollouts
+from groupwise.tasks.rollout_sources import play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 from starter_run import starter_run
 
@@ -447,7 +449,7 @@ def test_the_event_loop_goes_on_and_calls_are_made_one_at_a_time(starter, starte
 
 # ---- the configuration ----
 def load(folder: Path, function: str, **options: Any):
-    config = EnvConfig(agent="groupwise.tasks.compat.trl:RolloutFunc", args={"function": function}, **options)
+    config = EnvConfig(agent="groupwise.tasks.compat.rollout_func:RolloutFunc", args={"function": function}, **options)
     return load_agent(config, folder=folder)
 
 
@@ -474,7 +476,7 @@ def test_two_steps_with_the_starter(folder):
         data={"source": "rows.jsonl"},
         rewards=["my_rollouts:from_environment"],
         env={
-            "agent": "groupwise.tasks.compat.trl:RolloutFunc",
+            "agent": "groupwise.tasks.compat.rollout_func:RolloutFunc",
             "args": {"function": "my_rollouts:rollout_func"},
         },
         rollout={"prompts_per_step": 4, "group_size": 4, "max_tokens": 16},

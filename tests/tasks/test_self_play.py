@@ -12,7 +12,7 @@ import pytest
 
 from cli_project import cli
 from episodes import config, play
-from groupwise.algo.advantage import with_advantages
+from groupwise.algo.credit import with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.config.algo import CreditConfig
 from groupwise.config.run import EnvConfig, load_config
@@ -21,8 +21,9 @@ from groupwise.run.assemble import open_envs, open_play
 from groupwise.run.loop import run_loop
 from groupwise.run.plan import make_plan
 from groupwise.store.tracking import read_metrics, read_rollouts
-from groupwise.tasks.env import MoveResult, Observation, load_env
-from groupwise.tasks.episode import play_all
+from groupwise.tasks.env import MoveResult, Observation
+from groupwise.tasks.env_loading import load_env
+from groupwise.tasks.rollout_sources import play_all
 from groupwise.tasks.self_play import Match
 from groupwise.types import PolicyVersion, SamplingParams
 from running_jobs import Dies, adapter_bytes, metrics_of, rollouts_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.tasks.transcript import Growth, template_check
+from groupwise.tasks.template_check import Growth, template_check
 from template_families import FAMILIES, PLAIN, tokenizer_of, with_tokens
 
 APPENDS, REWRITES, REFUSES = Growth

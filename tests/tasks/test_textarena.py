@@ -13,7 +13,8 @@ from groupwise.errors import ConfigError
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.compat.textarena import TextArenaGame
-from groupwise.tasks.env import StepResult, load_env
+from groupwise.tasks.env import StepResult
+from groupwise.tasks.env_loading import load_env
 
 OPPONENT = '''
 import random

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from groupwise.errors import ConfigError, EnvError
-from groupwise.tasks.env import Observation, OwnThread, StepResult, ToolEnv
+from groupwise.tasks.env import Observation, StepResult
+from groupwise.tasks.own_thread import OwnThread
 from groupwise.tasks.tool_calls import parse
+from groupwise.tasks.tool_env import ToolEnv
 from groupwise.tasks.tools import CallableTool, ToolBox
 from groupwise.types import Message
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from groupwise.errors import ConfigError
-from groupwise.tasks import tools
-from groupwise.tasks import tools as tool_schema
-from groupwise.tasks.tools import THREADS, CallableTool, CallOutcome, ToolBox, ToolError, read_docstring
+from groupwise.tasks import tool_schema, tools
+from groupwise.tasks.tool_schema import read_docstring
+from groupwise.tasks.tools import THREADS, CallableTool, CallOutcome, ToolBox, ToolError
 from groupwise.types import Message
 
 

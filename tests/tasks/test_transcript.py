@@ -15,7 +15,8 @@ from tokenizers import pre_tokenizers
 from groupwise.algo.samples import segments_of
 from groupwise.errors import ChatError
 from groupwise.model.chat import decode, encode_prompt, stop_ids
-from groupwise.tasks.transcript import TOOL, Transcript
+from groupwise.tasks.template_check import TOOL
+from groupwise.tasks.transcript import Transcript
 from groupwise.types import Completion, FinishReason, Message, Prompt
 from template_families import FAMILIES, PLAIN, tokenizer_of, with_tokens
 

@@ -13,7 +13,8 @@ from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, EnvError, LoadError
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.compat.trl import TrlEnvironment
-from groupwise.tasks.env import Episode, load_env
+from groupwise.tasks.env import Episode
+from groupwise.tasks.env_loading import load_env
 from starter_run import starter_run
 
 CODE = '''

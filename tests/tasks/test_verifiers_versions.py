@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from groupwise.errors import ConfigError
-from groupwise.tasks.compat.others import SUPPORTED, VerifiersAgent
 from groupwise.tasks.compat.verifiers import SUPPORTED as TASKSETS
 from groupwise.tasks.compat.verifiers import TasksetAgent
+from groupwise.tasks.compat.verifiers_before_0_4 import SUPPORTED, VerifiersAgent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="it is installed")

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from groupwise.tasks.env import Observation, StepResult, ToolEnv
+from groupwise.tasks.env import Observation, StepResult
+from groupwise.tasks.tool_env import ToolEnv
 
 
 class Steady:

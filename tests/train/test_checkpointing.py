@@ -8,9 +8,10 @@ from test_prefix_tree import episodes
 from groupwise.algo.loss import resolve_loss
 from groupwise.config.lora import LoraSpec
 from groupwise.errors import ConfigError
-from groupwise.model.attention import PrefixTree, SharedPrompts
+from groupwise.model.attention import SharedPrompts
 from groupwise.model.backbone import offloaded_checkpoint
 from groupwise.model.packing import micro_batches
+from groupwise.model.prefix_tree import PrefixTree
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

@@ -20,7 +20,7 @@ from groupwise.errors import AdapterError, ConfigError
 from groupwise.model.load import load_model
 from groupwise.store.export import export_model
 from groupwise.store.files import check_adapter
-from groupwise.store.rundir import Located, TrainedPolicy
+from groupwise.store.locate import Located, TrainedPolicy
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
 from slow_cases import slow_but

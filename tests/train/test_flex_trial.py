@@ -12,10 +12,11 @@ import torch
 from learner_cases import GROUPS, SPECS, assert_same, gradients, on_policy
 from torch.nn.attention import flex_attention as torch_flex
 
-from groupwise.model import flex as flex_trial
-from groupwise.model.flex import Forest, trouble, why_not_flex
+from groupwise.model import flex_trial
+from groupwise.model.flex import Forest
+from groupwise.model.flex_trial import trouble, why_not_flex
+from groupwise.model.layouts import FLEX, MERGED
 from groupwise.model.load import share_weights
-from groupwise.model.packing import FLEX, MERGED
 from groupwise.types import Sample
 from slow_cases import slow_but
 

@@ -12,7 +12,8 @@ from learner_cases import GROUPS, LORA, SPECS, assert_same, gradients, on_policy
 
 from groupwise.model import packing as cutting
 from groupwise.model.packing import side_by_side
-from groupwise.train.learner import Learner, ThreadedMicroBatches
+from groupwise.train.lanes import ThreadedMicroBatches
+from groupwise.train.learner import Learner
 from groupwise.types import Sample
 
 

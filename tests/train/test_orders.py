@@ -14,8 +14,8 @@ from parallel_cases import MICRO_TOKENS, RATE, UNEVEN, assert_alike, everything,
 
 from groupwise.config.lora import LoraSpec
 from groupwise.errors import ConfigError, RankLostError, RewardError, TrainingError
-from groupwise.train.distributed import end, follow, strategy_of
 from groupwise.train.learner import Learner
+from groupwise.train.orders import end, follow, strategy_of
 from rank_pairs import Pair, on_ranks
 from slow_cases import slow_but
 

@@ -15,7 +15,7 @@ from parallel_cases import RATE, UNEVEN, Seen, assert_alike, everything, near_po
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.errors import ConfigError, RankLostError
-from groupwise.train.distributed import DataParallel
+from groupwise.train.data_parallel import DataParallel
 from groupwise.train.learner import Learner
 from rank_pairs import Pair, on_ranks
 from slow_cases import slow_but

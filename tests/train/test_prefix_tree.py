@@ -13,9 +13,9 @@ from learner_cases import SPECS, assert_same, gradients, on_policy
 from forked_samples import forked_samples
 from groupwise.algo.loss import resolve_loss
 from groupwise.algo.prefixes import groups_of
-from groupwise.model.attention import PrefixTree
 from groupwise.model.load import share_weights
 from groupwise.model.packing import MicroBatch, micro_batches, pack, pack_tree, pad
+from groupwise.model.prefix_tree import PrefixTree
 from groupwise.train.forward import packed_logprobs, plain_logprobs
 from groupwise.train.learner import Learner
 from groupwise.types import Sample

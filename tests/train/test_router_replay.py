@@ -23,11 +23,11 @@ from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError, RequestError
 from groupwise.recorded import RoutedExperts
-from groupwise.run.update import check_routing, make_task
+from groupwise.run.job_update import check_routing, make_task
 from groupwise.server import rollouts
 from groupwise.server.assemble import open_engine
 from groupwise.server.bodies import parse_body
-from groupwise.server.schema import GrpoRequest
+from groupwise.server.schema_train import GrpoRequest
 from groupwise.server.submit import Submission, prepare_grpo
 from groupwise.store.job_payload import GrpoPayload, parse_payload
 from groupwise.store.rollouts import group_from_json, group_to_json

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from groupwise.errors import ConfigError, StorageError
 from groupwise.recorded import RoutedExperts, RoutingShape
-from groupwise.train.distributed import DataParallel, FullySharded
+from groupwise.train.data_parallel import DataParallel
+from groupwise.train.fully_sharded import FullySharded
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 from rank_pairs import Pair, on_ranks

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forked_samples import distinct_tokens, forked_samples
-from groupwise.train.distributed import shares
+from groupwise.train.shares import shares
 
 
 @given(samples=forked_samples(most=12), ranks=st.integers(1, 5))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.model import packing as cutting
-from groupwise.model.attention import PrefixTree, SharedPrompts
+from groupwise.model.attention import SharedPrompts
 from groupwise.model.load import plain_attention
 from groupwise.model.packing import MicroBatch, micro_batches, pack, pack_tree
+from groupwise.model.prefix_tree import PrefixTree
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

@@ -44,7 +44,7 @@ Shapes: N loss tokens of the micro-batch, K soft targets each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -127,11 +127,13 @@ def with_teacher_advantages(
 def _with_gaps(sample: Sample, teacher: Sequence[float], coefficient: float) -> Sample:
     own = (1.0,) * len(sample.mask) if sample.weights is None else sample.weights
     sampled = sample.behaviour_logprobs or ()
-    values = (sample.advantage * w + coefficient * _gap(q, p) for w, q, p in zip(own, teacher, sampled, strict=True))
+    values = (
+        sample.advantage * w + coefficient * score_gap(q, p) for w, q, p in zip(own, teacher, sampled, strict=True)
+    )
     return replace(sample, advantage=1.0, weights=tuple(values))
 
 
-def _gap(teacher: float, sampled: float) -> float:
+def score_gap(teacher: float, sampled: float) -> float:
     """log q - log mu; 0 where the sampler's is not known (the token is dropped), bounded where the teacher's is not."""
     gap = teacher - sampled
     return 0.0 if math.isnan(gap) else min(max(gap, -MAX_GAP), MAX_GAP)
@@ -171,42 +173,3 @@ def soft_divergence(policy_NK: Tensor, target_NK: Tensor, kind: str) -> Tensor:
 def _log_rest(x_NK: Tensor) -> Tensor:
     """log (1 - sum_k exp x_k), at least that of the smallest difference from 1 that the type can tell."""
     return (1 - x_NK.exp().sum(1)).clamp(min=torch.finfo(x_NK.dtype).eps).log()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Metrics: how far the policy that sampled is from its teacher, over the trained tokens.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def teacher_metrics(samples: Sequence[Sample], scores: Sequence[SequenceScores | None]) -> dict[str, float]:
-    """`teacher/*`, of samples as `samples_of` makes them; nothing but `scored_frac` where no token has scores."""
-    if not samples:
-        return {}
-    pairs = [(sample, said) for sample, said in zip(samples, scores, strict=True) if said is not None]
-    metrics = {"teacher/scored_frac": len(pairs) / len(samples)}
-    gaps = [gap for sample, said in pairs for gap in _gaps(sample, said)]
-    if not gaps:
-        return metrics
-    metrics |= {"teacher/kl": -math.fsum(gaps) / len(gaps), "teacher/gap_max": max(map(abs, gaps))}
-    metrics["teacher/tokens"] = float(len(gaps))
-    tops = [(id, top) for sample, said in pairs for id, top in _likeliest(sample, said)]
-    if tops:
-        metrics["teacher/agreement"] = sum(id == top[0][0] for id, top in tops) / len(tops)
-        mass = math.fsum(math.exp(logprob) for _, top in tops for _, logprob in top)
-        metrics["teacher/mass"] = mass / len(tops)
-    return metrics
-
-
-def _gaps(sample: Sample, said: SequenceScores) -> Iterator[float]:
-    """log q - log mu of each trained token for which both are known."""
-    rows = zip(sample.mask, said.logprobs, sample.behaviour_logprobs or (), strict=True)
-    for trained, teacher, sampled in rows:
-        if trained and not math.isnan(teacher - sampled):
-            yield _gap(teacher, sampled)
-
-
-def _likeliest(sample: Sample, said: SequenceScores) -> Iterator[tuple[int, tuple[tuple[int, float], ...]]]:
-    """Each trained token with the teacher's likeliest, where these are told."""
-    for trained, id, top in zip(sample.mask, sample.completion_ids, said.top, strict=False):
-        if trained and top:
-            yield id, top

@@ -32,7 +32,8 @@ from typing import Any
 
 import ruamel.yaml
 
-from groupwise.algo.advantage import comparisons, differ, has_signal, has_turn_advantages
+from groupwise.algo.advantage import differ
+from groupwise.algo.credit import comparisons, has_signal, has_turn_advantages
 from groupwise.config.algo import AdvantageConfig, CreditConfig
 from groupwise.types import FinishReason, PolicyVersion, Rollout, RolloutGroup, Sample
 

@@ -30,16 +30,12 @@ from groupwise.cli.frame import (
     Debug,
     Url,
     examples,
-    finite,
     open_client,
     print_answer,
-    print_json,
-    print_line,
-    print_pairs,
     print_table,
     quiet_libraries,
-    say,
 )
+from groupwise.cli.output import finite, print_json, print_line, print_pairs, say
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, RemoteError, StorageError
 
 if TYPE_CHECKING:
@@ -289,7 +285,7 @@ def upload(
     debug: Debug = False,
 ) -> None:
     """Give a server an adapter: of a run, or one that PEFT saved."""
-    from groupwise.store.rundir import find_adapter
+    from groupwise.store.locate import find_adapter
 
     path = Path(source)
     if not path.is_file():
@@ -398,7 +394,7 @@ def _export_model(
 ) -> None:
     """Merge a version of a server, a store or any run into its base model, which is loaded here."""
     from groupwise.store.export import export_model
-    from groupwise.store.rundir import TrainedPolicy, find_adapter, find_policy
+    from groupwise.store.locate import TrainedPolicy, find_adapter, find_policy
 
     quiet_libraries()
     with ExitStack() as stack:
@@ -426,7 +422,7 @@ def _export_model(
 
 
 def _open_store(run: str | None, store: Path | None) -> AdapterStore:
-    from groupwise.store.rundir import open_store
+    from groupwise.store.locate import open_store
 
     try:
         opened = open_store(run=run, store=store)

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from groupwise.cli.frame import ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, quiet_libraries, say
+from groupwise.cli.frame import ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, quiet_libraries
+from groupwise.cli.output import say
 from groupwise.cli.remote import Adapter, MaxTokens, Seed, Temperature
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, RemoteError
 from groupwise.tasks.transcript import visible
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from groupwise.engine.local import LocalEngine
     from groupwise.model.load import LoadedModel
     from groupwise.sdk.client import Client
-    from groupwise.store.rundir import TrainedPolicy
+    from groupwise.store.locate import TrainedPolicy
     from groupwise.tasks.reply import ReplyPart
     from groupwise.types import Completion, SamplingParams
 
@@ -94,7 +95,7 @@ def _meant(
 
     Of two words the first is the run. One word alone is a run if there is one of this name, else a message.
     """
-    from groupwise.store.rundir import UNTRAINED, find_policy
+    from groupwise.store.locate import UNTRAINED, find_policy
 
     if url is not None or first is None:
         if second is not None:

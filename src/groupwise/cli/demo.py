@@ -16,8 +16,9 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.frame import Debug, examples, quiet_libraries, say, stdout
+from groupwise.cli.frame import Debug, examples, quiet_libraries
 from groupwise.cli.init import TEMPLATES
+from groupwise.cli.output import say, stdout
 from groupwise.errors import Interrupted
 
 CONFIG = TEMPLATES / "demo" / "arithmetic.yaml"
@@ -48,7 +49,7 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Train the model in the package on arithmetic, show before and after, and chat with it in a browser."""
-    from groupwise.run.config_file import read_words
+    from groupwise.run.importing import read_words
 
     given = [f"train.steps={steps}"] if steps is not None else []
     config = read_words([str(CONFIG), *(overrides or ()), *given]).runnable()

@@ -2,73 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import math
-import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from typer.core import TyperGroup
 
+from groupwise.cli.output import print_json, print_line, say
 from groupwise.errors import GroupwiseError, Interrupted
 from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
     from groupwise.sdk.client import Client
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# How the command line writes: data to stdout, words to stderr, and nothing of what a model wrote is interpreted.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def stdout() -> Console:
-    """A console on stdout as it is now; colours only on a terminal, none with NO_COLOR."""
-    return Console(highlight=False)
-
-
-def say(text: str) -> None:
-    """A line on stderr."""
-    print(visible(text), file=sys.stderr, flush=True)
-
-
-def print_json(value: Any) -> None:
-    """One line of strict JSON on stdout."""
-    print(json.dumps(value, allow_nan=False))
-
-
-@contextmanager
-def json_alone(as_json: bool) -> Iterator[None]:
-    """Within, with `--json`: what else is printed, such as by a reward function, goes to stderr."""
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        yield
-
-
-def print_line(text: str, *, console: Console | None = None) -> None:
-    """A line that is not wrapped, so that paths and commands can be copied."""
-    (console or stdout()).print(Text(visible(text)), soft_wrap=True)
-
-
-def print_pairs(rows: Iterable[Sequence[str]], *, console: Console | None = None) -> None:
-    """Rows in aligned columns."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    (console or stdout()).print(table)
-
-
-def finite(value: float | None) -> float | None:
-    """`value`, or None where JSON has no number for it."""
-    return value if value is not None and math.isfinite(value) else None
-
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the run failed; 2 the configuration or the command line is wrong; 3 the model or something "
@@ -144,14 +92,18 @@ def quiet_libraries() -> None:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.", callback=_remember)]
+
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_remember)]
+
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="The same as KEY=VALUE; may be repeated.")
 ]
+
 Url = Annotated[
     str | None,
     typer.Option("--url", metavar="URL", help="The server; default: GROUPWISE_URL, or http://127.0.0.1:8420."),
 ]
+
 ApiKey = Annotated[
     str | None, typer.Option("--api-key", metavar="KEY", help="The server's API key; default: GROUPWISE_API_KEY.")
 ]

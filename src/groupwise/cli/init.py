@@ -24,7 +24,8 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.frame import AsJson, Debug, examples, print_json, print_line
+from groupwise.cli.frame import AsJson, Debug, examples
+from groupwise.cli.output import print_json, print_line
 from groupwise.errors import ConfigError, GroupwiseError, StorageError
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -11,11 +11,8 @@ ends with a message that says what to do and with the error's exit code (see `er
 
 from __future__ import annotations
 
-import os
-import subprocess
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,259 +20,32 @@ import typer
 
 from groupwise.cli import adapters as cli_adapters
 from groupwise.cli import chat as cli_chat
-from groupwise.cli import checks as cli_envs
-from groupwise.cli import checks as cli_rewards
 from groupwise.cli import demo as cli_demo
+from groupwise.cli import envs as cli_envs
 from groupwise.cli import init as cli_init
 from groupwise.cli import remote as cli_remote
+from groupwise.cli import rewards as cli_rewards
 from groupwise.cli import runs as cli_runs
 from groupwise.cli import serve as cli_serve
-from groupwise.cli.frame import (
-    EXIT_CODES,
-    OPTIONS,
-    ApiKey,
-    AsJson,
-    CommandGroup,
-    Debug,
-    Set,
-    examples,
-    json_alone,
-    print_json,
-    print_table,
-    quiet_libraries,
-    say,
-    stdout,
-)
-from groupwise.config.launch import world
-from groupwise.errors import ConfigError, GroupwiseError, Interrupted
+from groupwise.cli.frame import EXIT_CODES, OPTIONS, AsJson, CommandGroup, Debug, Set, examples, quiet_libraries
+from groupwise.cli.launch import add_launch
+from groupwise.cli.output import json_alone, print_json, say, stdout
+from groupwise.cli.profiles import add_profiles
+from groupwise.cli.ui import add_ui
+from groupwise.cli.vllm import add_vllm
+from groupwise.config.world import world
+from groupwise.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
     from groupwise.run.config_file import LoadedRun
     from groupwise.run.plan import RunPlan
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `groupwise ui RUN [RUN ...]`: the web interface over the directories of runs, finished or going on.
-#
-#     groupwise ui arithmetic                       # the newest run of that name under runs/
-#     groupwise ui runs/lr-*                        # several, to compare; seeds of one configuration are drawn as a
-#     band
-#
-# No model is loaded and nothing is written; a run that goes on is followed as it writes.
-# ----------------------------------------------------------------------------------------------------------------------
-
-PORT = 8421  # beside `groupwise serve`, which is on 8420
-
-
-def add_ui(app: typer.Typer) -> None:
-    """Make the command part of `groupwise`."""
-    app.command(
-        epilog=examples("groupwise ui arithmetic", "groupwise ui runs/arithmetic-*", "groupwise ui a b --port 0")
-    )(ui)
-
-
-def ui(
-    runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Directories of runs, or their names under runs/.")
-    ],
-    host: Annotated[str | None, typer.Option(help="Where to listen; other than loopback needs an API key.")] = None,
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = PORT,
-    api_key: ApiKey = None,
-    debug: Debug = False,
-) -> None:
-    """Look at runs in a browser: curves, seeds as bands, configurations, completions token by token, findings."""
-    from groupwise.config.serve import serve_config
-    from groupwise.server.runs import open_runs, serve_runs
-
-    given = {"host": host, "port": port, "api_key": api_key}
-    config = serve_config({key: value for key, value in given.items() if value is not None})
-    serve_runs(open_runs([_directory(text) for text in runs]), config, announce=say)
-
-
-def _directory(text: str) -> Path:
-    """What is a directory is meant; otherwise a name under runs/."""
-    from groupwise.store.rundir import find_run
-
-    return Path(text) if Path(text).is_dir() else find_run(text)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `groupwise vllm-serve`: vLLM for a run, in a process tree of its own.
-#
-#     groupwise vllm-serve my.yaml                                    # on one GPU, or here in a terminal of its own
-#     groupwise run my.yaml engine=vllm vllm.urls=[http://localhost:8000]
-#
-# The server is what the run's own would be (docs/vllm.md): the model, the type and the adapters' rank are the file's.
-# It is started again when it dies, and it goes, with every process of vLLM's, when this command does, however it ends.
-# ----------------------------------------------------------------------------------------------------------------------
-
-DEFAULT_PORT = 8000  # vLLM's
-
-
-def add_vllm(app: typer.Typer) -> None:
-    """Make the command part of `groupwise`."""
-    shown = examples("groupwise vllm-serve my_run.yaml", "groupwise vllm-serve my.yaml vllm.port=8001")
-    app.command(name="vllm-serve", epilog=shown)(vllm_serve)
-
-
-def vllm_serve(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Overrides, such as vllm.port=8001.", show_default=False),
-    ] = None,
-    set_: Set = None,
-    debug: Debug = False,
-) -> None:
-    """Start vLLM for the runs of CONFIG and keep it alive; Ctrl-C ends it."""
-    from groupwise.run.config_file import read_words
-
-    loaded = read_words([config, "engine=vllm", *(overrides or ()), *(set_ or ())])
-    from groupwise.engine.vllm.engine import read_launch
-    from groupwise.engine.vllm.server import keep_up
-
-    launch = read_launch(loaded.runnable(), port=loaded.config.vllm.port or DEFAULT_PORT)
-    say(f"starting vLLM; when it is up: groupwise run {config} engine=vllm vllm.urls=[{launch.url}]")
-    keep_up(launch, say=say)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `groupwise launch CONFIG`: start a run in several processes, on one machine or many, or show how.
-#
-# groupwise launch my.yaml train.devices=8              # torchrun, here
-# groupwise launch my.yaml --print                      # only show the command lines, or the Slurm script
-# groupwise launch my.yaml --doctor                     # would it work? versions, GPUs, storage, clocks, network
-# groupwise launch my.yaml launcher.kind=slurm          # hand it to sbatch
-# groupwise launch my.yaml launcher.kind=ray            # learners, engines and workers as actors of Ray
-# groupwise launch my.yaml --node 1                     # of several machines without Slurm: this is the second
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def add_launch(app: typer.Typer) -> None:
-    """Make the command part of `groupwise`."""
-    app.command(
-        context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
-        epilog=examples(
-            "groupwise launch my_run.yaml train.devices=2",
-            "groupwise launch my.yaml train.devices=16 launcher.kind=slurm launcher.nodes=2 --print",
-        ),
-    )(launch)
-
-
-def launch(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Overrides, such as train.devices=8.", show_default=False),
-    ] = None,
-    show: Annotated[bool, typer.Option("--print", help="Show what would be run, and run nothing.")] = False,
-    node: Annotated[int, typer.Option(min=0, help="Of several machines without Slurm: which one this is, from 0.")] = 0,
-    doctor: Annotated[
-        bool, typer.Option("--doctor", help="Start the processes, and have them look whether they can train together.")
-    ] = False,
-    set_: Set = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Start CONFIG in `train.devices` processes, with torchrun or as a Slurm job, or as actors of Ray (`launcher`)."""
-    from groupwise.run.config_file import read_words
-    from groupwise.run.launch import launch_of
-
-    words = [config, *(overrides or ()), *(set_ or ())]
-    loaded = read_words(words).runnable()
-    if loaded.launcher.kind == "ray":
-        if doctor or node:
-            raise ConfigError("--doctor and --node do not go with launcher.kind ray, which starts all there is itself")
-        return _on_ray(loaded, show=show, as_json=as_json)
-    plan = launch_of(loaded, ("doctor",) if doctor else ("run", *words))
-    if as_json:
-        return print_json({"commands": [list(command) for command in plan.commands], "script": plan.script})
-    if show:
-        return print(plan, end="")
-    if plan.script is not None:
-        return _submit(plan.script)
-    if node >= len(plan.commands):
-        raise ConfigError(f"--node {node}: launcher.nodes is {len(plan.commands)}, and they are counted from 0")
-    command = plan.commands[node]
-    os.execv(command[0], command)  # signals and the exit code are torchrun's
-
-
-def _on_ray(config: RunConfig, *, show: bool, as_json: bool) -> None:
-    """Run it, or print the bundles that Ray is to reserve."""
-    from groupwise.cli.print import print_run
-    from groupwise.run.loop import run_loop
-    from groupwise.run.ray import roles_of, supervise
-
-    if show or as_json:
-        bundles = [dict(bundle) for bundle in roles_of(config).bundles]
-        return print_json({"bundles": bundles}) if as_json else print(*bundles, sep="\n")
-    result = supervise(config, run_loop, say=say)
-    print_run(stdout(), config, result)
-    if result.interrupted:
-        raise typer.Exit(Interrupted.exit_code)
-
-
-def _submit(script: str) -> None:
-    try:
-        done = subprocess.run(["sbatch"], input=script, text=True, check=False)
-    except FileNotFoundError:
-        hint = "run it where Slurm is, or hand in what --print shows"
-        raise ConfigError("there is no sbatch on this machine", hint=hint) from None
-    if done.returncode:
-        raise GroupwiseError(f"sbatch refused the job (exit code {done.returncode})", hint="--print shows the script")
-    say("the job is queued; its log is where #SBATCH --output says")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `groupwise profiles`: the hardware profiles, and which of them this machine holds.
-#
-#     groupwise profiles           # name, device, memory, what it trains, and whether it fits here
-#     groupwise profiles --json
-#
-# Their names are what `infra.training_shape_id` and `infra.ref_training_shape_id` take (docs/sdk.md).
-# ----------------------------------------------------------------------------------------------------------------------
-
-HEAD = ("profile", "device", "memory", "weights", "trains", "longest", "rows", "here")
-TRAINS = {"any": "both", "lora": "adapter", "full": "all parameters"}
-
-
-def add_profiles(app: typer.Typer) -> None:
-    """Make the command part of `groupwise`."""
-    app.command(epilog=examples("groupwise profiles", "groupwise profiles --json"))(profiles)
-
-
-def profiles(as_json: AsJson = False, debug: Debug = False) -> None:
-    """The hardware profiles that a loop of your own can name, and which fit this machine."""
-    from groupwise.sdk.profiles import PROFILES, Machine, choose_profile
-
-    machine = Machine.here()
-    chosen = {"lora": choose_profile(lora=True, machine=machine).name}
-    chosen["full"] = choose_profile(lora=False, machine=machine).name
-    if as_json:
-        listed = [asdict(profile) | {"fits": profile.fits(machine)} for profile in PROFILES.values()]
-        return print_json({"profiles": listed, "machine": dict(machine.memory_gb), "default": chosen})
-    rows = [
-        (
-            profile.name,
-            profile.device,
-            f"{profile.memory_gb} GB",
-            profile.dtype,
-            TRAINS[profile.trains],
-            f"{profile.max_seq_len} tokens",
-            str(profile.batch_rows),
-            "yes" if profile.fits(machine) else "no",
-        )
-        for profile in PROFILES.values()
-    ]
-    print_table([HEAD, *rows])
-    say(f"without a name: {chosen['lora']} for an adapter, {chosen['full']} for all parameters")
-
-
 Config = Annotated[
     str,
     typer.Argument(metavar="CONFIG", help="The run's YAML or TOML file, or aitraining's flags.", show_default=False),
 ]
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Overrides, such as train.steps=10.", show_default=False),
@@ -314,18 +84,31 @@ class Commands(CommandGroup):
 
 
 app = typer.Typer(epilog=EXIT_CODES, **{**OPTIONS, "cls": Commands})
+
 cli_demo.add_to(app)
+
 cli_init.add_to(app)
+
 cli_remote.add_to(app)
+
 cli_chat.add_to(app)
+
 add_launch(app)
+
 cli_runs.add_to(app)
+
 add_ui(app)
+
 add_profiles(app)
+
 add_vllm(app)
+
 cli_serve.add_to(app)
+
 app.add_typer(cli_adapters.app, name="adapters")
+
 app.add_typer(cli_rewards.rewards_app, name="rewards")
+
 app.add_typer(cli_envs.envs_app, name="env")
 
 
@@ -352,8 +135,6 @@ def groupwise(
 
 
 # ---- the run and what belongs to it ----
-
-
 @app.command(
     context_settings=FLAGS,
     epilog=examples(
@@ -459,7 +240,7 @@ def import_(
 
     With `--from aitraining` the rest of the line may be its flags in place of a file.
     """
-    from groupwise.run.config_file import import_run, written
+    from groupwise.run.importing import import_run, written
 
     loaded = import_run(arguments or [], system=system)
     from groupwise.cli.print import notes_as_json
@@ -581,7 +362,7 @@ def _evaluate(
     """On the prompts of the configuration, by its rewards."""
     from groupwise.run.evaluate import checked_modes
     from groupwise.run.plan import make_plan
-    from groupwise.store.rundir import find_version
+    from groupwise.store.locate import find_version
 
     checked_modes(loaded, modes)
     adapters = [adapter] if against is None else [adapter, against]
@@ -655,8 +436,6 @@ def _show_untested(as_json: bool) -> None:
 
 
 # ---- shared ----
-
-
 def _load(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None) -> RunConfig:
     """The run; what of a file comes out otherwise than in the system that it was written for is said first."""
     loaded = _read(path, overrides, more)
@@ -675,7 +454,7 @@ def _plan(config: RunConfig, make: Callable[[RunConfig], RunPlan]) -> RunPlan | 
 
 
 def _read(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None) -> LoadedRun:
-    from groupwise.run.config_file import read_words
+    from groupwise.run.importing import read_words
 
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
     return read_words([path, *(overrides or ()), *(more or ())])

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.cli.frame import finite, print_line, print_pairs
+from groupwise.cli.output import finite, print_line, print_pairs
 from groupwise.config.algo import CreditConfig
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.config.teacher import TeacherConfig

@@ -21,20 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.frame import (
-    OPTIONS,
-    ApiKey,
-    AsJson,
-    Debug,
-    Url,
-    examples,
-    open_client,
-    print_answer,
-    print_line,
-    print_pairs,
-    print_table,
-    say,
-)
+from groupwise.cli.frame import OPTIONS, ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
+from groupwise.cli.output import print_line, print_pairs, say
 from groupwise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -16,24 +16,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise.cli.frame import (
-    ApiKey,
-    AsJson,
-    Debug,
-    Url,
-    examples,
-    open_client,
-    print_answer,
-    print_json,
-    print_line,
-    print_table,
-    say,
-)
+from groupwise.cli.frame import ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
+from groupwise.cli.output import print_json, print_line, say
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
-    from groupwise.run.health import Finding, Report
+    from groupwise.run.health import Finding
+    from groupwise.run.health_report import Report
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 Run = Annotated[
@@ -70,8 +60,8 @@ def health(
             f"a run on disk has no server, and both RUN ({run!r}) and a server are given",
             hint="leave RUN out for the server's health, or --url and --api-key for the run's",
         )
-    from groupwise.run.health import examine
-    from groupwise.store.rundir import find_run
+    from groupwise.run.health_report import examine
+    from groupwise.store.locate import find_run
     from groupwise.store.tracking import read_metrics
 
     run_dir = find_run(run)
@@ -109,7 +99,7 @@ def report_(
 
     It holds curves, evaluations, findings, completions and configuration, and loads nothing."""
     from groupwise.cli.report.build import report
-    from groupwise.store.rundir import find_run
+    from groupwise.store.locate import find_run
 
     run_dir, *others = map(find_run, [run, *(compare or ())])
     written = report(run_dir, compare=others, out=out, steps=step or ())

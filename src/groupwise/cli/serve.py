@@ -26,7 +26,7 @@ STATE = Path("groupwise-state", "runs")  # of servers of runs: a directory each
 if TYPE_CHECKING:
     from groupwise.config.yaml import Document
     from groupwise.server.app import Start
-    from groupwise.store.rundir import TrainedPolicy
+    from groupwise.store.locate import TrainedPolicy
 
 
 def add_to(app: typer.Typer) -> None:
@@ -155,7 +155,7 @@ def _read_settings(path: Path | None) -> Document:
 
 def served_run(text: str) -> TrainedPolicy | None:
     """The run or version that `text` names; None where it names a model. Raises ConfigError for a file of settings."""
-    from groupwise.store.rundir import UNTRAINED, find_policy
+    from groupwise.store.locate import UNTRAINED, find_policy
 
     path = Path(text)
     if path.suffix in (".yaml", ".yml") and path.is_file():
@@ -176,7 +176,7 @@ def served_run(text: str) -> TrainedPolicy | None:
 def start_of(model: str, adapter: str | None, policy: TrainedPolicy | None) -> Start:
     """The adapter that is active first. One that is named by its version stays chosen when the server begins again."""
     from groupwise.server.app import Start
-    from groupwise.store.rundir import find_adapter
+    from groupwise.store.locate import find_adapter
 
     if adapter is not None:
         return Start(adapter=find_adapter(adapter), always=True)

@@ -10,11 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from groupwise.cli.adapters import evaluation_rows
-from groupwise.cli.frame import print_json, print_line, print_table, say
+from groupwise.cli.frame import print_table
+from groupwise.cli.output import print_json, print_line, say
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.errors import ConfigError
 from groupwise.run.suite import SuiteRun, Target, check_suite, run_suite
-from groupwise.store.rundir import Located, find_policy, find_version
+from groupwise.store.locate import Located, find_policy, find_version
 from groupwise.types import BASE
 
 SUITES = "suites"  # in a run's directory: the files of the suites that were run on its versions

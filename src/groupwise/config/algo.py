@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from groupwise.config.yaml import Section, Text, conflict
+from groupwise.config.section import Section, Text, conflict
 
 
 def _published_advantage(given: Mapping[str, Any]) -> Literal["group_std", "mean"]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from groupwise.config.yaml import Section, Text, Texts, conflict
+from groupwise.config.section import Section, Text, Texts, conflict
 
 Engine = Literal["local", "vllm"]
 

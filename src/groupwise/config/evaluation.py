@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from groupwise.config.data import DatasetConfig
 from groupwise.config.rewards import Rewards
-from groupwise.config.yaml import Section, Temperature, Text, conflict
+from groupwise.config.section import Section, Temperature, Text, conflict
 
 Mode = Literal["greedy", "sampled"]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from groupwise.config.yaml import Section, Text, Texts, conflict
+from groupwise.config.section import Section, Text, Texts, conflict
 
 
 def _inside(path: str) -> str:

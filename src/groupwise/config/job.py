@@ -24,7 +24,8 @@ from groupwise.config.algo import AlgoConfig
 from groupwise.config.lora import Alpha, Dropout, LoraSpec, Rank, Targets
 from groupwise.config.loss import LossSpec, loss_of
 from groupwise.config.run import OTHER_NAMES, LearningRate, OptimizerConfig, RolloutConfig, Steps
-from groupwise.config.yaml import AdapterName, Document, NullIsAbsent, Section, Temperature, conflict, validate
+from groupwise.config.section import AdapterName, NullIsAbsent, Section, Temperature, conflict
+from groupwise.config.yaml import Document, validate
 from groupwise.errors import FieldError
 from groupwise.types import BASE, PolicyVersion
 

@@ -16,7 +16,7 @@ from groupwise.config.data import DatasetConfig
 from groupwise.config.job import parse_job_config
 from groupwise.config.promote import Bounds
 from groupwise.config.rewards import Rewards, ScoringConfig
-from groupwise.config.yaml import AdapterName, Section, conflict
+from groupwise.config.section import AdapterName, Section, conflict
 from groupwise.errors import ConfigError
 
 DECIDED = ("output_name", "base_adapter", "auto_load", "temperature")  # of a job's config: by the server itself

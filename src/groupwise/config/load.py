@@ -24,6 +24,13 @@ from typing import Any
 
 from groupwise.errors import LoadError
 
+# What configurations named before its module was cut by ideas.
+MOVED = {
+    "groupwise.rewards.judge:group_judge": "groupwise.rewards.group_judge:group_judge",
+    "groupwise.tasks.compat.others:OpenEnvironment": "groupwise.tasks.compat.openenv:OpenEnvironment",
+    "groupwise.tasks.compat.others:VerifiersAgent": "groupwise.tasks.compat.verifiers_before_0_4:VerifiersAgent",
+    "groupwise.tasks.compat.trl:RolloutFunc": "groupwise.tasks.compat.rollout_func:RolloutFunc",
+}
 _IMPORTING = threading.RLock()  # the import path is the process's
 
 
@@ -42,6 +49,7 @@ def load_object(reference: str, *, folder: str | Path | None = None) -> Callable
     Raises LoadError: the reference is malformed, the module is not found or fails to import (with file and line), it
     has no such attribute, or the attribute is not callable.
     """
+    reference = MOVED.get(reference, reference)
     module_name, colon, attributes = reference.rpartition(":")
     if not colon:
         module_name, _, attributes = reference.rpartition(".")

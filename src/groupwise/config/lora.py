@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from groupwise.config.yaml import Section
+from groupwise.config.section import Section
 
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # 3-D, in the order in which transformers registers them

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from groupwise.config.yaml import Section, Text, conflict
+from groupwise.config.section import Section, Text, conflict
 
 
 class Bounds(Section):

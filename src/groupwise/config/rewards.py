@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from groupwise.config.data import REASONING_GYM, SCORE_ANSWER
-from groupwise.config.yaml import Name, Section, Text
+from groupwise.config.section import Name, Section, Text
 
 
 class RewardConfig(Section):

@@ -35,19 +35,9 @@ from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
 from groupwise.config.promote import PromoteConfig
 from groupwise.config.rewards import Rewards, ScoringConfig
+from groupwise.config.section import AdapterName, Name, Section, Temperature, Text, Texts, conflict
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
-from groupwise.config.yaml import (
-    AdapterName,
-    Document,
-    Name,
-    Section,
-    Temperature,
-    Text,
-    Texts,
-    conflict,
-    to_yaml,
-    validate,
-)
+from groupwise.config.yaml import Document, to_yaml, validate
 from groupwise.errors import ConfigError
 from groupwise.types import NARROWING, Grammar, SamplingParams
 

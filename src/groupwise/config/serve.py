@@ -21,7 +21,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.learn import GateConfig, LearnConfig
-from groupwise.config.yaml import Document, Section, Text, Texts, conflict, validate
+from groupwise.config.section import Section, Text, Texts, conflict
+from groupwise.config.yaml import Document, validate
 from groupwise.errors import ConfigError
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from groupwise.config.yaml import Section, Text, conflict
+from groupwise.config.section import Section, Text, conflict
 
 BEST_COMPLETION = "best_completion"  # a `context` that is no column
 TEMPLATE = (

@@ -17,18 +17,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -36,14 +28,17 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from groupwise.config.script import is_script, parse_script
 from groupwise.config.toml import parse_toml
 from groupwise.errors import ConfigError
-from groupwise.types import BASE
 
 Keys = tuple[str | int, ...]
+
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _OVERRIDE = re.compile(r"([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*|\[\d+\])*)=(.*)", re.DOTALL)
+
 _KINDS = {"extra_forbidden": "unknown", "missing": "missing", "conflict": "conflict", "value_error": "conflict"}
+
 FILES = (".yaml", ".yml", ".toml")  # what a configuration's name ends with
+
 _ECHO = 80  # longest value repeated in a message, characters
 
 
@@ -221,8 +216,6 @@ def _entry(node: Node, key: str | int) -> tuple[Node, int] | None:
 
 
 # ---- validation ----
-
-
 def validate(document: Document, model: type[ModelT], *, other_names: Mapping[str, str]) -> ModelT:
     """The document as a `model`. Raises ConfigError naming every unknown key, wrong value and conflict; its `field` is
     the first key that is wrong, its `kind` "unknown", "missing", "conflict" or "invalid".
@@ -317,75 +310,3 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for argument in get_args(annotation):
         yield from models_in(argument)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What every part of a configuration is: strict, frozen, with errors that point at the key.
-#
-# Section         a part of a configuration
-# NullIsAbsent    a model in whose input null stands for a field that is left out
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def _is_not_base(name: str) -> str:
-    if name == BASE:
-        raise ValueError(f"{name!r} is what the model without an adapter is called; choose another name")
-    return name
-
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-AdapterName = Annotated[Name, AfterValidator(_is_not_base)]
-Text = Annotated[str, Field(min_length=1)]
-Temperature = Annotated[float, Field(gt=0, le=10)]
-Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # strict=False: a YAML list becomes a tuple
-
-
-class Section(BaseModel):
-    """A part of the configuration: no unknown keys, no silent conversions, no changes after loading."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        validate_default=True,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
-
-
-class NullIsAbsent(BaseModel):
-    """Clients that write every field send null for those that nobody set: of an optional field it means its default."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
-        return {key: value for key, value in data.items() if value is not None or key not in optional}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        document = handler(schema)
-        model = handler.resolve_ref_schema(document)
-        for name, known in model.get("properties", {}).items():
-            if name not in model.get("required", ()):
-                model["properties"][name] = _or_null(known)
-        return document
-
-
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema that takes null too; what describes the field stays outside."""
-    null = {"type": "null"}
-    if null in schema.get("anyOf", ()):
-        return schema
-    about = {key: value for key, value in schema.items() if key in ("title", "description", "default")}
-    return {"anyOf": [{key: value for key, value in schema.items() if key not in about}, null], **about}
-
-
-def conflict(*keys_and_message: str) -> ValidationError:
-    """An error of a model validator that points at one of its keys: pydantic passes on the location of this kind."""
-    *keys, message = keys_and_message
-    kind = PydanticCustomError("conflict", "{message}", {"message": message})
-    return ValidationError.from_exception_data("conflict", [InitErrorDetails(type=kind, loc=tuple(keys), input=None)])

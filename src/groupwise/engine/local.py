@@ -38,10 +38,10 @@ from torch import Tensor
 from groupwise.engine.cpu_weights import check_rounded
 from groupwise.engine.decoder import PREFILL_TOKENS, Decoder, EngineModel, Queue, RowBudget
 from groupwise.engine.grammar import GrammarCompiler
-from groupwise.engine.kv_cache import PrefixCache
 from groupwise.engine.multi_lora import AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.packed import PackedDecoder
 from groupwise.engine.plain import PlainDecoder
+from groupwise.engine.prefix_cache import PrefixCache
 from groupwise.engine.rows import PendingRequest
 from groupwise.engine.sampling import scaled_logprobs
 from groupwise.errors import (
@@ -52,12 +52,14 @@ from groupwise.errors import (
     GroupwiseError,
     ModelError,
 )
+from groupwise.model.activations import ModelSize
 from groupwise.model.load import LoadedModel, share_weights, widest_float
-from groupwise.model.memory import CACHE_SHARE, ModelSize, cache_token_bytes
+from groupwise.model.memory import CACHE_SHARE, cache_token_bytes
 from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_cached, why_not_packed
-from groupwise.model.recurrence import is_recurrent
+from groupwise.model.recurrent_layers import is_recurrent
 from groupwise.model.transfer import on_device
-from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, SequenceScores, TokenSink
+from groupwise.sampler import TokenSink
+from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, SequenceScores
 
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 LANE_FLOPS, LANE_ROWS = 4e8, 4  # of a step of a lane, at least

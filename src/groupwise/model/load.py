@@ -43,7 +43,7 @@ from groupwise.model.quantized import (
     require_bitsandbytes,
     take_over,
 )
-from groupwise.model.recurrence import pack_recurrent_layers
+from groupwise.model.recurrent_layers import pack_recurrent_layers
 from groupwise.recorded import RoutingShape
 
 _CAST_HEAD = "_groupwise_cast_lm_head"  # an attribute of a model: `cast_lm_head`

@@ -37,7 +37,7 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -48,38 +48,17 @@ from torch import Tensor
 
 from groupwise.algo.prefixes import Line, cut, families, tree_of
 from groupwise.errors import ConfigError, TrainingError
-from groupwise.model.attention import Layout, PrefixTree, SharedPrompts
-from groupwise.model.flex import Forest
+from groupwise.model.attention import Layout
+from groupwise.model.layouts import MERGED, Layouts
 from groupwise.model.load import widest_float
 from groupwise.model.transfer import on_device
 from groupwise.recorded import BITMAP, DROPPED, KEPT, MaskEntry, SamplingMask, words_of
 from groupwise.types import Sample
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The ways to compute attention over a micro-batch: which layouts say who attends to whom in its packed row.
-#
-#     MERGED    `SharedPrompts` and `PrefixTree`: matrix products and softmaxes over padded grids; on any device
-#     FLEX      `Forest`: FlexAttention's compiled kernels, for both; on CUDA GPUs
-#
-# They compute the same but for rounding.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """What makes the layout of groups, called as `SharedPrompts` is, and that of prefix trees, called as `PrefixTree`
-    is."""
-
-    of_groups: Callable[..., Layout]
-    of_tree: Callable[..., Layout]
-
-
-MERGED = Layouts(SharedPrompts, PrefixTree)
-FLEX = Layouts(Forest.of_groups, Forest.of_tree)
-
 Family = tuple[list[int], list[Line] | None]  # rows, and their tree where they are packed as one
 
 LANE_TOKENS = 128  # fewer are not worth a thread of their own
+
 MAX_PADDING = 4  # a micro-batch's grid of prompts and completions, as attention pads it, over its token budget
 
 

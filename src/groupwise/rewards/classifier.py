@@ -23,7 +23,8 @@ from typing import Any
 from groupwise.config.hub import reading
 from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ModelError, RewardError
-from groupwise.rewards.base import Failure, FunctionCall, RewardFunction, RewardWorkers, call_here, text_of
+from groupwise.rewards.base import RewardWorkers, text_of
+from groupwise.rewards.call import Failure, FunctionCall, RewardFunction, call_here
 from groupwise.rewards.text import prompt_text
 
 _IN_USE = threading.Lock()

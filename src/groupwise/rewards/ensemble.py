@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.base import LogMetric, Reference, RewardFunction, TrainerState, Values, load_members, values_of
+from groupwise.rewards.call import RewardFunction, TrainerState
+from groupwise.rewards.member import LogMetric, Reference, Values, load_members, values_of
 
 
 async def ensemble(

@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from groupwise.errors import RewardError
-from groupwise.rewards.base import Reference, load_members, text_of, values_of
+from groupwise.rewards.base import text_of
+from groupwise.rewards.member import Reference, load_members, values_of
 
 Unit = Literal["tokens", "words", "characters"]
 _PIECE = re.compile(r"[^\W_]{1,24}|[^\w\s]|_")  # a word, or 24 letters of a longer one, or one other character

@@ -22,15 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.rewards.base import (
-    Failure,
-    FailureKind,
-    FunctionCall,
-    GroupScores,
-    RewardFunction,
-    TrainerState,
-    load_rewards,
-)
+from groupwise.rewards.base import load_rewards
+from groupwise.rewards.call import Failure, FailureKind, FunctionCall, GroupScores, RewardFunction, TrainerState
 from groupwise.rewards.sandbox import Channel
 from groupwise.rewards.workers import LONGEST_MESSAGE
 

@@ -6,137 +6,53 @@ Rewards and data are loaded before the model, so that a typo costs a second and 
 from __future__ import annotations
 
 import gc
-import heapq
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from groupwise.config.rewards import RewardConfig
 from groupwise.config.run import RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GrammarError
-from groupwise.model.backbone import is_lean
-from groupwise.model.load import LoadedModel, load_configured, plain_implementation
-from groupwise.model.memory import GIB, Load, ModelSize, fitting_tokens
-from groupwise.model.packed_check import cache_bytes, why_not_cached
-from groupwise.model.packing import FLEX
-from groupwise.model.quantized import parameter_count, product_bytes
-from groupwise.platform import memory_bytes, run_coroutine, trim_memory
-from groupwise.rewards.base import RewardWorkers, Scorer, load_rewards
+from groupwise.model.load import LoadedModel, load_configured
+from groupwise.model.memory import GIB, Load, fitting_tokens
+from groupwise.platform import run_coroutine, trim_memory
+from groupwise.rewards.base import RewardWorkers, load_rewards
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
 from groupwise.rewards.pool import RewardPool
-from groupwise.run.batches import Batches, Pace, Score
+from groupwise.rewards.scorer import Scorer
+from groupwise.run.batches import Batches, Pace
+from groupwise.run.collect import Score
+from groupwise.run.curriculum import Curriculum
 from groupwise.run.evaluate import prepare_all
+from groupwise.run.memory_budget import load_of, longest_prompt
+from groupwise.run.open_teacher import open_teacher
 from groupwise.run.plan import RunPlan
-from groupwise.run.replay import Curriculum, ReplayBuffer, RerollQueue, total_reward
-from groupwise.run.teacher import Teacher, TeacherRollouts, open_teacher, taught
-from groupwise.tasks.agents import Agent, AgentRollouts
-from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
-from groupwise.tasks.compat.trl import RolloutFunc, RolloutFuncRollouts
-from groupwise.tasks.env import EnvFactory
+from groupwise.run.replay import ReplayBuffer, RerollQueue, total_reward
+from groupwise.run.teacher import Teacher, TeacherRollouts, taught
+from groupwise.sampler import Sampler, UpdatesInFlight
+from groupwise.tasks.agent_rollouts import AgentRollouts
+from groupwise.tasks.agents import Agent
+from groupwise.tasks.compat.rollout_func import RolloutFunc
+from groupwise.tasks.compat.rollout_func_rollouts import RolloutFuncRollouts
+from groupwise.tasks.compat.three_method import LegacyEnv
+from groupwise.tasks.compat.three_method_rollouts import ThreeMethodRollouts
+from groupwise.tasks.env_loading import EnvFactory
 from groupwise.tasks.env_pool import EnvPool
-from groupwise.tasks.episode import Environments, EpisodeRollouts, RolloutSource, SingleTurnRollouts
 from groupwise.tasks.prompts import PromptStream
+from groupwise.tasks.rollout_sources import Environments, EpisodeRollouts, RolloutSource, SingleTurnRollouts
 from groupwise.tasks.self_play import Match
 from groupwise.train.learner import Learner
 from groupwise.train.reference import ReferenceSpec
-from groupwise.types import Prompt, Sampler, UpdatesInFlight
+from groupwise.types import Prompt
 
 if TYPE_CHECKING:
     from groupwise.train.ranks import Ranks
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A run's memory, estimated from its parts, and the micro-batch that `train.memory_gb` leaves room for.
-# ----------------------------------------------------------------------------------------------------------------------
-
-TOKENISED = 64  # prompts with the most characters, of which one has the most tokens
-
-
-def load_of(
-    config: RunConfig,
-    base: LoadedModel,
-    learner: Learner,
-    *,
-    longest_prompt: int,
-    reads_reference: bool,
-    teacher: Teacher | None = None,
-    engine: Sampler | None = None,
-) -> Load:
-    """What `model.memory` must know of a run, whose longest prompt has so many tokens."""
-    model, weights = base.model, list(base.model.parameters())
-    size = ModelSize.of(
-        model.config.get_text_config(),
-        parameters=parameter_count(model),
-        value_bytes=model.dtype.itemsize,
-        stored=sum(parameter.numel() * parameter.element_size() for parameter in weights),
-        product=product_bytes(model),
-        lean=is_lean(model) and learner.packed,
-    )
-    return Load(
-        model=size,
-        trained=sum(parameter.numel() for parameter in learner.parameters),
-        longest_prompt=longest_prompt,
-        keeps_reference=config.train.lora is None and reads_reference,
-        teacher=0 if teacher is None else teacher.weights,
-        gpu=base.device.type == "cuda",  # gpu-aware
-        colocated=_colocated(config, base.device, weights=size.weights),
-        flex=learner.layouts is FLEX,
-        packed=learner.packed,
-        eager=plain_implementation(model) == "eager",
-        own_cache=None if learner.packed or config.engine != "local" else _own_cache(model),
-        cache=engine.cache_bytes if isinstance(engine, LocalEngine) else None,
-    )
-
-
-def _own_cache(model: PreTrainedModel) -> tuple[int, int]:
-    """What a plain decoder's cache takes of a row (`cache_bytes`)."""
-    return (0, 0) if why_not_cached(model) is not None else cache_bytes(model)
-
-
-def device_memory(device: torch.device) -> int:
-    """Bytes of a device's whole memory."""
-    if device.type == "cuda":  # gpu-only: its memory
-        return torch.cuda.mem_get_info(device)[1]
-    return memory_bytes()
-
-
-def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
-    """Bytes that vLLM takes in this process: its share of the device, or on a CPU its weights and the cache that it is
-    told to have. `vllm.sleep` does not count: a step has begun to train before vLLM gives anything back."""
-    if config.engine != "vllm" or config.vllm.mode != "colocate":
-        return 0
-    cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    if device.type == "cpu" and cache_gib:
-        return weights + int(cache_gib) * GIB
-    return int(config.vllm.gpu_memory_utilization * device_memory(device))
-
-
-def longest_allowed(config: RunConfig, *, context: int) -> int:
-    """Tokens of the longest prompt that is not passed over: a completion needs room for one at least."""
-    return min(context - 1, config.rollout.max_prompt_tokens or context)
-
-
-def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: RolloutSource, *, context: int) -> int:
-    """Tokens of the longest prompt that a run trains on. An environment asks when it is played, and
-    problems that become harder become longer: anything that fits."""
-    allowed = longest_allowed(config, context=context)
-    if config.env is not None or (config.data is not None and config.data.difficulty):
-        return max(1, min(allowed, context - config.rollout.max_tokens))
-    lengths = [len(play.prepare(prompt).token_ids) for prompt in heapq.nlargest(TOKENISED, prompts, key=_characters)]
-    return max((length for length in lengths if length <= allowed), default=allowed)
-
-
-def _characters(prompt: Prompt) -> int:
-    asked: str | Mapping[str, object] | tuple[object, ...] = prompt.text or prompt.messages or ()
-    return len(asked if isinstance(asked, str) else json.dumps(asked, default=str))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +174,7 @@ def open_engine(
     own = None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads
     if config.engine == "local":
         return local_engine(config, base, threads=own)
-    from groupwise.engine.vllm.engine import open_vllm
+    from groupwise.engine.vllm.open import open_vllm
 
     return open_vllm(config, base, LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own), say=say)
 
@@ -381,7 +297,7 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
     train, algo = config.train, config.algo
     strategy = None
     if ranks is not None:
-        from groupwise.train.distributed import strategy_of  # torch.distributed
+        from groupwise.train.orders import strategy_of
 
         strategy = strategy_of(ranks, sharded=train.parallel == "fsdp", cpu_offload=train.cpu_offload)
     learner = Learner(
@@ -442,7 +358,8 @@ def _batches(plan: RunPlan, engine: Sampler, play: RolloutSource, score: Score) 
     curriculum = None if config.data is None else config.data.curriculum
     source: PromptStream = plan.source
     if config.data is not None and config.data.difficulty:
-        from groupwise.tasks.compat.reasoning_gym import AdaptiveDifficulty, score_answer
+        from groupwise.tasks.compat.reasoning_gym_difficulty import AdaptiveDifficulty
+        from groupwise.tasks.compat.reasoning_gym_reward import score_answer
 
         reward = next((each.name for each in plan.rewards if each.function is score_answer), None)
         source = AdaptiveDifficulty(plan.source, config.data, reward=reward)

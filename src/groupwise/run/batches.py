@@ -31,45 +31,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.algo.advantage import has_signal
+from groupwise.algo.credit import has_signal
 from groupwise.config.algo import AdvantageConfig
 from groupwise.config.run import RolloutConfig
 from groupwise.errors import DataError, RewardError
+from groupwise.run.collect import Collected, Score
 from groupwise.run.replay import ReplayBuffer, RerollQueue
-from groupwise.tasks.episode import RolloutSource
+from groupwise.seeds import seed_of
 from groupwise.tasks.prompts import Issued, PromptStream
-from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, seed_of
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Episodes -> groups -> samples: one group's way to the learner. `batches` says which groups, and when.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    """One step's groups. `groups` will be trained on; `sampled` is every group drawn for it, for the statistics."""
-
-    groups: tuple[RolloutGroup, ...]
-    sampled: tuple[RolloutGroup, ...]
-    too_long: int = 0  # prompts passed over because of their length
-    ages: tuple[int, ...] = ()  # of the fresh groups: steps since the policy that sampled them
-    token_ages: tuple[tuple[int, int], ...] = ()  # of their tokens: steps since the version that drew them; how many
-    replayed: int = 0  # of `groups`: those trained again
-    rerolled: int = 0  # prompts tried again
-
-    @property
-    def completions(self) -> list[Rollout]:
-        return [rollout for group in self.sampled for rollout in group.rollouts]
-
-
-# Scores a group. What fails is in its rollouts as their error; nothing is raised for it.
-Score = Callable[[RolloutGroup], Awaitable[RolloutGroup]]
+from groupwise.tasks.rollout_sources import RolloutSource
+from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 AHEAD = 3  # steps that sampling runs ahead where the policy is never synced
+
 IN_VAIN_GROUPS, IN_VAIN_S = 4, 30.0  # after which a run whose every completion fails to be scored is stopped
 
 

@@ -19,15 +19,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from groupwise.algo.advantage import with_advantages
+from groupwise.algo.credit import with_advantages
 from groupwise.algo.distillation import (
     demonstration_metrics,
     demonstrations,
-    teacher_metrics,
     teacher_scores,
     with_reward_weight,
     with_teacher,
 )
+from groupwise.algo.distillation_metrics import teacher_metrics
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, GroupwiseError
@@ -37,22 +37,18 @@ from groupwise.model.memory import Memory, StepSize, memory, step_size
 from groupwise.model.packed_check import PLAIN_COST, Ways, ways_of
 from groupwise.platform import run_coroutine
 from groupwise.rewards.base import refuse_failed, summarize
-from groupwise.rewards.check import COMPARED_LENGTH, GOLD, PAID, ProbePrompt, answers, junk
-from groupwise.run.assemble import (
-    Components,
-    device_memory,
-    load_of,
-    longest_allowed,
-    open_components,
-)
+from groupwise.rewards.check import PAID
+from groupwise.rewards.probes import COMPARED_LENGTH, GOLD, ProbePrompt, answers, junk
+from groupwise.run.assemble import Components, open_components
+from groupwise.run.memory_budget import device_memory, load_of, longest_allowed
 from groupwise.run.plan import RunPlan, plan_or_all_problems
 from groupwise.run.policy import Policy
 from groupwise.run.teacher import taught
 from groupwise.run.update import learner_thread
 from groupwise.store.adapters import AdapterStore
-from groupwise.tasks.episode import group_of, play_all
+from groupwise.tasks.rollout_sources import group_of, play_all
+from groupwise.tasks.template_check import TemplateCheck, template_check
 from groupwise.tasks.tool_calls import ToolCallFormat, shown_format
-from groupwise.tasks.transcript import TemplateCheck, template_check
 from groupwise.types import (
     Completion,
     FinishReason,

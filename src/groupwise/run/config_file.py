@@ -14,7 +14,6 @@ as rollout.batch_rows=64, is applied to what came of it.
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,16 +23,18 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from groupwise.config.importers import aitraining, axolotl, prime_rl, trl, unsloth
-from groupwise.config.importers.base import Note, Translation
 from groupwise.config.importers.tables import keys_of
+from groupwise.config.importers.translation import Note, Translation
 from groupwise.config.run import OTHER_NAMES, DataConfig, EnvConfig, RunConfig
-from groupwise.config.yaml import Document, Keys, dotted, inline, parse_keys, validate
-from groupwise.errors import ConfigError, GroupwiseError, StorageError
-from groupwise.tasks.env import load_env
+from groupwise.config.yaml import Document, Keys, dotted, parse_keys, validate
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.tasks.env_loading import load_env
 from groupwise.tasks.prompts import open_prompts
 
 System = Literal["Groupwise", "Axolotl", "TRL", "aitraining", "prime-rl", "Unsloth"]
+
 SHORTHAND = {"rewards": "function"}
+
 DEFAULT, MISSING = "default", "missing"
 
 
@@ -219,120 +220,3 @@ def _is_said(data: Any, keys: Keys) -> bool:
             return False
         data = held[key]
     return True
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A run that was read in another system's words, as a file of ours, with a remark on where each value came from.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def native_yaml(loaded: LoadedRun, *, folder: Path) -> str:
-    """The file, for a directory `folder`. It loads as the same run; what is not here is said at its head."""
-    values = _ordered(loaded.document.data, loaded.config.model_dump())
-    source = Path(values.pop("folder", "."))
-    lines = [f"# From {loaded.document.name or 'flags'}, which is in {loaded.system}'s words.", *_notes(loaded)]
-    if source.resolve() != folder.resolve():
-        values = {"folder": os.path.relpath(source, folder)} | values
-    for keys in (("data", "source"), ("rewards",)):
-        if loaded.document.origin(keys) == MISSING:
-            lines.append(f"# {keys[0]}: to be said before this can run")
-            del values[keys[0]]
-    lines += _section(loaded, values, ())
-    return "\n".join(lines) + "\n"
-
-
-def _ordered(values: Mapping[str, Any], like: Any) -> dict[str, Any]:
-    """The values with the keys of each section in the order of the configuration's fields."""
-    keys = [key for key in like or values if key in values]
-    sections = {key for key in keys if isinstance(values[key], Mapping) and key != "args"}
-    return {key: _ordered(values[key], (like or {}).get(key)) if key in sections else values[key] for key in keys}
-
-
-def _notes(loaded: LoadedRun) -> Iterator[str]:
-    for title, notes in (
-        ("Not here, so this run is without", loaded.refused),
-        ("Otherwise than there", loaded.differs),
-        ("Without effect here", loaded.idle),
-    ):
-        if notes:
-            yield "#"
-            yield f"# {title}:"
-            yield from (f"#   {note}" for note in notes)
-
-
-def _section(loaded: LoadedRun, section: Mapping[str, Any], path: tuple[str | int, ...]) -> Iterator[str]:
-    """The lines of a section, each value with its origin."""
-    indent = "  " * len(path)
-    if not path:
-        yield ""
-    for key, value in section.items():
-        keys = (*path, key)
-        origin = loaded.document.origin(keys)
-        remark = f"  # {origin}" if origin else ""
-        if isinstance(value, Mapping) and value and key != "args":
-            yield f"{indent}{key}:"
-            yield from _section(loaded, value, keys)
-        elif isinstance(value, list) and value and any(isinstance(each, Mapping) for each in value):
-            yield f"{indent}{key}:{remark}"
-            yield from (f"{indent}  - {inline(each)}" for each in value)
-        else:
-            yield f"{indent}{key}: {inline(value)}{remark}"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a command is given to read, a file or flags, and where what `groupwise import` makes of it goes.
-# ----------------------------------------------------------------------------------------------------------------------
-
-SYSTEMS: dict[str, System] = {
-    "axolotl": "Axolotl",
-    "trl": "TRL",
-    "aitraining": "aitraining",
-    "prime-rl": "prime-rl",
-    "unsloth": "Unsloth",
-}
-
-
-def import_run(arguments: Sequence[str], *, system: str | None = None) -> LoadedRun:
-    """Read `FILE [KEY=VALUE]...`, or aitraining's flags. Raises ConfigError."""
-    if system is not None and system.lower() not in SYSTEMS:
-        raise ConfigError(f"--from {system} is not known; write {', '.join(SYSTEMS)}")
-    chosen = SYSTEMS[system.lower()] if system else None
-    if chosen == "aitraining" and (not arguments or arguments[0].startswith("-") or "llm" in arguments[:2]):
-        return _flags(arguments)
-    if not arguments or arguments[0].startswith("-"):
-        raise ConfigError("name the file to import", hint="groupwise import axolotl.yaml -o native.yaml")
-    loaded = read_run(arguments[0], arguments[1:], system=chosen)
-    if loaded.system == "Groupwise":
-        raise ConfigError(f"{arguments[0]} is in Groupwise's own words already", hint="groupwise run it as it is")
-    return loaded
-
-
-def read_words(words: Sequence[str]) -> LoadedRun:
-    """Read what `run`, `check`, `eval` are given: `FILE [KEY=VALUE]...` or aitraining's flags. Raises ConfigError."""
-    if aitraining.is_flags(words):
-        return _flags(words)
-    if options := [word for word in words if word.startswith("-")]:
-        name, _, value = options[0].lstrip("-").partition("=")
-        key = name.replace("-", "_")
-        hint = f"an override of a file is written {key}={value or 'VALUE'}; aitraining's flags stand without a file"
-        raise ConfigError(f"there is no option {options[0]}", hint=hint)
-    return read_run(words[0], words[1:])
-
-
-def _flags(words: Sequence[str]) -> LoadedRun:
-    document, overrides = aitraining.flags(words)
-    return understand(document, overrides, folder=Path.cwd(), system="aitraining")
-
-
-def written(loaded: LoadedRun, out: Path | None) -> str:
-    """The file's text, which is also written to `out`. Raises ConfigError if that exists, StorageError if it fails."""
-    text = native_yaml(loaded, folder=Path.cwd() if out is None else out.parent)
-    if out is not None:
-        try:
-            with out.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            raise ConfigError(f"{out} exists already", hint="name another file, or remove it first") from None
-        except OSError as error:
-            raise StorageError.of(error, f"cannot write {out}: {error.strerror or error}") from error
-    return text

@@ -13,12 +13,12 @@ from groupwise.config.run import RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_configured
 from groupwise.platform import run_coroutine
-from groupwise.rewards.base import Scorer
+from groupwise.rewards.scorer import Scorer
 from groupwise.run.assemble import local_engine, open_envs, open_play, open_scorer
 from groupwise.run.evaluate import SUCCESS, Evaluation, checked_modes, evaluate, prepare_all
 from groupwise.run.plan import RunPlan, make_plan
-from groupwise.store.rundir import Located, find_version
-from groupwise.tasks.episode import RolloutSource
+from groupwise.store.locate import Located, find_version
+from groupwise.tasks.rollout_sources import RolloutSource
 from groupwise.types import PolicyVersion, Prompt
 
 
@@ -39,7 +39,7 @@ def assess(
     note: Callable[[str], None],
 ) -> list[Assessed]:
     """The evaluations of each of `adapters` on the same prompts with the same seeds, by one model. An adapter is as
-    `store.rundir.find_adapter` takes it; None and "base" are the model alone. `plan` is that of the configuration, if
+    `store.locate.find_adapter` takes it; None and "base" are the model alone. `plan` is that of the configuration, if
     it was made already.
 
     Raises ConfigError for an unknown mode, AdapterNotFoundError or AdapterError, ContextLengthError for a prompt that

@@ -33,11 +33,11 @@ from groupwise.errors import ConfigError, DataError, RewardError
 from groupwise.model.chat import check_length
 from groupwise.rewards.base import refuse_failed
 from groupwise.rewards.math import final_answer
-from groupwise.run.batches import Score
+from groupwise.run.collect import Score
 from groupwise.store import files
 from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.store.rundir import EVALUATIONS
-from groupwise.tasks.episode import RolloutSource, play_all
+from groupwise.tasks.rollout_sources import RolloutSource, play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 SUCCESS = 1.0  # the reward of a right answer, where nothing else is said

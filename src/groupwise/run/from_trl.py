@@ -11,10 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.importers.base import (
-    held,
-    named_or_held,
-)
+from groupwise.config.importers.held_objects import held, named_or_held
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.run import RunConfig
 from groupwise.config.yaml import Document, inline

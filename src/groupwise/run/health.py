@@ -19,67 +19,16 @@ from functools import cache
 from operator import itemgetter
 from typing import Any, Literal
 
-from groupwise.config.job import job_name
 from groupwise.config.run import RunConfig
-from groupwise.run.health_remedies import RUN_KEYS, Advice, Aggregate, Condition, KeyNames, Op, Rule, Severity, advise
+from groupwise.run.health_remedies import Advice, advise
+from groupwise.run.health_rule import RUN_KEYS, Aggregate, Condition, KeyNames, Op, Rule, Severity
 from groupwise.run.health_rules import RULES
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Zeros that look like a fault, explained once where they first appear: a loss of 0, rewards that do not differ.
-#
-# The value of a policy loss says little. While the policy is the one that sampled, every ratio is 1 and a group's
-# advantages add up to 0, so GRPO's loss is 0 by construction; its gradient is not. A loss is truly without effect where
-# no group's rewards differ: then every advantage is 0, and there is nothing to train.
-# ----------------------------------------------------------------------------------------------------------------------
-
-ZERO = 1e-6  # of a loss in float32
-
-
-def explain_zeros(metrics: Mapping[str, float | None]) -> dict[str, str]:
-    """{kind: one sentence} for the zeros of one step's metrics: why, and whether that is a problem."""
-    if metrics.get("rollout/groups_trained") is None:  # an evaluation, or no step of reinforcement learning
-        return {}
-    found: dict[str, str] = {}
-    if metrics["rollout/groups_trained"] == 0:
-        found["nothing trained"] = (
-            f"nothing was trained in this step and its loss is 0, because {_why_flat(metrics)}: no problem now and "
-            "then, but a run learns only in steps in which the rewards of some group differ"
-        )
-    elif metrics.get("reward/frac_zero_std") == 1.0:
-        found["rewards equal"] = (
-            f"reward/std is 0 because {_why_flat(metrics)}: no problem now and then, but in such a step only the other "
-            "terms of the loss, or groups of earlier steps, move the policy"
-        )
-    loss, norm = metrics.get("loss/policy"), metrics.get("optim/grad_norm")
-    if loss is None or norm is None or abs(loss) >= ZERO or found:
-        return found
-    if norm > 0:
-        found["loss is zero"] = (
-            "the policy loss is 0 and that is no problem: a group's advantages add up to 0 while the policy is the one "
-            f"that sampled; the gradient is not 0 (norm {norm:.2g}), and progress shows in the reward"
-        )
-    else:
-        found["gradient is zero"] = (
-            "the policy loss is 0 and so is the gradient, which is a problem: nothing was learned in this step; every "
-            "token is masked or clipped, or every advantage is 0"
-        )
-    return found
-
-
-def _why_flat(metrics: Mapping[str, float | None]) -> str:
-    """Why no group teaches anything."""
-    if metrics.get("rollout/groups") == 0:
-        return "no group was sampled"
-    if metrics.get("rollout/excluded_frac") == 1:
-        return "no completion could be scored"
-    low, high = metrics.get("reward/min"), metrics.get("reward/max")
-    if low is not None and low == high:
-        return f"every completion has the reward {low:.4g}"
-    return "in each of its groups all rewards are equal"
-
+from groupwise.run.health_zeros import explain_zeros
 
 Metrics = Mapping[str, float | None]  # None, as metrics.jsonl has it: a number that was not finite
+
 Kind = Literal["began", "worse", "ended", "note"]
+
 OWN_KEYS = ("step", "time", "non_finite")  # of a record that are no metrics
 
 
@@ -297,65 +246,3 @@ def _series(rules: Sequence[Rule], metric: str) -> _Series | None:
     windows = [each.window for rule in rules for each in (rule, *rule.also) if _fits(each.metric, metric)]
     judged_by = tuple(place for place, rule in enumerate(rules) if _fits(rule.metric, metric))
     return _Series(deque(maxlen=max(windows)), judged_by) if windows else None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The health of a run from what it has recorded: every finding, those that are over included.
-# ----------------------------------------------------------------------------------------------------------------------
-
-Status = Literal["ok", "warn", "error"]
-
-# A job's batch is the same at each of its steps, so how its rewards and lengths change from step to step says nothing.
-_OF_RUNS = ("reward.stuck_zero", "reward.falling", "reward.hack_suspect", "len.monotone_max", "len.collapse")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """`findings` in the order in which they began; `ended` is None for those that stand. `last_step` is the last one
-    that was recorded, None where nothing was."""
-
-    last_step: int | None
-    findings: tuple[Finding, ...]
-    notes: tuple[Event, ...]
-
-    @property
-    def standing(self) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.ended is None)
-
-    @property
-    def status(self) -> Status:
-        """The worst of what stands."""
-        severities = {finding.severity for finding in self.standing}
-        return "error" if "error" in severities else "warn" if severities else "ok"
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "status": self.status,
-            "last_step": self.last_step,
-            "findings": [finding.as_dict() for finding in self.findings],
-            "notes": [note.as_dict() for note in self.notes],
-        }
-
-
-def examine(records: Iterable[Mapping[str, Any]], *, config: RunConfig | None = None) -> Report:
-    """Judge a run by its records, as `read_metrics` gives them: the same as if it had been watched."""
-    return _judged(records, HealthMonitor(config))
-
-
-def examine_job(steps: Iterable[Mapping[str, Any]]) -> Report:
-    """Judge a job of the live server by its steps, as `Ledger.metrics` gives them; in the words of a request."""
-    records = [{**dict.fromkeys(step.get("non_finite", ())), **step} for step in steps]
-    rules = [rule for rule in RULES if rule.id not in _OF_RUNS]
-    return _judged(records, HealthMonitor(rules=rules, keys=KeyNames(job_name)))
-
-
-def _judged(records: Iterable[Mapping[str, Any]], health: HealthMonitor) -> Report:
-    records = list(records)
-    events = health.replay(records)
-    ended = [event.finding for event in events if event.kind == "ended" and event.finding is not None]
-    return Report(
-        last_step=max((record["step"] for record in records), default=None),
-        findings=tuple(sorted([*ended, *health.standing], key=lambda finding: finding.began)),
-        notes=tuple(event for event in events if event.kind == "note"),
-    )

@@ -11,7 +11,7 @@ from typing import Any
 
 import ruamel.yaml
 
-from groupwise.run.health_remedies import Condition, Remedy, Rule, Times
+from groupwise.run.health_rule import Condition, Remedy, Rule, Times
 
 TABLE = Path(__file__).with_suffix(".yaml")
 

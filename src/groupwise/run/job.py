@@ -30,12 +30,19 @@ from groupwise.config.job import CHECKPOINT_INTERVAL, GrpoJobConfig, JobConfig, 
 from groupwise.config.lora import LoraSpec
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
 from groupwise.model.load import LoadedModel
-from groupwise.run.health import examine_job
-from groupwise.run.update import Task, make_task
+from groupwise.run.health_report import examine_job
+from groupwise.run.job_update import Task, make_task
 from groupwise.store import faults, files
 from groupwise.store.adapters import AdapterStore
-from groupwise.store.checkpoint import Checkpoints, JobProgress, find_moments, prune_moments, read_standing, read_start
 from groupwise.store.files import Provenance
+from groupwise.store.job_checkpoint import (
+    Checkpoints,
+    JobProgress,
+    find_moments,
+    prune_moments,
+    read_standing,
+    read_start,
+)
 from groupwise.store.job_payload import parse_payload
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Lease

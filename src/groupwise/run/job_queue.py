@@ -44,10 +44,10 @@ from groupwise.errors import (
 from groupwise.model.load import LoadedModel, load_model, resolve_device, resolve_dtype
 from groupwise.platform import trim_memory
 from groupwise.run.job import JobCancelled, WorkerContext, run_job
-from groupwise.store.checkpoint import Checkpoints
+from groupwise.store.cuda_ipc import attach_weights
+from groupwise.store.job_checkpoint import Checkpoints
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Lease
-from groupwise.store.share import attach_weights
 
 BEAT_S = 1.0  # of the thread
 LEASE_S = 30.0
@@ -283,7 +283,8 @@ def load_base(
     quantization: str | None = None,
     cast_lm_head: str = "auto",
 ) -> tuple[LoadedModel, bool]:
-    """The base model, and whether its weights are those that process `owner` offers at `weights` (`store.share`).
+    """The base model, and whether its weights are those that process `owner` offers at `weights`
+    (`store.mapped_weights`).
 
     They are on a GPU, where the offer can be taken; otherwise this process loads weights of its own.
     """

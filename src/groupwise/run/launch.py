@@ -11,24 +11,12 @@ run goes on when it is launched again with `resume: auto`.
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
-from groupwise.config.launch import World, world
 from groupwise.config.run import RunConfig
-from groupwise.errors import ConfigError, RankLostError
-from groupwise.model.load import load_configured, resolve_device
-from groupwise.run.assemble import open_learner
-
-if TYPE_CHECKING:
-    from groupwise.train.ranks import Ranks
+from groupwise.errors import ConfigError
 
 NODE = '"$SLURM_NODEID"'
 
@@ -109,94 +97,3 @@ def _slurm(config: RunConfig, command: Sequence[str], each: int) -> str:
             "",
         ]
     )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One run in several processes: rank 0 leads it as if it were alone, the others follow with their learners.
-#
-# torchrun --nproc-per-node 2 -m groupwise run config.yaml      # groupwise launch config.yaml train.devices=2
-# ----------------------------------------------------------------------------------------------------------------------
-
-R = TypeVar("R")
-
-
-def on_all_ranks(config: RunConfig, lead: Callable[[Ranks | None], R]) -> R:
-    """What `lead` returns, at every rank, though rank 0 alone calls it; in one process it is just called, with None.
-
-    Raises:
-        ConfigError: the configuration is for another number of processes, or none of them could do it.
-        RankLostError: a rank is gone, or did not come in time.
-        TrainingError: on the other ranks, for whatever ended rank 0.
-    """
-    here = world()
-    _check(config, here)
-    if here.size == 1:
-        return lead(None)
-    from groupwise.train.distributed import end
-    from groupwise.train.ranks import join
-
-    ranks = join(here, device=_device(config, here), deadline_s=config.train.deadline_s)
-    try:
-        if not here.leads:
-            return _follow(config, ranks)
-        try:
-            result = lead(ranks)
-        except RankLostError:
-            raise
-        except Exception as error:
-            with suppress(RankLostError):
-                end(ranks, error=error)
-            raise
-        end(ranks, result)
-        return result
-    finally:
-        ranks.close()
-
-
-def _follow(config: RunConfig, ranks: Ranks) -> R:  # pyright: ignore[reportInvalidTypeVarUse]
-    """Be one of the others. Ctrl-C reaches all processes, and is rank 0's to answer."""
-    from groupwise.train.distributed import follow
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    gpu, sharded = ranks.device.type == "cuda", config.train.parallel == "fsdp"  # gpu-aware
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpu else "float32"
-    base = load_configured(config, device="cpu" if sharded else str(ranks.device), dtype=dtype)
-    learner = open_learner(config, base, threads=torch.get_num_threads(), ranks=ranks)
-    torch.set_num_threads(learner.threads)
-    return follow(learner)
-
-
-def _check(config: RunConfig, here: World) -> None:
-    devices = config.train.devices
-    if devices is not None and devices != here.size:
-        raise ConfigError(
-            f"train.devices is {devices}, and {here.size} process{'es were' if here.size > 1 else ' was'} started",
-            hint="start them with: groupwise launch CONFIG",
-        )
-    if here.size == 1 and config.train.cpu_offload:
-        raise ConfigError(
-            "train.cpu_offload acts with several processes only", hint="set it to false, or launch several"
-        )
-    if here.size > 1 and config.device.startswith("cuda:"):
-        raise ConfigError(
-            f"device is {config.device!r}, which all {here.size} processes would share", hint="set device: cuda"
-        )
-
-
-def _device(config: RunConfig, here: World) -> torch.device:
-    """Of this process: the GPU with its number on this machine. Raises ConfigError where there are too few."""
-    device = resolve_device(config.device)
-    if device.type == "mps" and here.size > 1:  # gpu-only: gloo does not exchange tensors of Apple's GPUs
-        return torch.device("cpu")
-    if device.type != "cuda":  # gpu-only below: a GPU for each process
-        return device
-    if here.local_rank >= (there := torch.cuda.device_count()):
-        raise ConfigError(
-            f"process {here.local_rank} of this machine has no GPU: torch sees {there}",
-            hint="start as many processes on each machine as it has GPUs",
-        )
-    device = torch.device("cuda", here.local_rank)
-    torch.cuda.set_device(device)
-    return device

@@ -19,13 +19,14 @@ from groupwise.config.run import RunConfig, identity, resolved
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
 from groupwise.config.yaml import to_yaml
 from groupwise.errors import ConfigError, GrammarError, GroupwiseError
-from groupwise.rewards.base import RewardFunction, check_columns, load_rewards, reward_names
+from groupwise.rewards.base import check_columns, load_rewards, reward_names
+from groupwise.rewards.call import RewardFunction
 from groupwise.rewards.math import final_answer, final_number
 from groupwise.store.tracking import check_installed
 from groupwise.tasks.agents import Agent, load_agent
+from groupwise.tasks.compat.rollout_func import RolloutFunc
 from groupwise.tasks.compat.three_method import LegacyEnv
-from groupwise.tasks.compat.trl import RolloutFunc
-from groupwise.tasks.env import EnvFactory, load_env
+from groupwise.tasks.env_loading import EnvFactory, load_env
 from groupwise.tasks.harness import load_harness
 from groupwise.tasks.prompts import PromptSource, open_prompts
 from groupwise.types import Prompt

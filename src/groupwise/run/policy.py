@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Literal, cast
 
 from groupwise.model.load import LoadedModel
+from groupwise.sampler import Sampler, UpdatesInFlight
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.train.learner import Learner
-from groupwise.types import PolicyVersion, Sampler, UpdatesInFlight
+from groupwise.types import PolicyVersion
 
 
 class Policy:

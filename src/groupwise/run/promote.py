@@ -17,9 +17,10 @@ from groupwise.model.load import LoadedModel
 from groupwise.run.evaluate import Evaluation
 from groupwise.run.policy import Policy
 from groupwise.run.verdict import Measured, Verdict, divergence, judge, measured
+from groupwise.sampler import Sampler, Scores
 from groupwise.store.adapters import AdapterStore
-from groupwise.store.rundir import find_adapter
-from groupwise.types import PolicyVersion, Sampler, Scores
+from groupwise.store.locate import find_adapter
+from groupwise.types import PolicyVersion
 
 OWN = ("base", "active")  # of `against`: what needs no other adapter
 

@@ -25,11 +25,13 @@ from groupwise.config.run import RunConfig
 from groupwise.engine.worker_group import WorkerLost, times
 from groupwise.errors import ClusterError, ConfigError, RankLostError, TrainingError
 from groupwise.run.assemble import RemoteBackends
-from groupwise.run.loop import StopRequest
 from groupwise.run.ray_actors import Actor, Bundle, Place, connected, enter, placed, ray_module
-from groupwise.run.ray_workers import RayEngines, RayEnvs, RayRewards
+from groupwise.run.ray_engines import RayEngines
+from groupwise.run.ray_envs import RayEnvs
+from groupwise.run.ray_rewards import RayRewards
+from groupwise.run.stop_request import StopRequest
 from groupwise.store.rundir import reserve_run_dir
-from groupwise.tasks.env import load_env
+from groupwise.tasks.env_loading import load_env
 
 INTERRUPT_CHECK_S = 0.5  # between two looks whether Ctrl-C was pressed
 LEADS_S = 10.0  # for rank 0 to fail, after another that did because of it

@@ -41,7 +41,7 @@ NAME = "groupwise"  # the provider, as inspect calls whoever speaks OpenAI's API
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """What is evaluated: the model to serve, its tokenizer (a directory or a name that transformers loads), and the
-    adapter over it, as `store.rundir.find_adapter` takes it, with its version's name ("math@12"; "base" without)."""
+    adapter over it, as `store.locate.find_adapter` takes it, with its version's name ("math@12"; "base" without)."""
 
     model: str
     tokenizer: str

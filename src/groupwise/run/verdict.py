@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.config.promote import Bounds
 from groupwise.run.evaluate import Evaluation
-from groupwise.types import PolicyVersion, Scores
+from groupwise.sampler import Scores
+from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,9 +6,9 @@ It loads the model once, then leases, trains, publishes; `job_queue` says how a 
 step, saves a checkpoint, gives the job back and exits with 0; before it has taken a job, it exits at once.
 
 The process ends with its parent: the kernel sends SIGTERM, and if that is not enough, `job_queue.LeaseHeartbeat` ends
-it; at once, by SIGKILL, where it works in the parent's own memory (`store.share`). The worker of the next server waits
-for one that is in a step: two at a time would move each other's checkpoints. Whether the parent still lives is asked
-before torch is imported, which takes seconds: the worker of a server that died ends during that, too.
+it; at once, by SIGKILL, where it works in the parent's own memory (`store.mapped_weights`). The worker of the next
+server waits for one that is in a step: two at a time would move each other's checkpoints. Whether the parent still
+lives is asked before torch is imported, which takes seconds: the worker of a server that died ends during that, too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _work(options: argparse.Namespace, parent: int) -> None:
 
     from groupwise.run.job import WorkerContext
     from groupwise.run.job_queue import LeaseHeartbeat, Worker
-    from groupwise.store.share import map_weights
+    from groupwise.store.mapped_weights import map_weights
 
     gc.enable()
     if options.threads is not None:

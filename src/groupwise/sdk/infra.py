@@ -30,11 +30,13 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.sdk import cookbook_config as cookbook
+from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.config import LoopConfig, WeightSyncScope, loop_config
 from groupwise.sdk.cookbook_config import SERVICE, idle_notes, require_tokenizer
-from groupwise.sdk.deployment import Deployment, OpenedOnce, attach_deployment, find_deployment
+from groupwise.sdk.deployment import Deployment, attach_deployment, find_deployment
+from groupwise.sdk.opened_once import OpenedOnce
 from groupwise.sdk.profiles import HardwareProfile, Machine, choose_profile, find_profile
-from groupwise.sdk.sampler import AdaptiveConcurrency, DeploymentSampler
+from groupwise.sdk.sampler import DeploymentSampler
 from groupwise.sdk.trainer import BUILDING, ReferenceClient, TrainingClient, TrainingService
 from groupwise.sdk.weight_sync import WeightSyncer
 from groupwise.store.adapters import AdapterStore

@@ -30,7 +30,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from groupwise.algo.loss import LossInputs, policy_loss, resolve_loss
+from groupwise.algo.loss import policy_loss, resolve_loss
+from groupwise.algo.loss_inputs import LossInputs
 from groupwise.config.loss import LossSpec
 from groupwise.errors import ConfigError, DataError, TrainingError
 from groupwise.sdk.datums import Datum, build_grpo_datums

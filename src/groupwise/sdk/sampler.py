@@ -15,10 +15,7 @@ are gathered are admitted together (`outbox`). One that fails costs itself, and 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Integral
@@ -30,9 +27,12 @@ from groupwise.errors import ConfigError, ContextLengthError, DataError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_tokenizer
 from groupwise.recorded import RoutedExperts, SamplingMask
+from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.cookbook_config import require_tokenizer
 from groupwise.sdk.datums import Datum, datum_of
 from groupwise.sdk.deployment import Deployment
+from groupwise.sdk.outbox import Outbox
+from groupwise.seeds import seed_of
 from groupwise.tasks.structured import answer_grammars
 from groupwise.types import (
     Completion,
@@ -41,132 +41,9 @@ from groupwise.types import (
     Message,
     PolicyVersion,
     Prompt,
-    Sampler,
     SamplingParams,
     SamplingRequest,
-    seed_of,
 )
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Requests that are sent in one turn of the event loop, submitted together.
-#
-# Single requests that were sent one by one would be admitted as they happen to arrive, and what is computed together
-# decides rounding. Together they are admitted together, in order: a seeded batch on an idle engine draws the same
-# tokens every time, and its prompts are prefilled at once.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class Outbox:
-    """Collects the requests of concurrent coroutines and submits them to the engine together; one event loop at a
-    time."""
-
-    def __init__(self, sampler: Sampler):
-        self._sampler = sampler
-        self._waiting: list[tuple[SamplingRequest, asyncio.Future[Future[list[Completion]]]]] = []
-
-    async def send(self, request: SamplingRequest) -> Completion:
-        """Sample the single completion of a request; cancelling the coroutine cancels it. Raises what the engine
-        raises."""
-        loop = asyncio.get_running_loop()
-        submitted: asyncio.Future[Future[list[Completion]]] = loop.create_future()
-        if not self._waiting:
-            loop.call_soon(self._submit)  # after all that were to run in this turn
-        self._waiting.append((request, submitted))
-        (completion,) = await asyncio.wrap_future(await submitted)
-        return completion
-
-    def _submit(self) -> None:
-        waiting = [(request, submitted) for request, submitted in self._waiting if not submitted.done()]
-        self._waiting = []
-        try:
-            futures = self._sampler.submit([request for request, _ in waiting])
-        except Exception as error:
-            if len(waiting) == 1:
-                return waiting[0][1].set_exception(error)
-            for each in waiting:  # one of them is refused, and none was queued
-                self._waiting = [each]
-                self._submit()
-            return
-        for (_, submitted), future in zip(waiting, futures, strict=True):
-            submitted.set_result(future)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# How many requests are under way at once: a window that grows while the engine keeps up and halves when it does not.
-#
-# Additive increase, multiplicative decrease (AIMD; Chiu and Jain 1989). Measured is the backlog: completions that wait
-# for a row of the engine, for each one that has a row. After every `every` completions, with an exponential mean of it,
-#
-#     backlog > target     window <- window / 2
-#     else                 window <- window + min(target / backlog, 4),  if all of the window was in use
-# ----------------------------------------------------------------------------------------------------------------------
-
-SMOOTHING = 0.3  # weight of the newest measurement
-FASTEST = 4.0  # growth of the window at most
-
-
-class AdaptiveConcurrency:
-    """A limit on concurrent requests that adapts to the engine's backlog; one event loop at a time.
-
-    Raises:
-        ConfigError: not 1 <= minimum <= initial <= maximum, or a target that is not positive.
-    """
-
-    def __init__(
-        self, *, initial: int = 64, minimum: int = 1, maximum: int = 256, target: float = 0.5, every: int = 32
-    ):
-        if not 1 <= minimum <= initial <= maximum:
-            raise ConfigError(
-                f"the window is {minimum} <= {initial} <= {maximum}; it must be 1 <= minimum <= initial <= maximum"
-            )
-        if target <= 0 or every < 1:
-            raise ConfigError(f"target is {target} and every {every}; they must be positive")
-        self.minimum, self.maximum, self.target, self.every = minimum, maximum, target, every
-        self.window, self.backlog = float(initial), 0.0
-        self.in_flight = 0
-        self._fullest = self._since = 0  # most in flight, and completions, since the window was last changed
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Context manager around one request; waits while the limit is reached."""
-        while self.in_flight >= int(self.window):
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                self._wake()  # whoever is next takes the turn that this one had
-                raise
-        self.in_flight += 1
-        self._fullest = max(self._fullest, self.in_flight)
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-            self._wake()
-
-    def observe(self, backlog: float) -> None:
-        """Report a finished completion and the backlog at that time: completions waiting for each one running."""
-        self.backlog += SMOOTHING * (backlog - self.backlog)
-        self._since += 1
-        if self._since < self.every:
-            return
-        if self.backlog > self.target:
-            self.window = max(float(self.minimum), self.window / 2)
-        elif self._fullest >= int(self.window):
-            self.window = min(float(self.maximum), self.window + min(self.target / max(self.backlog, 1e-9), FASTEST))
-        self._fullest = self._since = 0
-        self._wake()
-
-    def _wake(self) -> None:
-        """As many as have room."""
-        room = int(self.window) - self.in_flight
-        while self._waiting and room > 0:
-            waiter = self._waiting.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                room -= 1
 
 
 class Status(StrEnum):

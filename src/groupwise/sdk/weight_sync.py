@@ -20,10 +20,11 @@ from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.run.policy import Policy
-from groupwise.sdk import trainer as state
+from groupwise.sdk import state
 from groupwise.sdk.config import WeightSyncConfig
 from groupwise.sdk.deployment import Deployment
-from groupwise.sdk.trainer import Pending, TrainingClient
+from groupwise.sdk.pending import Pending
+from groupwise.sdk.trainer import TrainingClient
 from groupwise.store import files
 from groupwise.types import PolicyVersion
 

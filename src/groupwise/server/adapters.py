@@ -48,8 +48,9 @@ from groupwise.sdk.types import (
     AdapterVersion,
 )
 from groupwise.server.bodies import check_content_type, read_body
-from groupwise.server.policies import AdapterInUseError, check_free_name, needing, surplus
-from groupwise.server.schema import ActivateRequest, LoadRequest, MergeRequest, NoteRequest
+from groupwise.server.policies import AdapterInUseError, check_free_name
+from groupwise.server.retention import needing, surplus
+from groupwise.server.schema_adapters import ActivateRequest, LoadRequest, MergeRequest, NoteRequest
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import check_room
 from groupwise.server.webhooks import ACTIVE

@@ -8,38 +8,33 @@ written and a damaged ledger all end it. Both are cheap, and neither waits for t
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 import torch
 from fastapi import APIRouter, Request, Response
-from pydantic import TypeAdapter
-from starlette.concurrency import run_in_threadpool
 
 from groupwise import __version__
 from groupwise.config.job import GrpoJobConfig, JobConfig, SftJobConfig
-from groupwise.errors import GroupwiseError, JobNotFoundError, ModelError, NotReadyError
+from groupwise.errors import GroupwiseError, ModelError, NotReadyError
 from groupwise.model.load import LoadedModel
-from groupwise.run.assemble import device_memory
-from groupwise.sdk.types import Answer, Check, Health, LearnAnswer, ModelCard, ModelList
-from groupwise.server import adapters, learn, train
+from groupwise.run.memory_budget import device_memory
+from groupwise.sdk.types import Answer, Check, Health, ModelCard, ModelList
 from groupwise.server.errors import hidden
 from groupwise.server.metrics import Sample
-from groupwise.server.sampling import following, sse
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import room_problem
-from groupwise.server.webhooks import ACTIVE
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Job, JobState
-from groupwise.types import PolicyVersion
 
 STARTED = time.time()
+
 WORKER_LIVES = ("starting", "running", "stopped")  # stopped: the server is ending
+
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 router = APIRouter(tags=["Server"])
@@ -156,6 +151,7 @@ def _problem(server: Server) -> str | None:
 
 # ---- metrics ----
 _METRICS: dict[str, Any] = documented()
+
 _METRICS["responses"][200] = {"description": "Prometheus's text format.", "content": {"text/plain": {}}}
 
 
@@ -355,143 +351,3 @@ class RecentRequest(Answer):
 async def recent_requests(request: Request) -> list[dict[str, Any]]:
     """The latest hundred, newest first."""
     return server_of(request).recorder.recent()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# GET /v1/events: how the server is, as server-sent events, for those who would otherwise ask every second.
-#
-# Each event is the answer of a route that is there anyway, sent at the beginning and whenever it is another one:
-#
-#     event: health       GET /v1/health
-#     event: decode       GET /v1/stats/decode
-#     event: requests     GET /v1/stats/recent-requests
-#     event: adapters     GET /v1/adapters
-#     event: jobs         GET /v1/train/status, then only the jobs that changed
-#     event: learn        GET /v1/learn
-#
-# It is state, not history: events have no ids, and who comes back begins anew. The steps of a job are in its own
-# stream, /v1/train/events/{job_id}.
-# ----------------------------------------------------------------------------------------------------------------------
-
-POLL_S = 0.5
-NEWEST = 32  # jobs looked at besides those that have not ended: one may begin and end between two looks
-ALWAYS_NEW = ("uptime_seconds", "elapsed_secs", "duration_secs")  # fields that say nothing when they change
-JSON: TypeAdapter[Any] = TypeAdapter(Any)
-
-Told = dict[str, Any]  # the last data of each event, without ALWAYS_NEW
-
-
-@router.get("/v1/events", **documented(streams=True))
-async def live(request: Request) -> Response:
-    """Health, speed, the latest requests, adapters, jobs and learning from feedback, as server-sent events, whenever
-    they change.
-
-    The `event` is `health`, `decode`, `requests`, `adapters`, `jobs` or `learn`, and its data the answer of /v1/health,
-    /v1/stats/decode, /v1/stats/recent-requests, /v1/adapters, /v1/train/status and /v1/learn; of jobs, after the first
-    event, only those that changed. Who comes back is told everything again."""
-    return following(_follow(request))
-
-
-async def _follow(request: Request) -> AsyncGenerator[bytes, None]:
-    server, told = server_of(request), Told()
-    jobs, shelf, learner = _Jobs(request), _Shelf(request), _Learner(request)
-    sources: dict[str, Callable[[], Awaitable[Any]]] = {
-        "health": lambda: health_v1(request),
-        "decode": lambda: decode_stats(request),
-        "requests": lambda: recent_requests(request),
-        "adapters": shelf.look,
-        "jobs": jobs.look,
-        "learn": learner.look,
-    }
-    while server.supervisor.status.state != "stopped":  # then the server ends
-        for name, look in sources.items():
-            try:
-                data = JSON.dump_python(await look(), mode="json", by_alias=True)
-            except GroupwiseError:  # a ledger that is busy; the next look may succeed, and health says what is wrong
-                continue
-            if data is not None and told.get(name) != (steady := _steady(data)):
-                told[name] = steady
-                yield sse(json.dumps(data, allow_nan=False), event=name)
-        yield b""
-        await asyncio.sleep(POLL_S)
-
-
-def _steady(data: Any) -> Any:
-    """What is compared: `data` without the clocks in it."""
-    if isinstance(data, list):
-        return [_steady(each) for each in data]
-    return {k: v for k, v in data.items() if k not in ALWAYS_NEW} if isinstance(data, dict) else data
-
-
-class _Shelf:
-    """The adapters, read from the disk only when there are other versions or notes, or another one is active."""
-
-    def __init__(self, request: Request):
-        self._request, self._server = request, server_of(request)
-        self._seen: object = None
-
-    async def look(self) -> adapters.AdapterList | None:
-        return await run_in_threadpool(self._read)
-
-    def _read(self) -> adapters.AdapterList | None:
-        seen = (self._server.policies.active, _versions(self._server), self._server.store.notes())
-        if seen == self._seen:
-            return None
-        found = adapters.list_adapters(self._request)
-        self._seen = seen
-        return found
-
-
-class _Learner:
-    """Learning from feedback, read from the ledger only when there is other feedback, or something has happened."""
-
-    def __init__(self, request: Request):
-        self._request, self._server = request, server_of(request)
-        self._seen: object = None
-
-    async def look(self) -> LearnAnswer | None:
-        seen = await run_in_threadpool(self._state)
-        if seen == self._seen:
-            return None
-        found = await learn.learning(self._request)
-        self._seen = seen
-        return found
-
-    def _state(self) -> object:
-        server, trainer = self._server, self._server.trainer
-        reason = None if trainer is None else (trainer.reason, trainer.trainable)
-        return server.feedback.newest(), server.policies.active, server.policies.trial, reason
-
-
-def _versions(server: Server) -> list[PolicyVersion]:
-    return [version for name in server.store.names() for version in server.store.versions(name)]
-
-
-class _Jobs:
-    """All jobs at first, then those that are not what they were."""
-
-    def __init__(self, request: Request):
-        self._request, self._ledger = request, server_of(request).ledger
-        self._known: dict[str, Job] | None = None
-
-    async def look(self) -> Sequence[train.TrainStatus] | None:
-        changed, known = await run_in_threadpool(self._changed)
-        if self._known is None:
-            told = await train.status_of_all(self._request)
-        else:
-            told = [status for job in changed if (status := await self._status(job)) is not None] or None
-        self._known = known
-        return told
-
-    def _changed(self) -> tuple[list[Job], dict[str, Job]]:
-        """The jobs that are not what they were, and all that are looked at."""
-        before = self._known or {}
-        jobs = {job.id: job for job in (*self._ledger.jobs(limit=NEWEST), *self._ledger.jobs(states=ACTIVE))}
-        left = [self._ledger.job(id) for id in before.keys() - jobs.keys() if not before[id].state.is_final]
-        return [*(job for job in jobs.values() if before.get(job.id) != job), *left], jobs
-
-    async def _status(self, job: Job) -> train.TrainStatus | None:
-        try:
-            return await train.status_of_one(self._request, job.id)
-        except JobNotFoundError:  # forgotten meanwhile
-            return None

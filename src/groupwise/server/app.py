@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from groupwise.server.state import Server
     from groupwise.store.adapters import AdapterStore
     from groupwise.store.ledger import Ledger
-    from groupwise.store.rundir import Located
+    from groupwise.store.locate import Located
     from groupwise.types import PolicyVersion
 
 HOUSEKEEPING_S = 3600.0
@@ -66,25 +66,29 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     from groupwise.server import (
         adapters,
         admin,
+        chat,
+        completions,
         feedback,
         findings,
         learn,
+        live_events,
         messages,
-        openai,
+        metric_definitions,
         responses,
         rollout_log,
         rollouts,
         train,
     )
-    from groupwise.server.bodies import describe
     from groupwise.server.errors import add_handlers, private_paths
     from groupwise.server.guard import Gate, Guard
+    from groupwise.server.openapi import describe
     from groupwise.server.ui import Web
 
     app = FastAPI(title="Groupwise", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = server
     for module in (
-        openai,
+        chat,
+        completions,
         responses,
         messages,
         rollouts,
@@ -95,9 +99,10 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         findings,
         adapters,
         admin,
+        live_events,
     ):
         app.include_router(module.router)
-    app.include_router(findings.definitions_router)
+    app.include_router(metric_definitions.definitions_router)
     config = server.config
     if config.trainer_routes:
         from groupwise.server import trl as trainer_routes
@@ -293,7 +298,7 @@ class _ServerProcess:
         self._gate.phase = "ready"
 
     def _with_run(self, app: FastAPI) -> ASGIApp:
-        from groupwise.server.runs import WithRun
+        from groupwise.server.run_app import WithRun
 
         assert self._start.run_dir is not None
         return WithRun(app, self._start.run_dir, self._config, gate=self._gate, served=self._served)
@@ -315,7 +320,7 @@ class _ServerProcess:
 
     async def _keep_versions(self) -> None:
         """Remove adapter versions that are older than those that are kept."""
-        from groupwise.server.policies import Retention
+        from groupwise.server.retention import Retention
 
         server = self._server
         assert server is not None

@@ -9,6 +9,7 @@ from transformers.utils.logging import disable_progress_bar
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_configured
+from groupwise.sampler import LiveEngine
 from groupwise.server.admin import gauges
 from groupwise.server.metrics import Recorder
 from groupwise.server.policies import Policies, check_free_name
@@ -18,11 +19,12 @@ from groupwise.server.supervisor import Supervisor, worker_command
 from groupwise.server.webhooks import Webhooks
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.cuda_ipc import FILE, offer_weights
 from groupwise.store.files import Provenance
 from groupwise.store.ledger import Ledger
-from groupwise.store.rundir import Located
-from groupwise.store.share import FILE, map_weights, offer_weights
-from groupwise.types import LiveEngine, PolicyVersion
+from groupwise.store.locate import Located
+from groupwise.store.mapped_weights import map_weights
+from groupwise.types import PolicyVersion
 
 RESERVED = 8  # one row in so many is kept back for interactive requests
 PACED_ROWS = 16  # of batches, on a CPU, while somebody waits in person

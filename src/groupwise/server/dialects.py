@@ -19,9 +19,10 @@ from groupwise.errors import GrammarError, GroupwiseError, RequestError
 from groupwise.model.chat import template_reads
 from groupwise.sdk.types import ChatDelta
 from groupwise.server.bodies import parse_body
-from groupwise.server.openai import ChatPrompt, ChoiceStream, chat_prompt, said_last
-from groupwise.server.sampling import PING as COMMENT
-from groupwise.server.sampling import Admission, EventStream, admit, while_connected
+from groupwise.server.chat import ChatPrompt, ChoiceStream, chat_prompt, said_last
+from groupwise.server.event_stream import PING as COMMENT
+from groupwise.server.event_stream import EventStream, while_connected
+from groupwise.server.sampling import Admission, admit
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.state import server_of
 from groupwise.tasks.dialects.form import DialectRequest, StreamEvent, Writer, bytes_of, ending_of, grammar_of, renamed

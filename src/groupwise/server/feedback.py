@@ -18,11 +18,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Header, Query, Request
 from pydantic import Field, model_validator
 
-from groupwise.config.yaml import NullIsAbsent
+from groupwise.config.section import NullIsAbsent
 from groupwise.errors import GroupwiseError, IdempotencyConflictError, RequestError, StorageError
 from groupwise.sdk.types import FeedbackAnswer, FeedbackPage
 from groupwise.server.bodies import read_body
-from groupwise.server.schema import MOST_ROWS, RolloutId, RolloutNotFoundError
+from groupwise.server.schema_rollouts import MOST_ROWS, RolloutNotFoundError
+from groupwise.server.schema_train import RolloutId
 from groupwise.server.state import Server, server_of
 from groupwise.server.webhooks import utc
 from groupwise.server.wire import OwnRequest, documented, fault

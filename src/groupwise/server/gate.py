@@ -33,7 +33,7 @@ from typing import Any, Literal
 from groupwise.config.learn import CanaryConfig, GateConfig, ShadowConfig
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.model.chat import encode_prompt
-from groupwise.rewards.base import Scorer
+from groupwise.rewards.scorer import Scorer
 from groupwise.run.evaluate import Evaluation, evaluate
 from groupwise.run.verdict import Measured, Verdict, divergence, judge, measured, resampled_means, within_bounds
 from groupwise.server.learn import open_scorer
@@ -41,8 +41,8 @@ from groupwise.server.policies import Trial
 from groupwise.server.shadow import Shadow
 from groupwise.server.state import Server
 from groupwise.store.ledger import Job
-from groupwise.tasks.episode import SingleTurnRollouts
 from groupwise.tasks.prompts import open_prompts
+from groupwise.tasks.rollout_sources import SingleTurnRollouts
 from groupwise.types import PolicyVersion, SamplingParams
 
 WATCH_S = 2.0

@@ -44,12 +44,13 @@ from groupwise.config.learn import LearnConfig
 from groupwise.config.rewards import RewardConfig, ScoringConfig
 from groupwise.errors import AdapterNotFoundError, GroupwiseError, RequestError, RewardError
 from groupwise.model.chat import decode
-from groupwise.rewards.base import Scorer, load_rewards, refuse_failed
+from groupwise.rewards.base import load_rewards, refuse_failed
 from groupwise.rewards.pool import RewardPool
+from groupwise.rewards.scorer import Scorer
 from groupwise.sdk.types import LearnAnswer, LearnTransition
+from groupwise.server.generate import Generation
 from groupwise.server.reader import TextModel
-from groupwise.server.sampling import Generation
-from groupwise.server.schema import GrpoRequest
+from groupwise.server.schema_train import GrpoRequest
 from groupwise.server.state import Server, server_of
 from groupwise.server.submit import prepare_grpo
 from groupwise.server.train import pending, submit
@@ -57,8 +58,8 @@ from groupwise.server.webhooks import ACTIVE, utc
 from groupwise.server.wire import documented
 from groupwise.store.feedback import Feedback, Transition, opinions
 from groupwise.store.ledger import Job, RolloutRecord
-from groupwise.tasks.episode import group_of
 from groupwise.tasks.reply import plain_text
+from groupwise.tasks.rollout_sources import group_of
 from groupwise.types import (
     Completion,
     FinishReason,

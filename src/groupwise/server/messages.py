@@ -16,7 +16,7 @@ from groupwise.tasks.dialects.anthropic import PING, CountRequest, MessagesReque
 
 if TYPE_CHECKING:
     from groupwise.config.serve import ServeConfig
-    from groupwise.server.openai import ChatPrompt
+    from groupwise.server.chat import ChatPrompt
     from groupwise.server.reader import TextModel
     from groupwise.server.schema_openai import ChatRequest
 

@@ -33,8 +33,8 @@ from groupwise.engine.forks import GO, ForkServer, frame
 from groupwise.errors import BodyTooLargeError, GroupwiseError, NotReadyError
 from groupwise.recorded import RoutingShape
 from groupwise.server.bodies import check_content_type
+from groupwise.server.event_stream import while_connected
 from groupwise.server.listen import INCOMING
-from groupwise.server.sampling import while_connected
 from groupwise.store.files import writing
 
 if TYPE_CHECKING:

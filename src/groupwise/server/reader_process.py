@@ -34,7 +34,7 @@ from groupwise.types import Message, Prompt
 if TYPE_CHECKING:
     from groupwise.server.reader import TextModel
 
-ROUTES = ("openai", "rollouts", "train", "trl")  # whose functions read bodies
+ROUTES = ("chat", "completions", "rollouts", "train", "trl")  # whose functions read bodies
 ROOM, FACTOR = 256 << 20, 24  # bytes of memory for any body, and for each of its bytes
 
 

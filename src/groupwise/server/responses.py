@@ -19,7 +19,7 @@ from groupwise.tasks.dialects.responses import ResponseNotFoundError, ResponsesR
 
 if TYPE_CHECKING:
     from groupwise.config.serve import ServeConfig
-    from groupwise.server.openai import ChatPrompt
+    from groupwise.server.chat import ChatPrompt
     from groupwise.server.reader import TextModel
     from groupwise.server.schema_openai import ChatRequest
 

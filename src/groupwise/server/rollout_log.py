@@ -27,8 +27,8 @@ from groupwise.algo.advantage import advantages, gdpo_advantages
 from groupwise.config.job import GrpoJobConfig, parse_job_config
 from groupwise.errors import DamagedPayloadError, JobNotFoundError, RequestError
 from groupwise.model.chat import decode, stop_ids
-from groupwise.server.sampling import sendable
-from groupwise.server.schema import (
+from groupwise.server.generate import sendable
+from groupwise.server.schema_rollouts import (
     MOST_ROWS,
     PREVIEW,
     FacetCount,

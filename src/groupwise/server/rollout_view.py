@@ -9,78 +9,25 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
-from groupwise.config.run import STARTER_DIR
-from groupwise.tasks.transcript import visible
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Which text each token of a completion is, by the run's own tokenizer, if that is on this machine.
-#
-# Only `tokenizer.json` is read, by the `tokenizers` library: from the starter, a local directory, or what Hugging
-# Face's cache holds already. Nothing is downloaded. Characters that several tokens share (the bytes of "好") belong to
-# the last.
-# ----------------------------------------------------------------------------------------------------------------------
-
-log = logging.getLogger(__name__)
-_STARTER = "starter"
-_FILE = "tokenizer.json"
-
-
-def find_tokenizer(model: str | None) -> Tokenizer | None:
-    """The tokenizer of a configuration's `model`; None where there is none here."""
-    path = _find_file(model) if model else None
-    if path is None:
-        return None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        log.warning("%s cannot be read (%s); completions are shown without their tokens", path, error)
-        return None
-
-
-def token_texts(token_ids: Sequence[int], tokenizer: Tokenizer | None, *, text: str) -> list[str] | None:
-    """The text of each token, "" for one whose characters end in a later token. None without a tokenizer, and where
-    the ids do not give `text`: then the model on this machine is another one."""
-    if tokenizer is None:
-        return None
-    stream = DecodeStream(skip_special_tokens=False)
-    try:
-        texts = [stream.step(tokenizer, token_id) or "" for token_id in token_ids]
-    except Exception:  # an id that it does not have, or one that is no id
-        return None
-    return texts if text.strip() in "".join(texts) else None
-
-
-def _find_file(model: str) -> Path | None:
-    if model == _STARTER:
-        return STARTER_DIR / _FILE
-    if (Path(model) / _FILE).is_file():
-        return Path(model) / _FILE
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(model, _FILE)
-    except HFValidationError:  # a path that is gone
-        return None
-    return Path(cached) if isinstance(cached, str) else None
-
+from groupwise.server.token_texts import token_texts
 
 MAX_CHARS = 4000  # of a prompt, a completion without tokens, or an error
+
 _MAX_COLUMN_CHARS = 300
+
 _MAX_TOLD_CHARS = 600  # of a message between the turns of an episode
+
 _TOKEN_CHARS = 8  # of it that take the place of a token
+
 _HEAD = 0.7  # of what is shown of a long completion
 
 
@@ -339,24 +286,3 @@ def _clip(text: str, limit: int = MAX_CHARS) -> str:
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _MAX_COLUMN_CHARS else f"{text[: _MAX_COLUMN_CHARS - 1]}…"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Text as it stands on the page.
-# ----------------------------------------------------------------------------------------------------------------------
-
-# Beside what `visible` replaces: direction marks, line separators, invisible joints, and lone surrogates, which UTF-8
-# cannot hold.
-_HIDDEN = (0x061C, 0x200B, 0x200E, 0x200F, 0x2028, 0x2029, 0x2060, 0xFEFF, 0xFFFE, 0xFFFF, *range(0xD800, 0xE000))
-_VISIBLE = dict.fromkeys(_HIDDEN, 0xFFFD)
-
-
-def plain(text: str, *, limit: int | None = None) -> str:
-    """`text` with everything that is not seen, or that reorders what is, replaced by something visible.
-
-    >>> plain("a\\u200fb\\x00"), plain("abcdef", limit=4)
-    ('a\\ufffdb␀', 'abc…')
-    """
-    if limit is not None and len(text) > limit:
-        text = text[: limit - 1] + "…"
-    return visible(text).translate(_VISIBLE)

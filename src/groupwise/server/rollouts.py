@@ -21,12 +21,15 @@ from groupwise.errors import ChatError, ContextLengthError, RequestError, Storag
 from groupwise.model.chat import encode_prompt, opens_thought
 from groupwise.sdk.types import BatchAnswer, BatchCompletion
 from groupwise.server.bodies import parse_body
-from groupwise.server.openai import said_last
-from groupwise.server.sampling import SAMPLING_ERRORS, Admission, admit, sendable, usage, while_connected
+from groupwise.server.chat import said_last
+from groupwise.server.encode import template_options
+from groupwise.server.event_stream import while_connected
+from groupwise.server.generate import sendable
+from groupwise.server.sampling import SAMPLING_ERRORS, Admission, admit, usage
 from groupwise.server.schema_completions import BatchRequest
-from groupwise.server.schema_openai import Conversation, TemplateOptions, Tool, as_messages
+from groupwise.server.schema_messages import Conversation, Tool, as_messages
+from groupwise.server.schema_openai import TemplateOptions
 from groupwise.server.state import server_of
-from groupwise.server.submit import template_options
 from groupwise.server.wire import documented
 from groupwise.store.ledger import RolloutRecord
 from groupwise.tasks.reply import ReplyParser

@@ -28,22 +28,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from groupwise.errors import RequestError
-from groupwise.server.rollout_view import Block, columns, completion, find_tokenizer, finite, messages
-from groupwise.server.schema import (
+from groupwise.server.rollout_view import Block, columns, completion, finite, messages
+from groupwise.server.schema_rollouts import (
     PREVIEW,
     FacetCount,
     RolloutFacets,
     RolloutNotFoundError,
     RolloutPage,
-    RolloutPart,
     RolloutRow,
-    RunChange,
-    RunEvaluations,
-    RunRollout,
-    RunRolloutGroup,
     Sort,
     best_first,
 )
+from groupwise.server.schema_runs import RolloutPart, RunChange, RunEvaluations, RunRollout, RunRolloutGroup
+from groupwise.server.token_texts import find_tokenizer
 from groupwise.store.rundir import EVALUATIONS
 from groupwise.store.tracking import ROLLOUTS
 from groupwise.types import SamplingParams
@@ -51,7 +48,7 @@ from groupwise.types import SamplingParams
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from groupwise.server.runs import RunFiles
+    from groupwise.server.run_files import RunFiles
 
 READ_BYTES = 64 << 20  # files that one page opens, at least one
 MOST_TAGS = 50  # values of a column that is a tag

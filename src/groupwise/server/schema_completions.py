@@ -8,12 +8,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 from pydantic_core import core_schema
 
 from groupwise.sdk.types import Answer, Usage, absent
+from groupwise.server.schema_messages import Conversation, OfferedTools
 from groupwise.server.schema_openai import (
     BOOKKEEPING,
     MAX_TOKEN_ID,
     OTHERS,
-    Conversation,
-    OfferedTools,
     Sampling,
     ShapedSampling,
     StreamOptions,

@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING
 
 from groupwise.config.learn import ShadowConfig
 from groupwise.errors import ConfigError, DeadlineError, OverloadedError, RewardError
-from groupwise.rewards.base import RewardFunction, Scorer, refuse_failed
+from groupwise.rewards.base import refuse_failed
+from groupwise.rewards.call import RewardFunction
+from groupwise.rewards.scorer import Scorer
 from groupwise.run.verdict import gaps_between
+from groupwise.server.generate import Generation
 from groupwise.server.learn import as_asked
 from groupwise.server.policies import Pair, Trial
-from groupwise.server.sampling import Generation
 from groupwise.server.state import Server
-from groupwise.tasks.episode import group_of
+from groupwise.tasks.rollout_sources import group_of
 from groupwise.types import Completion, SamplingRequest
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from groupwise.config.serve import ServeConfig
     from groupwise.model.load import LoadedModel
+    from groupwise.sampler import LiveEngine
     from groupwise.server.feedback import AnswerLog
     from groupwise.server.gate import Gatekeeper
     from groupwise.server.learn import FeedbackTrainer
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from groupwise.store.feedback import FeedbackLog
     from groupwise.store.ledger import Ledger
     from groupwise.tasks.dialects.responses import ResponseStore
-    from groupwise.types import LiveEngine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,8 @@ from groupwise.errors import GroupwiseError, LedgerDamagedError, StorageError
 from groupwise.platform import oom_kills, set_oom_score
 from groupwise.server.webhooks import Webhooks
 from groupwise.store import faults
-from groupwise.store.ledger import Cause, Job, Ledger
+from groupwise.store.ledger import Job, Ledger
+from groupwise.store.ledger_attempts import Cause
 from groupwise.store.ledger_schema import KEEP_SECONDS
 from groupwise.types import PolicyVersion
 

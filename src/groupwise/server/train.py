@@ -31,14 +31,15 @@ from groupwise.errors import (
 )
 from groupwise.sdk.types import CancelAnswer, JobError, JobMetrics, TrainQueue, TrainStatus, TrainSubmitted, WaitingJob
 from groupwise.server.bodies import check_content_type
+from groupwise.server.encode import at_field
 from groupwise.server.errors import Paths, hidden
+from groupwise.server.event_stream import following, sse
 from groupwise.server.policies import check_free_name
 from groupwise.server.reader import RawBody, receive_body
-from groupwise.server.sampling import following, sse
-from groupwise.server.schema import GrpoRequest, SftRequest
+from groupwise.server.schema_train import GrpoRequest, SftRequest
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import check_room
-from groupwise.server.submit import Submission, at_field, read_grpo, read_sft
+from groupwise.server.submit import Submission, read_grpo, read_sft
 from groupwise.server.webhooks import ACTIVE, ENDED, utc, warnings_of
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Claim, Event, Job, JobState

@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.config.lora import LoraSpec
 from groupwise.errors import StorageError
-from groupwise.store import faults, files
-from groupwise.store.adapters import AdapterStore
+from groupwise.store import files
 from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:
     from groupwise.train.learner import Learner
 
 CHECKPOINTS = "checkpoints"
-_STEP, _STANDING = "step-", "run.json"
+
+STEP, _STANDING = "step-", "run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +55,9 @@ class RunState:
 def save(run_dir: Path, learner: Learner, standing: RunState) -> None:
     """Write a checkpoint and remove the ones before. Raises StorageError; the one before is then still there."""
     root = run_dir / CHECKPOINTS
-    target = root / f"{_STEP}{standing.step:06d}"
+    target = root / f"{STEP}{standing.step:06d}"
     with files.writing(f"writing the checkpoint {target}"):
-        _remove_torn(root)
+        remove_torn(root)
         with files.new_directory(target, fault="checkpoint") as staging:  # the same step again, once it is finished
             learner.save(staging)
             (staging / _STANDING).write_text(standing.dump(), encoding="utf-8")
@@ -68,7 +66,7 @@ def save(run_dir: Path, learner: Learner, standing: RunState) -> None:
                 shutil.rmtree(files.whole_directory(other))
 
 
-def _remove_torn(root: Path) -> None:
+def remove_torn(root: Path) -> None:
     """Remove what crashes left half written."""
     for leftover in root.glob(f"{files.STAGING}*"):
         shutil.rmtree(leftover)
@@ -82,11 +80,11 @@ def newest(run_dir: Path) -> Path | None:
 
 def _saved(root: Path) -> set[Path]:
     """Every checkpoint that is whole, by its name."""
-    return {*root.glob(f"{_STEP}*"), *files.set_aside(root, f"{_STEP}*")}
+    return {*root.glob(f"{STEP}*"), *files.set_aside(root, f"{STEP}*")}
 
 
 def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix(_STEP))
+    return int(path.name.removeprefix(STEP))
 
 
 def read(checkpoint: Path) -> RunState:
@@ -99,133 +97,3 @@ def read(checkpoint: Path) -> RunState:
             f"the checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}",
             hint="start the run anew, in another directory",
         ) from error
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a job leaves on disk besides its version: checkpoints to go on from, and moments for the next job.
-#
-#     <state>/checkpoints/<job>/step-000020/    where the job stands; the newest only
-#     <state>/optimizer/<name@N>/               the last checkpoint of the job that published name@N: AdamW's moments,
-#                                               with which the next job of that name goes on; of the newest N only
-#
-# A checkpoint is a directory that is written under another name, forced to the disk and renamed, so that one that can
-# be seen is whole. At the end of a job it is renamed once more and becomes the moments.
-#
-#     learner.safetensors, learner.json    `Learner.save`: parameters, moments, counters
-#     start.safetensors                    log-probabilities under the policy that the job started from, if it reads
-#     them
-#     run.json                             `JobProgress`
-# ----------------------------------------------------------------------------------------------------------------------
-
-_START, _JOB_STATE = "start.safetensors", "run.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobProgress:
-    """Where a job stands: `applied` of its `step` steps changed the weights. `parent` is what it started from."""
-
-    parent: PolicyVersion
-    lora: LoraSpec
-    step: int = 0
-    applied: int = 0
-
-    def dump(self) -> str:
-        lora = self.lora.model_dump(mode="json")
-        return json.dumps({"parent": str(self.parent), "lora": lora, "step": self.step, "applied": self.applied})
-
-    @classmethod
-    def parse(cls, text: str) -> JobProgress:
-        raw = json.loads(text)
-        return cls(
-            parent=PolicyVersion.parse(raw["parent"]),
-            lora=LoraSpec(**raw["lora"]),
-            step=raw["step"],
-            applied=raw["applied"],
-        )
-
-
-class Checkpoints:
-    """The checkpoints of one job. Only who holds its lease writes here."""
-
-    def __init__(self, state_dir: Path, job: str):
-        self._state_dir, self._directory = state_dir, state_dir / "checkpoints" / job
-
-    @property
-    def newest(self) -> Path | None:
-        """The checkpoint with the highest step."""
-        return max(self._directory.glob(f"{_STEP}*"), default=None)
-
-    def save(self, learner: Learner, standing: JobProgress, start: Sequence[tuple[float, ...]] | None) -> None:
-        """Write a checkpoint and remove the ones before. Raises StorageError; the one before is then still there."""
-        target = self._directory / f"{_STEP}{standing.step:09d}"
-        with files.writing(f"writing the checkpoint {target}"):
-            _remove_torn(self._directory)
-            with files.new_directory(target, fault="checkpoint") as staging:
-                learner.save(staging)
-                if start is not None:
-                    import torch
-                    from safetensors.torch import save_file
-
-                    flat = torch.tensor([value for row in start for value in row], dtype=torch.float64)
-                    save_file({"start": flat}, staging / _START)
-                (staging / _JOB_STATE).write_text(standing.dump(), encoding="utf-8")
-            for other in self._directory.glob(f"{_STEP}*"):
-                if other != target:
-                    shutil.rmtree(other)
-        faults.point("checkpoint:after-cleaning")
-
-    def become_moments(self, version: PolicyVersion) -> None:
-        """The job has published `version`: the last checkpoint becomes its moments. Again is harmless."""
-        with files.writing(f"keeping the moments of {version}"):
-            if (newest := self.newest) is not None:
-                target = _moments(self._state_dir) / str(version)
-                target.parent.mkdir(exist_ok=True)
-                if not target.exists():
-                    (newest / _START).unlink(missing_ok=True)
-                    newest.rename(target)
-                    files.fsync(target.parent)
-        faults.point("publish:after-moments")
-
-    def discard(self) -> None:
-        """The job is over."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def read_standing(checkpoint: Path) -> JobProgress:
-    """Raises OSError, ValueError, KeyError or TypeError if the checkpoint is damaged."""
-    return JobProgress.parse((checkpoint / _JOB_STATE).read_text(encoding="utf-8"))
-
-
-def read_start(checkpoint: Path, *, lengths: Sequence[int]) -> list[tuple[float, ...]] | None:
-    """The log-probabilities that were saved, as rows of these lengths; None if none were."""
-    path = checkpoint / _START
-    if not path.exists():
-        return None
-    from safetensors.torch import load_file
-
-    rows = load_file(path)["start"].split(list(lengths))
-    return [tuple(row.tolist()) for row in rows]
-
-
-def find_moments(state_dir: Path, version: PolicyVersion) -> Path | None:
-    """The directory to `Learner.load` when training goes on from `version`, if it is there."""
-    path = _moments(state_dir) / str(version)
-    return path if path.is_dir() else None
-
-
-def prune_moments(state_dir: Path, store: AdapterStore) -> None:
-    """Remove the moments of versions that are gone, and all but the newest of each name."""
-    found: dict[str, list[PolicyVersion]] = {}
-    for path in _moments(state_dir).glob("*@*"):
-        with suppress(ValueError):  # not ours
-            version = PolicyVersion.parse(path.name)
-            found.setdefault(version.name, []).append(version)
-    for name, versions in found.items():
-        keep = max(versions)
-        for version in versions:
-            if version != keep or version not in store.versions(name):
-                shutil.rmtree(_moments(state_dir) / str(version), ignore_errors=True)
-
-
-def _moments(state_dir: Path) -> Path:
-    return state_dir / "optimizer"

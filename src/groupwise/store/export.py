@@ -27,7 +27,7 @@ from groupwise.model.quantized import dequantize
 from groupwise.store import files
 from groupwise.store.gguf import DTYPES as GGUF_DTYPES
 from groupwise.store.gguf import check_gguf, write_gguf
-from groupwise.store.rundir import Located, TrainedPolicy
+from groupwise.store.locate import Located, TrainedPolicy
 
 MERGED, GGUF = "merged", "gguf"
 MERGED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -18,7 +18,7 @@ from typing import Annotated, Self
 
 from pydantic import Base64Bytes, Field, ValidationError, model_validator
 
-from groupwise.config.yaml import Section
+from groupwise.config.section import Section
 from groupwise.errors import DataError
 from groupwise.recorded import RoutedExperts, SamplingMask
 

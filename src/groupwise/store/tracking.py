@@ -20,9 +20,8 @@ import json
 import logging
 import math
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,93 +31,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 from groupwise.config.run import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.store.rollouts import group_from_json, group_to_json
+from groupwise.store.trl_names import TokenCount, trl_metrics
 from groupwise.types import RolloutGroup
 
 if TYPE_CHECKING:
     from groupwise.run.health import Event
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Our metrics under the names that TRL's GRPOTrainer logs, for dashboards that exist.
-#
-#     reward/mean -> reward        rollout/truncated_frac -> completions/clipped_ratio        loss/entropy -> entropy
-#
-# The numbers are ours (docs/metrics.md, docs/losses.md); they differ from TRL 1.16's in three places. `reward_std` is
-# the mean of the groups' standard deviations: TRL logs that of the whole batch, which is above 0 even where no group
-# teaches anything. The same is true of `rewards/<name>/std`. `sampling/importance_sampling_ratio/*` is the ratio before
-# it is clipped or masked: after it, its minimum cannot warn of anything.
-# ----------------------------------------------------------------------------------------------------------------------
-
-# Ours -> TRL's. `*` is the name of a reward function. Of two of ours with the same name there, the first counts.
-TRL_NAMES: tuple[tuple[str, str], ...] = (
-    ("reward/mean", "reward"),
-    ("reward/std", "reward_std"),
-    ("reward/frac_zero_std", "frac_reward_zero_std"),
-    ("reward/*/mean", "rewards/*/mean"),
-    ("reward/*/std", "rewards/*/std"),
-    ("rollout/len_mean", "completions/mean_length"),
-    ("rollout/len_min", "completions/min_length"),
-    ("rollout/len_max", "completions/max_length"),
-    ("rollout/len_terminated_mean", "completions/mean_terminated_length"),
-    ("rollout/len_terminated_min", "completions/min_terminated_length"),
-    ("rollout/len_terminated_max", "completions/max_terminated_length"),
-    ("rollout/truncated_frac", "completions/clipped_ratio"),
-    ("loss/total", "loss"),
-    ("loss/policy", "loss"),
-    ("loss/policy", "policy_loss"),
-    ("loss/entropy", "entropy"),
-    ("kl/mean", "kl"),
-    ("loss/kl", "kl"),
-    ("loss/clip_frac", "clip_ratio/region_mean"),
-    ("loss/clip_frac_low", "clip_ratio/low_mean"),
-    ("loss/clip_frac_high", "clip_ratio/high_mean"),
-    ("mismatch/logprob_diff_mean", "sampling/sampling_logp_difference/mean"),
-    ("mismatch/logprob_diff_max", "sampling/sampling_logp_difference/max"),
-    ("mismatch/ratio_min", "sampling/importance_sampling_ratio/min"),
-    ("mismatch/ratio_mean", "sampling/importance_sampling_ratio/mean"),
-    ("mismatch/ratio_max", "sampling/importance_sampling_ratio/max"),
-    ("optim/grad_norm", "grad_norm"),
-    ("optim/lr", "learning_rate"),
-    ("time/step_s", "step_time"),
-    ("eval/sampled/reward", "eval_reward"),
-)
-TOKENS = "rollout/total_tokens"  # of a step; TRL's `num_tokens` is their sum so far
-
-
-def trl_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What TRL would call these metrics; those it does not have are left out.
-
-    >>> trl_metrics({"reward/mean": 0.5, "reward/exact/mean": 0.5, "perf/tok_s": 900.0})
-    {'reward': 0.5, 'rewards/exact/mean': 0.5}
-    """
-    named: dict[str, float] = {}
-    for ours, theirs in TRL_NAMES:
-        pattern = re.compile(re.escape(ours).replace(r"\*", "([^/]+)"))
-        for key, value in metrics.items():
-            if match := pattern.fullmatch(key):
-                named.setdefault(theirs.replace("*", match[1] if match.groups() else ""), value)
-    return named
-
-
-class TokenCount:
-    """TRL's `num_tokens`: prompt and completion tokens of all steps so far. A step that is done again counts once."""
-
-    def __init__(self, records: Iterable[Mapping[str, float | None]] = ()):
-        self._of_step = {int(record["step"] or 0): record[TOKENS] or 0.0 for record in records if TOKENS in record}
-
-    def at(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """{"num_tokens": ...} after this step; nothing where it sampled nothing."""
-        if TOKENS not in metrics:
-            return {}
-        self._of_step[step] = metrics[TOKENS]
-        return {"num_tokens": sum(tokens for done, tokens in self._of_step.items() if done <= step)}
-
-
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+
 HEALTH = "health.jsonl"
+
 ROLLOUTS = "rollouts"
+
 _OWN_KEYS = ("step", "time", "non_finite")
 
 
@@ -261,8 +187,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 # --- trackers; each module is imported only when the config asks for it ---
-
-
 class TensorBoardTracker:
     """Event files, written with tensorboard alone (its SummaryWriter in torch would import torch here)."""
 
@@ -393,8 +317,6 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 # --- rollouts as JSON ---
-
-
 def read_rollouts(path: Path) -> tuple[RolloutGroup, ...]:
     """The groups that `Tracking.rollouts` wrote, equal to what they were (columns: as far as JSON has their types).
 

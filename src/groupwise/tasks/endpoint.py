@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import AuthenticationError, GrammarError, GroupwiseError, RequestError, TryAgainError
 from groupwise.tasks import openai as protocol
-from groupwise.tasks.agents import AgentSession
+from groupwise.tasks.agent_session import AgentSession
 from groupwise.tasks.arriving import BodyGuard, ByteLimit
 from groupwise.tasks.conversations import Conversations
 from groupwise.tasks.dialects import anthropic, responses

@@ -1,6 +1,6 @@
 """Environments in worker processes that can be killed: one that hangs or crashes costs only its own episode.
 
-    pool = EnvPool(config.env, name="Shop", folder=config.folder)           `tasks.episode.Environments`
+    pool = EnvPool(config.env, name="Shop", folder=config.folder)           `tasks.rollout_sources.Environments`
     env = await pool.make();  await env.reset(case, seed);  await env.step(message);  ...  await env.close()
 
 Each of `env.workers` processes has many episodes, which stay where they began. Of the ways to go wrong
@@ -55,7 +55,8 @@ class _Gone(Exception):
 
 
 class EnvPool:
-    """`tasks.episode.Environments` over `config.workers` processes, started when it is made. Call `close` when done."""
+    """`tasks.rollout_sources.Environments` over `config.workers` processes, started when it is made. Call `close` when
+    done."""
 
     patience_s = PATIENCE_S
 

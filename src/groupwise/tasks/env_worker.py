@@ -25,13 +25,9 @@ from groupwise.errors import EnvError, GroupwiseError
 from groupwise.rewards.sandbox import Channel
 from groupwise.rewards.workers import LONGEST_MESSAGE
 from groupwise.tasks.env import (
-    EnvFactory,
     MoveResult,
     Observation,
-    OwnThread,
     StepResult,
-    ToolEnv,
-    load_env,
     move_result_of,
     observation_of,
     openings_of,
@@ -39,6 +35,9 @@ from groupwise.tasks.env import (
     rewards_of,
     step_result_of,
 )
+from groupwise.tasks.env_loading import EnvFactory, load_env
+from groupwise.tasks.own_thread import OwnThread
+from groupwise.tasks.tool_env import ToolEnv
 
 
 class EpisodeGone(EnvError):

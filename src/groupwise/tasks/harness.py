@@ -51,7 +51,7 @@ from groupwise.rewards.sandbox import (
 )
 from groupwise.tasks.agents import Agent, AgentResult
 from groupwise.tasks.agents import outcome_of as returned
-from groupwise.tasks.episode import case_of
+from groupwise.tasks.rollout_sources import case_of
 from groupwise.types import Prompt, Rollout
 
 NAME = "the harness"

@@ -28,7 +28,10 @@ from typing import TYPE_CHECKING, Any
 from groupwise.config.run import EnvConfig
 from groupwise.errors import AdapterNotFoundError, EnvError
 from groupwise.model.chat import decode, encode_bridge, encode_prompt
-from groupwise.tasks.compat.policy import BlockingPolicy, GenerateOptions, generate_options_of
+from groupwise.sampler import Submits
+from groupwise.seeds import seed_of
+from groupwise.tasks.compat.generate_options import GenerateOptions, generate_options_of
+from groupwise.tasks.compat.policy import BlockingPolicy
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -37,9 +40,7 @@ from groupwise.types import (
     Prompt,
     SamplingParams,
     SamplingRequest,
-    Submits,
     Turn,
-    seed_of,
 )
 
 if TYPE_CHECKING:

@@ -13,13 +13,10 @@ the turns then are two trained segments (`segments`), each in the context in whi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from groupwise.errors import ChatError
 from groupwise.model.chat import (
-    THINK_END,
     THINK_START,
     Bridge,
     bridge_of,
@@ -37,6 +34,7 @@ if TYPE_CHECKING:
 
 # C0 and C1 controls but newline and tab, and the marks that reorder what is seen, each to a visible stand-in
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+
 _VISIBLE |= dict.fromkeys([0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
 
 
@@ -141,119 +139,3 @@ def visible(text: str) -> str:
     'a␛[31mb\\n'
     """
     return text.translate(_VISIBLE)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Whether a chat template only appends, tried out before the first episode.
-#
-# A conversation that only grows is trained as one sequence. Where a template renders what was said differently once the
-# conversation goes on, the next turn sees that, and is trained as a sequence of its own (`segments`): as true, and
-# dearer, since what both saw is computed for each. Known templates: Qwen 2.5, Llama 3, Gemma and Mistral append;
-# Qwen 3 drops thoughts when a user speaks again, but not between tool calls; DeepSeek R1 drops them always.
-# ----------------------------------------------------------------------------------------------------------------------
-
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "add_two_numbers",
-        "description": "Add them.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-        },
-    },
-}
-THOUGHT = f"{THINK_START}\nOne and one.\n{THINK_END}\n\n"
-
-
-class Growth(StrEnum):
-    """What a template does with a turn once the conversation goes on."""
-
-    APPENDS = "appends"
-    REWRITES = "rewrites"
-    REFUSES = "refuses"  # it cannot render such messages
-
-
-@dataclass(frozen=True, kw_only=True)
-class TemplateCheck:
-    """What was found: after a turn and a user's message, after a tool call and its result, and the same two with a
-    thought in the turn."""
-
-    turns: Growth
-    tools: Growth
-    thoughts: Growth
-    tool_thoughts: Growth
-    shows_tools: bool  # whether the policy is told of tools at all
-
-    @property
-    def appends(self) -> bool:
-        """Whether nothing that the template can render is rewritten."""
-        return Growth.REWRITES not in (self.turns, self.tools, self.thoughts, self.tool_thoughts)
-
-    def __str__(self) -> str:
-        kinds = {
-            "turns": self.turns,
-            "tool calls": self.tools,
-            "thoughts": self.thoughts,
-            "thoughts before tool calls": self.tool_thoughts,
-        }
-        named = {growth: [kind for kind, found in kinds.items() if found is growth] for growth in Growth}
-        besides = f"; it cannot render {_listed(named[Growth.REFUSES])}" if named[Growth.REFUSES] else ""
-        besides += "" if self.shows_tools else "; it does not show tools to the policy"
-        if self.appends:
-            return f"the chat template only appends: an episode is trained as one sequence{besides}"
-        return (
-            f"the chat template rewrites {_listed(named[Growth.REWRITES])} once the conversation goes on: what follows "
-            f"is trained as a sequence of its own (env/forks counts them){besides}"
-        )
-
-
-def template_check(tokenizer: PreTrainedTokenizerBase) -> TemplateCheck:
-    """Try out the tokenizer's chat template with a small conversation of each kind."""
-    asked: Message = {"role": "user", "content": "What is 1 + 1?"}
-    heard: Message = {"role": "user", "content": "And 2 + 2?"}
-    function = {"name": TOOL["function"]["name"], "arguments": {"a": 1, "b": 1}}
-    call = {"id": format_of(tokenizer).call_id(0), "type": "function", "function": function}
-    result: Message = {"role": "tool", "content": "2", "tool_call_id": call["id"], "name": function["name"]}
-
-    def growth(said: str, *, calls: bool) -> Growth:
-        if calls:
-            history = [asked, Message(role="assistant", content=said, tool_calls=[call])]
-            return _growth(history, result, tokenizer, tools=[TOOL])
-        return _growth([asked, Message(role="assistant", content=f"{said}2.")], heard, tokenizer, tools=())
-
-    return TemplateCheck(
-        turns=growth("", calls=False),
-        tools=growth("", calls=True),
-        thoughts=growth(THOUGHT, calls=False),
-        tool_thoughts=growth(THOUGHT, calls=True),
-        shows_tools=_shows_tools(asked, tokenizer),
-    )
-
-
-def _growth(
-    history: Sequence[Message],
-    reply: Message,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tools: Sequence[dict[str, Any]],
-) -> Growth:
-    try:
-        before = render_prompt(history[:-1], tokenizer, tools=tools)
-        after = render_prompt([*history, reply], tokenizer, tools=tools)
-        bridge = bridge_of(before, after, history, tokenizer, tools=tools)
-    except ChatError:
-        return Growth.REFUSES
-    return Growth.REWRITES if bridge is None else Growth.APPENDS
-
-
-def _shows_tools(asked: Message, tokenizer: PreTrainedTokenizerBase) -> bool:
-    try:
-        return TOOL["function"]["name"] in render_prompt([asked], tokenizer, tools=[TOOL])
-    except ChatError:
-        return False
-
-
-def _listed(kinds: Sequence[str]) -> str:
-    return kinds[0] if len(kinds) == 1 else f"{', '.join(kinds[:-1])} and {kinds[-1]}"

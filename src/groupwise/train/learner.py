@@ -21,34 +21,32 @@ import math
 import random
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.algo.kl import kl_metrics, measured_rows
-from groupwise.algo.loss import LossInputs, as_numbers, combined, policy_loss, rescaled
+from groupwise.algo.loss import policy_loss
+from groupwise.algo.loss_inputs import LossInputs
+from groupwise.algo.loss_metrics import as_numbers, combined
 from groupwise.algo.metrics import Metrics
 from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import LossSpec
 from groupwise.config.run import OptimizerConfig
 from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import checkpoint_layers, is_lean
-from groupwise.model.flex import why_not_flex
+from groupwise.model.flex_trial import why_not_flex
+from groupwise.model.layouts import FLEX, MERGED, Layouts
 from groupwise.model.load import LoadedModel, longest_row, share_weights
 from groupwise.model.mixture import RouterOutput, Routers, balancing_coefficient, load_balancing
 from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_packed
 from groupwise.model.packing import (
-    FLEX,
-    MERGED,
-    Layouts,
     MicroBatch,
     count_loss_tokens,
     count_sequences,
@@ -58,142 +56,27 @@ from groupwise.model.packing import (
     side_by_side,
 )
 from groupwise.train.forward import of_tokens_alone
+from groupwise.train.lanes import ThreadedMicroBatches
 from groupwise.train.lora import add_lora, load_lora, router_parameters, save_lora
 from groupwise.train.optimizer import make_optimizer
 from groupwise.train.reference import Reference, ReferenceSpec
 from groupwise.train.rollout_batch import RolloutBatch, train_on_batch, unmasked
 from groupwise.train.schedule import learning_rate_at
 from groupwise.train.strategy import Rows, SingleProcess, verb
+from groupwise.train.streamed_step import StreamedStep
 from groupwise.types import Sample
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One optimizer step on a batch that arrives in parts, while the rest of it is still being sampled or scored.
-#
-#     stream = learner.begin_step(spec)
-#     stream.accumulate(samples)          as often as groups come
-#     stream.finish(learning_rate=...)    -> metrics
-#
-# The update is that of `Learner.step` on all of the samples, but for rounding, although the batch's size is known only
-# at the end. A policy loss is a sum over tokens, divided by one number D of the whole batch,
-#
-#     token_mean                     D = its loss tokens
-#     sequence_mean, sequence_sum    D = its rows            (a row's own length is known with the row)
-#     prompt_mean                    D = its prompts         (all samples of a prompt come together)
-#     constant                       D = its rows            (times a constant)
-#     sum                            D = 1
-#
-# so the gradient of the sum is accumulated, and divided by D before it is clipped and applied. The entropy bonus is a
-# mean over tokens whatever the reduction; beside one that divides by rows there would be two such numbers, and the sum
-# of two gradients cannot be taken apart again. That combination is refused.
-#
-# What is a statistic of the whole batch before the loss, such as the advantages of `batch_std`, is the caller's to
-# know. The parameters do not change before `finish`, so the anchor of the first optimizer step holds for all parts.
-# ----------------------------------------------------------------------------------------------------------------------
-
-SUMS = (1.0, 1.0)  # totals of a batch of one token and one row: nothing is divided
-
-
-class StreamedStep:
-    """Made by `Learner.begin_step`. `tokens` and `rows` are what has been accumulated so far."""
-
-    def __init__(self, learner: Learner, spec: LossSpec, *, temperature: float):
-        if not spec.streams:
-            raise ConfigError(
-                f"an entropy bonus (entropy_coeff {spec.entropy_coeff:g}) with reduction {spec.reduction!r} cannot be "
-                "accumulated before the size of the batch is known: one is divided by tokens, the other is not",
-                hint="use reduction token_mean, or take the batch whole (rollout.stream_groups: 0)",
-            )
-        self._learner, self._spec, self._temperature = learner, spec, temperature
-        self._parts: list[dict[str, float]] = []
-        self.tokens, self.rows = 0, 0
-        learner.zero_grad()
-
-    def accumulate(self, samples: Sequence[Sample]) -> None:
-        """Forward and backward of some of the step's samples; whole rows, and best whole groups."""
-        metrics = self._learner.forward_backward(samples, self._spec, temperature=self._temperature, totals=SUMS)
-        self._parts.append(metrics)
-        self.tokens += count_loss_tokens(samples)
-        self.rows += count_sequences(samples, by_prompt=self._spec.by_prompt)
-
-    def finish(self, *, learning_rate: float) -> dict[str, float]:
-        """The optimizer step -> the metrics of the whole; nothing is done, and none returned, without any loss token.
-
-        Raises:
-            TrainingError: as `Learner.optim_step`.
-        """
-        if not self.tokens:
-            return {}
-        denominator = self._spec.denominator(tokens=self.tokens, rows=self.rows)
-        self._learner.divide_gradients(denominator)
-        result = self._learner.optim_step(learning_rate=learning_rate)
-        self._learner.end_batch()
-        metrics = rescaled(combined(self._parts), tokens=self.tokens, policy=denominator)
-        return {**metrics, **result.metrics()}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Micro-batches side by side, each in a thread of its own with one of torch's; their results in order.
-#
-# An operation on a micro-batch of a small model takes a millisecond or less. Shared out over threads, each of the
-# thousands in a pass ends in a barrier, at which the helping threads of OpenMP soon fall asleep wherever the process
-# has more of them than cores, as with an engine beside the trainer. Micro-batches that run beside each other need no
-# barriers (docs/performance.md has what it brings). torch lets go of Python's lock while it computes, so that is none
-# either.
-# ----------------------------------------------------------------------------------------------------------------------
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-class ThreadedMicroBatches:
-    """Up to `most` threads; made when they are first needed, gone with this."""
-
-    def __init__(self, most: int):
-        self.most = most
-        self._pool: ThreadPoolExecutor | None = None
-
-    def map(self, function: Callable[[Item], Result], items: Iterable[Item], *, lanes: int) -> Iterator[Result]:
-        """`function` of each item, in order, `lanes` at a time; with one, in the calling thread, and where there could
-        be more with one of torch's threads as well."""
-        if lanes < 2:
-            with _threads(1 if self.most > 1 else torch.get_num_threads()):
-                yield from map(function, items)
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.most, "lane", initializer=torch.set_num_threads, initargs=(1,))
-        begun: deque[Future[Result]] = deque()
-        try:
-            for item in items:
-                if len(begun) == lanes:
-                    yield begun.popleft().result()
-                begun.append(self._pool.submit(function, item))
-            while begun:
-                yield begun.popleft().result()
-        finally:
-            for future in begun:
-                future.cancel()
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """So many of torch's for the calling thread, until the end of the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
 
 __all__ = ["Learner", "Metrics", "OptimStepResult", "learning_rate_at"]
 
 MAX_REFUSED_STEPS = 5  # in a row
+
 LANE_BYTES = 1 << 28  # of weights, up to which a model is small, and its micro-batches run side by side
 
 TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
-Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty where they are added up already
-Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
 
+Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty where they are added up already
+
+Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
 
 DEFAULTS = OptimizerConfig()
 
@@ -225,7 +108,7 @@ class Learner:
         seed: of the adapter's random half, of dropout and of the minibatch shuffle.
         threads: of torch, to train with; None: as many as torch has here.
         router_replay: whether routers choose the experts of `Sample.routed_experts`, where there are any.
-        strategy: who computes: this process alone, or several that train together (`distributed.py`).
+        strategy: who computes: this process alone, or several that train together (`data_parallel.py`).
 
     Raises:
         ConfigError: the adapter does not fit the model, or all parameters are to be trained in 16 bits.

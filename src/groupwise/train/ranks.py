@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-from groupwise.config.launch import World
+from groupwise.config.world import World
 from groupwise.errors import RankLostError
 
 T = TypeVar("T")

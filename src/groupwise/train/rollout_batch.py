@@ -22,7 +22,7 @@ from itertools import pairwise, zip_longest
 from random import Random
 from typing import TYPE_CHECKING
 
-from groupwise.algo.loss import averaged
+from groupwise.algo.loss_metrics import averaged
 from groupwise.algo.metrics import Metrics
 from groupwise.algo.prefixes import groups_of
 from groupwise.config.loss import LossSpec

@@ -11,7 +11,7 @@ from groupwise.cli.report.data import data_of
 from groupwise.cli.report.page import write_page
 from groupwise.errors import ConfigError
 from groupwise.run.record import read_runs
-from groupwise.server.runs import open_runs
+from groupwise.server.run_files import open_runs
 
 PAGE = "report.html"
 

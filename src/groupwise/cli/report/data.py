@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from groupwise.server.findings import defined_metrics
-from groupwise.server.rollout_view import plain
+from groupwise.server.metric_definitions import defined_metrics
+from groupwise.server.run_files import RunFiles
 from groupwise.server.run_rollouts import change_of, groups_of, steps_of
-from groupwise.server.runs import RunFiles, judged
-from groupwise.server.schema import RunRolloutGroup
+from groupwise.server.runs import judged
+from groupwise.server.schema_runs import RunRolloutGroup
+from groupwise.server.visible_text import plain
 
 MOST_COMPLETION_BYTES = 8_000_000  # of all runs together, as JSON
 MOST_VALUES = 150_000  # of metrics, of all runs together: about 5 MB

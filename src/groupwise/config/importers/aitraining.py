@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.importers.base import Translation, run_name
-from groupwise.config.importers.grpo_args import Names, put_batch, put_narrowing, put_vllm
+from groupwise.config.importers.batch_sizes import Names, put_batch
+from groupwise.config.importers.grpo_args import put_narrowing
 from groupwise.config.importers.optimizer_args import OptimizerNames, length_of, put_optimizer
 from groupwise.config.importers.tables import keys_of
+from groupwise.config.importers.translation import Translation, run_name
+from groupwise.config.importers.vllm_args import put_vllm
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError
 

@@ -9,36 +9,31 @@ that it drops, masks that do not mask), what it documents happens here, and it i
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from groupwise.config.data import FILES
-from groupwise.config.hub import reading
-from groupwise.config.importers.base import Translation, run_name
+from groupwise.config.importers.batch_sizes import Names, put_batch
 from groupwise.config.importers.chat_templates import why_not
-from groupwise.config.importers.grpo_args import Names, put_algorithm, put_batch, put_rewards, put_sampling, put_vllm
+from groupwise.config.importers.grpo_args import put_algorithm, put_rewards, put_sampling
 from groupwise.config.importers.optimizer_args import (
     Length,
     OptimizerNames,
     length_of,
     put_optimizer,
-    put_parallel,
     put_quantization,
     refuse_combinations,
 )
+from groupwise.config.importers.parallel_args import put_parallel
 from groupwise.config.importers.tables import keys_of
-from groupwise.config.load import load_object
+from groupwise.config.importers.translation import Translation, run_name
+from groupwise.config.importers.vllm_args import put_vllm
 from groupwise.config.yaml import Document
-from groupwise.errors import DataError, GroupwiseError, LoadError
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+ROWS = "groupwise.config.importers.axolotl_data:rows"
 
-ROWS = "groupwise.config.importers.axolotl:rows"
 NAMES = OptimizerNames(
     learning_rate="learning_rate",
     optimizer="optimizer",
@@ -49,7 +44,9 @@ NAMES = OptimizerNames(
     warmup_steps="warmup_steps",
     warmup_ratio="warmup_ratio",
 )
+
 ATTENTION = "attention is chosen by the model and the device"
+
 ASYNC_ONLY = (
     "trl.vllm_sync_interval",
     "trl.prefetch_depth",
@@ -60,7 +57,9 @@ ASYNC_ONLY = (
     "trl.reroll_start_fraction",
     "trl.reroll_max_groups",
 )
+
 """What Axolotl drops without a word unless async_prefetch or use_data_producer is set."""
+
 SIZES = Names(
     micro="micro_batch_size",
     accumulate="gradient_accumulation_steps",
@@ -68,6 +67,7 @@ SIZES = Names(
     generation="trl.generation_batch_size",
     processes="num_processes",
 )
+
 Count = Callable[[Translation], int | None]
 
 
@@ -132,7 +132,7 @@ def _check_template(t: Translation) -> None:
     name = t["chat_template"]
     if name is None or name.startswith("tokenizer_default"):
         return
-    from groupwise.config.importers.axolotl import tokenizer_of
+    from groupwise.config.importers.axolotl_data import tokenizer_of
 
     try:
         why = why_not(name, tokenizer_of(t["base_model"])) if t.given("base_model") else None
@@ -180,8 +180,6 @@ def _put_pipeline(t: Translation, length: Length) -> bool:
 
 
 # ---- the data ----
-
-
 def _put_data(t: Translation, folder: Path) -> None:
     held_out = t["val_set_size"] or 0
     _put_dataset(t, "data", "datasets", folder, part="train" if held_out else None)
@@ -226,8 +224,6 @@ def _local(path: str, folder: Path) -> str | None:
 
 
 # ---- the model and the machine ----
-
-
 def _put_adapter(t: Translation) -> None:
     adapter, rank = t["adapter"], t["lora_r"]
     if adapter is None:
@@ -307,176 +303,3 @@ def _put_eval(t: Translation, folder: Path, length: Length, per_epoch: int | Non
     if t["load_best_model_at_end"] or t["early_stopping_patience"]:
         t.put("eval.best", "sampled", "load_best_model_at_end", "early_stopping_patience")
     t.put("eval.patience", t["early_stopping_patience"], "early_stopping_patience")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Axolotl's `datasets:` as rows: load each entry, apply its transform, and put them one after another.
-#
-# A transform is `module.function`, called with the file's configuration, and returns what is done with each row:
-#
-#     def gsm8k(cfg, *args, **kwargs):
-#         def row(example, tokenizer=None):
-#             return {"prompt": [{"role": "user", "content": example["question"]}], "answer": example["answer"]}
-#         return row, {"remove_columns": ["question"]}
-#
-# The second value, which may be left out, goes to `datasets.Dataset.map`; `remove_columns` may name columns that are
-# not there, or be "__all__". A function with a parameter `tokenizer` gets the model's.
-# ----------------------------------------------------------------------------------------------------------------------
-
-BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
-
-
-class Settings(dict[str, Any]):
-    """A transform's `cfg`: keys as attributes, None for what is not there."""
-
-    def __getattr__(self, name: str) -> Any:
-        value = self.get(name)
-        return Settings(value) if isinstance(value, Mapping) else value
-
-
-def rows(
-    *,
-    datasets: Sequence[Mapping[str, Any]],
-    folder: str = ".",
-    cfg: str | None = None,
-    overrides: Sequence[str] = (),
-    model: str | None = None,
-    part: Literal["train", "test"] | None = None,
-    held_out: float = 0.0,
-    seed: int = 0,
-) -> Iterator[Any]:
-    """The rows of all entries, transformed.
-
-    Args:
-        datasets: the entries: `path`, and perhaps name, split, type, ds_type, data_files, revision.
-        folder: where paths and the modules of transforms are looked up first.
-        cfg: the Axolotl file that transforms get as their configuration, with `overrides`.
-        model: whose tokenizer they get.
-        part: `test` is `held_out` rows (a share below 1, or a number) of an order fixed by `seed`, `train` are the
-            others, None is all.
-
-    Raises:
-        DataError: an entry cannot be loaded, or its transform fails; names it.
-        LoadError: a transform cannot be imported.
-    """
-    import datasets as library
-
-    settings = _settings(cfg, overrides, folder)
-    library.disable_progress_bars()
-    try:
-        parts = []
-        for entry in datasets:
-            with reading(entry["path"]):
-                parts.append(_load(entry, folder))
-        for index, entry in enumerate(datasets):
-            parts[index] = _transformed(parts[index], entry, index, folder, settings, model)
-        whole = library.concatenate_datasets(parts)
-        yield from whole if part is None else _part(whole, part, held_out, seed)
-    finally:
-        library.enable_progress_bars()
-
-
-def _settings(cfg: str | None, overrides: Sequence[str], folder: str) -> Settings:
-    """The file as transforms see it. Raises ConfigError if it is not there."""
-    if cfg is None:
-        return Settings()
-    document = Document.read(Path(folder) / cfg)
-    for each in overrides:
-        document.override(each, shorthand={})
-    return Settings(document.data)
-
-
-def _part(whole: Dataset, part: str, held_out: float, seed: int) -> Dataset:
-    size = len(whole)
-    kept_back = round(held_out * size) if held_out < 1 else int(held_out)
-    if not 0 < kept_back < size:
-        raise DataError(
-            f"val_set_size {held_out} holds out {kept_back} of {size} rows; there must be some on each side"
-        )
-    span = range(size - kept_back, size) if part == "test" else range(size - kept_back)
-    return whole.shuffle(seed=seed).select(span)
-
-
-def _load(entry: Mapping[str, Any], folder: str) -> Dataset:
-    """One entry's dataset, before its transform."""
-    import datasets as library
-
-    path, split, files = entry["path"], entry.get("split", "train"), entry.get("data_files")
-    local = next((each for each in (Path(folder) / path, Path(path)) if each.exists()), None)
-    try:
-        if local is not None and ((local / "dataset_info.json").is_file() or (local / "dataset_dict.json").is_file()):
-            saved = library.load_from_disk(str(local))
-            return saved[split] if isinstance(saved, library.DatasetDict) else saved
-        builder = entry.get("ds_type") or (BUILDERS.get(local.suffix) if local and local.is_file() else None)
-        if builder:
-            found = files or str(local or path)
-            return library.load_dataset(builder, data_files=_beside(found, folder), split=split)
-        more = {key: entry[key] for key in ("revision",) if key in entry}
-        return library.load_dataset(str(local or path), entry.get("name"), split=split, data_files=files, **more)
-    except Exception as error:
-        hint = "a Hugging Face name, a folder, or a .jsonl, .json, .csv or .parquet file beside the configuration"
-        raise DataError(f"cannot load the dataset {path!r}: {type(error).__name__}: {error}", hint=hint) from error
-
-
-def _beside(files: Any, folder: str) -> Any:
-    """Names of files, those that are in `folder` with their whole path."""
-    if isinstance(files, str):
-        return str(Path(folder) / files) if (Path(folder) / files).exists() else files
-    return [_beside(each, folder) for each in files]
-
-
-def _transformed(
-    dataset: Dataset,
-    entry: Mapping[str, Any],
-    index: int,
-    folder: str,
-    cfg: Settings,
-    model: str | None,
-) -> Dataset:
-    """The dataset after its transform, if it has one."""
-    reference = entry.get("type")
-    if reference is None:
-        return dataset
-    function, options = _function(reference, index, folder, cfg)
-    if "tokenizer" in inspect.signature(function).parameters:
-        function = partial(function, tokenizer=tokenizer_of(model))
-    removed = options.get("remove_columns")
-    if removed is not None:
-        names = dataset.column_names if removed == "__all__" else removed
-        options["remove_columns"] = [name for name in names if name in dataset.column_names]
-    try:
-        return dataset.map(function, load_from_cache_file=False, keep_in_memory=True, **options)
-    except GroupwiseError:
-        raise
-    except Exception as error:
-        raise DataError(f"{reference} failed on {entry['path']!r}: {type(error).__name__}: {error}") from error
-
-
-def _function(reference: str, index: int, folder: str, cfg: Settings) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What `module.transform` returns: a function of a row, and options of `map`."""
-    try:
-        transform = load_object(reference, folder=folder)
-    except LoadError as error:
-        hint = "Axolotl's own types are for preference pairs; for GRPO write a transform beside the file"
-        raise LoadError(str(error), hint=hint) from error
-    made = transform(cfg, dataset_idx=index) if _takes(transform, "dataset_idx") else transform(cfg)
-    function, options = made if isinstance(made, tuple) else (made, {})
-    if not callable(function):
-        raise DataError(f"{reference} returned a {type(function).__name__}; it must return a function of a row")
-    return function, dict(options)
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-
-def tokenizer_of(model: str | None) -> Any:
-    from transformers import AutoTokenizer
-
-    from groupwise.config.run import STARTER, STARTER_DIR
-
-    if model is None:
-        return None
-    with reading(path := str(STARTER_DIR) if model == STARTER else model):
-        return AutoTokenizer.from_pretrained(path)

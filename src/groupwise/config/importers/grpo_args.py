@@ -10,71 +10,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from groupwise.config.importers.base import Translation
-
-# ----------------------------------------------------------------------------------------------------------------------
-# vLLM: TRL's arguments (`vllm.yaml`), and Axolotl's section `vllm:`, which starts the server.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def put_vllm(t: Translation, p: str, *, lora: bool, mode: str | None = None, flag: str | None = None) -> None:
-    """`engine` and `vllm` from TRL's arguments with the prefix `p`; `mode` is what it is whatever the file says.
-
-    Without an adapter, which `lora` says, it is refused; `flag` is the switch that trains one,
-    without which vLLM is what is given up.
-    """
-    use = f"{p}use_vllm"
-    own = [name for name in t.keys if t.given(name) and any(to.startswith("vllm.") for to in t.keys[name].here)]
-    if not t[use]:
-        for name in own:
-            t.note_idle(name, f"it acts with {use}")
-        return
-    if not lora:
-        what = "vLLM is handed adapters, and here all parameters are trained"
-        if flag is None:
-            t.refuse(use, what, instead=f"{use}=false")
-        else:
-            t.refuse(use, f"{what}; --{flag} trains one", instead=f"{flag}=true")
-        return
-    t.put("engine", "vllm", use)
-    chosen: str = mode or t[f"{p}vllm_mode"]
-    t.put("vllm.mode", chosen, f"{p}vllm_mode")
-    _put_place(t, p, chosen)
-    for name in ("gpu_memory_utilization", "tensor_parallel_size"):
-        t.put(f"vllm.{name}", t[f"{p}vllm_{name}"], f"{p}vllm_{name}")
-    if f"{p}vllm_max_model_length" in t.keys:
-        t.put("vllm.max_model_len", t[f"{p}vllm_max_model_length"], f"{p}vllm_max_model_length")
-    for key in t.keys.values():
-        if key.name.startswith("vllm.") and key.fate == "made":
-            t.put(key.here[0], t[key.name], key.name)
-
-
-def _put_place(t: Translation, p: str, mode: str) -> None:
-    """Where the server is, or that the process has vLLM itself."""
-    url, host, port = f"{p}vllm_server_base_url", f"{p}vllm_server_host", f"{p}vllm_server_port"
-    url = url if url in t.keys else f"{p}vllm_server_url"
-    wait, sleep = f"{p}vllm_server_timeout", f"{p}vllm_enable_sleep_mode"
-    if mode == "colocate":
-        for name in (url, host, port, wait):
-            if t.given(name):
-                t.note_idle(name, "it acts with vllm_mode server")
-        t.put("vllm.sleep", (t[sleep] or None) if sleep in t.keys else None, sleep)
-        return
-    if t.given(sleep):
-        t.note_idle(sleep, "it acts with vllm_mode colocate")
-    if t.given(url):
-        t.put("vllm.urls", [t[url]], url)
-    elif host in t.keys:
-        here = "127.0.0.1" if t[host] == "0.0.0.0" else t[host]
-        t.put("vllm.urls", [f"http://{here}:{t[port]}"], host, port)
-    if wait in t.keys:
-        t.put("vllm.start_timeout_s", float(t[wait]), wait)
-
+from groupwise.config.importers.translation import Translation
 
 CORRECTIONS = {
     "token_truncate": "tis_token",
@@ -86,11 +25,13 @@ CORRECTIONS = {
 REWARD_MODEL = "groupwise.rewards.classifier:reward_model"
 
 DEFAULTS_1_8 = {"max_completion_length": 256, "use_bias_correction_kl": False}
+
 """Where TRL 1.8.0's defaults are not 1.16.0's."""
 
 NARROWED = (
     "vLLM does not report which tokens it left; trained as drawn from everything, what is learned would be biased"
 )
+
 """Why `top_p`, `top_k` and `min_p` are not here with vLLM."""
 
 NARROWING_OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
@@ -273,8 +214,6 @@ def _put_correction(t: Translation, p: str, *, off_policy: bool) -> None:
 
 
 # ---- rewards ----
-
-
 def put_rewards(
     t: Translation, functions: str, weights: str, *, known: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
@@ -304,150 +243,3 @@ def _reward(entry: str) -> dict[str, Any]:
         return {"function": REWARD_MODEL, "args": {"model": entry}}
     module, _, name = entry.rpartition(".")
     return {"function": f"{module}:{name}"}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Batches counted in completions, as TRL and what is built on it count them, in prompts, groups and minibatches.
-#
-#     completions per optimizer step   S = micro batch x accumulation x processes
-#     completions per rollout batch    R = generation batch, by default S
-#     here                             R / G prompts a step, R / S minibatches (optimizer steps on a rollout batch)
-#
-# R must hold whole groups and whole micro-batches. Where an accumulation reaches over several generation batches
-# (R < S), they are all sampled by one policy, which here is one rollout batch of S. A minibatch here is made of whole
-# groups: where S is not, the nearest coarser cut is taken, and said.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Names:
-    """What a system calls the five sizes, for messages."""
-
-    micro: str
-    accumulate: str
-    group: str
-    generation: str
-    processes: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """A rollout batch here. `steps_there`: optimizer steps on it in the other system; `minibatches`: here."""
-
-    prompts: int
-    minibatches: int
-    steps_there: int
-
-
-class SizeError(ValueError):
-    """The sizes do not fit together; the message names the nearest that do. `key` is the one to look at."""
-
-    def __init__(self, key: str, message: str):
-        super().__init__(message)
-        self.key = key
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The five sizes, in completions; `generation` is None where it is not given."""
-
-    micro: int
-    accumulate: int
-    group: int
-    generation: int | None = None
-    processes: int = 1
-
-    @property
-    def step(self) -> int:
-        """Completions per optimizer step."""
-        return self.micro * self.accumulate * self.processes
-
-    @property
-    def rollout(self) -> int:
-        """Completions per rollout batch."""
-        return max(self.step, self.generation or self.step)
-
-    @property
-    def fault(self) -> str | None:
-        """What does not fit together, in words with the sizes' own names; None if everything does."""
-        generation = self.step if self.generation is None else self.generation
-        if generation % (self.micro * self.processes):
-            processes = f" x {{processes}} {self.processes}" if self.processes > 1 else ""
-            return f"{generation} completions are not whole batches of {{micro}} {self.micro}{processes}"
-        if generation % self.group:
-            processes = f" x {{processes}} {self.processes}" if self.processes > 1 else ""
-            product = f"{{micro}} {self.micro} x {{accumulate}} {self.accumulate}{processes} = {self.step}"
-            of = (
-                f"{product} completions per optimizer step"
-                if self.generation is None
-                else f"{{generation}} {generation}"
-            )
-            return f"{of} are not whole groups of {{group}} {self.group}"
-        if max(generation, self.step) % min(generation, self.step):
-            product = f"{self.step} ({{micro}} x {{accumulate}})"
-            return f"{generation} completions and optimizer steps of {product} are not whole numbers of each other"
-        return None
-
-
-def batch_sizes(sizes: Sizes, names: Names) -> Batch:
-    """The batch of these sizes. Raises SizeError."""
-    given = {key: size for key, size in vars(sizes).items() if size is not None}
-    for key, size in given.items():
-        if size < 1:
-            raise SizeError(getattr(names, key), f"{size} is not valid; it must be 1 or more")
-    if sizes.group < 2:
-        raise SizeError(names.group, f"{sizes.group} is not valid; completions are compared: {names.group} >= 2")
-    if sizes.fault is not None:
-        fault = sizes.fault.format(**vars(names))
-        if sizes.generation is None:
-            valid = [
-                f"{vars(names)[key]}: {size}" for key in ("accumulate", "micro", "group") for size in _near(sizes, key)
-            ]
-            raise SizeError(names.group, f"{fault}; write {', or '.join(valid)}")
-        valid = [str(size) for size in _near(sizes, "generation")]
-        raise SizeError(names.generation, f"{fault}; the nearest are {' and '.join(valid)}")
-    prompts, steps = sizes.rollout // sizes.group, sizes.rollout // sizes.step
-    minibatches = next(parts for parts in range(steps, 0, -1) if prompts % parts == 0)
-    return Batch(prompts=prompts, minibatches=minibatches, steps_there=steps)
-
-
-def _near(sizes: Sizes, key: str) -> list[int]:
-    """The next smaller and the next larger value of one size with which all fit together."""
-    now, smallest = vars(sizes)[key], 2 if key == "group" else 1
-    most = now + math.lcm(sizes.step, sizes.group)
-    below = next((size for size in range(now - 1, smallest - 1, -1) if _fits(sizes, key, size)), None)
-    above = next((size for size in range(now + 1, most + 1) if _fits(sizes, key, size)), None)
-    return [size for size in (below, above) if size is not None]
-
-
-def _fits(sizes: Sizes, key: str, size: int) -> bool:
-    return Sizes(**vars(sizes) | {key: size}).fault is None
-
-
-def put_batch(t: Translation, names: Names, *, generation: int | None, said: str) -> Batch:
-    """Prompts and minibatches of a translation; `said` is the key that gave `generation`. Raises ConfigError."""
-    for name in vars(names).values():
-        if name in t.unread:
-            t.problem(name, f"{t.unread[name].why}; write {t.unread[name].instead}")
-    t.raise_problems()
-    try:
-        sizes = Sizes(
-            micro=t[names.micro],
-            accumulate=t[names.accumulate],
-            group=t[names.group],
-            generation=generation,
-            processes=t[names.processes],
-        )
-        batch = batch_sizes(sizes, names)
-    except SizeError as error:
-        t.problem(said if error.key == names.generation else error.key, str(error))
-        t.raise_problems()
-        raise
-    of = (said,) if generation is not None else (names.micro, names.accumulate, names.processes)
-    t.put("rollout.prompts_per_step", batch.prompts, *of, names.group)
-    t.put("train.minibatches", batch.minibatches if batch.minibatches > 1 else None, *of)
-    t.put("rollout.refill", 1.0, origin="groups without a learning signal are not replaced there")
-    if batch.minibatches != batch.steps_there:
-        what = f"{batch.steps_there} optimizer steps on {batch.prompts} groups become {batch.minibatches}"
-        t.note_difference(of[0], f"{what}: a group is not cut")
-    return batch

@@ -28,15 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.data import REASONING_GYM
-from groupwise.config.importers.base import Translation, run_name
 from groupwise.config.importers.grpo_args import NARROWING_OFF, put_narrowing
 from groupwise.config.importers.tables import keys_of
+from groupwise.config.importers.translation import Translation, run_name
 from groupwise.config.yaml import Document, dotted
 from groupwise.errors import ConfigError
 
 SYSTEM = "prime-rl"
 TASKSET_AGENT = "groupwise.tasks.compat.verifiers:TasksetAgent"
-VERIFIERS_AGENT = "groupwise.tasks.compat.others:VerifiersAgent"
+VERIFIERS_AGENT = "groupwise.tasks.compat.verifiers_before_0_4:VerifiersAgent"
 MAX_TURNS = 4096
 EPISODE_S = 3600.0
 EVAL_PROBLEMS = 100  # of verifiers' reasoning-gym environment, unless it is told otherwise

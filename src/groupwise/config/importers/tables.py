@@ -24,24 +24,24 @@ from typing import Any
 
 import ruamel.yaml
 
-from groupwise.config.importers import base, optimizer_args
-from groupwise.config.importers.base import Key, Kind
+from groupwise.config.importers import keys, parallel_args
+from groupwise.config.importers.keys import Key, Kind
 
 _HERE = Path(__file__).parent
 KINDS: Mapping[str, Kind] = {
-    "integer": base.integer,
-    "number": base.number,
-    "boolean": base.boolean,
-    "text": base.text,
-    "texts": base.texts,
-    "numbers": base.numbers,
-    "mapping": base.mapping,
-    "mappings": base.mappings,
-    "json_object": base.json_object,
-    "flag_or_text": base.flag_or_text,
-    "anything": base.anything,
-    "fsdp": optimizer_args.fsdp,
-    "settings": optimizer_args.settings,
+    "integer": keys.integer,
+    "number": keys.number,
+    "boolean": keys.boolean,
+    "text": keys.text,
+    "texts": keys.texts,
+    "numbers": keys.numbers,
+    "mapping": keys.mapping,
+    "mappings": keys.mappings,
+    "json_object": keys.json_object,
+    "flag_or_text": keys.flag_or_text,
+    "anything": keys.anything,
+    "fsdp": parallel_args.fsdp,
+    "settings": parallel_args.settings,
 }
 
 
@@ -60,7 +60,7 @@ def _keys(entry: dict[str, Any]) -> Iterator[Key]:
         yield from _included(name, **entry)
     elif fate == "idle":
         for each in name if isinstance(name, list) else [name]:
-            yield base.idle(each, entry["because"])
+            yield keys.idle(each, entry["because"])
     elif fate == "absent":
         yield _absent(name, **entry)
     elif fate in ("plain", "made"):
@@ -86,17 +86,17 @@ def _acting(
 def _absent(
     name: str, *, because: str, instead: str | None = None, off: list[Any] | None = None, kind: str | None = None
 ) -> Key:
-    return base.absent(
+    return keys.absent(
         name,
         because,
         instead,
         off=(False,) if off is None else off,
-        kind=base.switch if kind is None else KINDS[kind],
+        kind=keys.switch if kind is None else KINDS[kind],
     )
 
 
 def _kind(name: str | None, words: list[str] | None) -> Kind:
-    return base.one_of(*words) if words else KINDS[name or "anything"]
+    return keys.one_of(*words) if words else KINDS[name or "anything"]
 
 
 def _included(

@@ -18,32 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.data import FILES
-from groupwise.config.importers.base import Key, Translation, run_name
-from groupwise.config.importers.grpo_args import (
-    DEFAULTS_1_8,
-    Batch,
-    Names,
-    put_algorithm,
-    put_batch,
-    put_rewards,
-    put_sampling,
-    put_vllm,
-)
+from groupwise.config.importers.batch_sizes import Batch, Names, put_batch
+from groupwise.config.importers.grpo_args import DEFAULTS_1_8, put_algorithm, put_rewards, put_sampling
+from groupwise.config.importers.keys import Key
 from groupwise.config.importers.optimizer_args import (
     TRANSFORMERS,
     Length,
     length_of,
     put_optimizer,
-    put_parallel,
     put_quantization,
     refuse_combinations,
 )
+from groupwise.config.importers.parallel_args import put_parallel
 from groupwise.config.importers.tables import keys_of
+from groupwise.config.importers.translation import Translation, run_name
+from groupwise.config.importers.vllm_args import put_vllm
 from groupwise.config.yaml import Document
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The table of TRL's arguments besides GRPO's own: the model, the script, and transformers' TrainingArguments.
-# ----------------------------------------------------------------------------------------------------------------------
 
 REWARDS = {
     name: {"function": f"trl.rewards:{name}"}
@@ -54,6 +44,7 @@ REWARDS = {
         "args": {"max_length": 1280, "buffer": 256},
     }
 }
+
 """The script's short names of rewards; those of `trl.rewards` need TRL installed."""
 
 MARKS = frozenset(
@@ -66,6 +57,7 @@ MARKS = frozenset(
         "reward_funcs",
     }
 )
+
 SIZES = Names(
     micro="per_device_train_batch_size",
     accumulate="gradient_accumulation_steps",
@@ -73,6 +65,7 @@ SIZES = Names(
     generation="generation_batch_size",
     processes="num_processes",
 )
+
 Count = Callable[[Translation], int | None]
 
 
@@ -220,6 +213,3 @@ def _put_eval(t: Translation, length: Length, per_epoch: int | None) -> None:
     t.put("eval.k", t["num_generations_eval"] or t["num_generations"], "num_generations_eval", "num_generations")
     if t["load_best_model_at_end"]:
         t.put("eval.best", "sampled", "load_best_model_at_end")
-
-
-# ---- from Python ----

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from groupwise.config.importers import trl
-from groupwise.config.importers.base import Translation
 from groupwise.config.importers.tables import keys_of
+from groupwise.config.importers.translation import Translation
 from groupwise.config.yaml import Document
 
 SECTIONS = ("from_pretrained", "get_peft_model")

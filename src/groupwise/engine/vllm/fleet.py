@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm.client import ServerLost, VllmServer
-from groupwise.engine.vllm.handshake import Accepted, Published
+from groupwise.engine.vllm.handshake import Accepted
+from groupwise.engine.vllm.publish import Published
 from groupwise.engine.vllm.server import ServerLaunch, ServerProcess
 from groupwise.errors import EngineError, GroupwiseError
 

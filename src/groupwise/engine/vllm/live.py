@@ -31,10 +31,9 @@ from typing import Any
 
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.vllm.engine import CompletionStream, QueuedRequest, VllmEngine, shape_of, tell
-from groupwise.engine.vllm.handshake import (
-    FILES,
-)
+from groupwise.engine.vllm.engine import CompletionStream, QueuedRequest, VllmEngine, tell
+from groupwise.engine.vllm.open import shape_of
+from groupwise.engine.vllm.publish import FILES
 from groupwise.engine.vllm.server import launch_of, rank_of
 from groupwise.errors import (
     AdapterError,
@@ -42,15 +41,9 @@ from groupwise.errors import (
     NotReadyError,
 )
 from groupwise.model.load import LoadedModel
+from groupwise.sampler import TokenSink
 from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
-from groupwise.types import (
-    Completion,
-    PolicyVersion,
-    SamplingParams,
-    SamplingRequest,
-    SequenceScores,
-    TokenSink,
-)
+from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest, SequenceScores
 
 RANK = 32  # of the largest adapter, where vllm.max_lora_rank does not say
 

@@ -28,7 +28,7 @@ from groupwise.recorded import DROPPED, MaskEntry, SamplingMask
 from groupwise.sdk.datums import TARGETS, Datum
 from groupwise.sdk.losses import BUILT_IN, CROSS_ENTROPY
 from groupwise.server.errors import echo
-from groupwise.server.tinker.schema import BFLOAT16, FLOAT32, INT32, INT64, ForwardBackwardOutput
+from groupwise.server.tinker.proto import BFLOAT16, FLOAT32, INT32, INT64, ForwardBackwardOutput
 from groupwise.types import Completion
 
 log = logging.getLogger(__name__)

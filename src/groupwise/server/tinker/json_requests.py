@@ -17,17 +17,15 @@ import numpy as np
 from pydantic import Field
 
 from groupwise.errors import RequestError
-from groupwise.server.tinker.schema import (
+from groupwise.server.tinker.proto import (
     FLOAT32,
     INT64,
     LENGTH,
-    Body,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
-    ModelInput,
     SampleResponse,
-    Sequenced,
 )
+from groupwise.server.tinker.schema import Body, ModelInput, Sequenced
 
 NO_TOP = -99999.0  # at or below it nothing was there
 

@@ -21,9 +21,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
 
 from groupwise.errors import GroupwiseError, MediaTypeError, RequestError
-from groupwise.server import admin
-from groupwise.server import openai as chat
-from groupwise.server import openai as completions
+from groupwise.server import admin, chat, completions
 from groupwise.server.bodies import read_body
 from groupwise.server.errors import echo
 from groupwise.server.guard import OPENAI_PREFIX
@@ -33,8 +31,8 @@ from groupwise.server.tinker.checkpoints import SAMPLER_WEIGHTS, Checkpoint, Tin
 from groupwise.server.tinker.downloads import ARCHIVE, Downloads, Link
 from groupwise.server.tinker.futures import JSON, PROTOBUF, FutureResult, Futures, answer
 from groupwise.server.tinker.json_requests import ForwardBackwardBody, ForwardBody, message_of
+from groupwise.server.tinker.proto import DecodeError, ForwardBackwardRequest
 from groupwise.server.tinker.sampling import Samplers
-from groupwise.server.tinker.schema import DecodeError, ForwardBackwardRequest
 from groupwise.server.tinker.sessions import HeartbeatGoneError, SessionGoneError, Sessions
 from groupwise.server.tinker.training import (
     ATTENTION,

@@ -28,22 +28,23 @@ from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConflictError, GroupwiseError, OverloadedError, RequestError
 from groupwise.model.load import load_model
+from groupwise.sampler import LiveEngine
 from groupwise.sdk.trainer import TrainingClient
 from groupwise.server.errors import echo
+from groupwise.server.generate import Generation
 from groupwise.server.policies import Policies
-from groupwise.server.sampling import Generation
 from groupwise.server.state import Server
 from groupwise.server.tinker import schema as bodies
 from groupwise.server.tinker.checkpoints import SAMPLER_WEIGHTS, TinkerCheckpoints, check_checkpoint_name
 from groupwise.server.tinker.datums import sequence_ids
 from groupwise.server.tinker.futures import FutureResult, Futures, answer
 from groupwise.server.tinker.json_requests import samples_as_json
-from groupwise.server.tinker.schema import FLOAT32, LENGTH, STOP, SampleResponse
+from groupwise.server.tinker.proto import FLOAT32, LENGTH, STOP, SampleResponse
 from groupwise.server.tinker.sessions import GO_ON, SessionGoneError
 from groupwise.server.tinker.training import Models, TrainedModel, tokenizer_of
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
-from groupwise.types import Completion, FinishReason, LiveEngine, PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 
 NO_TOKEN, NO_LOGPROB = 0, -99999.0  # where a place has fewer alternatives than were asked for
 SNAPSHOT, INFLIGHT = "snapshot", "inflight"

@@ -28,7 +28,7 @@ from groupwise.config.run import STARTER, STARTER_DIR
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConfigError, ConflictError, OverloadedError, RequestError
 from groupwise.model.load import AdaptableModules, LoadedModel
-from groupwise.sdk import trainer as state
+from groupwise.sdk import state
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss, weights_of
 from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService

@@ -15,31 +15,28 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
-
-from rich.text import Text
+from typing import Any
 
 from groupwise.algo.metrics import DONE, FAILED
-from groupwise.algo.samples import Segment, segments_of
 from groupwise.rewards.check import CheckFinding, CheckResult, by_severity
-from groupwise.tasks.check.play import MODEL, EnvTrial, Played, function_of
-from groupwise.tasks.transcript import visible
-from groupwise.types import Rollout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from groupwise.tasks.check.play import MODEL, EnvTrial, Played
+from groupwise.tasks.check.scripts import function_of
 
 SLOW_S = 1.0  # a call of a method
+
 PAID = 0.5  # of the best reward
+
 PAID_AGAIN = 3  # turns of the same words
+
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
 # the kind of an EnvError -> what it fails
 _CHECKS: Mapping[str | None, str] = {
     "timeout": "time",
     "exception": "exception",
 }  # the kind of an EnvError -> what it fails
+
 _SAME = 1e-9
 
 
@@ -102,8 +99,6 @@ def refused(name: str, message: str) -> EnvReport:
 
 
 # ---- the contract ----
-
-
 def _failures(trial: EnvTrial) -> Iterator[CheckFinding]:
     """One finding for each error, and how often it came."""
     failed = [(each.rollout.error, each) for each in trial.episodes if each.rollout.error is not None]
@@ -203,8 +198,6 @@ def _case(prompt: Any) -> Any:
 
 
 # ---- what training would make of it ----
-
-
 def _stops(trial: EnvTrial) -> Iterator[CheckFinding]:
     """Whether episodes end by themselves."""
     stops = Counter(each.rollout.stop for each in trial.episodes if each.rollout.stop != FAILED)
@@ -285,8 +278,6 @@ def _hacks(trial: EnvTrial, best: float) -> Iterator[CheckFinding]:
 
 
 # ---- tables ----
-
-
 def _policies(trial: EnvTrial) -> Iterator[PolicyRow]:
     for policy in dict.fromkeys(each.policy for each in trial.episodes):
         rollouts = [each.rollout for each in trial.episodes if each.policy == policy]
@@ -327,65 +318,3 @@ def _shown(trial: EnvTrial) -> Played | None:
         return info.get("forks", 0.0), float(len(each.rollout.turns)), each.rollout.reward or 0.0
 
     return max(of_model, key=says, default=None)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One whole episode as the learner gets it: segment by segment, which tokens are trained and which are only seen.
-# ----------------------------------------------------------------------------------------------------------------------
-
-TRAINED, SEEN = "bold green", "dim"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenRun:
-    """Tokens in a row that are all trained, or all only seen."""
-
-    trained: bool
-    tokens: int
-    text: str
-
-
-def runs_of(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[list[TokenRun]]:
-    """The segments of an episode; each begins with its prompt."""
-    return [_runs(segment, tokenizer) for segment in segments_of(rollout.turns)]
-
-
-def drawn(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
-    """The episode in lines: green is trained, grey only seen; each run says which, for those who see no colours."""
-    segments = runs_of(rollout, tokenizer)
-    lines: list[Text] = []
-    for number, runs in enumerate(segments, start=1):
-        if number > 1:
-            lines.append(Text(f"-- fork: this turn does not go on from the one before; segment {number} --", "yellow"))
-        for run in runs:
-            style = TRAINED if run.trained else SEEN
-            head = f"{'trained' if run.trained else 'seen':<8}{run.tokens:>5}  "
-            shown = visible(run.text).rstrip("\n").replace("\n", "\n" + " " * len(head))
-            lines.append(Text.assemble((head, "cyan" if run.trained else "dim"), (shown, style)))
-    return lines
-
-
-def summary(rollout: Rollout) -> str:
-    """How it ended and what it was worth, turn by turn."""
-    rewards = ", ".join("-" if turn.reward is None else f"{turn.reward:g}" for turn in rollout.turns)
-    worth = "no reward" if rollout.reward is None else f"reward {rollout.reward:g}"
-    error = "" if rollout.error is None else f"; {rollout.error}"
-    return f"{len(rollout.turns)} turns (their rewards: {rewards or '-'}), ended: {rollout.stop}, {worth}{error}"
-
-
-def _runs(segment: Segment, tokenizer: PreTrainedTokenizerBase) -> list[TokenRun]:
-    marked: Sequence[tuple[int, int]] = [
-        *((id, 0) for id in segment.prompt_ids),
-        *zip(segment.completion_ids, segment.mask, strict=True),
-    ]
-    runs: list[TokenRun] = []
-    for trained, group in groupby(marked, key=itemgetter(1)):
-        ids = [id for id, _ in group]
-        runs.append(TokenRun(trained=bool(trained), tokens=len(ids), text=_text(ids, tokenizer)))
-    return runs
-
-
-def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """With the special tokens at its end, which `chat.decode` drops."""
-    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text if isinstance(text, str) else "".join(text)

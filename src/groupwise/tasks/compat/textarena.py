@@ -32,7 +32,8 @@ from typing import Any
 import numpy
 
 from groupwise.errors import ConfigError, EnvError
-from groupwise.tasks.env import StepResult, load_once
+from groupwise.tasks.env import StepResult
+from groupwise.tasks.env_loading import load_once
 from groupwise.types import Message
 
 HELD_OUT = 1 << 30  # the seeds of evaluation begin here

@@ -171,7 +171,7 @@ def _loaders() -> Any:
     if not version.startswith("0.4."):
         raise ConfigError(
             f"verifiers {version} is not one of {SUPPORTED}",
-            hint="environments of 0.1.14 to 0.3.1 are env.agent groupwise.tasks.compat.others:VerifiersAgent",
+            hint="for 0.1.14 to 0.3.1 set env.agent: groupwise.tasks.compat.verifiers_before_0_4:VerifiersAgent",
         )
     return importlib.import_module("verifiers.v1.utils.loaders")
 

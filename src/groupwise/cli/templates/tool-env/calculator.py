@@ -10,7 +10,7 @@ nothing until its result is said.
 import random
 import re
 
-from groupwise.tasks.env import ToolEnv
+from groupwise.tasks.tool_env import ToolEnv
 
 QUESTIONS = {
     "minus": ("{a} minus {b}", "-"),

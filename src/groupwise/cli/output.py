@@ -1,0 +1,56 @@
+"""How the command line writes: data to stdout, words to stderr, and nothing of what a model wrote is interpreted."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from groupwise.tasks.transcript import visible
+
+
+def stdout() -> Console:
+    """A console on stdout as it is now; colours only on a terminal, none with NO_COLOR."""
+    return Console(highlight=False)
+
+
+def say(text: str) -> None:
+    """A line on stderr."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """One line of strict JSON on stdout."""
+    print(json.dumps(value, allow_nan=False))
+
+
+@contextmanager
+def json_alone(as_json: bool) -> Iterator[None]:
+    """Within, with `--json`: what else is printed, such as by a reward function, goes to stderr."""
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        yield
+
+
+def print_line(text: str, *, console: Console | None = None) -> None:
+    """A line that is not wrapped, so that paths and commands can be copied."""
+    (console or stdout()).print(Text(visible(text)), soft_wrap=True)
+
+
+def print_pairs(rows: Iterable[Sequence[str]], *, console: Console | None = None) -> None:
+    """Rows in aligned columns."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    (console or stdout()).print(table)
+
+
+def finite(value: float | None) -> float | None:
+    """`value`, or None where JSON has no number for it."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,41 @@
+"""Which of a run's processes this one is, as torchrun says it in the environment (RANK, WORLD_SIZE, LOCAL_RANK)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from groupwise.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """torchrun's world: `size` processes, of which this one is `rank`, and `local_rank` on its machine."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that samples, writes and speaks: rank 0."""
+        return self.rank == 0
+
+
+def world() -> World:
+    """The world that torchrun's environment variables describe, or one process. Raises ConfigError if they make no
+    sense."""
+    names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
+    given = {field: os.environ[name] for field, name in names.items() if name in os.environ}
+    if "size" not in given:
+        return World()
+    try:
+        found = World(**{field: int(value) for field, value in given.items()})
+    except ValueError:
+        found = World(size=0)
+    if not (0 <= found.rank < found.size and found.local_rank >= 0):
+        raise ConfigError(
+            f"the environment says {', '.join(f'{names[field]}={value}' for field, value in given.items())}",
+            hint="start several processes with torchrun or groupwise launch, or unset WORLD_SIZE for one",
+        )
+    return found

@@ -1,0 +1,109 @@
+"""From a configuration to vLLM as the engine: what vLLM must know of a run, and whom the run asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from groupwise.config.hub import reading
+from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
+from groupwise.engine.vllm.engine import VllmEngine
+from groupwise.engine.vllm.handshake import linear_names
+from groupwise.engine.vllm.publish import TrainerScores
+from groupwise.engine.vllm.server import ServerLaunch, Shape, launch_of
+from groupwise.errors import ConfigError, ModelError
+from groupwise.model.load import LoadedModel, context_length, load_configured, resolve_device, resolve_dtype
+from groupwise.store.export import AdapterMerge
+
+
+def open_vllm(
+    config: RunConfig, base: LoadedModel, reference: TrainerScores, *, say: Callable[[str], None] = lambda text: None
+) -> VllmEngine:
+    """The engine that a run's configuration describes; `say` is told what is waited for. Raises EngineError,
+    ConfigError."""
+    shape = _shape(config, base.model)
+    merge = None
+    if config.vllm.push == "merged":
+        merge = AdapterMerge(load_configured(config, device="cpu", dtype=shape.dtype))
+    colocated, launches = None, []
+    if config.vllm.mode == "colocate":
+        from groupwise.engine.vllm.colocate import InProcess
+
+        _spare(base.model)
+        colocated = InProcess(config.vllm, shape)
+    elif not config.vllm.urls:
+        launches = [launch_of(config.vllm, shape)]
+    return VllmEngine(
+        config.vllm,
+        base,
+        reference,
+        targets=shape.targets,
+        launches=launches,
+        colocated=colocated,
+        reloads=config.train.lora is None,
+        merge=merge,
+        in_flight_updates=config.rollout.in_flight_updates,
+        say=say,
+    )
+
+
+def _spare(model: PreTrainedModel) -> None:
+    """Keep the trainer's model and its copies as they are beside a colocated vLLM, which changes the classes of models
+    that it runs by transformers' own code: every instance is then compiled that does not say that it is not to be."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            kind: Any = type(module)
+            kind.do_not_compile = True
+
+
+def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
+    """What vLLM must know of a run, whose model is like `model`."""
+    lora = config.train.lora
+    targets = () if lora is None or config.vllm.push == "merged" else lora.targets
+    shape = shape_of(
+        config.model,
+        model,
+        rank=config.vllm.max_lora_rank or (1 if lora is None else lora.rank),
+        targets=targets,
+        rows=config.rollout.batch_rows,
+        device=config.device,
+    )
+    if lora is None and shape.cpu and model.config.get_text_config().tie_word_embeddings:
+        raise ConfigError(
+            f"train.lora is null; {config.model} has tied embeddings: on a CPU vLLM 0.32 keeps their old output layer",
+            hint="set train.lora, use engine: local, or sample on a GPU",
+        )
+    return replace(shape, reloads=not targets)
+
+
+def shape_of(
+    name: str, model: PreTrainedModel, *, rank: int, targets: str | Sequence[str], rows: int, device: str
+) -> Shape:
+    """What vLLM must know of the model `name`, which is like `model`, and of its adapters."""
+    return Shape(
+        model=str(STARTER_DIR) if name == STARTER else name,
+        dtype=str(model.dtype).removeprefix("torch."),
+        context_length=context_length(model.config),
+        rank=rank,
+        targets=linear_names(model, targets) if targets else (),
+        rows=rows,
+        cpu=resolve_device(device).type != "cuda",  # gpu-aware
+    )
+
+
+def read_launch(config: RunConfig, *, port: int) -> ServerLaunch:
+    """The server of a run, without loading weights. Raises ConfigError, ModelError."""
+    path = str(STARTER_DIR) if config.model == STARTER else config.model
+    try:
+        with reading(path):
+            shape = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {config.model!r} cannot be read: {error}") from error
+    with torch.device("meta"):
+        dtype = resolve_dtype(config.dtype, resolve_device(config.device))
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
+    return launch_of(config.vllm, _shape(config, model), port=port)

@@ -1,0 +1,108 @@
+"""A run's memory, estimated from its parts, and the micro-batch that `train.memory_gb` leaves room for."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from groupwise.config.run import RunConfig
+from groupwise.engine.local import LocalEngine
+from groupwise.model.activations import ModelSize
+from groupwise.model.backbone import is_lean
+from groupwise.model.layouts import FLEX
+from groupwise.model.load import LoadedModel, plain_implementation
+from groupwise.model.memory import GIB, Load
+from groupwise.model.packed_check import cache_bytes, why_not_cached
+from groupwise.model.quantized import parameter_count, product_bytes
+from groupwise.platform import memory_bytes
+from groupwise.run.teacher import Teacher
+from groupwise.sampler import Sampler
+from groupwise.tasks.rollout_sources import RolloutSource
+from groupwise.train.learner import Learner
+from groupwise.types import Prompt
+
+TOKENISED = 64  # prompts with the most characters, of which one has the most tokens
+
+
+def load_of(
+    config: RunConfig,
+    base: LoadedModel,
+    learner: Learner,
+    *,
+    longest_prompt: int,
+    reads_reference: bool,
+    teacher: Teacher | None = None,
+    engine: Sampler | None = None,
+) -> Load:
+    """What `model.memory` must know of a run, whose longest prompt has so many tokens."""
+    model, weights = base.model, list(base.model.parameters())
+    size = ModelSize.of(
+        model.config.get_text_config(),
+        parameters=parameter_count(model),
+        value_bytes=model.dtype.itemsize,
+        stored=sum(parameter.numel() * parameter.element_size() for parameter in weights),
+        product=product_bytes(model),
+        lean=is_lean(model) and learner.packed,
+    )
+    return Load(
+        model=size,
+        trained=sum(parameter.numel() for parameter in learner.parameters),
+        longest_prompt=longest_prompt,
+        keeps_reference=config.train.lora is None and reads_reference,
+        teacher=0 if teacher is None else teacher.weights,
+        gpu=base.device.type == "cuda",  # gpu-aware
+        colocated=_colocated(config, base.device, weights=size.weights),
+        flex=learner.layouts is FLEX,
+        packed=learner.packed,
+        eager=plain_implementation(model) == "eager",
+        own_cache=None if learner.packed or config.engine != "local" else _own_cache(model),
+        cache=engine.cache_bytes if isinstance(engine, LocalEngine) else None,
+    )
+
+
+def _own_cache(model: PreTrainedModel) -> tuple[int, int]:
+    """What a plain decoder's cache takes of a row (`cache_bytes`)."""
+    return (0, 0) if why_not_cached(model) is not None else cache_bytes(model)
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a device's whole memory."""
+    if device.type == "cuda":  # gpu-only: its memory
+        return torch.cuda.mem_get_info(device)[1]
+    return memory_bytes()
+
+
+def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
+    """Bytes that vLLM takes in this process: its share of the device, or on a CPU its weights and the cache that it is
+    told to have. `vllm.sleep` does not count: a step has begun to train before vLLM gives anything back."""
+    if config.engine != "vllm" or config.vllm.mode != "colocate":
+        return 0
+    cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if device.type == "cpu" and cache_gib:
+        return weights + int(cache_gib) * GIB
+    return int(config.vllm.gpu_memory_utilization * device_memory(device))
+
+
+def longest_allowed(config: RunConfig, *, context: int) -> int:
+    """Tokens of the longest prompt that is not passed over: a completion needs room for one at least."""
+    return min(context - 1, config.rollout.max_prompt_tokens or context)
+
+
+def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: RolloutSource, *, context: int) -> int:
+    """Tokens of the longest prompt that a run trains on. An environment asks when it is played, and
+    problems that become harder become longer: anything that fits."""
+    allowed = longest_allowed(config, context=context)
+    if config.env is not None or (config.data is not None and config.data.difficulty):
+        return max(1, min(allowed, context - config.rollout.max_tokens))
+    lengths = [len(play.prepare(prompt).token_ids) for prompt in heapq.nlargest(TOKENISED, prompts, key=_characters)]
+    return max((length for length in lengths if length <= allowed), default=allowed)
+
+
+def _characters(prompt: Prompt) -> int:
+    asked: str | Mapping[str, object] | tuple[object, ...] = prompt.text or prompt.messages or ()
+    return len(asked if isinstance(asked, str) else json.dumps(asked, default=str))

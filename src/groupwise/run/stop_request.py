@@ -1,0 +1,41 @@
+"""Ctrl-C: while there is a step to be finished the first asks for a clean stop, the second stops at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from groupwise.run.display import STOPPING
+
+
+class StopRequest:
+    """Within: SIGINT and SIGTERM set `requested`; a second one raises KeyboardInterrupt, and so does the first while
+    not `graceful`, when nothing has been begun that could be finished. For the main thread only. `announce` is called
+    in the signal handler when a clean stop was asked for."""
+
+    def __init__(self, *, graceful: bool = True, announce: Callable[[], None] | None = None) -> None:
+        self.requested, self.graceful, self.announce = False, graceful, announce
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested or not self.graceful:
+            raise KeyboardInterrupt
+        self.requested = True
+        if self.announce is not None:
+            self.announce()
+        else:
+            os.write(2, f"\n{STOPPING}\n".encode())  # print may not be called in a handler

@@ -1,0 +1,272 @@
+"""A run in progress: its components, its policy, its state; what `train` calls in a step and around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+from groupwise.algo.metrics import Metrics, rollout_metrics, time_metrics
+from groupwise.run.assemble import Components
+from groupwise.run.display import Display
+from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
+from groupwise.run.health import Event, HealthMonitor
+from groupwise.run.plan import RunPlan
+from groupwise.run.policy import Policy
+from groupwise.run.promote import Promotion
+from groupwise.run.update import PolicyUpdates
+from groupwise.store import checkpoint
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.checkpoint import RunState
+from groupwise.store.locate import find_adapter
+from groupwise.store.rundir import ADAPTERS, METRICS
+from groupwise.store.tracking import Tracking, read_metrics
+from groupwise.types import PolicyVersion, RolloutGroup
+
+Evaluations = Mapping[str, Evaluation]  # by mode
+
+
+class TrainingRun:
+    """A run in progress: everything of it that `train` calls and that changes from step to step."""
+
+    def __init__(self, plan: RunPlan, parts: Components, run_dir: Path, *, tracking: Tracking, display: Display):
+        self.plan, self.parts, self.run_dir = plan, parts, run_dir
+        self.tracking, self.display, self.health = tracking, display, HealthMonitor(plan.config)
+        self.updates, store = PolicyUpdates(plan, parts.learner), AdapterStore(run_dir / ADAPTERS)
+        self.policy = Policy(
+            parts.learner,
+            store,
+            parts.engine,
+            name=plan.config.name,
+            base=parts.base,
+            keep=plan.config.adapters.keep,
+            config_hash=plan.config_hash,
+            in_use=parts.batches.versions_in_use,
+            in_flight=plan.config.rollout.in_flight_cache if plan.config.rollout.in_flight_updates else None,
+            by_promotion=plan.config.promote is not None,
+        )
+        self.promotion = self._promotion(store)
+        self._best = BestVersion(patience=0 if plan.config.eval is None else plan.config.eval.patience)
+        self._evaluated: dict[PolicyVersion, int] = {}  # the step at which a version was
+        self._started = self._sampling_s = 0.0  # of the present step: when it began, seconds spent waiting for groups
+
+    def _promotion(self, store: AdapterStore) -> Promotion | None:
+        config, parts = self.plan.config, self.parts
+        if config.promote is None:
+            return None
+        temperature = config.eval_sampling().temperature
+        others = {"base": parts.base, "temperature": temperature}
+        return Promotion(config.promote, self.policy, store, parts.engine, self._evaluation, **others)
+
+    # -- the state of the run ------------------------------------------------------------------------------------------
+
+    async def begin(self) -> int:
+        """Before the first step: the adapter to start from, the evaluation before. Returns 0, the steps done."""
+        if self.promotion is not None:
+            self.promotion.open()
+        if (start := self.plan.config.adapters.start) is not None:
+            located = find_adapter(start)
+            located.check_base(self.parts.base.hash)
+            with located.held():
+                self.policy.begin(located.directory)
+            if self.plan.reads_reference:
+                self.parts.learner.keep_reference()
+        self.parts.batches.sync(self.policy.sampling, step=0)
+        await self.evaluate(0)
+        return 0
+
+    def resume(self, state: RunState) -> int:
+        """Go on from the newest checkpoint, whose state this is. Returns the steps done."""
+        found, saved, batches = checkpoint.newest(self.run_dir), state.parts, self.parts.batches
+        assert found is not None
+        self.parts.learner.load(found)
+        self.updates.load_state_dict(saved["update"])
+        batches.load_state_dict(saved["batches"])
+        self._best.load_state_dict(saved["best"])
+        self._evaluated = {PolicyVersion.parse(version): step for version, step in saved["evaluated"].items()}
+        self.policy.resume(newest=state.version, sampling=state.sampler, step=saved["published"])
+        if self.promotion is not None:
+            self.promotion.open()
+            self.promotion.load_state_dict(saved["promotion"])
+        self._protect()
+        batches.sync(state.sampler, step=state.synced)
+        self.health.replay(read_metrics(self.run_dir / METRICS))
+        self.display.note(
+            f"the run in {self.run_dir} was finished after step {state.step}"
+            if state.finished
+            else f"going on after step {state.step} in {self.run_dir}"
+        )
+        return state.step
+
+    def save_checkpoint(self, step: int, *, finished: bool) -> None:
+        """Write a checkpoint of the run after `step`."""
+        version = self.publish({}, sync=False)
+        state = RunState(
+            step=step,
+            version=version,
+            sampler=self.policy.sampling,
+            synced=self.parts.batches.synced,
+            finished=finished,
+            parts={
+                "update": self.updates.state_dict(),
+                "batches": self.parts.batches.state_dict(),
+                "best": self._best.state_dict(),
+                "evaluated": {str(version): at for version, at in self._evaluated.items()},
+                "published": self.policy.step,
+                "promotion": None if self.promotion is None else self.promotion.state_dict(),
+            },
+        )
+        checkpoint.save(self.run_dir, self.parts.learner, state)
+        self._protect()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    async def sample_and_score(self, step: int) -> AsyncIterator[list[RolloutGroup]]:
+        """The groups of a step, sampled by the policy and scored as soon as their completions are there: all at once,
+        or `rollout.stream_groups` at a time. Whoever iterates trains on them before the next are waited for."""
+        self._started, self._sampling_s = time.monotonic(), 0.0
+        self.parts.scorer.begin_step(step)
+        waits_since = self._started
+        self.display.phase("sampling")
+        async for groups in self.parts.batches.sample_and_score(chunk=self.plan.config.rollout.stream_groups):
+            self._sampling_s += time.monotonic() - waits_since
+            self.display.phase("training")
+            yield groups
+            self.display.phase("sampling")
+            waits_since = time.monotonic()
+        self._sampling_s += time.monotonic() - waits_since
+        self.display.phase("training")
+
+    def trained(self, groups: Sequence[RolloutGroup]) -> Metrics:
+        """After training on a step's groups, with their advantages: the replay buffer has them, and the metrics of what
+        was sampled and of the time that it took."""
+        batches, scorer, config = self.parts.batches, self.parts.scorer, self.plan.config
+        batches.trained(groups)
+        seconds = {"rollout": self._sampling_s, "train": time.monotonic() - self._started - self._sampling_s}
+        collected = batches.collected
+        metrics = rollout_metrics(
+            collected.sampled,
+            trained=groups,
+            advantage=self.plan.config.algo,
+            weights=self.plan.reward_weights,
+            batch_groups=config.rollout.prompts_per_step,
+            staleness=collected.ages,
+            used=collected.groups,
+            token_ages=collected.token_ages,
+            replayed=collected.replayed,
+            rerolled=collected.rerolled,
+            too_long=collected.too_long,
+        )
+        metrics |= scorer.log.metrics() | batches.metrics()
+        return metrics | time_metrics(metrics, seconds)
+
+    def publish(self, metrics: Mapping[str, float], *, sync: bool) -> PolicyVersion:
+        """The policy as it is now, as a version; with `sync` the one that samples from now on."""
+        if not self.updates.changed:
+            return self.policy.newest
+        kept = {key: value for key, value in metrics.items() if key == "reward/mean"}
+        return self.policy.publish(step=self.updates.changed, metrics=kept, sync=sync)
+
+    def publish_and_sync(self, step: int, metrics: Mapping[str, float]) -> Metrics:
+        """Publish the policy as it is now and sample with it. Returns how long that took."""
+        started = time.monotonic()
+        self.parts.batches.sync(self.publish(metrics, sync=True), step=step)
+        return {"time/sync_s": time.monotonic() - started}
+
+    def log(self, step: int, trained: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
+        """Write a step down and show it."""
+        collected = self.parts.batches.collected
+        with_advantage = {id(plain): group for plain, group in zip(collected.groups, trained, strict=True)}
+        metrics = {**metrics, **time_metrics(metrics, {"step": time.monotonic() - self._started})}
+        self.tracking.log(step, metrics)
+        self.tracking.rollouts(step, [with_advantage.get(id(group), group) for group in collected.sampled])
+        self.display.step(step, metrics)
+        self._watch(step, metrics)
+
+    # -- after a step --------------------------------------------------------------------------------------------------
+
+    async def evaluate(self, step: int) -> bool:
+        """Evaluate the policy as it is, log it and say it in a line; whether to stop, since nothing gets better."""
+        config, parts = self.plan.config.eval, self.parts
+        if config is None:
+            return False
+        self.display.phase("evaluating")
+        version = self.publish({}, sync=False)
+        result = await self._evaluation(version)
+        save_evaluations(self.run_dir, step, result)
+        metrics = {}
+        for each in result.values():
+            metrics |= each.metrics(by=config.by) | each.details()
+        self.tracking.log(step, metrics)
+        means = "  ".join(f"{mode} {each.said()}" for mode, each in result.items())
+        self.display.note(
+            f"evaluation at step {step}, {len(parts.eval_prompts)} held-out prompts, mean reward: {means}"
+        )
+        for failures in filter(None, (each.failures() for each in result.values())):
+            self.display.note(failures)
+        self._watch(step, metrics)
+        self._evaluated[version] = step
+        if config.best is not None:
+            self._best.observe(version, result[config.best].mean())
+        await self._promote(step, version, result)
+        self._protect()
+        return self._best.stop
+
+    async def _evaluation(self, version: PolicyVersion) -> Evaluations:
+        """`version` on the held-out prompts."""
+        config, parts = self.plan.config.eval, self.parts
+        assert config is not None
+        return await evaluate(
+            parts.play,
+            parts.eval_prompts,
+            parts.scorer,
+            version=version,
+            params=self.plan.config.eval_sampling(),
+            modes=config.modes,
+            seed=self.plan.config.seed,
+            k=config.k,
+            success=config.success,
+            answer=self.plan.answer,
+            counted=parts.scorer.beside(self.plan.eval_rewards),
+        )
+
+    async def _promote(self, step: int, version: PolicyVersion, result: Evaluations) -> None:
+        """Let what was evaluated become the active version, or not, and say so; `promote` decides."""
+        if self.promotion is None:
+            return
+        if step == 0:
+            return await self.promotion.begin(version, result)
+        if (told := await self.promotion.consider(version, result)) is not None:
+            event = Event(kind="note", step=step, text=told)
+            self.tracking.health([event])
+            self.display.health([event], self.health.standing)
+
+    def conclude(self) -> tuple[PolicyVersion, Evaluations, Evaluations]:
+        """The run's policy, which is made active unless `promote` decides what is, the evaluations before the run and
+        of that policy."""
+        version = self._best.version or self.policy.newest
+        if self.parts.learner.lora is None:
+            self.parts.learner.save_adapter(self._model_dir())
+        elif self.promotion is None:
+            self.policy.activate(version)
+        else:
+            self.promotion.conclude()
+        if self.plan.config.eval is None:
+            return version, {}, {}
+        before, after = (load_evaluations(self.run_dir, at) for at in (0, self._evaluated[version]))
+        return version, before, after
+
+    def _watch(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say what is wrong, when it begins and when it ends, and write it down."""
+        events = self.health.step(step, metrics)
+        self.tracking.health(events)
+        self.display.health(events, self.health.standing)
+
+    def _model_dir(self) -> Path:
+        directory = self.run_dir / "model"
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def _protect(self) -> None:
+        """What must stay on the disk: evaluated versions, and those of the checkpoint."""
+        self.policy.protected = {*self._evaluated, self.policy.newest, self.policy.sampling}

@@ -1,0 +1,164 @@
+"""GET /v1/events: how the server is, as server-sent events, for those who would otherwise ask every second.
+
+Each event is the answer of a route that is there anyway, sent at the beginning and whenever it is another one:
+
+    event: health       GET /v1/health
+    event: decode       GET /v1/stats/decode
+    event: requests     GET /v1/stats/recent-requests
+    event: adapters     GET /v1/adapters
+    event: jobs         GET /v1/train/status, then only the jobs that changed
+    event: learn        GET /v1/learn
+
+It is state, not history: events have no ids, and who comes back begins anew. The steps of a job are in its own
+stream, /v1/train/events/{job_id}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import TypeAdapter
+from starlette.concurrency import run_in_threadpool
+
+from groupwise.errors import GroupwiseError, JobNotFoundError
+from groupwise.sdk.types import LearnAnswer
+from groupwise.server import adapters, learn, train
+from groupwise.server.admin import decode_stats, health_v1, recent_requests
+from groupwise.server.event_stream import following, sse
+from groupwise.server.state import Server, server_of
+from groupwise.server.webhooks import ACTIVE
+from groupwise.server.wire import documented
+from groupwise.store.ledger import Job
+from groupwise.types import PolicyVersion
+
+router = APIRouter(tags=["Server"])
+
+POLL_S = 0.5
+
+NEWEST = 32  # jobs looked at besides those that have not ended: one may begin and end between two looks
+
+ALWAYS_NEW = ("uptime_seconds", "elapsed_secs", "duration_secs")  # fields that say nothing when they change
+
+JSON: TypeAdapter[Any] = TypeAdapter(Any)
+
+Told = dict[str, Any]  # the last data of each event, without ALWAYS_NEW
+
+
+@router.get("/v1/events", **documented(streams=True))
+async def live(request: Request) -> Response:
+    """Health, speed, the latest requests, adapters, jobs and learning from feedback, as server-sent events, whenever
+    they change.
+
+    The `event` is `health`, `decode`, `requests`, `adapters`, `jobs` or `learn`, and its data the answer of /v1/health,
+    /v1/stats/decode, /v1/stats/recent-requests, /v1/adapters, /v1/train/status and /v1/learn; of jobs, after the first
+    event, only those that changed. Who comes back is told everything again."""
+    return following(_follow(request))
+
+
+async def _follow(request: Request) -> AsyncGenerator[bytes, None]:
+    server, told = server_of(request), Told()
+    jobs, shelf, learner = _Jobs(request), _Shelf(request), _Learner(request)
+    sources: dict[str, Callable[[], Awaitable[Any]]] = {
+        "health": lambda: health_v1(request),
+        "decode": lambda: decode_stats(request),
+        "requests": lambda: recent_requests(request),
+        "adapters": shelf.look,
+        "jobs": jobs.look,
+        "learn": learner.look,
+    }
+    while server.supervisor.status.state != "stopped":  # then the server ends
+        for name, look in sources.items():
+            try:
+                data = JSON.dump_python(await look(), mode="json", by_alias=True)
+            except GroupwiseError:  # a ledger that is busy; the next look may succeed, and health says what is wrong
+                continue
+            if data is not None and told.get(name) != (steady := _steady(data)):
+                told[name] = steady
+                yield sse(json.dumps(data, allow_nan=False), event=name)
+        yield b""
+        await asyncio.sleep(POLL_S)
+
+
+def _steady(data: Any) -> Any:
+    """What is compared: `data` without the clocks in it."""
+    if isinstance(data, list):
+        return [_steady(each) for each in data]
+    return {k: v for k, v in data.items() if k not in ALWAYS_NEW} if isinstance(data, dict) else data
+
+
+class _Shelf:
+    """The adapters, read from the disk only when there are other versions or notes, or another one is active."""
+
+    def __init__(self, request: Request):
+        self._request, self._server = request, server_of(request)
+        self._seen: object = None
+
+    async def look(self) -> adapters.AdapterList | None:
+        return await run_in_threadpool(self._read)
+
+    def _read(self) -> adapters.AdapterList | None:
+        seen = (self._server.policies.active, _versions(self._server), self._server.store.notes())
+        if seen == self._seen:
+            return None
+        found = adapters.list_adapters(self._request)
+        self._seen = seen
+        return found
+
+
+class _Learner:
+    """Learning from feedback, read from the ledger only when there is other feedback, or something has happened."""
+
+    def __init__(self, request: Request):
+        self._request, self._server = request, server_of(request)
+        self._seen: object = None
+
+    async def look(self) -> LearnAnswer | None:
+        seen = await run_in_threadpool(self._state)
+        if seen == self._seen:
+            return None
+        found = await learn.learning(self._request)
+        self._seen = seen
+        return found
+
+    def _state(self) -> object:
+        server, trainer = self._server, self._server.trainer
+        reason = None if trainer is None else (trainer.reason, trainer.trainable)
+        return server.feedback.newest(), server.policies.active, server.policies.trial, reason
+
+
+def _versions(server: Server) -> list[PolicyVersion]:
+    return [version for name in server.store.names() for version in server.store.versions(name)]
+
+
+class _Jobs:
+    """All jobs at first, then those that are not what they were."""
+
+    def __init__(self, request: Request):
+        self._request, self._ledger = request, server_of(request).ledger
+        self._known: dict[str, Job] | None = None
+
+    async def look(self) -> Sequence[train.TrainStatus] | None:
+        changed, known = await run_in_threadpool(self._changed)
+        if self._known is None:
+            told = await train.status_of_all(self._request)
+        else:
+            told = [status for job in changed if (status := await self._status(job)) is not None] or None
+        self._known = known
+        return told
+
+    def _changed(self) -> tuple[list[Job], dict[str, Job]]:
+        """The jobs that are not what they were, and all that are looked at."""
+        before = self._known or {}
+        jobs = {job.id: job for job in (*self._ledger.jobs(limit=NEWEST), *self._ledger.jobs(states=ACTIVE))}
+        left = [self._ledger.job(id) for id in before.keys() - jobs.keys() if not before[id].state.is_final]
+        return [*(job for job in jobs.values() if before.get(job.id) != job), *left], jobs
+
+    async def _status(self, job: Job) -> train.TrainStatus | None:
+        try:
+            return await train.status_of_one(self._request, job.id)
+        except JobNotFoundError:  # forgotten meanwhile
+            return None

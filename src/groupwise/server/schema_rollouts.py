@@ -1,0 +1,113 @@
+"""The answers of the routes that show completions, of a server and of a run on disk alike, so that one page reads both.
+
+RolloutPage     rows, and the cursor of the next page
+RolloutGroupDetail    the completions of one prompt, token by token, each with its reward and the parts of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, TypeVar
+
+from groupwise.errors import GroupwiseError
+from groupwise.sdk.types import Answer, absent
+
+# ---- answers ----
+MOST_ROWS = 2000
+
+PREVIEW = 400  # characters of a prompt or a completion in a row
+
+
+class RolloutNotFoundError(GroupwiseError, LookupError):
+    """No rollout of this id is kept."""
+
+    code, status, exit_code = "rollout_not_found", 404, 2
+
+
+class RolloutRow(Answer):
+    """One completion in a list; long texts are cut."""
+
+    id: str
+    group: str
+    """The same for the completions of one prompt that were sampled, or posted, together."""
+    prompt: str
+    text: str
+    reward: float | None
+    """null: sampled, and not trained on under this id; or it could not be scored."""
+    advantage: float | None
+    version: str | None
+    """What sampled it; null where a job was not told."""
+    finish_reason: Literal["stop", "length"] | None
+    temperature: float
+    reshaped: list[str]
+    """The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
+    of which the log-probabilities are. None for an on-policy sample of all of it; a job is not told."""
+    prompt_tokens: int
+    completion_tokens: int
+    created_at: str
+
+
+class RolloutPage(Answer):
+    """A page of completions. `next` is the cursor of the next page, null at the end; a page may have few rows, or none,
+    and a next one all the same."""
+
+    rows: list[RolloutRow]
+    next: int | None
+    newest: int | None = absent()
+    """Of what was sampled here, newest first, and not of a job: send it as `since` to get only what came later."""
+
+
+class FacetCount(Answer):
+    """How many completions have a value."""
+
+    value: str
+    count: int
+
+
+class RolloutFacets(Answer):
+    """What completions can be filtered by, and how many have it; values with the most completions come first."""
+
+    counted: int
+    """Completions that were looked at: the newest ones, as far as one request reads."""
+    versions: list[FacetCount]
+    finish_reasons: list[FacetCount]
+    steps: list[int]
+    """Of a run, newest first: every step that has completions."""
+    tags: dict[str, list[FacetCount]]
+    """Of a run: the prompts' other columns that have few values, by name."""
+
+
+Sort = Literal["newest", "oldest", "best", "worst", "longest", "shortest"]
+
+
+class RolloutDetail(RolloutRow):
+    """One completion with its tokens; `logprobs` are those of its sampler, null where nobody recorded them."""
+
+    rewards: dict[str, float | None]
+    """The parts of the reward by name, of a run's completion; null: that function failed. A job is posted one reward,
+    and has none."""
+    error: str | None
+    """Why a run could not score it."""
+    token_ids: list[int]
+    tokens: list[str]
+    """As text. Of a run's episode with what the policy was told between its turns; and whole turns, where the run's
+    tokenizer is not on this machine."""
+    logprobs: list[float | None] | None
+    """One for each of `tokens`; null for what the policy did not write."""
+
+
+class RolloutGroupDetail(Answer):
+    """The completions of one prompt, highest reward first."""
+
+    group: str
+    prompt: str
+    prompt_token_ids: list[int]
+    rollouts: list[RolloutDetail]
+
+
+Rollout = TypeVar("Rollout", bound=RolloutDetail)
+
+
+def best_first(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """By reward; what has none comes last."""
+    return sorted(rollouts, key=lambda each: float("inf") if each.reward is None else -each.reward)

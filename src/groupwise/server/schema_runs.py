@@ -1,0 +1,140 @@
+"""The answers of `groupwise ui`, which shows the directories of runs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from groupwise.sdk.types import Answer
+from groupwise.server.findings import Findings
+from groupwise.server.schema_rollouts import RolloutDetail
+
+RunState = Literal["running", "finished", "stopped", "empty"]
+
+
+class RunSummary(Answer):
+    """A run in the list."""
+
+    run: str
+    """Its id here: the directory's name, with more of its path in front where two have the same."""
+    directory: str
+    name: str
+    model: str | None
+    state: RunState
+    """`running`: a process has its directory locked, or wrote to it within the last minute; `finished`: it made all of
+    its steps; `empty`: it made none."""
+    step: int
+    steps: int | None
+    """How many it is to make; null where its configuration cannot be read."""
+    reward: float | None
+    """The mean reward of its last step."""
+    evaluated: dict[str, float]
+    """The last held-out reward by mode."""
+    seed: int | None
+    started: str | None
+    updated: str | None
+
+
+class RunList(Answer):
+    """The runs, as they were named on the command line."""
+
+    runs: list[RunSummary]
+    served: str | None
+    """Of `groupwise serve RUN`: the version of the run that the server began with, or `base`; its web interface is at
+    /ui/ of the same address. null: no model is served here."""
+
+
+class RunDetail(RunSummary):
+    """A run with its configuration."""
+
+    config: dict[str, Any]
+    """Every effective value, under its dotted name."""
+    versions: list[str]
+    """Adapter versions in its directory, oldest first."""
+    notes: list[str]
+    """What could not be read."""
+
+
+class RunMetrics(Answer):
+    """What a run recorded: {"step", "time", <metric>: <number>, ...} for each line of its metrics.jsonl. Training and
+    evaluation write a line each of the same step; of a metric that stands in two, the later counts."""
+
+    run: str
+    steps: list[dict[str, Any]]
+    next: str
+    """The cursor behind the last line: send it as `after` to get only what is new."""
+    anew: bool
+    """The file was written anew since `after`, as when a run goes on from a checkpoint: `steps` are all there are."""
+
+
+class RunHealth(Findings):
+    """What a run's metrics say is going wrong; remedies are overrides of its configuration."""
+
+    run: str
+
+
+class RunDiff(Answer):
+    """The configurations of several runs; `differs` are the keys whose values are not all the same, in order."""
+
+    configs: dict[str, dict[str, Any]]
+    differs: list[str]
+
+
+class RolloutPart(Answer):
+    """A turn of an episode, or a message between two, which is so many of the episode's `tokens`."""
+
+    role: str
+    """`assistant` for the policy; else who said it, as `user` or `tool NAME`."""
+    tokens: int
+    reward: float | None
+    """The turn's own."""
+    begins_segment: bool
+    """The turn does not go on from the one before, and begins a token sequence of its own."""
+    trained: bool
+
+
+class RunRollout(RolloutDetail):
+    """One completion of a run."""
+
+    gaps: list[float | None] | None
+    """For each of `tokens` the trainer's log-probability minus the sampler's, where the run recorded them."""
+    parts: list[RolloutPart]
+    """Of an episode, who said which of `tokens`; empty for what is no episode."""
+    ended: str | None
+    """Why an episode ended."""
+
+
+class RunRolloutGroup(Answer):
+    """The completions of one prompt, highest reward first."""
+
+    group: str
+    prompt: str
+    prompt_token_ids: list[int]
+    columns: dict[str, str]
+    """The prompt's other columns, as text."""
+    rollouts: list[RunRollout]
+
+
+class RunChange(Answer):
+    """A held-out prompt, answered before and after."""
+
+    prompt: str
+    columns: dict[str, str]
+    before: RunRollout
+    after: RunRollout
+
+
+class RunEvaluations(Answer):
+    """What training changed on the held-out prompts, from the evaluation at step `first` to that at step `last`, which
+    is the last one, or that of the version which the run keeps.
+
+    `mode` is null where there are not two evaluations of the same prompts."""
+
+    run: str
+    mode: str | None
+    first: int | None
+    last: int | None
+    prompts: int
+    better: int
+    worse: int
+    changed: list[RunChange]
+    """Those whose reward changed most: a few that got better, then a few that got worse."""

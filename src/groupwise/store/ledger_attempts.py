@@ -1,0 +1,172 @@
+"""One attempt at a job: the lease that holds it, and what becomes of the job when the attempt ends without a word.
+
+    crash     the worker died by itself, or let its lease expire: `max_attempts` of these fail the job
+    memory    the kernel ended the worker for want of memory: the job goes on with half the tokens in a pass, until
+    its
+              longest sample alone is a pass; from then on this is a crash
+    server    server and worker died together, or the machine did: MAX_SERVER_DEATHS of these in a row, without a step
+              further than before, fail the job; the first few are nobody's fault
+    stop      the worker did not save in time when the server stopped: counts for nothing
+
+Leases are on the monotonic clock; see `ledger`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from groupwise.errors import LeaseLostError
+from groupwise.store.ledger_schema import JobState as JobState
+from groupwise.store.ledger_schema import Lease as Lease
+from groupwise.store.ledger_schema import dump, record_event, update_job
+
+MAX_SERVER_DEATHS = 5
+
+MAX_SEQ = 2**63 - 1  # of SQLite's integers
+
+_HELD = "SELECT * FROM job WHERE id = ? AND worker = ? AND attempt = ? AND state = 'running' AND version IS NULL"
+
+
+class Cause(StrEnum):
+    """Why an attempt ended without a word."""
+
+    CRASH = "crash"
+    MEMORY = "memory"
+    SERVER = "server"
+    STOP = "stop"
+
+
+# ---- the lease ----
+def is_live(row: sqlite3.Row) -> bool:
+    """Whether the lease still holds. More time left than was ever given means that the clock began anew: a reboot."""
+    return 0 < row["lease_until"] - time.monotonic() <= row["lease_seconds"] + 1  # 1: for rounding
+
+
+def until(seconds: float) -> dict[str, float]:
+    """The columns of a lease for `seconds` from now."""
+    return {"lease_until": time.monotonic() + seconds, "lease_seconds": seconds}
+
+
+def held_by(db: sqlite3.Connection, lease: Lease) -> sqlite3.Row:
+    """The row of the leased job. Raises LeaseLostError unless the lease is the one that holds it."""
+    row = db.execute(_HELD, (lease.job.id, lease.worker, lease.attempt)).fetchone()
+    if row is None:
+        now = db.execute("SELECT state, attempt FROM job WHERE id = ?", (lease.job.id,)).fetchone()
+        where = f"it is {now['state']}, attempt {now['attempt']}" if now else "it is forgotten"
+        raise LeaseLostError(
+            f"{lease.worker} no longer holds job {lease.job.id} (attempt {lease.attempt}): {where}",
+            hint="stop working on it and drop what was made",
+        )
+    return row
+
+
+# ---- ends ----
+def requeue(db: sqlite3.Connection, seq: int, message: str, *, level: str = "warning") -> None:
+    """The job waits again, in its old place."""
+    update_job(db, seq, state=JobState.QUEUED, phase="waiting", worker=None, lease_until=0)
+    record_event(db, seq, "state", message, level=level, data={"state": JobState.QUEUED, "phase": "waiting"})
+
+
+def finish(
+    db: sqlite3.Connection,
+    seq: int,
+    state: JobState,
+    message: str,
+    *,
+    error: Mapping[str, Any] | None = None,
+    level: str = "info",
+    **more: Any,
+) -> None:
+    """The job has ended. One that failed keeps the phase it failed in. `more` stands in the event's data."""
+    update_job(db, seq, state=state, finished_at=time.time(), worker=None, lease_until=0)
+    if state is JobState.FAILED:
+        update_job(db, seq, error=dump(error))
+    else:
+        update_job(db, seq, phase="done")
+    data = {"state": state, **({"error": error} if error else {}), **more}
+    record_event(db, seq, "state", message, level="error" if state is JobState.FAILED else level, data=data)
+
+
+def take_back(db: sqlite3.Connection, row: sqlite3.Row, cause: Cause, *, max_attempts: int) -> None:
+    """End an attempt whose worker is gone: the job waits again, unless it was to be cancelled or fails for good."""
+    seq, attempt = row["seq"], row["attempt"]
+    if row["cancel_requested"]:
+        finish(db, seq, JobState.CANCELLED, "cancelled")
+    elif cause is Cause.STOP:
+        _not_counted(db, row, f"attempt {attempt} was stopped with the server; the job waits for another")
+    elif cause is Cause.SERVER:
+        _server_died(db, row)
+    elif cause is Cause.MEMORY and (tokens := shrink(db, row)):
+        message = f"memory ran out, and the kernel ended attempt {attempt}; the job goes on with {in_passes(tokens)}"
+        _not_counted(db, row, message)
+    else:
+        _crashed(db, row, cause, max_attempts=max_attempts)
+
+
+def release(db: sqlite3.Connection, row: sqlite3.Row, *, orphaned: bool) -> None:
+    """End an attempt whose worker saved and stopped. `orphaned`: because its server had died."""
+    if row["cancel_requested"]:
+        finish(db, row["seq"], JobState.CANCELLED, "cancelled")
+    elif orphaned:
+        _server_died(db, row)
+    else:
+        _not_counted(db, row, "the worker stopped in order; the job waits for the next", level="info")
+
+
+def _not_counted(db: sqlite3.Connection, row: sqlite3.Row, message: str, *, level: str = "warning") -> None:
+    update_job(db, row["seq"], released=row["released"] + 1)
+    requeue(db, row["seq"], message, level=level)
+
+
+def _server_died(db: sqlite3.Connection, row: sqlite3.Row) -> None:
+    got_further = row["step"] > row["death_step"]
+    deaths = 1 if got_further else row["server_deaths"] + 1
+    update_job(db, row["seq"], server_deaths=deaths, death_step=max(row["step"], row["death_step"]))
+    if deaths < MAX_SERVER_DEATHS:
+        _not_counted(db, row, f"attempt {row['attempt']} ended with the server; the job waits for another")
+        return
+    error = server_deaths(deaths, f"while this job ran, and it never got beyond step {row['death_step']}")
+    finish(db, row["seq"], JobState.FAILED, error["message"], error=error)
+
+
+def server_deaths(count: int, what: str) -> dict[str, str]:
+    """The error of a job that is given up because it seems to kill the server."""
+    hint = "see `dmesg` and the server's log; if memory ran out, lower micro_tokens or post fewer completions"
+    return {"code": "server_died_repeatedly", "message": f"the server died {count} times {what}", "hint": hint}
+
+
+def _crashed(db: sqlite3.Connection, row: sqlite3.Row, cause: Cause, *, max_attempts: int) -> None:
+    attempts = row["attempt"] - row["released"]
+    if attempts < max_attempts:
+        requeue(db, row["seq"], f"attempt {row['attempt']} ended without a word; the job waits for another")
+        return
+    where = f"in phase {row['phase']!r} at step {row['step']}"
+    if cause is Cause.MEMORY:
+        message = f"memory ran out {where}, with {in_passes(row['pass_tokens'])}, and the kernel ended the worker"
+        hint = "set gradient_checkpointing, post fewer or shorter completions, or use a lower lora_rank"
+        error = {"code": "out_of_memory", "message": message, "hint": hint}
+    else:
+        message = f"{attempts} attempts crashed; the last {where}"
+        hint = "see the end of logs/worker.log; a worker that was killed from outside has no last words there"
+        error = {"code": "crashed_repeatedly", "message": message, "hint": hint}
+    finish(db, row["seq"], JobState.FAILED, message, error=error)
+
+
+# ---- smaller passes ----
+def shrink(db: sqlite3.Connection, row: sqlite3.Row) -> int | None:
+    """Halve the tokens of the job's passes; how many they are now. None where they cannot be fewer, or nobody knows."""
+    now, least = row["pass_tokens"], row["least_tokens"]
+    if now is None or now <= least:
+        return None
+    tokens = max(least, now // 2)
+    update_job(db, row["seq"], micro_tokens=tokens, pass_tokens=tokens)
+    return tokens
+
+
+def in_passes(tokens: int | None) -> str:
+    """How large the passes are, in words."""
+    return "passes of any size" if tokens is None else f"at most {tokens} tokens in a pass"

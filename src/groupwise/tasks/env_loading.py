@@ -1,0 +1,150 @@
+"""Load an environment by name, check that it is one, and make an instance for each episode.
+
+Two contracts are known: `reset` and `step` (`base`), and the three methods of aitraining (`build_dataset`,
+`score_episode`, `get_tools`), which `legacy` describes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from groupwise.config.load import load_object, with_folder
+from groupwise.config.run import EnvConfig
+from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.platform import run_coroutine
+from groupwise.tasks.env import shortened
+from groupwise.types import Prompt
+
+MODERN, THREE_METHODS = ("reset", "step"), ("build_dataset", "score_episode")
+
+NAMED = {  # environments of other packages by name, as in textarena:GuessTheNumber-v0; what they call the name
+    "textarena": ("groupwise.tasks.compat.textarena:TextArenaGame", "game"),
+    "reasoning-gym": ("groupwise.tasks.compat.reasoning_gym_reward:ReasoningGymEnv", "task"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvFactory:
+    """Makes instances of a user's environment class with `env.args`; a `tasks.rollout_sources.Environments`."""
+
+    name: str
+    make_one: Callable[..., Any]
+    args: Mapping[str, Any]
+    legacy: bool = False
+    patience_s: float = 0.0
+
+    @property
+    def players(self) -> tuple[str, ...]:
+        """The players of its episodes, where they are several (`self_play`)."""
+        return tuple(getattr(self.make_one, "players", ()))
+
+    def close(self) -> None:
+        """Does nothing: instances share no state."""
+
+    def make(self) -> Any:
+        """An instance, for one episode. Raises EnvError, or ConfigError where the class itself does."""
+        try:
+            return self.make_one(**self.args)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise EnvError.raised(f"{self.name}()", error) from error
+
+    def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
+        """What its `cases` (or `eval_cases`) returns, as prompts whose columns the case is; None without the method.
+
+        Raises DataError, or EnvError where the method raises; a ConfigError of its own as it is.
+        """
+        method = "eval_cases" if held_out else "cases"
+        instance = self.make()
+        if not callable(function := getattr(instance, method, None)):
+            return None
+        try:
+            rows = function()
+            rows = run_coroutine(_awaited(rows)) if inspect.isawaitable(rows) else rows
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise EnvError.raised(f"{self.name}.{method}", error) from error
+        return prompts_of(rows, f"{self.name}.{method}")
+
+
+def load_env(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFactory:
+    """The environment that the configuration names.
+
+    Raises LoadError for what cannot be imported, ConfigError for what is no environment or takes other arguments.
+    """
+    assert config.environment is not None  # else `load_agent` is asked
+    package, _, name = config.environment.partition(":")
+    reference, argument = NAMED.get(package, (config.environment, None))
+    made = load_object(reference, folder=folder)
+    if inspect.isclass(made):
+        _check_methods(made, config.environment)
+    _check_players(made, config)
+    args = config.args if argument is None else {**config.args, argument: name}
+    _check_arguments(made, args, config.environment)
+    return EnvFactory(
+        name=config.environment.rpartition(":")[2],
+        make_one=made,
+        args=with_folder(made, args, folder),
+        legacy=all(hasattr(made, name) for name in THREE_METHODS) and not hasattr(made, "step"),
+    )
+
+
+@lru_cache(maxsize=256)
+def load_once(reference: str, *, folder: str | None = None) -> Callable[..., Any]:
+    """`load_object` for environments that load something themselves, in every episode: each reference once."""
+    return load_object(reference, folder=folder)
+
+
+def prompts_of(rows: Any, source: str) -> list[Prompt]:
+    """Rows of a dataset of cases -> prompts; the whole row is the case. Raises DataError."""
+    if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__iter__"):
+        raise DataError(f"{source} returned a {type(rows).__name__}; it must be a list of objects, one per case")
+    prompts: list[Prompt] = []
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{source}: case {i} is {row!r}; a case is an object, its columns by name")
+        prompts.append(Prompt(id=f"case:{i}", columns=dict(row)))
+    if not prompts:
+        raise DataError(f"{source} returned no cases", hint="return at least one")
+    return prompts
+
+
+def _check_methods(made: type, reference: str) -> None:
+    missing: Sequence[str] = [name for name in MODERN if not callable(getattr(made, name, None))]
+    if not missing or all(callable(getattr(made, name, None)) for name in THREE_METHODS):
+        return
+    held = [name for name, value in vars(made).items() if callable(value) and not name.startswith("_")]
+    raise ConfigError(
+        f"env.environment {reference!r} has no {' and no '.join(missing)}; it has {', '.join(held) or 'no methods'}",
+        hint="an environment has reset(case, seed) and step(message), or build_dataset and score_episode",
+    )
+
+
+def _check_players(made: Any, config: EnvConfig) -> None:
+    if (players := getattr(made, "players", None)) is None:
+        return
+    valid = isinstance(players, tuple | list) and len({each for each in players if isinstance(each, str) and each}) > 1
+    if not valid or len(set(players)) != len(players):
+        message = f"env.environment {config.environment!r} has players = {shortened(players)}"
+        raise ConfigError(message, hint='players is a tuple of two or more names, as ("first", "second")')
+
+
+def _check_arguments(made: Callable[..., Any], args: Mapping[str, Any], reference: str) -> None:
+    try:
+        inspect.signature(made).bind(**args)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(made).parameters) or "nothing"
+        raise ConfigError(f"env.args does not fit {reference!r}, which takes {takes}: {error}") from None
+    except ValueError:  # no signature to look at
+        return
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

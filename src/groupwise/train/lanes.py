@@ -1,0 +1,62 @@
+"""Micro-batches side by side, each in a thread of its own with one of torch's; their results in order.
+
+An operation on a micro-batch of a small model takes a millisecond or less. Shared out over threads, each of the
+thousands in a pass ends in a barrier, at which the helping threads of OpenMP soon fall asleep wherever the process
+has more of them than cores, as with an engine beside the trainer. Micro-batches that run beside each other need no
+barriers (docs/performance.md has what it brings). torch lets go of Python's lock while it computes, so that is none
+either.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+Result = TypeVar("Result")
+
+
+class ThreadedMicroBatches:
+    """Up to `most` threads; made when they are first needed, gone with this."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self._pool: ThreadPoolExecutor | None = None
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item], *, lanes: int) -> Iterator[Result]:
+        """`function` of each item, in order, `lanes` at a time; with one, in the calling thread, and where there could
+        be more with one of torch's threads as well."""
+        if lanes < 2:
+            with _threads(1 if self.most > 1 else torch.get_num_threads()):
+                yield from map(function, items)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.most, "lane", initializer=torch.set_num_threads, initargs=(1,))
+        begun: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                if len(begun) == lanes:
+                    yield begun.popleft().result()
+                begun.append(self._pool.submit(function, item))
+            while begun:
+                yield begun.popleft().result()
+        finally:
+            for future in begun:
+                future.cancel()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many of torch's for the calling thread, until the end of the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
