@@ -1,7 +1,6 @@
-"""The data types that all rooms share: prompt, completion, rollout, group, sample, policy version; and what an engine
-is.
+"""The data types that all rooms share: prompt, completion, rollout, group, sample, policy version.
 
-Frozen dataclasses and protocols without torch; everything else imports this file.
+Frozen dataclasses without torch; everything else imports this file.
 
     prompt      what the policy is asked
     completion  what one sampling call answered: token ids, behaviour logprobs, why it stopped, which policy it was

@@ -106,12 +106,14 @@ def test_what_cannot_be_written_leaves_nothing(place, monkeypatch):
     assert not any(place.iterdir())
 
 
-def test_the_repository_has_each_thing_once():
-    """Examples that are templates are links to them, and so is the demo's configuration."""
-    for link, file in [
+def test_what_people_copy_is_no_link():
+    """Examples that are templates are copies of them, and so is the demo's configuration: `cp -r` takes all of them."""
+    for folder in ("configs", "examples", "deploy", "skills"):
+        assert not [path for path in (ROOT / folder).rglob("*") if path.is_symlink()]
+    for copy, file in [
         ("configs/arithmetic.yaml", "demo/arithmetic.yaml"),
         ("examples/live_loop.py", "live-loop/live_loop.py"),
         ("examples/envs/calculator.py", "tool-env/calculator.py"),
         ("examples/envs/calculator.yaml", "tool-env/my_run.yaml"),
     ]:
-        assert (ROOT / link).resolve() == TEMPLATES / file
+        assert (ROOT / copy).read_bytes() == (TEMPLATES / file).read_bytes(), f"cp {TEMPLATES / file} {ROOT / copy}"

@@ -3,8 +3,8 @@
     groupwise demo                     # about two minutes on two CPU cores; nothing is downloaded
     groupwise demo --steps 20          # shorter; overrides such as rollout.group_size=16 work as in `groupwise run`
 
-The configuration is `templates/demo/arithmetic.yaml` of the package, which `configs/arithmetic.yaml` of the repository
-is too. The run goes into ./runs, the server's state into ./groupwise-state.
+The configuration is `templates/demo/arithmetic.yaml` of the package, of which `configs/arithmetic.yaml` of the
+repository is a copy. The run goes into ./runs, the server's state into ./groupwise-state.
 """
 
 from __future__ import annotations

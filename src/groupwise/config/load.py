@@ -87,7 +87,7 @@ def with_folder(made: Callable[..., Any], args: Mapping[str, Any], folder: str |
 def _file(name: str, reference: str, folder: str | Path | None) -> Path:
     path = (Path(folder or ".") / Path(name).expanduser()).resolve()
     if not path.is_file():
-        beside = [each.name for each in path.parent.glob("*.py")]
+        beside = [each.name for each in path.parent.glob("*.py") if each.is_file()]
         similar = difflib.get_close_matches(path.name, beside, n=1)
         hint = f"did you mean {similar[0]}?" if similar else "a relative path starts at the config file's folder"
         raise LoadError(f"cannot load {reference!r}: there is no file {path}", hint=hint)

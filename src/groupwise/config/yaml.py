@@ -141,7 +141,11 @@ class Document:
 def _beside(path: Path) -> str | None:
     """What a file that cannot be read was probably meant to be."""
     folder = path if path.is_dir() else path.parent
-    names = sorted(each.name for each in folder.iterdir() if each.suffix in FILES) if folder.is_dir() else []
+    names = (
+        sorted(each.name for each in folder.iterdir() if each.suffix in FILES and each.is_file())
+        if folder.is_dir()
+        else []
+    )
     if path.is_dir():
         return f"name a file in it: {', '.join(names[:5])}" if names else "name a YAML or TOML file"
     similar = difflib.get_close_matches(path.name, names, n=1)

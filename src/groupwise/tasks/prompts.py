@@ -247,7 +247,7 @@ def _file_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]
     if path.is_dir():
         raise DataError(f"{path.resolve()} is a directory; data.source names a file in it", hint=_BUILDER)
     if not path.is_file():
-        beside = [each.name for each in path.parent.glob("*") if each.suffix in FILES]
+        beside = [each.name for each in path.parent.glob("*") if each.suffix in FILES and each.is_file()]
         similar = difflib.get_close_matches(path.name, beside, n=1)
         hint = f"did you mean {similar[0]}?" if similar else "a relative path starts at the config file's folder"
         raise DataError(f"there is no file {path.resolve()}", hint=hint)
