@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from groupwise.algo.credit import has_signal
+from groupwise.config.algo import RunAlgoConfig
+from groupwise.config.job import GrpoJobConfig
+from groupwise.config.loss import loss_of
 from groupwise.run.display import LineDisplay
 from groupwise.run.loop import run_loop
 from groupwise.run.update import learner_thread
 from groupwise.store.rollouts import group_from_json
+from groupwise.store.tracking import read_metrics
 from groupwise.train.learner import Learner
 from running_jobs import config, rollouts_of
 
@@ -63,3 +67,28 @@ def test_a_streamed_step_numbers_its_groups_as_a_whole_one(tmp_path: Path, monke
     run_loop(given, display=LineDisplay(1, stream=io.StringIO()))
     (groups,) = measured
     assert list(dict.fromkeys(groups)) == list(range(len(set(groups)))) and len(set(groups)) > 1
+
+
+@pytest.mark.parametrize("policy_loss", ["grpo", "dapo", "cispo", "gspo"])
+def test_dropout_is_no_ratio(tmp_path: Path, policy_loss: str):
+    """One optimizer step on what was just sampled: the trainer's own forward, with the same masks, is the anchor."""
+    given = config(
+        tmp_path,
+        rollout={"prompts_per_step": 4, "group_size": 4, "max_tokens": 8},
+        train={"steps": 4, "learning_rate": 2e-3, "warmup_steps": 0, "lora": {"dropout": 0.3}},
+        algo={"policy_loss": policy_loss},
+    )
+    result = run_loop(given, display=LineDisplay(4, stream=io.StringIO()))
+    steps = [line for line in read_metrics(result.run_dir / "metrics.jsonl") if "loss/ratio_min" in line]
+    assert len(steps) > 1
+    for line in steps:
+        assert line["loss/ratio_min"] == line["loss/ratio_max"] == 1.0 and line["loss/clip_frac"] == 0.0
+    assert max(line["mismatch/logprob_diff_mean"] for line in steps) > 0, "the sampler has no dropout"
+
+
+def test_an_anchor_that_is_asked_for_stays():
+    own, asked = RunAlgoConfig(policy_loss="dapo"), RunAlgoConfig(policy_loss="dapo", anchor="behaviour")
+    assert loss_of(own, max_tokens=8, dropout=False).anchor == "behaviour"
+    assert loss_of(own, max_tokens=8, dropout=True).anchor == "old"
+    assert loss_of(asked, max_tokens=8, dropout=True).anchor == "behaviour"
+    assert GrpoJobConfig(lora_dropout=0.05).loss(recorded=True).anchor == "old"

@@ -172,7 +172,7 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     def loss(self, *, recorded: bool) -> LossSpec:
         """The loss of a job. `recorded`: log-probabilities come with the completions, of whatever policy sampled them;
         without any, the policy that the job starts from counts as the one that did."""
-        return loss_of(self, max_tokens=MAX_TOKENS, stale=recorded, section="")
+        return loss_of(self, max_tokens=MAX_TOKENS, stale=recorded, dropout=self.lora_dropout > 0, section="")
 
     def trains_flat(self, *, recorded: bool) -> bool:
         """Whether groups of equal rewards are trained on too, as a KL or entropy term has a gradient there."""

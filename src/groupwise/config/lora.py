@@ -36,7 +36,8 @@ class LoraSpec(Section):
     alpha: Alpha = 32.0
     """Scale: the update is multiplied by alpha / rank."""
     dropout: Dropout = 0.0
-    """Dropout on the adapter's input while training."""
+    """Dropout on the adapter's input while training. Ratios are then taken against the trainer's own forward, unless
+    `algo.anchor` says otherwise: what was sampled without dropout differs by its noise."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     use_dora: bool = False

@@ -415,6 +415,7 @@ def loss_of(
     *,
     max_tokens: int,
     stale: bool = False,
+    dropout: bool = False,
     section: str = "algo.",
     folder: Path | None = None,
 ) -> LossSpec:
@@ -425,6 +426,9 @@ def loss_of(
         max_tokens: what a constant reduction divides by unless told otherwise.
         stale: samples may be of an older policy than the one that is trained. Then a sequence's ratio, whose anchor is
             the trainer's snapshot, comes with the correction tis_sequence unless told otherwise.
+        dropout: the adapter is trained with dropout. Then the anchor is the trainer's own snapshot unless told
+            otherwise, on the first step of a batch its own forward with the same masks: the ratio to what was sampled
+            without dropout would be noise, and clipped as such.
         section: what stands before an option's name in the path of its key, for errors.
 
     Raises FieldError as `resolve_loss` does.
@@ -434,18 +438,21 @@ def loss_of(
             if folder is None:
                 raise _unknown("policy_loss", f"{{field}} {algo.policy_loss!r}", algo.policy_loss, tuple(PRESETS))
             algo = algo.model_copy(update={"policy_loss": _located(algo.policy_loss, folder)})
-        return _loss_of(algo, max_tokens=max_tokens, stale=stale)
+        return _loss_of(algo, max_tokens=max_tokens, stale=stale, dropout=dropout)
     except FieldError as error:
         error.field = f"{section}{error.field}"
         raise
 
 
-def _loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool) -> LossSpec:
+def _loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool, dropout: bool) -> LossSpec:
     overrides = algo.loss_overrides()
     preset = PRESETS.get(algo.policy_loss, CUSTOM)
     if overrides.get("reduction", preset.get("reduction")) == "constant":
         overrides.setdefault("reduction_length", float(max_tokens))
     spec = resolve_loss(algo.policy_loss, **overrides)
+    if dropout and spec.reads_anchor and "anchor" not in overrides:
+        overrides["anchor"] = "old"
+        spec = resolve_loss(algo.policy_loss, **overrides)
     if stale and spec.ratio == "sequence" and not overrides.keys() & {"anchor", "correction"}:
         return resolve_loss(algo.policy_loss, **overrides, correction="tis_sequence")
     return spec

@@ -101,6 +101,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         config.algo if config.algo.kl_in == "loss" else without_kl,
         max_tokens=config.rollout.max_tokens,
         stale=config.may_be_stale,
+        dropout=config.train.lora is not None and config.train.lora.dropout > 0,
         folder=config.folder,
     )
     if config.teacher is not None:
