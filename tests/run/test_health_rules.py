@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from groupwise.algo.metrics import rollout_metrics
@@ -47,6 +48,18 @@ CASES = {
     "env.failed": Case({"env/failed_frac": 0.2}, {"env/failed_frac": 0.01}, 3, {"env/failed_frac": 0.9}),
     "env.tool_errors": Case({"env/tool_error_frac": 0.8}, {"env/tool_error_frac": 0.2}, 5),
     "env.no_calls": Case({"env/tool_calls": 0.0, "env/tools": 2.0}, {"env/tool_calls": 0.5, "env/tools": 2.0}, 10),
+    "policy.fell_apart": Case(
+        {"reward/mean": lambda t: 0.3 * (t < 2), "rollout/truncated_frac": lambda t: float(t > 1)},
+        {"reward/mean": 0.3, "rollout/truncated_frac": 0.1},
+        5,
+        severity="error",
+    ),
+    "policy.fell_silent": Case(
+        {"reward/mean": lambda t: 0.3 * (t < 2), "rollout/len_mean": lambda t: 50.0 if t < 2 else 3.0},
+        {"reward/mean": 0.3, "rollout/len_mean": 50.0},
+        5,
+        severity="error",
+    ),
     "reward.stuck_zero": Case({"reward/mean": 0.1}, {"reward/mean": 0.5}, 20, {"reward/mean": 0.0}),
     "reward.exploited": Case(
         {"reward/exact/part": lambda t: max(0.35, 0.7 - 0.045 * t), "reward/mean": lambda t: 8.8 + t},
@@ -124,6 +137,7 @@ CASES = {
         {**SOLVED, "reward/frac_zero_std": 0.3, "reward/mean": 0.95},
         10,
     ),
+    "group.same_answer": Case({"rollout/frac_same": 0.6}, {"rollout/frac_same": 0.05}, 5, {"rollout/frac_same": 1.0}),
     "group.zero_std": Case(
         {"reward/frac_zero_std": 0.9}, {"reward/frac_zero_std": 0.3}, 10, {"reward/frac_zero_std": 1.0}
     ),
@@ -327,6 +341,25 @@ def test_a_reward_hack_is_named_and_not_taken_for_success():
     first = next(event for event in events if event.finding is not None)
     assert first.finding is not None and first.finding.id == "reward.exploited" and first.step < 20
     assert {each.label: each.severity for each in health.standing}["reward.exploited (exact)"] == "error"
+
+
+@pytest.mark.parametrize("completions", [8, 64, 256])
+@pytest.mark.parametrize("solved", [0.01, 0.1, 0.5])
+def test_luck_is_not_taken_for_a_policy_that_fell_apart(completions: int, solved: float):
+    """No false alarm in 200 runs of 40 steps whose share of solved tasks stays, with answers of any length."""
+    rng = np.random.default_rng(completions)
+    for _ in range(200):
+        health = HealthMonitor()
+        cut = rng.uniform(0, 1)
+        for step in range(40):
+            reward, truncated = (float(rng.binomial(completions, p)) / completions for p in (solved, cut))
+            length = float(rng.normal(50, 10))
+            health.step(
+                step + 1, {"reward/mean": reward, "rollout/truncated_frac": truncated, "rollout/len_mean": length}
+            )
+            assert not {each.id for each in health.standing} & {"policy.fell_silent"}
+            if completions >= 64:
+                assert "policy.fell_apart" not in {each.id for each in health.standing}
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,20 @@ def _less(rollout: Rollout, penalty: float) -> Rollout:
     return replace(rollout, advantage=rollout.advantage - penalty, turns=turns)
 
 
+def logprob_drop(
+    samples: Sequence[Sample], before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
+) -> float:
+    """By how many nats a trained token the samples are less likely `after` than `before`; 0 without such tokens. Rows
+    have a log-probability for each completion token; those that are not finite are left out."""
+    drops = [
+        then - now
+        for sample, rows in zip(samples, zip(before, after, strict=True), strict=True)
+        for then, now, trained in zip(*rows, sample.mask, strict=True)
+        if trained and math.isfinite(then - now)
+    ]
+    return math.fsum(drops) / len(drops) if drops else 0.0
+
+
 def kl_metrics(samples: Sequence[Sample], reference: Sequence[Sequence[float]]) -> dict[str, float]:
     """How far the policy that sampled is from the reference, over the trained tokens.
 

@@ -119,6 +119,8 @@ def rollout_metrics(
     if rollouts:
         metrics["rollout/error_frac"] = fmean(r.error is not None for r in rollouts)
         metrics["rollout/excluded_frac"] = fmean(map(_excluded, rollouts))
+    if several := [group for group in sampled if len(group.rollouts) > 1]:
+        metrics["rollout/frac_same"] = fmean(len(set(map(_words, group.rollouts))) == 1 for group in several)
     if batch_groups:
         metrics["rollout/batch_fill"] = len(trained) / batch_groups
     if sampled or too_long:
@@ -131,6 +133,11 @@ def rollout_metrics(
     if used is not None:
         metrics |= _selection(sampled, used, advantage, weights)
     return metrics
+
+
+def _words(rollout: Rollout) -> tuple[tuple[int, ...], ...]:
+    """What the policy said, turn by turn."""
+    return tuple(turn.completion.token_ids for turn in rollout.turns)
 
 
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:

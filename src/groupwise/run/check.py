@@ -28,6 +28,7 @@ from groupwise.algo.distillation import (
     with_teacher,
 )
 from groupwise.algo.distillation_metrics import teacher_metrics
+from groupwise.algo.kl import logprob_drop
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, GroupwiseError
@@ -49,6 +50,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.tasks.rollout_sources import group_of, play_all
 from groupwise.tasks.template_check import TemplateCheck, template_check
 from groupwise.tasks.tool_calls import ToolCallFormat, shown_format
+from groupwise.train.learner import Learner
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -56,11 +58,13 @@ from groupwise.types import (
     Prompt,
     Rollout,
     RolloutGroup,
+    Sample,
     SamplingParams,
     SamplingRequest,
 )
 
 PROMPTS, COMPLETIONS = 4, 4  # how many are tried
+DESTROYED = 0.5  # nats a token, as `policy.destroyed` of `groupwise health` has it
 MEASURED_PROMPTS = 1000  # how many are tokenised for the statistics
 TRUNCATED = 0.3  # share of cut completions from which there is a warning
 
@@ -131,6 +135,7 @@ class StepTrial:
     made_up: bool  # all groups had equal rewards, so advantages of 1 and -1 were taken
     seconds: float  # of training, without publishing
     teacher: Mapping[str, float]
+    logprob_drop: float  # nats a token by which what was sampled is less likely after it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +221,7 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
     told = {} if teacher is None else teacher_metrics(samples, teacher_scores(weighed) if samples else [])
     told |= demonstration_metrics(weighed) if shown else {}
     samples = with_teacher(samples, weighed, teacher)
-    metrics, seconds = dict[str, float](), 0.0
+    metrics, seconds, drop = dict[str, float](), 0.0, 0.0
     if trained := next((sample for sample in (*samples, *shown) if any(sample.mask)), None):
         step = partial(parts.learner.step, spec=plan.loss, temperature=rollout.temperature)
         first = partial(step, samples[:0], demonstrations=[trained]) if trained in shown else partial(step, [trained])
@@ -225,6 +230,8 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
         whole = partial(step, demonstrations=shown, coefficient=1.0 if teacher is None else teacher.coefficient)
         metrics = thread.submit(whole, samples, learning_rate=config.train.learning_rate).result()
         seconds = time.perf_counter() - began
+        if samples:
+            drop = thread.submit(_drop, parts.learner, samples, rollout.temperature).result()
     with TemporaryDirectory(prefix="groupwise-check-", dir=_shared(config)) as folder:
         policy = Policy(
             parts.learner,
@@ -244,6 +251,16 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
         made_up=made_up,
         seconds=seconds,
         teacher=told,
+        logprob_drop=drop,
+    )
+
+
+def _drop(learner: Learner, samples: Sequence[Sample], temperature: float) -> float:
+    """By how many nats a token the samples are less likely now than when they were sampled."""
+    return logprob_drop(
+        samples,
+        [sample.behaviour_logprobs or () for sample in samples],
+        learner.forward(samples, temperature=temperature),
     )
 
 
@@ -405,7 +422,13 @@ def _report(
     needed = memory(config, load, micro_tokens=parts.learner.micro_tokens)
     available = device_memory(parts.base.device)
     context = parts.base.context_length
-    warnings = [*_of_rewards(groups), *_of_data(plan, encoded, context=context), *_of_batch(config), *plan.warnings]
+    warnings = [
+        *_of_the_rate(config, tried),
+        *_of_rewards(groups),
+        *_of_data(plan, encoded, context=context),
+        *_of_batch(config),
+        *plan.warnings,
+    ]
     if not parts.learner.packed:
         warnings.append(f"{type(model).__name__} cannot be trained packed; padded rows are {PLAIN_COST}")
     if parts.learner.why_not_flex is not None:
@@ -448,6 +471,17 @@ def _answer_length(rollout: Rollout) -> int:
     """Tokens behind the prompt, at the longest: of an episode also what was said between its turns."""
     longest = max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in rollout.turns), default=0)
     return longest - len(rollout.turns[0].prompt_ids) if rollout.turns else 0
+
+
+def _of_the_rate(config: RunConfig, tried: StepTrial) -> list[str]:
+    """What is suspicious about the step that was tried."""
+    if tried.logprob_drop < DESTROYED:
+        return []
+    rate = config.train.learning_rate
+    return [
+        f"one step at train.learning_rate {rate:g} makes what was sampled {tried.logprob_drop:.2g} nats a token less "
+        f"likely: the policy will not survive a few of them; lower it, to {rate * 0.03:.1g} say"
+    ]
 
 
 def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:

@@ -106,6 +106,11 @@ class _Open:
     quiet: int = 0
 
 
+def worst_first(finding: Finding) -> tuple[bool, int]:
+    """Order findings: errors before warnings, then as they began."""
+    return finding.severity != "error", finding.began
+
+
 class HealthMonitor:
     """Watches a run's metrics. `config` makes remedies concrete; without it they are words. `keys`: how findings name
     the keys of the configuration."""
@@ -120,7 +125,7 @@ class HealthMonitor:
     def standing(self) -> tuple[Finding, ...]:
         """What is wrong now, errors first."""
         findings = [each.finding for each in self._open.values()]
-        return tuple(sorted(findings, key=lambda finding: (finding.severity != "error", finding.began)))
+        return tuple(sorted(findings, key=worst_first))
 
     def step(self, step: int, metrics: Metrics) -> list[Event]:
         """Take in what was measured at a step, and say what changed. Training and evaluation may come one by one."""

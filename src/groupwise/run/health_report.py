@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from groupwise.config.job import job_name
 from groupwise.config.run import RunConfig
-from groupwise.run.health import Event, Finding, HealthMonitor
+from groupwise.run.health import Event, Finding, HealthMonitor, worst_first
 from groupwise.run.health_rule import KeyNames
 from groupwise.run.health_rules import RULES
 
@@ -65,6 +65,6 @@ def _judged(records: Iterable[Mapping[str, Any]], health: HealthMonitor) -> Repo
     ended = [event.finding for event in events if event.kind == "ended" and event.finding is not None]
     return Report(
         last_step=max((record["step"] for record in records), default=None),
-        findings=tuple(sorted([*ended, *health.standing], key=lambda finding: finding.began)),
+        findings=tuple(sorted([*ended, *health.standing], key=worst_first)),
         notes=tuple(event for event in events if event.kind == "note"),
     )

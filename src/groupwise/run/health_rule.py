@@ -33,6 +33,7 @@ Aggregate = Literal[
     "rise",
     "drop",
     "fall",
+    "lost",
     "trend",
     "not_finite",
 ]
@@ -163,6 +164,7 @@ def aggregate(values: Sequence[float], of: Aggregate) -> float:
         drop         how far the last is below the largest, as a share of the largest magnitude
         fall         how far the mean of the last few is below the best mean of as many in a row, less four standard
                      errors of such a mean, as a share of that best; 0 where noise explains it
+        lost         how far the largest of the last three is below the largest before them, as a share of that
         trend        Kendall's tau against time: 1 where every value is above all before it, -1 where below
         not_finite   how many are not finite
 
@@ -201,6 +203,9 @@ def aggregate(values: Sequence[float], of: Aggregate) -> float:
         case "drop":
             largest = max(map(abs, values))
             return (max(values) - values[-1]) / largest if largest else 0.0
+        case "lost":
+            best = max(values[:-3], default=0.0)
+            return (best - max(values[-3:])) / best if best > 0 else 0.0
         case "trend":
             return _kendall(values)
         case "not_finite":

@@ -25,6 +25,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from groupwise.algo.kl import logprob_drop
 from groupwise.algo.metrics import Metrics
 from groupwise.config.job import CHECKPOINT_INTERVAL, GrpoJobConfig, JobConfig, parse_job_config
 from groupwise.config.lora import LoraSpec
@@ -318,14 +319,7 @@ def _logprob_drop(run: _Run) -> float:
         with run.place.store.held(parent) as directory:
             start.load_adapter(directory, alpha_field="lora_alpha")
         before = start.forward(samples, temperature=task.temperature)
-    after = run.learner.forward(samples, temperature=task.temperature)
-    drops = [
-        then - now
-        for sample, rows in zip(samples, zip(before, after, strict=True), strict=True)
-        for then, now, trained in zip(*rows, sample.mask, strict=True)
-        if trained
-    ]
-    return math.fsum(drops) / len(drops) if drops else 0.0
+    return logprob_drop(samples, before, run.learner.forward(samples, temperature=task.temperature))
 
 
 # --- publishing ---
