@@ -106,6 +106,8 @@ class Lesson {
   readonly scored = $derived(this.flat.filter(({ example }) => this.rewards.get(example.rollout) !== null));
   /** Groups in which at least two scores differ. */
   readonly teaching = $derived(this.now.groups.filter((group) => new Set(this.known(group)).size > 1));
+  /** Groups in which two completions at least are scored: all of them are posted, so that the job's mean reward is this page's. */
+  readonly comparable = $derived(this.now.groups.filter((group) => this.known(group).length > 1));
   /** Versions that sampled what is to be trained, other than the one that training starts from. */
   readonly strangers = $derived([...new Set(this.now.groups.map((group) => group.version))].filter((version) => version !== this.from));
   /** Without better knowledge: docs/server.md, "The learning rate". */
@@ -174,7 +176,7 @@ class Lesson {
 
   async train(): Promise<void> {
     await this.during("submitting", async () => {
-      const groups = this.teaching.map((group) => ({
+      const groups = this.comparable.map((group) => ({
         completions: group.examples.flatMap((each) => {
           const reward = this.rewards.get(each.rollout) ?? null;
           return reward === null ? [] : [{ rollout_id: each.rollout, reward }];
