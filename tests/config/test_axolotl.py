@@ -230,13 +230,21 @@ def test_an_override_may_reach_into_a_list(read):
         ("datasets=null", "datasets: required and missing"),
         ("lora_r=0", "train.lora.rank (lora_r given as 'lora_r=0'): 0 is not valid"),
         ("trl.importance_sampling_level=seq", "it must be one of token, sequence"),
-        ("eval_steps=5", "it needs held-out prompts: test_datasets, or val_set_size above 0"),
+        ("load_best_model_at_end=true", "it needs held-out prompts: test_datasets, or val_set_size above 0"),
     ],
 )
 def test_what_cannot_be_read(read, override, message):
     with pytest.raises(ConfigError) as caught:
         read(QUICK_START, override)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["evals_per_epoch=4", "eval_steps=0.1"])
+def test_evaluations_of_nothing_are_without_effect(read, key):
+    """As most of Axolotl's example files have them: val_set_size is 0 there, and nothing is evaluated."""
+    found = read(QUICK_START, "val_set_size=0.0", key)
+    assert found.config.eval is None
+    assert any(key.split("=")[0] in note.place for note in found.idle)
 
 
 def test_unknown_keys_have_their_line_and_come_all_at_once(read):

@@ -183,6 +183,18 @@ def test_a_run_whose_every_group_fails_is_stopped(engine):
         collect(batches(engine, ["failed"] * 4))
 
 
+def test_a_reward_that_never_applies_stops_it_too(engine):
+    """As `score_episode` that always returns None, or reward functions that are of other prompts."""
+    kinds = batches(engine, ["mixed"] * 4)
+
+    async def nothing(group: RolloutGroup) -> RolloutGroup:
+        return replace(group, rollouts=tuple(replace(r, reward=None, rewards={"judge": None}) for r in group.rollouts))
+
+    kinds._score = nothing
+    with pytest.raises(RewardError, match="judge gave None"):
+        collect(kinds)
+
+
 def test_a_few_that_fail_slowly_stop_it_too(engine, monkeypatch):
     monkeypatch.setattr("groupwise.run.batches.IN_VAIN_S", 0.0)
     with pytest.raises(RewardError, match="no reward for any of 8 completions"):

@@ -44,7 +44,7 @@ from groupwise.run.replay import ReplayBuffer, RerollQueue
 from groupwise.seeds import seed_of
 from groupwise.tasks.prompts import Issued, PromptStream
 from groupwise.tasks.rollout_sources import RolloutSource
-from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
+from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 AHEAD = 3  # steps that sampling runs ahead where the policy is never synced
 
@@ -388,8 +388,8 @@ class _FailureGuard:
         self.lost: Exception | None = None
 
     def scored(self, group: RolloutGroup, *, started: float) -> None:
-        """Count a group that failed as a whole, since the last that did not; `started` is when its scoring began."""
-        if any(rollout.error is None for rollout in group.rollouts):
+        """Count a group without any reward, since the last that had one; `started` is when its scoring began."""
+        if any(rollout.error is None and _is_answered(rollout) for rollout in group.rollouts):
             self._in_vain.clear()
         elif len(self._in_vain) < self._most:  # enough to stop the run, however many end before anyone looks
             self._in_vain.append((group, started))
@@ -402,8 +402,15 @@ class _FailureGuard:
         long = count > 1 and time.monotonic() - self._in_vain[0][1] > IN_VAIN_S
         if count >= self._most or long:
             completions = sum(len(group.rollouts) for group, _ in self._in_vain)
+            first = self._in_vain[0][0].rollouts[0]
+            asked = ", ".join(first.rewards)
             raise RewardError(
                 f"no reward for any of {completions} completions in a row; the first cause: "
-                f"{self._in_vain[0][0].rollouts[0].error}",
+                f"{first.error or f'{asked} gave None, which says that it does not apply'}",
                 hint="correct what it names; nothing was trained on them",
             )
+
+
+def _is_answered(rollout: Rollout) -> bool:
+    """Whether a reward that was asked gave a number, or none was asked."""
+    return not rollout.rewards or any(reward is not None for reward in rollout.rewards.values())

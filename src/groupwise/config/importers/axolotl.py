@@ -81,7 +81,8 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     put_sampling(t, "trl.")
     put_rewards(t, "trl.reward_funcs", "trl.reward_weights")
     t.raise_problems()
-    by_epochs = (t["max_steps"] or 0) <= 0 or t["evals_per_epoch"] or t["eval_strategy"] == "epoch"
+    evaluated = "eval" in t.draft.data and (t["evals_per_epoch"] or t["eval_strategy"] == "epoch")
+    by_epochs = (t["max_steps"] or 0) <= 0 or evaluated
     rows = count(t) if by_epochs else None
     per_epoch = None if rows is None else rows // batch.prompts
     if per_epoch == 0:
@@ -284,7 +285,10 @@ def _put_run(t: Translation, length: Length) -> None:
 
 def _put_eval(t: Translation, folder: Path, length: Length, per_epoch: int | None) -> None:
     if "eval" not in t.draft.data:
-        for name in ("eval_steps", "evals_per_epoch", "load_best_model_at_end", "early_stopping_patience"):
+        for name in ("eval_steps", "evals_per_epoch"):
+            if t[name]:
+                t.note_idle(name, "nothing is held out (test_datasets, val_set_size), so that nothing is evaluated")
+        for name in ("load_best_model_at_end", "early_stopping_patience"):
             if t[name]:
                 t.problem(name, "it needs held-out prompts: test_datasets, or val_set_size above 0")
         return
