@@ -445,6 +445,12 @@ def test_arguments_of_trl_that_axolotl_does_not_know_act(read):
     assert config.algo.advantage == "batch_std"
 
 
+def test_what_stopped_a_completion_is_seen_by_rewards_as_there(read):
+    kept = read(QUICK_START, *LOCAL, "trl.generation_kwargs={stop: END}").runnable().rollout
+    assert (kept.stop, kept.include_stop, kept.sampling().include_stop) == (("END",), True, True)
+    assert not read(QUICK_START, *LOCAL).runnable().rollout.include_stop
+
+
 def test_generation_kwargs_act(read):
     kwargs = "trl.generation_kwargs={stop: END, top_k: -1, max_new_tokens: 64, temperature: 0.5}"
     rollout = read(QUICK_START, *LOCAL, kwargs).runnable().rollout

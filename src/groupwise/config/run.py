@@ -309,7 +309,10 @@ class RolloutConfig(Section):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Drop tokens less likely than this fraction of the likeliest; 0 is off. As top_p, with the local engine only."""
     stop: Texts = ()
-    """Strings that end a completion; they are cut from its text."""
+    """Strings that end a completion; they are cut from its text, unless `include_stop` keeps them."""
+    include_stop: bool = False
+    """Keep what ended a completion in the text that rewards and environments read, as TRL does, which decodes all that
+    was sampled. The tokens are trained either way."""
     structured_outputs: StructuredOutputsConfig | None = None
     """What completions must be, as vLLM says it: only tokens are drawn that lead there, and training is of that
     distribution. Thoughts are free, and tool calls have their own form (docs/recipe.md)."""
@@ -419,6 +422,7 @@ class RolloutConfig(Section):
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             stop=self.stop,
+            include_stop=self.include_stop,
             grammar=self.grammar,
             **narrowing,
         )

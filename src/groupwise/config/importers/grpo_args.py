@@ -65,6 +65,8 @@ def put_sampling(t: Translation, p: str) -> None:
             put_narrowing(t, name, GENERATION_KWARGS[key], value, vllm=vllm)
         else:
             t.put(GENERATION_KWARGS[key], [value] if key == "stop" and isinstance(value, str) else value, name)
+            if key == "stop" and value:  # there rewards read all that was sampled
+                t.put("rollout.include_stop", True, name)
 
 
 def put_regex(t: Translation, p: str, *, vllm: bool) -> None:
