@@ -30,6 +30,7 @@ import copy
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -339,16 +340,15 @@ def closing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, ...]:
 
 
 def remember_ends(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[int] | None) -> None:
-    """Keep with the tokenizer what ends a completion of its model: `eos_token_id` of the generation config, which often
-    names several ids (Llama 3, GLM) where a tokenizer has one."""
+    """Keep with the tokenizer `eos_token_id` of its model's generation config, which may name several ids (Llama 3)."""
     setattr(tokenizer, ENDS, (generation_eos,) if isinstance(generation_eos, int) else tuple(generation_eos or ()))
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that end a completion: the generation config's (`remember_ends`), the tokenizer's own, and the token that
     closes an assistant turn in the chat template (base models often declare another one and would never stop)."""
-    own = _eos_id(tokenizer), _turn_end_id(tokenizer) if tokenizer.chat_template else None
-    ids = (*getattr(tokenizer, ENDS, ()), *own)
+    turn = _turn_end_id(tokenizer) if tokenizer.chat_template else None
+    ids = (*getattr(tokenizer, ENDS, ()), _eos_id(tokenizer), turn)
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
@@ -662,11 +662,12 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return dict(call)
-    try:
+    with suppress(ValueError):
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return dict(call)
-    return {**call, "function": {**function, "arguments": arguments}}
+        json.dumps(arguments, allow_nan=False)  # 1e400 would become an infinity
+        if isinstance(arguments, dict):  # and not a text that merely reads as JSON
+            return {**call, "function": {**function, "arguments": arguments}}
+    return dict(call)
 
 
 # ---- quoting of special tokens, and tokenisation ----

@@ -232,7 +232,7 @@ class ReplyParser:
             start = self._call_start()
             if self._calls is None or start < 0:
                 return parts + self._say(self._certain(last=last))
-            close = self._text.find(self._calls.end, start) if self._calls.end else -1
+            close = self._calls.end_of(self._text, start, last=last)
             if close < 0 and not last:
                 return parts + self._say(len(self._text[:start].rstrip()))
             end = len(self._text) if close < 0 else close + len(self._calls.end or "")

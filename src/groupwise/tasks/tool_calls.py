@@ -7,9 +7,10 @@
     mistral_args  [TOOL_CALLS]f[ARGS]{"x": 1}, a marker for each call                ... and since
 
 `format_of` reads a model's format off its chat template; `parse` splits a reply. <|python_tag|> and Mistral's markers
-are special tokens, which `chat.decode` keeps; the others are text, or tokens that are not special. A Hermes or XML call
-ends at its first </tool_call>, wherever that stands. A call that was begun and cannot be used is no error here: it is
-`malformed`, with a reason that can be sent back to the model, and its text stays in the content.
+are special tokens, which `chat.decode` keeps; the others are text, or tokens that are not special. A marker inside a
+JSON string or an XML parameter closes nothing: a call ends where its JSON, or its </function>, has ended, and at its first
+</tool_call> where neither can be read. A call that was begun and cannot be used is no error here: it is `malformed`, with
+a reason that can be sent back to the model, and its text stays in the content.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 LONGEST_SHOWN = 300  # characters of a malformed call that its report repeats
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
+MOST_ENDS = 64  # markers that are tried as the end of one XML call
 _BARE_CALL = r'\A\s*(?=\{\s*"(?:name"\s*:|type"\s*:\s*"function"))'
 _BETWEEN = re.compile(r"(?:[\s;]|<\|eom_id\|>)*")
 _NAME = re.compile(r"([^\[\]{}]*)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*")
@@ -59,6 +61,12 @@ class ToolCallFormat(StrEnum):
     def end(self) -> str | None:
         """The marker that closes a call; None where calls go on until the reply ends."""
         return _GRAMMARS[self].end
+
+    def end_of(self, text: str, start: int, *, last: bool) -> int:
+        """Where the marker begins that closes the call whose own marker begins at `start`; -1 where it is not there
+        yet, or there is none. `last`: no more text comes."""
+        grammar = _GRAMMARS[self]
+        return -1 if grammar.end_of is None else grammar.end_of(text, start + len(grammar.start), last=last)
 
     def opening(self, name: str | None = None) -> str:
         """The beginning of a call, of the tool `name` if given; the model completes it.
@@ -227,7 +235,7 @@ Found = list[_Span]
 
 
 def _read_hermes(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]]) -> tuple[Found, int]:
-    inside, end = _enclosed(text, begin)
+    inside, end = _enclosed(text, begin, json_end)
     if inside is None:
         return [_Span(_NOT_CLOSED, begin.start(), end)], end
     value, stop = _json(inside)
@@ -241,7 +249,7 @@ def _read_hermes(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]]
 
 
 def _read_xml(text: str, begin: re.Match[str], tools: Sequence[Mapping[str, Any]]) -> tuple[Found, int]:
-    inside, end = _enclosed(text, begin)
+    inside, end = _enclosed(text, begin, xml_end)
     what = _NOT_CLOSED if inside is None else _xml_call(inside, tools)
     return [_Span(what, begin.start(), end)], end
 
@@ -254,7 +262,8 @@ def _xml_call(inside: str, tools: Sequence[Mapping[str, Any]]) -> ParsedCall | s
     arguments, types = {}, _types(name, tools)
     while (parameter := _PARAMETER.match(body, position)) is not None:
         key = parameter[1].strip()
-        arguments[key] = _typed(parameter[2], types.get(key))
+        if parameter[2].strip() or "string" in (types.get(key) or {"string"}):
+            arguments[key] = _typed(parameter[2], types.get(key))  # nothing is no number: it is left out
         position = parameter.end()
     if body[position:].strip():
         return "The call has text outside <parameter=NAME> ... </parameter>."
@@ -313,9 +322,31 @@ def _listed(text: str, start: int) -> Found:
 _NOT_CLOSED = f"The call is not closed: {CALL_END} is missing."
 
 
-def _enclosed(text: str, begin: re.Match[str]) -> tuple[str | None, int]:
+def json_end(text: str, start: int, *, last: bool) -> int:
+    """Where the </tool_call> of a call in JSON begins, whose <tool_call> ends at `start`; -1 where it is not there, or
+    more text may show that what is there is part of a string. `last`: no more text comes."""
+    value, stop = _json(text, start)
+    if not isinstance(value, ValueError):
+        return text.find(CALL_END, stop)
+    first = text.find(CALL_END, start)
+    return -1 if not last and str(value).startswith("Unterminated string") else first
+
+
+def xml_end(text: str, start: int, *, last: bool) -> int:
+    """The same of a call in XML: the first </tool_call> behind a </function>, if it is a call of that form."""
+    first = close = text.find(CALL_END, start)
+    if first < 0 or not text[start:first].lstrip().startswith("<function="):
+        return first
+    for _ in range(MOST_ENDS):
+        if close < 0 or text[start:close].rstrip().endswith("</function>"):
+            break
+        close = text.find(CALL_END, close + 1)
+    return first if close < 0 and last else close
+
+
+def _enclosed(text: str, begin: re.Match[str], end_of: Callable[..., int]) -> tuple[str | None, int]:
     """What stands between a <tool_call> and its end (None without one), and where the whole of it ends."""
-    close = text.find(CALL_END, begin.end())
+    close = end_of(text, begin.end(), last=True)
     if close < 0:
         return None, len(text)
     return text[begin.end() : close], close + len(CALL_END)
@@ -367,18 +398,39 @@ def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: schema_types(schema) for key, schema in properties.items()}
+            schema = function.get("parameters") or {}
+            return {key: schema_types(each, schema) for key, each in (schema.get("properties") or {}).items()}
     return {}
 
 
-def schema_types(schema: Any) -> set[str]:
-    """The JSON types that a schema declares, itself or in its alternatives."""
-    if not isinstance(schema, Mapping):
+def schema_types(schema: Any, root: Any = None, *, depth: int = 8) -> set[str]:
+    """The JSON types that a schema declares: itself, by its values, in its alternatives, or where it points to in the
+    schema `root`."""
+    if not isinstance(schema, Mapping) or not depth:
         return set()
     declared = schema.get("type") or []
     types = {declared} if isinstance(declared, str) else set(declared)
-    return types.union(*(schema_types(one) for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ()))))
+    if not types:
+        values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
+        types = {_JSON_TYPES[type(value)] for value in values if type(value) in _JSON_TYPES}
+    others = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key) or ()]
+    if isinstance(place := schema.get("$ref"), str) and place.startswith("#/"):
+        found = root
+        for step in place[2:].split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        others.append(found)
+    return types.union(*(schema_types(one, root, depth=depth - 1) for one in others))
+
+
+_JSON_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
 
 
 def _typed(text: str, types: set[str] | None) -> Any:
@@ -396,6 +448,7 @@ class _Grammar:
     start: str
     end: str | None
     begin: re.Pattern[str]
+    end_of: Callable[..., int] | None = None
     read: Callable[[str, re.Match[str], Sequence[Mapping[str, Any]]], tuple[Found, int]]
     opening: str
     opening_of: Callable[[str], str]
@@ -408,6 +461,7 @@ _GRAMMARS = {
         start=CALL_START,
         end=CALL_END,
         begin=_TAGGED,
+        end_of=json_end,
         read=_read_hermes,
         opening=CALL_START,
         opening_of=lambda name: f'{CALL_START}\n{{"name": {json.dumps(name)}, "arguments":',
@@ -416,6 +470,7 @@ _GRAMMARS = {
         start=CALL_START,
         end=CALL_END,
         begin=_TAGGED,
+        end_of=xml_end,
         read=_read_xml,
         opening=f"{CALL_START}\n<function=",
         opening_of=lambda name: f"{CALL_START}\n<function={name}>\n",
