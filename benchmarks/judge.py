@@ -4,9 +4,9 @@
 
 The main arithmetic job, whose true reward is known (the final number is right), is trained on what
 `groupwise.rewards.group_judge:group_judge` gives. No model of the size that runs here can judge, so the judge is an
-oracle that is made worse: a server that speaks OpenAI's chat API over HTTP, sees the reference answer, and gives a right reply
-4 points more than a wrong one, plus normal noise, plus what it has for a place or for length. That shows what such
-faults do to training; it does not show how good a model is as a judge.
+oracle that is made worse: a server that speaks OpenAI's chat API over HTTP, sees the reference answer, and gives a
+right reply 4 points more than a wrong one, plus normal noise, plus what it has for a place or for length. That shows
+what such faults do to training; it does not show how good a model is as a judge.
 
     true          the true reward, without a judge
     noisy         noise of 2 points, two votes

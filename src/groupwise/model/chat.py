@@ -341,15 +341,14 @@ def closing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, ...]:
 
 def remember_ends(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[int] | None) -> None:
     """Keep with the tokenizer `eos_token_id` of its model's generation config, which may name several ids (Llama 3)."""
-    setattr(tokenizer, ENDS, (generation_eos,) if isinstance(generation_eos, int) else tuple(generation_eos or ()))
+    setattr(tokenizer, ENDS, [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or ()))
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that end a completion: the generation config's (`remember_ends`), the tokenizer's own, and the token that
     closes an assistant turn in the chat template (base models often declare another one and would never stop)."""
-    turn = _turn_end_id(tokenizer) if tokenizer.chat_template else None
-    ids = (*getattr(tokenizer, ENDS, ()), _eos_id(tokenizer), turn)
-    return tuple(dict.fromkeys(i for i in ids if i is not None))
+    own = _eos_id(tokenizer), _turn_end_id(tokenizer) if tokenizer.chat_template else None
+    return tuple(dict.fromkeys(i for i in (*getattr(tokenizer, ENDS, ()), *own) if i is not None))
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -660,10 +659,10 @@ def _joined(content: Any, index: int) -> str:
 def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI sends `arguments` as a JSON string; templates want the object, or they would quote the string again."""
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping) or not isinstance(given := function.get("arguments"), str):
         return dict(call)
     with suppress(ValueError):
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = json.loads(given or "{}")
         json.dumps(arguments, allow_nan=False)  # 1e400 would become an infinity
         if isinstance(arguments, dict):  # and not a text that merely reads as JSON
             return {**call, "function": {**function, "arguments": arguments}}

@@ -8,9 +8,9 @@
 
 `format_of` reads a model's format off its chat template; `parse` splits a reply. <|python_tag|> and Mistral's markers
 are special tokens, which `chat.decode` keeps; the others are text, or tokens that are not special. A marker inside a
-JSON string or an XML parameter closes nothing: a call ends where its JSON, or its </function>, has ended, and at its first
-</tool_call> where neither can be read. A call that was begun and cannot be used is no error here: it is `malformed`, with
-a reason that can be sent back to the model, and its text stays in the content.
+JSON string or an XML parameter closes nothing: a call ends where its JSON, or its </function>, has ended, and at its
+first </tool_call> where neither can be read. A call that was begun and cannot be used is no error here: it is
+`malformed`, with a reason that can be sent back to the model, and its text stays in the content.
 """
 
 from __future__ import annotations
@@ -325,11 +325,15 @@ _NOT_CLOSED = f"The call is not closed: {CALL_END} is missing."
 def json_end(text: str, start: int, *, last: bool) -> int:
     """Where the </tool_call> of a call in JSON begins, whose <tool_call> ends at `start`; -1 where it is not there, or
     more text may show that what is there is part of a string. `last`: no more text comes."""
-    value, stop = _json(text, start)
-    if not isinstance(value, ValueError):
-        return text.find(CALL_END, stop)
-    first = text.find(CALL_END, start)
-    return -1 if not last and str(value).startswith("Unterminated string") else first
+    try:
+        return text.find(CALL_END, _DECODER.raw_decode(text, _end(_SPACE, text, start))[1])
+    except json.JSONDecodeError as error:
+        in_string = error.msg.startswith("Unterminated string")
+        read = len(text) if in_string else error.pos  # every mark before it is in a string
+    except (RecursionError, ValueError):
+        read = start
+    close = text.find(CALL_END, max(read, start))
+    return text.find(CALL_END, start) if close < 0 and last else close
 
 
 def xml_end(text: str, start: int, *, last: bool) -> int:
