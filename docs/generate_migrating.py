@@ -40,6 +40,9 @@ def table(keys: Iterable[Key]) -> Iterator[str]:
             here = ", ".join(f"`{each}`" for each in key.here)
             default = "" if key.default is None else f"`{inline(key.default)}`"
             yield f"| `{key.name}` | {here} | {default} | {key.what} |"
+    if older := [key for key in keys if key.fate == "older"]:
+        yield from ("", "| older name | now |", "|---|---|")
+        yield from (f"| `{key.name}` | `{key.now}` |" for key in older)
     yield from ("", "| no effect | because |", "|---|---|")
     reasons = dict.fromkeys(key.what for key in keys if key.fate == "idle")
     for reason in reasons:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,46 @@ def test_what_cannot_be_read_at_all(read):
         read("from trl import SFTTrainer\nSFTTrainer(model='m')\n")
     with pytest.raises(ConfigError, match=r"train.py:14: GRPOConfig\(\*\*vars\(args\)\) is known only when the script"):
         read(TRL.replace("**settings", "**vars(args)"))
+
+
+PARSED = TRL.replace("main():\n", "main():\n    script, training_args, model_args = parser.parse_args_and_config()\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "lora", "lines"),
+    [
+        ("training_args", "LoraConfig(r=4)", (15,)),
+        ("parser.parse_args()", "get_peft_config(model_args)", (15, 17)),
+        ("GRPOConfig(max_steps=3)", "model_args", (17,)),
+    ],
+)
+def test_what_a_parser_makes_is_refused_with_its_lines(read, args, lora, lines):
+    start, end = PARSED.index('GRPOConfig("outputs'), PARSED.index("        load_dataset(")
+    text = PARSED[:start] + f"{args},\n" + PARSED[end:]
+    text = text.replace('LoraConfig(r=4, target_modules="all-linear", bias="none")', lora)
+    with pytest.raises(ConfigError) as raised:
+        read(text)
+    assert [int(line) for line in re.findall(r"line (\d+)", str(raised.value))] == [*lines]
+
+
+@pytest.mark.parametrize("said", ["args=settings", "args=config or None"])
+def test_arguments_that_a_function_is_given(read, said):
+    """A name that is a function's argument stands for the one GRPOConfig of the script, wherever that is."""
+    data = "load_dataset('json', data_files='p.jsonl')"
+    text = f"def train(settings):\n    GRPOTrainer('starter', ['m.f'], train_dataset={data}, {said})\n"
+    text += "train(GRPOConfig(num_generations=4, max_steps=3))\n"
+    if said == "args=settings":
+        assert read(text).runnable().train.steps == 3
+    else:
+        with pytest.raises(ConfigError):
+            read(text)
+
+
+def test_check_says_what_run_says_where_nothing_can_be_tried(read, tmp_path):
+    read(UNSLOTH)
+    tried, run = (cli(command, tmp_path / "train.py") for command in ("check", "run"))
+    assert tried.exit_code == run.exit_code == 2
+    assert tried.stderr == run.stderr and "data.source=prompts.jsonl" in run.stderr
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,23 @@ def test_values_that_ask_for_nothing_are_nothing_to_speak_of(read, system):
             assert not loaded.refused and loaded.config == plain.config, key.name
 
 
+@SYSTEM
+def test_an_older_name_is_read_as_the_present_one(read, system):
+    for key in keys(system, "older"):
+        now = named(system)[key.now]
+        assert now.fate in ("plain", "made"), key.name
+        value = "steps" if now.name == "eval_strategy" else asking(now)
+        assert outcome(read, system, key.name, value) == outcome(read, system, now.name, value), key.name
+
+
+def outcome(read, system: str, name: str, value: Any) -> Any:
+    """The configuration that comes of a value, or the code of what is wrong with it."""
+    try:
+        return read(system, f"{name}={inline(value)}").config
+    except ConfigError as error:
+        return error.code
+
+
 SAMPLES = {
     "data.shuffle": False,
     "algo.aggregation": "normalize_then_sum",

@@ -27,6 +27,54 @@ max_steps: 10
 """
 
 
+EARLIER = {
+    "fp16_backend",
+    "fp16_opt_level",
+    "gradient_checkpointing_use_reentrant",
+    "group_by_length",
+    "half_precision_backend",
+    "include_inputs_for_metrics",
+    "include_tokens_per_second",
+    "jit_mode_eval",
+    "logging_dir",
+    "mp_parameters",
+    "overwrite_output_dir",
+    "past_index",
+    "per_gpu_eval_batch_size",
+    "ray_scope",
+    "save_safetensors",
+    "torchdynamo",
+    "tpu_metrics_debug",
+    "tpu_num_cores",
+    "use_ipex",
+    "use_legacy_prediction_loop",
+    "use_liger_loss",
+    "use_mps_device",
+    "vllm_device",
+    "vllm_dtype",
+    "vllm_enable_prefix_caching",
+    "wandb_log_unique_prompts",
+    "xpu_backend",
+}
+"""What TRL 0.14 to 0.27 and transformers 4 had besides, and has no effect here."""
+OPEN_R1 = {
+    "benchmarks",
+    "callbacks",
+    "chat_template",
+    "code_eval_scoring_mode",
+    "code_eval_test_batch_size",
+    "code_language",
+    "dataset_prompt_column",
+    "hub_model_revision",
+    "overwrite_hub_revision",
+    "push_to_hub_revision",
+    "system_prompt",
+    "wandb_entity",
+    "wandb_project",
+    "wandb_run_group",
+}
+
+
 def score(completions, **columns):
     return [float(len(each)) for each in completions]
 
@@ -49,7 +97,7 @@ def test_every_argument_of_trl_is_in_the_table_and_has_its_default():
     trl = pytest.importorskip("trl")
     script = pytest.importorskip("trl.scripts.grpo")
     theirs = fields(trl.GRPOConfig, trl.ModelConfig, script.GRPOScriptArguments)
-    ours = {key.name: key for key in keys_of("trl")}
+    ours = {key.name: key for key in keys_of("trl") if key.fate != "older" and key.name not in EARLIER | OPEN_R1}
     assert theirs.keys() - ours.keys() == set()
     assert ours.keys() - theirs.keys() == {
         "trl_version",
@@ -80,6 +128,30 @@ def test_a_file_in_our_words(read):
     assert config.data.shuffle and config.data.source == "prompts.jsonl" and config.seed == 42
     spec = loss_of(config.algo, max_tokens=512)
     assert (config.algo.policy_loss, spec.clip_low, spec.clip_high, spec.kl) == ("dapo", 0.2, 0.2, "none")
+
+
+def test_names_of_2025(read):
+    older = "torch_dtype: bfloat16\nuse_peft: true\nevaluation_strategy: 'no'\nno_cuda: true\n"
+    older += "vllm_guided_decoding_regex: a+\n"
+    loaded = read(FILE + older + "overwrite_output_dir: true\ngroup_by_length: true\n")
+    config = loaded.runnable()
+    assert (config.dtype, config.device, config.rollout.structured_outputs_regex) == ("bfloat16", "cpu", "a+")
+    assert loaded.document.origin(("dtype",)) == "torch_dtype trl.yaml:7"
+    assert [note.place.split()[0] for note in loaded.idle] == ["overwrite_output_dir", "group_by_length"]
+    assert read(FILE + older, "dtype=float32").runnable().dtype == "float32"  # what is overridden holds
+    assert read(FILE + "use_peft: true\ndtype: float32\n", "torch_dtype=bfloat16").runnable().dtype == "bfloat16"
+    for both in ("torch_dtype: bfloat16\ndtype: float32\n", "dtype: float32\ntorch_dtype: bfloat16\n"):
+        with pytest.raises(ConfigError):
+            read(FILE + both)
+
+
+def test_conversations_of_open_r1(read):
+    said = (
+        "dataset_prompt_column: problem\nsystem_prompt: Think.\nreport_to: [wandb]\nwandb_project: p\nwandb_entity: e\n"
+    )
+    config = read(FILE + said).runnable()
+    assert (config.data.prompt_key, config.data.system, config.data.raw) == ("problem", "Think.", False)
+    assert (config.tracking.wandb, config.tracking.wandb_entity) == ("p", "e")
 
 
 def test_the_defaults_of_1_8(read):

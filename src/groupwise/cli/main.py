@@ -195,6 +195,8 @@ def check(
     else:
         from groupwise.run.plan import plan_or_all_problems
 
+        if loaded.incomplete:
+            loaded.runnable()
         plan = _plan(loaded.config, plan_or_all_problems)
         from groupwise.run.check import check as try_out
 

@@ -13,8 +13,8 @@ before the trainer counts, and none under `if False:`.
 from __future__ import annotations
 
 import ast
-import json
 import operator
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from typing import Any
 from ruamel.yaml.error import StringMark
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
+from groupwise.config.notebook import python_of
 from groupwise.errors import ConfigError
 
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
@@ -72,27 +73,14 @@ def parse_script(text: str, *, source: str) -> tuple[dict[str, Any], Node]:
     GRPOTrainer, or with `**arguments` that cannot be read.
     """
     if source.endswith(".ipynb"):
-        text = _cells(text, source)
+        text = python_of(text, source=source)
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise ConfigError(f"malformed Python in {source}, line {error.lineno}: {error.msg}") from None
+        of = f"{sys.version_info.major}.{sys.version_info.minor}"
+        hint = f"it is read as Python {of} reads it; what a newer one added needs Groupwise in a newer one"
+        raise ConfigError(f"malformed Python in {source}, line {error.lineno}: {error.msg}", hint=hint) from None
     return _Script(tree, source).arguments()
-
-
-def _cells(text: str, source: str) -> str:
-    """The code of a notebook, without lines of IPython's own."""
-    try:
-        cells = json.loads(text)["cells"]
-        lines = [
-            line
-            for cell in cells
-            if cell["cell_type"] == "code" and not "".join(cell["source"]).startswith("%%")
-            for line in "".join(cell["source"]).splitlines()
-        ]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"malformed notebook: {source} has no cells in JSON") from None
-    return "\n".join("" if line.lstrip()[:1] in ("!", "%") and line.lstrip()[1:2] != "=" else line for line in lines)
 
 
 class _Script:
@@ -104,6 +92,7 @@ class _Script:
         nodes = [each for each in ast.walk(tree) if id(each) not in self.dead]
         self.bound = Counter(name for each in nodes for name in _binds(each))
         self.values = dict(pair for each in nodes for pair in _assigns(each))
+        self.unpacked = {name for each in nodes for name in _unpacks(each)}
         self.functions = {each.name: each.lineno for each in nodes if isinstance(each, ast.FunctionDef)}
         self.modules = dict(pair for each in nodes for pair in _imports(each))
         self.calls = sorted((each for each in nodes if isinstance(each, ast.Call)), key=lambda call: call.lineno)
@@ -114,6 +103,7 @@ class _Script:
             hint = "a script that trains by GRPO with TRL or Unsloth is read; one of ours is run with python"
             raise ConfigError(f"{self.source} calls no GRPOTrainer", hint=hint)
         given = self._expressions(trainer, "GRPOTrainer")
+        self._refuse_parsed(given)
         top: Numbered = {}
         if (config := self._config(given, trainer)) is not None:
             top |= self._read(config, "GRPOConfig", "")
@@ -141,13 +131,26 @@ class _Script:
         return found[-1] if found else None
 
     def _config(self, given: dict[str, ast.expr], trainer: ast.Call) -> ast.Call | None:
-        """The GRPOConfig that the trainer is given, or else the last before it."""
-        said: ast.expr | None = given.get("args")
-        if isinstance(said, ast.Name) and self.bound[said.id] == 1:
-            said = self.values.get(said.id)
+        """The GRPOConfig that the trainer is given, or else the last before it, or the only one."""
+        said = self._followed(given["args"]) if "args" in given else None
         if isinstance(said, ast.Call) and _kind(said) == "GRPOConfig":
             return said
-        return self._last("GRPOConfig", before=trainer.lineno)
+        return self._last("GRPOConfig", before=trainer.lineno) or self._last("GRPOConfig")
+
+    def _refuse_parsed(self, given: dict[str, ast.expr]) -> None:
+        """Raise ConfigError where the arguments or the adapter are made when the script runs, as by a parser."""
+        found = []
+        for name, kind in (("args", "GRPOConfig"), ("peft_config", "LoraConfig")):
+            node = given.get(name)
+            if node is None or isinstance(node, ast.Constant):
+                continue
+            said = self._followed(node)
+            made = isinstance(said, ast.Name) and said.id not in self.unpacked  # an argument, or bound more than once
+            if not ((isinstance(said, ast.Call) and _kind(said) == kind) or (made and self._last(kind))):
+                found.append(f"line {node.lineno}: {name}, `{_short(node)}`, is known only when the script runs")
+        if found:
+            hint = "give the YAML file that its parser reads (--config) in its place, or call groupwise.from_trl in it"
+            raise ConfigError(f"{self.source} cannot be read:" + "".join(f"\n  - {each}" for each in found), hint=hint)
 
     def _expressions(self, call: ast.Call, kind: str) -> dict[str, ast.expr]:
         """The arguments by name. Raises ConfigError for those that have none."""
@@ -362,6 +365,14 @@ def _assigns(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         yield node.targets[0].id, node.value
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
         yield node.target.id, node.value
+
+
+def _unpacks(node: ast.AST) -> Iterator[str]:
+    """The names that a statement binds to parts of a value."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Tuple | ast.List):
+                yield from (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
 
 
 def _imports(node: ast.AST) -> Iterator[tuple[str, str]]:

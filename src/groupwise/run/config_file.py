@@ -53,6 +53,11 @@ class LoadedRun:
     differs: tuple[Note, ...] = ()
     refused: tuple[Note, ...] = ()
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether the file does not say what the prompts or rewards are, so that nothing can be tried."""
+        return any(origin == MISSING for _, _, origin in self.origins())
+
     def runnable(self) -> RunConfig:
         """The configuration. Raises ConfigError if it asks for what is not here, with the overrides that run it."""
         if not self.refused:

@@ -70,9 +70,8 @@ def put_sampling(t: Translation, p: str) -> None:
 
 
 def put_regex(t: Translation, p: str, *, vllm: bool) -> None:
-    """What completions must match, under TRL's name or its older one."""
-    older = f"{p}vllm_guided_decoding_regex"
-    name = older if older in t.keys and t[older] else f"{p}vllm_structured_outputs_regex"
+    """What completions must match."""
+    name = f"{p}vllm_structured_outputs_regex"
     if not t[name]:
         return
     if vllm:

@@ -1,12 +1,13 @@
 """The keys of another system: what may stand there, what it is when nothing does, and what becomes of it here.
 
-The tables are YAML files beside this one (`tables.py`). There are four things that can become of a key:
+The tables are YAML files beside this one (`tables.py`). There are five things that can become of a key:
 
     plain     its value is the value of one of our keys
     made      the translation makes something of it, often together with others
     idle      it says how to reach on their machinery what is reached here anyway: accepted, and listed by `check`
     absent    it asks for something that is not here: the file is read and explained, but not run; `instead` is the
               override with which it is. Some values do not ask for it (`off`) and are nothing to speak of
+    older     it is what an earlier version of the system called the key `now`, and is read as that
 
 A name is dotted as its users write it; `datasets[].path` is a key of each entry of a list.
 """
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 Kind = Callable[[Any], Any]  # a value as it was written -> as it is meant; raises ValueError saying what it must be
 
-Fate = Literal["plain", "made", "idle", "absent"]
+Fate = Literal["plain", "made", "idle", "absent", "older"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Key:
     default: Any = None
     off: tuple[Any, ...] = ()
     instead: str = ""
+    now: str = ""
 
 
 # ---- kinds ----
@@ -156,6 +158,11 @@ def one_of(*words: str) -> Kind:
 def idle(name: str, because: str) -> Key:
     """Accepted without effect."""
     return Key(name=name, fate="idle", kind=anything, what=because)
+
+
+def older(name: str, now: str) -> Key:
+    """The name that the key `now` had in an earlier version."""
+    return Key(name=name, fate="older", kind=anything, what=f"{now}, by its older name", now=now)
 
 
 def absent(

@@ -1,11 +1,12 @@
 """The tables of other systems' keys: axolotl.yaml, trl.yaml, aitraining.yaml and prime-rl.yaml, beside this file.
 
-A table is a list. An entry names a key by what becomes of it; `base.Key` says what the four are:
+A table is a list. An entry names a key by what becomes of it; `keys.py` says what the five are:
 
     - {plain: seed, kind: integer, here: seed, default: 42}
     - {made: loss_type, one_of: [grpo, dapo], here: algo.policy_loss, default: dapo, what: the preset of that name}
     - {idle: [bf16, tf32], because: precision follows the device}
     - {absent: use_dora, because: DoRA is not here, instead: use_dora=false, off: [false]}
+    - {older: torch_dtype, now: dtype}
     - {include: grpo_args, under: "trl.", defaults: {beta: 0.04}}
 
 `kind` says which values a key takes, by the name of a function (`KINDS`); `default` is what holds there if nothing is
@@ -63,10 +64,12 @@ def _keys(entry: dict[str, Any]) -> Iterator[Key]:
             yield keys.idle(each, entry["because"])
     elif fate == "absent":
         yield _absent(name, **entry)
+    elif fate == "older":
+        yield keys.older(name, **entry)
     elif fate in ("plain", "made"):
         yield _acting(fate, name, **entry)
     else:
-        raise ValueError(f"{fate}: {name} is no entry of a table; it must be plain, made, idle, absent or include")
+        raise ValueError(f"{fate}: {name} is no entry of a table; valid: plain, made, idle, absent, older, include")
 
 
 def _acting(
@@ -110,10 +113,14 @@ def _included(
     """The keys of another table, as the table that takes them in calls them."""
     keys = [key for key in keys_of(table) if only is None or key.name in only]
     called, other = names or {}, defaults or {}
+
+    def name_of(name: str) -> str:
+        return under + called.get(name, name)
+
     known = {key.name for key in keys}
     if wrong := sorted({*called, *other, *(only or ())} - known):
         raise ValueError(f"{table}.yaml has no key {wrong[0]}")
     for key in keys:
-        name = under + called.get(key.name, key.name)
-        instead = f"{under}{key.instead}" if key.instead else ""
-        yield replace(key, name=name, instead=instead, default=other.get(key.name, key.default))
+        instead, now = f"{under}{key.instead}" if key.instead else "", name_of(key.now) if key.now else ""
+        default = other.get(key.name, key.default)
+        yield replace(key, name=name_of(key.name), instead=instead, now=now, default=default)

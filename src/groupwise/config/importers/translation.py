@@ -174,8 +174,7 @@ class Translation:
             keys, known = (*path, name), f"{pattern}{name}"
             place = dotted(keys) + self.document.where(keys)
             if known in self.keys and value is not None:
-                self._paths[known] = keys
-                self._take(self.keys[known], keys, value)
+                self._take_under(known, keys, value)
             inside, entries = f"{known}." in self._sections, f"{known}[]." in self._sections
             if value is not None and inside:
                 if isinstance(value, Mapping):
@@ -190,6 +189,18 @@ class Translation:
                     self.problems.append(f"{place}: {value!r} is not valid; it must be a list of mappings")
             if not (known in self.keys or inside or entries):
                 self.problems.append(f"{place}: unknown; {self._suggest(known)}")
+
+    def _take_under(self, name: str, keys: Keys, value: Any) -> None:
+        """Take a value that is given under a key's name, or the name that it had in an older version."""
+        key = self.keys[name]
+        key = self.keys[key.now] if key.now else key
+        if (other := self._paths.get(key.name)) is not None:  # under both: what an override says holds
+            if any(other == said for said, _ in self.document.overrides):
+                return
+            if not any(keys == said for said, _ in self.document.overrides):
+                self.problem(key.name, f"{dotted(keys)} says the same under another name; write one of them")
+        self._paths[key.name] = keys
+        self._take(key, keys, value)
 
     def _take(self, key: Key, keys: Keys, value: Any) -> None:
         if isinstance(value, Unread):

@@ -143,6 +143,10 @@ def _put_dataset(t: Translation, to: str, split: str) -> None:
         t.put(f"{to}.args", {"name": t["dataset_config"]} if t.given("dataset_config") else None, "dataset_config")
     t.put(f"{to}.prompt_key", "prompt", origin="the column that GRPO reads there")
     t.put(f"{to}.raw", True, origin="a prompt that is a string is sampled as it is there")
+    if t.given("dataset_prompt_column", "system_prompt"):  # open-r1 makes a conversation of it
+        t.put(f"{to}.prompt_key", t["dataset_prompt_column"], "dataset_prompt_column")
+        t.put(f"{to}.system", t["system_prompt"], "system_prompt")
+        t.put(f"{to}.raw", False, origin="open-r1 makes a user's message of it")
 
 
 def _put_model(t: Translation) -> None:
@@ -179,7 +183,8 @@ def _put_model(t: Translation) -> None:
 
 
 def _put_run(t: Translation, length: Length) -> None:
-    """Checkpoints, what is kept, and where metrics go."""
+    """The device, checkpoints, what is kept, and where metrics go."""
+    t.put("device", "cpu" if t["use_cpu"] else None, "use_cpu")
     if t.given("gradient_checkpointing"):
         t.put("train.gradient_checkpointing", t["gradient_checkpointing"], "gradient_checkpointing")
     if t["save_strategy"] == "no":
@@ -189,7 +194,10 @@ def _put_run(t: Translation, length: Length) -> None:
     t.put("adapters.keep", t["save_total_limit"], "save_total_limit")
     report = t["report_to"]
     for tracker in [report] if isinstance(report, str) else report or []:
-        if tracker in ("wandb", "trackio", "mlflow"):
+        if tracker == "wandb" and t.given("wandb_project"):
+            t.put("tracking.wandb", t["wandb_project"], "report_to", "wandb_project")
+            t.put("tracking.wandb_entity", t["wandb_entity"], "wandb_entity")
+        elif tracker in ("wandb", "trackio", "mlflow"):
             t.put(f"tracking.{tracker}", t["project"], "report_to", "project")
         elif tracker == "tensorboard":
             t.put("tracking.tensorboard", True, "report_to")
