@@ -14,7 +14,7 @@ an async worker is lost, the calls that were in it are each repeated alone, so t
 function that did not answer three times running is not called again before `timeout_s` has passed: a batch in which
 everything hangs ends, and is refused, after three deadlines and not after one per group.
 
-What reward code prints is read and dropped, but for the last 2000 bytes; its stdin is empty. The workers and everything
+What reward code prints is shown, line by line (`printed`); its stdin is empty. The workers and everything
 that they started end with this process, also when it is killed with SIGKILL (see `rewards.sandbox_child`).
 Functions that have no reference (given as Python objects) are not the pool's: `score` calls them in its own process.
 """

@@ -1,7 +1,8 @@
 """The worker process of a `RewardPool`: loads the functions, answers calls, and restores what a function changed.
 
 Messages, over the channel that it inherits: the first is a pickled {"specs", "folder", "together"}; it is answered with
-{"ready": true} or {"failed": why}. Then come pickled calls, each answered with JSON by `number`. Pickle goes one way
+{"ready": true} or {"failed": why}. Then come pickled calls, each answered with JSON by `number`, perhaps after what was
+printed. Pickle goes one way
 only, from the parent.
 
 With `together`, calls run as tasks of one event loop, beside each other. Without, one after another in the main thread
@@ -24,6 +25,7 @@ from typing import Any
 
 from groupwise.rewards.base import load_rewards
 from groupwise.rewards.call import Failure, FailureKind, FunctionCall, GroupScores, RewardFunction, TrainerState
+from groupwise.rewards.printed import Prints
 from groupwise.rewards.sandbox import Channel
 from groupwise.rewards.workers import LONGEST_MESSAGE
 
@@ -55,7 +57,7 @@ def decode_answer(message: bytes) -> tuple[int, GroupScores]:
 
 def main(descriptor: int) -> None:
     """Serve the parent at the other end of this socket until it closes it."""
-    channel = Channel(socket.socket(fileno=descriptor), longest=LONGEST_MESSAGE)
+    channel, prints = Channel(socket.socket(fileno=descriptor), longest=LONGEST_MESSAGE), Prints()
     setup = pickle.loads(channel.receive())
     try:
         functions = {each.name: each for each in load_rewards(setup["specs"], folder=setup["folder"])}
@@ -63,7 +65,7 @@ def main(descriptor: int) -> None:
         channel.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
         return
     channel.send(b'{"ready": true}')
-    worker = RewardWorker(channel, functions)
+    worker = RewardWorker(channel, functions, prints)
     with suppress(EOFError, BrokenPipeError):
         if setup["together"]:
             asyncio.run(worker.serve_together())
@@ -74,9 +76,10 @@ def main(descriptor: int) -> None:
 class RewardWorker:
     """The functions, the channel to the parent, and what the process was like before any of them was called."""
 
-    def __init__(self, channel: Channel, functions: Mapping[str, RewardFunction]):
+    def __init__(self, channel: Channel, functions: Mapping[str, RewardFunction], prints: Prints):
         self.channel = channel
         self.functions = functions
+        self.prints = prints
         self.pid = os.getpid()
         self.surroundings = Surroundings()
 
@@ -141,6 +144,8 @@ class RewardWorker:
         if os.getpid() != self.pid:
             os._exit(0)  # the function forked, and this is the child that it let go on
         self.surroundings.restore()
+        if said := self.prints.message(f"reward {request.name}", whole="scoring.workers=0"):
+            self.channel.send(said)
         self.channel.send(encode_answer(request.number, answer))
 
 

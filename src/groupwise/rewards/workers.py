@@ -7,8 +7,8 @@
 The worker is a fresh interpreter (never a fork of one with threads). It gets `setup` pickled, answers {"ready": true}
 or {"failed": why}, and from then on one message for each call, by the call's number. Pickle goes one way only, from the
 parent. A worker that ends, or does not answer a call by its deadline, is killed with all its descendants and replaced;
-the calls that were in flight with it are told. What it prints is read and dropped, but for the end of it, which is in
-the causes. It ends with this process, also when that is killed with SIGKILL (`rewards.sandbox_child`).
+the calls that were in flight with it are told. What it prints is shown (`printed`), and the end of it is in the causes.
+It ends with this process, also when that is killed with SIGKILL (`rewards.sandbox_child`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from groupwise.rewards.printed import show
 from groupwise.rewards.sandbox import Box, SandboxError, trusted
 
 LONGEST_MESSAGE = 1 << 30
@@ -264,10 +265,12 @@ class WorkerProcess:
         self._box.channel.send(message, timeout=timeout)
 
     def receive(self, *, timeout: float) -> tuple[int, Any]:
-        """Raises OSError, EOFError or ValueError."""
+        """The next answer; what was printed before it is shown. Raises OSError, EOFError or ValueError."""
         if self._box is None or self._box.channel is None:
             raise EOFError
-        return self._decode(self._box.channel.receive(timeout=timeout))
+        while show(message := self._box.channel.receive(timeout=timeout)):
+            pass
+        return self._decode(message)
 
     def printed(self) -> str:
         """The worker's last output, phrased to end an error message."""

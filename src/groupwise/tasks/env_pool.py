@@ -14,7 +14,7 @@ Whose doing it was is found out: the episodes of which a method was being run ar
 own, and one that does it there as well fails. (Where it is everybody's, this is not asked: they fail.) An episode that
 does not come out as before fails too: what happens in it depends on more than its case, its seed and the replies.
 
-What environments print is read and dropped, but for the end of it, which is in the cause when a process is lost. The
+What environments print is shown (`rewards.printed`), and the end of it is in the cause when a process is lost. The
 processes and everything that they started end with this one (see `workers`).
 """
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from groupwise.config.run import EnvConfig
 from groupwise.errors import EnvError, GroupwiseError
+from groupwise.rewards.printed import Prints
 from groupwise.rewards.sandbox import Channel
 from groupwise.rewards.workers import LONGEST_MESSAGE
 from groupwise.tasks.env import (
@@ -51,6 +52,7 @@ class EnvHost:
     def __init__(self, config: EnvConfig, factory: EnvFactory):
         self._config, self._factory = config, factory
         self._played: dict[int, _Played] = {}
+        self.name = factory.name
         self.stuck = False  # a method that was given up is still being run
 
     async def reset(self, episode: int, case: Mapping[str, Any], seed: int) -> Observation | dict[str, Observation]:
@@ -150,7 +152,7 @@ class _Played:
 
 def main(descriptor: int) -> None:
     """Serve the parent at the other end of this socket until it closes it."""
-    channel = Channel(socket.socket(fileno=descriptor), longest=LONGEST_MESSAGE)
+    channel, prints = Channel(socket.socket(fileno=descriptor), longest=LONGEST_MESSAGE), Prints()
     setup = pickle.loads(channel.receive())
     try:
         config: EnvConfig = setup["env"]
@@ -160,15 +162,15 @@ def main(descriptor: int) -> None:
         return
     channel.send(b'{"ready": true}')
     with suppress(EOFError, BrokenPipeError):
-        asyncio.run(_CallServer(channel, host).serve())
+        asyncio.run(_CallServer(channel, host, prints).serve())
     os._exit(0)  # whatever threads are stuck in
 
 
 class _CallServer:
     """Reads calls and answers them, as they end."""
 
-    def __init__(self, channel: Channel, host: EnvHost):
-        self._channel, self._host = channel, host
+    def __init__(self, channel: Channel, host: EnvHost, prints: Prints):
+        self._channel, self._host, self._prints = channel, host, prints
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -199,6 +201,8 @@ class _CallServer:
             answer = {"error": error.message, "hint": error.hint, "field": error.field, "kind": error.kind}
         except BaseException as error:  # of a case that cannot be unpickled here, or of a result that is no JSON
             answer = {"error": f"{method}: {type(error).__name__}: {error}"}
+        if said := self._prints.message(f"environment {self._host.name}", whole="env.workers=0"):
+            self._channel.send(said)
         self._channel.send(json.dumps({"number": number, "stuck": self._host.stuck} | answer).encode())
 
 
