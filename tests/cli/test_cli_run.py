@@ -165,9 +165,27 @@ def test_without_eval_the_training_reward_is_compared(project):
 
 
 def test_a_reward_that_never_differs_trains_nothing_and_says_so(project):
-    result = cli("run", project.config, "rewards[0]=my_rewards:constant", "train.steps=1", "run_dir=out")
+    flat = ("rewards[0]=my_rewards:constant", "train.steps=1")
+    result = cli("run", project.config, *flat, "run_dir=out", "--json")
+    left = json.loads(result.stdout)
+    assert (result.exit_code, left["trained"], left["adapter"]) == (1, False, None)
+    assert "every completion has the reward 0.5" in result.stderr
+    assert "every completion has the reward 0.5" in cli("run", project.config, *flat).stdout
+
+
+def test_a_tie_keeps_the_base_and_is_not_called_a_run_that_trained_nothing(project):
+    """Where `eval.best` found no version that is better, the run's policy is the base for every command."""
+    tie = ("eval.best=greedy", "eval.every=1", "eval.patience=2", "train.steps=9", "train.learning_rate=1e-12")
+    result = cli("run", project.config, *tie, "run_dir=out", "--json")
+    left = json.loads(result.stdout)
     assert result.exit_code == 0, result.stderr
-    assert "adapter  none: no step had a group with different rewards" in result.stdout
+    assert (left["trained"], left["adapter"], left["version"]) == (True, None, "base")
+    assert (left["out_of_patience"], left["steps"]) == (True, 2)
+    assert json.loads(cli("adapters", "list", "--run", "out", "--json").stdout)["active"] == "base"
+    refused, named = cli("chat", "out", "Hello"), cli("chat", "out@2", "Hello")
+    assert (refused.exit_code, named.exit_code) == (2, 0) and "out@2" in refused.stderr
+    shown = cli("run", project.config, *tie, "run_dir=again").stdout
+    assert "eval.patience" in shown and "again@2" in shown
 
 
 def test_all_parameters_train_and_the_model_is_saved(project):

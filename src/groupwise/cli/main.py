@@ -34,7 +34,7 @@ from groupwise.cli.profiles import add_profiles
 from groupwise.cli.ui import add_ui
 from groupwise.cli.vllm import add_vllm
 from groupwise.config.world import world
-from groupwise.errors import ConfigError, Interrupted
+from groupwise.errors import ConfigError, Interrupted, TrainingError
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
@@ -157,7 +157,7 @@ def run(
 
     check_place(loaded)
     plan = _plan(loaded, make_plan)
-    from groupwise.cli.print import print_run, run_as_json
+    from groupwise.cli.print import print_run, run_as_json, why_untrained
     from groupwise.run.loop import run_loop as train
 
     with json_alone(as_json):
@@ -166,6 +166,9 @@ def run(
         print_json(run_as_json(loaded, result)) if as_json else print_run(stdout(), loaded, result)
     if result.interrupted:
         raise typer.Exit(Interrupted.exit_code)
+    if world().leads and not result.trained:
+        say(f"error: nothing was trained, because {why_untrained(result)}")
+        raise typer.Exit(TrainingError.exit_code)
 
 
 @app.command(

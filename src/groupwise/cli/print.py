@@ -24,6 +24,7 @@ from groupwise.config.teacher import TeacherConfig
 from groupwise.config.yaml import inline
 from groupwise.run.display import before_after_table, said, side_by_side
 from groupwise.run.evaluate import Evaluation, PairedTest, compare
+from groupwise.run.health_zeros import why_flat
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.tracking import METRICS, read_metrics
 from groupwise.tasks.transcript import visible
@@ -56,6 +57,8 @@ def run_as_json(config: RunConfig, result: RunResult) -> dict[str, Any]:
         "adapter": None if path is None else str(path),
         "steps": result.steps,
         "interrupted": result.interrupted,
+        "out_of_patience": result.out_of_patience,
+        "trained": result.trained,
         **({} if config.promote is None else {"promoted": result.promoted and str(result.promoted)}),
         "comparison": [{"metric": m, "before": finite(b), "after": finite(a)} for m, b, a in _rows(config, result)],
     }
@@ -78,15 +81,33 @@ def print_run(console: Console, config: RunConfig, result: RunResult, *, extreme
         print_line(
             f"stopped after step {result.steps} of {config.train.steps}, as asked; everything is saved", console=console
         )
+    elif result.out_of_patience and config.eval is not None:
+        better = f"{config.eval.patience} evaluations in a row were no better than the best (eval.patience)"
+        print_line(f"stopped after step {result.steps} of {config.train.steps}: {better}", console=console)
     print_line(f"run      {result.run_dir}", console=console)
+    if not result.trained:
+        print_line(f"adapter  none: nothing was trained, because {why_untrained(result)}", console=console)
+        return
     if path is None:
-        print_line("adapter  none: no step had a group with different rewards, so nothing was trained", console=console)
+        last = shlex.quote(f"{result.run_dir}@{result.newest.number}")
+        print_line("adapter  none: no version was better than the base where they were evaluated", console=console)
+        print_line(f"         the last one is {last}", console=console)
         return
     print_line(f"{'model  ' if config.train.lora is None else 'adapter'}  {path}  ({result.version})", console=console)
     if config.promote is not None:
         print_line(f"active   {result.promoted or 'as before: no version was promoted'}", console=console)
     for line in _next_steps(config, result, path):
         print_line(line, console=console)
+
+
+def why_untrained(result: RunResult) -> str:
+    """Why no step changed the policy, as its last step tells it."""
+    steps = [line for line in read_metrics(result.run_dir / METRICS) if line.get("rollout/groups_trained") is not None]
+    if not steps:
+        return "no step was finished"
+    if any(line["rollout/groups_trained"] for line in steps):
+        return f"no step could be applied (groupwise health {shlex.quote(str(result.run_dir))} says why)"
+    return why_flat(steps[-1])
 
 
 def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:

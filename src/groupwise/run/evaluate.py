@@ -102,7 +102,9 @@ class Evaluation:
     def said(self) -> str:
         """The mean in a line, and where there is one that of what the run is trained by."""
         beside = self.training_mean()
-        return f"{self.mean():.1%}" + ("" if math.isnan(beside) else f" (the training reward {beside:.1%})")
+        mean = _shown(self.mean(), (reward for group in self.groups for reward in _rewards(group)))
+        trained = _shown(beside, (reward for each in self.training for reward in each if reward is not None))
+        return mean + ("" if math.isnan(beside) else f" (the training reward {trained})")
 
     def values(self, measure: str) -> list[float]:
         """A measure of each prompt: its mean `reward`, `pass@K` or `maj@K`. NaN where too few completions were
@@ -242,6 +244,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} of {c} successes among {n}; it must be that 0 <= c <= n and 1 <= k <= n")
     return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
+
+
+def _shown(mean: float, rewards: Iterable[float]) -> str:
+    """A mean of rewards: per cent where each of them is between 0 and 1, a number where one is not."""
+    return f"{mean:.1%}" if all(0 <= reward <= 1 for reward in rewards) else f"{mean:.3f}"
 
 
 class BestVersion:

@@ -19,12 +19,12 @@ def explain_zeros(metrics: Mapping[str, float | None]) -> dict[str, str]:
     found: dict[str, str] = {}
     if metrics["rollout/groups_trained"] == 0:
         found["nothing trained"] = (
-            f"nothing was trained in this step and its loss is 0, because {_why_flat(metrics)}: no problem now and "
+            f"nothing was trained in this step and its loss is 0, because {why_flat(metrics)}: no problem now and "
             "then, but a run learns only in steps in which the rewards of some group differ"
         )
     elif metrics.get("reward/frac_zero_std") == 1.0:
         found["rewards equal"] = (
-            f"reward/std is 0 because {_why_flat(metrics)}: no problem now and then, but in such a step only the other "
+            f"reward/std is 0 because {why_flat(metrics)}: no problem now and then, but in such a step only the other "
             "terms of the loss, or groups of earlier steps, move the policy"
         )
     loss, norm = metrics.get("loss/policy"), metrics.get("optim/grad_norm")
@@ -43,7 +43,7 @@ def explain_zeros(metrics: Mapping[str, float | None]) -> dict[str, str]:
     return found
 
 
-def _why_flat(metrics: Mapping[str, float | None]) -> str:
+def why_flat(metrics: Mapping[str, float | None]) -> str:
     """Why no group teaches anything."""
     if metrics.get("rollout/groups") == 0:
         return "no group was sampled"

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """What a run leaves: its directory, its policy (the best version where `eval.best` asks for it, else the last), the
-    evaluations before it and of that policy (empty without `eval`), and what `promote` made active, if anything."""
+    evaluations before it and of that policy (empty without `eval`), and what `promote` made active, if anything.
+    `newest` is the last version, `trained` whether a step changed the policy, and `out_of_patience` whether
+    `eval.patience` ended the run."""
 
     run_dir: Path
     version: PolicyVersion
@@ -54,6 +56,9 @@ class RunResult:
     before: Evaluations
     after: Evaluations
     promoted: PolicyVersion | None = None
+    newest: PolicyVersion
+    trained: bool
+    out_of_patience: bool = False
 
 
 def run_loop(
@@ -140,6 +145,9 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
         before=before,
         after=after,
         promoted=None if run.promotion is None else run.promotion.promoted,
+        newest=run.policy.newest,
+        trained=run.updates.changed > 0,
+        out_of_patience=run.out_of_patience,
     )
 
 

@@ -210,6 +210,11 @@ class TrainingRun:
             self._best.observe(version, result[config.best].mean())
         await self._promote(step, version, result)
         self._protect()
+        return self.out_of_patience
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether `eval.patience` evaluations in a row were no better than the best, so that the run ends."""
         return self._best.stop
 
     async def _evaluation(self, version: PolicyVersion) -> Evaluations:

@@ -298,6 +298,11 @@ class AdapterStore:
         """The version that requests without an `adapter` get; the base model until something is activated."""
         return (PolicyVersion.base(), *self._read_state().activations)[-1]
 
+    @property
+    def base_was_chosen(self) -> bool:
+        """Whether the base was made active, and not only is so because nothing ever was."""
+        return self._read_state().activations[-1:] == (PolicyVersion.base(),)
+
     def was_active(self, version: PolicyVersion) -> bool:
         """Whether the version is active, or was and can be rolled back to."""
         return version in self._read_state().activations
@@ -323,7 +328,7 @@ class AdapterStore:
             if not version.is_base:
                 self._require(version)
             state = self._read_state()
-            if version != self.active:
+            if version != self.active or not state.activations:
                 activations = (*state.activations, version)[-MAX_ACTIVATIONS:]
                 self._write_state(replace(state, activations=activations))
 

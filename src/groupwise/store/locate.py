@@ -29,7 +29,7 @@ from groupwise.types import BASE, PolicyVersion
 
 RUNS = Path("runs")
 
-UNTRAINED = "untrained"  # the `kind` of the error about a run that has published nothing
+UNTRAINED = "untrained"  # the `kind` of the error about a run whose policy is the base
 
 STORE = "adapters"  # a run's store is in this folder of it
 
@@ -222,6 +222,12 @@ def _of_run(run: Path, number: str) -> Located:
     """Version `number` ("@80"; "" for its policy) of the run's adapter: the active one's, or the only one there is."""
     store = open_store(run=run)
     names = store.names()
+    if not number and store.base_was_chosen:
+        raise AdapterNotFoundError(
+            f"the policy of {run} is the base: no version was better where it was evaluated",
+            hint=f"name a version: {run}@{store.versions(names[0])[-1].number}",
+            kind=UNTRAINED,
+        )
     name = store.active.name if not store.active.is_base else names[0] if len(names) == 1 else None
     if name is None:
         raise AdapterNotFoundError(
