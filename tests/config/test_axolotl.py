@@ -190,7 +190,7 @@ def test_a_warm_up_longer_than_the_run_rises_as_far_as_there(read):
     loaded = read(DORA)
     assert (loaded.config.train.warmup_steps, loaded.config.train.steps) == (3, 3)
     assert loaded.config.train.learning_rate == pytest.approx(1e-4 * 3 / 10)
-    assert "rises to 3/10 of learning_rate" in loaded.differs[0].text
+    assert not loaded.differs  # the rates are the same, step by step
 
 
 # ---- overrides ----

@@ -65,8 +65,8 @@ def test_the_public_load_config_reads_every_spelling(tmp_path):
     assert groupwise.load_config(tmp_path / "a.yaml").engine == "vllm"
     with pytest.raises(ConfigError, match="peft_use_dora"):
         groupwise.load_config(tmp_path / "a.yaml", ["peft_use_dora=true"])
-    with pytest.warns(UserWarning, match="not as in Axolotl: warmup_steps"):
-        groupwise.load_config(tmp_path / "a.yaml", ["trl.use_vllm=false", "max_steps=3"])
+    with pytest.warns(UserWarning, match="not as in Axolotl: lora_target_linear"):
+        groupwise.load_config(tmp_path / "a.yaml", ["trl.use_vllm=false", "lora_target_linear=null"])
 
 
 def test_origins_of_a_native_file(tmp_path):

@@ -123,12 +123,14 @@ def test_messages_become_what_templates_read() -> None:
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache": 1}]},
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+        {"role": "assistant", "content": None, "refusal": "No."},
         {"role": "tool", "content": "3", "tool_call_id": "1"},
     ]
     assert as_messages(parse(ChatRequest, {"messages": messages}).messages) == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "content": "No."},
         {"role": "tool", "content": "3", "tool_call_id": "1"},
     )
 

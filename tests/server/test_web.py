@@ -153,9 +153,10 @@ def test_files_are_only_read(http: TestClient) -> None:
     assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
-def test_browsers_are_led_to_it_and_programs_are_not(http: TestClient) -> None:
+def test_the_root_leads_to_it(http: TestClient) -> None:
     home, short = http.get("/", headers=BROWSER), http.get("/ui", headers=BROWSER)
     assert (home.status_code, home.headers["location"]) == (307, "ui/")
     assert (short.status_code, short.headers["location"]) == (308, "ui/")
-    assert http.get("/").status_code == 401
+    assert http.get("/").headers["location"] == http.head("/").headers["location"] == "ui/"
+    assert http.post("/").status_code == 401
     assert http.get("/uix", headers=BROWSER).status_code == 401

@@ -102,7 +102,8 @@ class ConcurrencyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
-    """Steps between syncs of the sampling policy (1, N, or 0 for never), and between checkpoints (0: at the end)."""
+    """Steps between syncs of the sampling policy (1, N, or 0 for never), and between checkpoints (0: one at the end and
+    when the run is stopped, so that one that is killed begins anew)."""
 
     weight_sync_interval: int = 1
     dcp_save_interval: int = 0

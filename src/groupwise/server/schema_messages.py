@@ -69,6 +69,7 @@ _SAYS_SOMETHING = {
         "anyOf": [
             {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
             {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+            {"required": ["refusal"], "properties": {"refusal": {"type": "string"}}},
         ]
     },
     "else": {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}, "allOf": [_NO_CALLS]},
@@ -82,6 +83,8 @@ class ChatMessage(Part):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
+    refusal: str | None = None
+    """What OpenAI's models say in place of content; it is read as that."""
     reasoning_content: str | None = None
     name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     tool_calls: Annotated[list[ToolCall], FailFast(), Field(max_length=1024)] | None = None
@@ -89,7 +92,7 @@ class ChatMessage(Part):
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal is not None)):
             what = "content or tool_calls" if self.role == "assistant" else "content"
             message = "a message of role '{role}' needs {what}"
             raise fault("invalid_messages", message, role=self.role, what=what, param="content")
@@ -102,6 +105,8 @@ class ChatMessage(Part):
         """As the chat templates want it; `developer` is what newer clients call `system`."""
         message: dict[str, Any] = self.model_dump(exclude_none=True)
         message["role"] = "system" if self.role == "developer" else self.role
+        if (refusal := message.pop("refusal", None)) is not None:
+            message.setdefault("content", refusal)
         return message  # pyright: ignore[reportReturnType]
 
 

@@ -75,8 +75,7 @@ class Web:
 def _answer(scope: Scope) -> Response | None:
     """None for what is not the web interface's."""
     path, headers = scope["path"], Headers(scope=scope)
-    wants_page = scope["method"] in READS and "text/html" in headers.get("accept", "")
-    if path == "/" and wants_page:
+    if path == "/" and scope["method"] in READS:
         return RedirectResponse("ui/", status_code=307, headers=SAFETY)
     if path == ROOT.rstrip("/"):
         return _checked(scope["method"], RedirectResponse("ui/", status_code=308, headers=SAFETY))

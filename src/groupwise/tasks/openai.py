@@ -76,6 +76,7 @@ class AgentMessage(_Lenient):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[AgentTextPart] | None = None
+    refusal: str | None = None  # what OpenAI's models say in place of content
     reasoning_content: str | None = None
     name: str | None = None
     tool_calls: list[AgentToolCall] | None = None
@@ -85,6 +86,8 @@ class AgentMessage(_Lenient):
         """As chat templates want it: text as one string, `system` for `developer`."""
         message: dict[str, Any] = self.model_dump(exclude_none=True)
         message["role"] = "system" if self.role == "developer" else self.role
+        if (refusal := message.pop("refusal", None)) is not None:
+            message.setdefault("content", refusal)
         if isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content)
         if not self.tool_calls:
@@ -299,7 +302,8 @@ def checked(request: AgentChatRequest) -> AgentChatRequest:
         if refused:
             raise RequestError(why, field=param)
     for i, message in enumerate(request.messages):
-        if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        says_nothing = message.content is None and message.refusal is None
+        if says_nothing and not (message.role == "assistant" and message.tool_calls):
             raise RequestError(f"messages.{i} of role {message.role!r} has no content", field=f"messages.{i}.content")
     return request
 

@@ -1712,6 +1712,8 @@ export interface components {
             role: "system" | "developer" | "user" | "assistant" | "tool";
             /** Content */
             content?: (string | components["schemas"]["TextPart"][]) | null;
+            /** Refusal */
+            refusal?: string | null;
             /** Reasoning Content */
             reasoning_content?: string | null;
             /** Name */

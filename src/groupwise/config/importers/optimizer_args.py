@@ -172,9 +172,7 @@ def _put_warmup(t: Translation, names: OptimizerNames, length: Length, *, peak: 
         return
     warmup = length.rollouts(steps)
     if length.here is not None and warmup > length.here:
-        what = f"a warm-up of {steps:g} steps is longer than the run of {length.there}: the rate rises to"
-        t.note_difference(name, f"{what} {length.here}/{warmup} of {names.learning_rate}, as there")
-        peak, warmup = float(f"{peak * length.here / warmup:.12g}"), length.here
+        peak, warmup = float(f"{peak * length.here / warmup:.12g}"), length.here  # the same rates, step by step
     t.put("train.learning_rate", peak, names.learning_rate)
     t.put("train.warmup_steps", warmup, name)
 
