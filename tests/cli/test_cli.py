@@ -457,6 +457,22 @@ def test_adapters_export_is_a_plain_peft_directory(store, tmp_path):
     assert again.exit_code == 1 and "not an empty directory" in again.stderr
 
 
+def test_adapters_export_finds_what_the_other_formats_find(store, project, base):
+    """A version of an older run, by its run or by its directory; a run of all parameters has none, and says so."""
+    newer = AdapterStore(project.folder / "runs" / "other-1" / "adapters")
+    directory = store.path(store.resolve("toy@1"))
+    of = Provenance(base_model="m", base_hash="h")
+    newer.publish("other", lambda to: shutil.copytree(directory, to, dirs_exist_ok=True), info=of)
+    for number, name in enumerate(["toy@1", "runs/toy-1@1", "toy-1@1", str(directory)]):
+        done = cli("adapters", "export", name, f"plain-{number}", "--json")
+        assert json.loads(done.stdout) == {"version": "toy@1", "path": f"plain-{number}"}, done.stderr
+    plain = cli("adapters", "export", "plain-0", "again")
+    assert plain.exit_code != 0 and not Path("again").exists()
+    save_model(base, project.folder / "runs" / "full-1" / "model")
+    whole = cli("adapters", "export", "full-1", "whole")
+    assert whole.exit_code == 2 and "--format merged" in whole.stderr and not Path("whole").exists()
+
+
 def test_adapters_of_nowhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     nothing = cli("adapters", "list")

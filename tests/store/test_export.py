@@ -199,12 +199,20 @@ def test_transformers_reads_the_gguf(trained, sample, family: str, tmp_path: Pat
     assert tokenizer(text, add_special_tokens=False).input_ids == learner.base.tokenizer(text).input_ids
 
 
-def test_llama_cpp_computes_as_we_do(tmp_path: Path) -> None:
-    """The starter as GGUF in llama.cpp itself: it splits a text into our tokens, and answers with our logprobs."""
+@pytest.mark.parametrize("family", [None, *IN_GGUF])
+def test_llama_cpp_computes_as_we_do(trained, family: str | None, tmp_path: Path) -> None:
+    """A model as GGUF in llama.cpp itself, the starter or a trained one of a family: it splits a text into our tokens,
+    and answers with our log-probabilities."""
     xllamacpp = pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")
-    base = load_model("starter", device="cpu", dtype="float32")
-    path = write_gguf(base, tmp_path / "starter.gguf", dtype="float32")
+    path = tmp_path / "whole.gguf"
+    if family is None:
+        base = load_model("starter", device="cpu", dtype="float32")
+        write_gguf(base, path, dtype="float32")
+    else:
+        export_model(trained(family)[0], tmp_path / "whole", format="merged", dtype="float32")
+        export_model(trained(family)[0], path, format="gguf", dtype="float32")
+        base = load_model(str(tmp_path / "whole"), device="cpu", dtype="float32")
     chat = [{"role": "user", "content": "What is 12 + 30? Reply with just the number."}]
     text = str(base.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     ids = tuple(base.tokenizer(text).input_ids)
@@ -213,13 +221,15 @@ def test_llama_cpp_computes_as_we_do(tmp_path: Path) -> None:
         request = SamplingRequest(prompt_ids=ids, n=1, params=params, version=PolicyVersion.base())
         ((mine,),) = engine.generate([request])
     options = xllamacpp.CommonParams()
-    options.model.path, options.n_ctx, options.cpuparams.n_threads, options.warmup = str(path), 256, 1, False
+    options.model.path, options.n_ctx, options.cpuparams.n_threads, options.warmup = str(path), 128, 1, False
+    options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(options)
     answer = server.handle_completions({"prompt": text, "max_tokens": 4, "temperature": 0, "n_probs": 1})
     told = answer["choices"][0]["logprobs"]["content"]
     assert answer["usage"]["prompt_tokens"] == len(ids)
-    assert tuple(token["id"] for token in told) == mine.token_ids
-    assert [token["logprob"] for token in told] == pytest.approx(mine.logprobs, abs=0.01)  # its cache has 16 bits
+    assert told and tuple(token["id"] for token in told) == mine.token_ids[: len(told)]  # up to half a character
+    assert [token["logprob"] for token in told] == pytest.approx(mine.logprobs[: len(told)], abs=1e-4)
 
 
 def test_what_has_no_place_in_gguf_says_so(trained, monkeypatch, tmp_path: Path) -> None:

@@ -155,6 +155,22 @@ def test_a_run_that_was_begun_and_has_written_nothing_yet_is_not_begun_twice(tmp
         assert (run_dir / "config.yaml").read_bytes() == saved
 
 
+def test_a_run_that_may_go_on_and_begins_anew_says_why(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def begun(**keys) -> Path:
+        with open_run_dir(config(tmp_path, **keys), note=said.append) as (run_dir, _):
+            return run_dir
+
+    first = begun()
+    assert begun() == first and not said  # there was none, and then it was not finished
+    second = begun(train={"steps": 7, "warmup_steps": 0})
+    assert second != first and len(said) == 1
+    assert str(first) in said[0] and "train.steps" in said[0] and "train.lora" not in said[0]
+    third = begun(seed=5, name="other")
+    assert third not in (first, second) and len(said) == 1
+
+
 def test_runs_that_begin_in_the_same_second_have_a_directory_each(tmp_path: Path, monkeypatch) -> None:
     class Clock:
         now = staticmethod(lambda zone: datetime(2025, 1, 31, 12, tzinfo=zone))

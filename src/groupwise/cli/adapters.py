@@ -41,6 +41,7 @@ from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Re
 if TYPE_CHECKING:
     from groupwise.sdk.client import Client
     from groupwise.store.adapters import AdapterStore
+    from groupwise.types import PolicyVersion
 
 PROBE_S = 1.0  # a server on this machine answers at once, or is not the one to ask
 
@@ -235,8 +236,7 @@ def export(
         with client:
             name, path = _export(client, name, directory)
     else:
-        opened = _open_store(run, store)
-        version = opened.resolve(name)
+        opened, version = _found(name, run, store)
         name, path = str(version), opened.export(version, directory)
     if as_json:
         return print_json({"version": name, "path": str(path)})
@@ -419,6 +419,27 @@ def _export_model(
         shown = {"version": name, "path": str(exported.path), "format": format_, "dtype": exported.dtype}
         return print_json(shown | {"base_model": policy.model, "note": exported.note})
     print(exported.path)
+
+
+def _found(name: str, run: str | None, store: Path | None) -> tuple[AdapterStore, PolicyVersion]:
+    """The version that is meant, of a run or a store that is named, or of any run, with the store that it is in."""
+    from groupwise.store.locate import find_policy
+
+    if run is not None or store is not None:
+        opened = _open_store(run, store)
+        return opened, opened.resolve(name)
+    try:
+        policy = find_policy(name)
+    except AdapterNotFoundError as error:
+        error.hint = f"{error.hint}, or a server with --url URL (none answers on this machine)"
+        raise
+    if policy.adapter is None:
+        message = f"{name} trained all parameters, so that there is no adapter; its model is {policy.model}"
+        raise AdapterNotFoundError(message, hint="write it for another program: --format merged, or --format gguf")
+    if policy.adapter.store is None:
+        message = f"{policy.adapter.directory} is an adapter in PEFT's layout already"
+        raise AdapterError(message, hint="copy it, or write the whole model: --format merged, or --format gguf")
+    return policy.adapter.store, policy.adapter.version
 
 
 def _open_store(run: str | None, store: Path | None) -> AdapterStore:

@@ -97,7 +97,7 @@ def _run(
     config = plan.config
     resolved = config.model_dump(mode="json")
     with (
-        open_run_dir(config) as (run_dir, state),
+        open_run_dir(config, note=shown.note) as (run_dir, state),
         open_components(plan, on_phase=shown.phase, say=shown.note, ranks=ranks, remote=remote) as parts,
         open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config=resolved) as tracking,
     ):

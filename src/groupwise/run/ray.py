@@ -162,7 +162,7 @@ def supervise(config: RunConfig, run: Run[R], *, say: Callable[[str], None] = la
         with placed(roles.bundles, timeout_s=config.launcher.start_timeout_s, say=say) as group:
             places, lost = roles.places(group, os.getcwd()), 0
             config = config.model_copy(
-                update={"run_dir": str(reserve_run_dir(config))}
+                update={"run_dir": str(reserve_run_dir(config, note=say))}
             )  # learners that come later find it
             while True:
                 try:

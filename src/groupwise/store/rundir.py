@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,10 +37,12 @@ ROLLOUTS, EVALUATIONS, ADAPTERS = "rollouts", "evaluations", "adapters"
 
 
 @contextmanager
-def open_run_dir(config: RunConfig) -> Iterator[tuple[Path, checkpoint.RunState | None]]:
+def open_run_dir(
+    config: RunConfig, *, note: Callable[[str], None] = lambda text: None
+) -> Iterator[tuple[Path, checkpoint.RunState | None]]:
     """Context manager: the run's directory, locked against other processes, and the state from which a resumed run goes
     on (`resume: auto`). The run that `run_dir` names may be finished: then there is nothing left but to conclude it
-    again.
+    again. `note` is told why a run that may go on with another begins anew.
 
     The directory is locked before anything in it is changed: a run that is being trained stays as it is.
 
@@ -49,18 +51,22 @@ def open_run_dir(config: RunConfig) -> Iterator[tuple[Path, checkpoint.RunState 
         InUseError: another process trains in it.
         StorageError: it cannot be written.
     """
-    run_dir = reserve_run_dir(config)
+    run_dir = reserve_run_dir(config, note=note)
     with owned(run_dir):
         yield run_dir, _entered(run_dir, config)
 
 
-def reserve_run_dir(config: RunConfig) -> Path:
+def reserve_run_dir(config: RunConfig, *, note: Callable[[str], None] = lambda text: None) -> Path:
     """The directory of the run that goes on, or of a new one, which is made here and given to nobody else.
 
     Raises as `open_run_dir`, but for the lock.
     """
-    if config.resume == "auto" and config.run_dir is None and (begun := _unfinished(config)) is not None:
-        return begun
+    if config.resume == "auto" and config.run_dir is None:
+        begun, why_anew = _unfinished(config)
+        if begun is not None:
+            return begun
+        if why_anew:
+            note(f"resume=auto begins a new run: {why_anew}")
     check_place(config)
     path = config.run_path(now=datetime.now(UTC))
     _check_free(path, config)
@@ -147,17 +153,24 @@ def _check_free(run_dir: Path, config: RunConfig) -> None:
         )
 
 
-def _unfinished(config: RunConfig) -> Path | None:
-    """The newest run of this configuration in `output_dir` that was not finished."""
+def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
+    """The newest run of this configuration in `output_dir` that was not finished; else why the newest of this name does
+    not go on, which is "" where there is none."""
     pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
     matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]
     begun = [(match[1], int(match[2] or 1), path) for match, path in matches if match]
+    whys: list[str] = []
     for _, _, run_dir in sorted(begun, reverse=True):
-        if (run_dir / CONFIG).exists() and not _changes(run_dir / CONFIG, config):
-            at = checkpoint.newest(run_dir)
-            if at is None or not checkpoint.read(at).finished:
-                return run_dir
-    return None
+        if not (run_dir / CONFIG).exists():
+            continue
+        if changed := _changes(run_dir / CONFIG, config):
+            whys.append(f"{run_dir} has another {', '.join(changed)}")
+            continue
+        at = checkpoint.newest(run_dir)
+        if at is None or not checkpoint.read(at).finished:
+            return run_dir, ""
+        whys.append(f"{run_dir} was finished")
+    return None, next(iter(whys), "")
 
 
 def _changes(saved: Path, config: RunConfig) -> list[str]:
@@ -168,7 +181,19 @@ def _changes(saved: Path, config: RunConfig) -> list[str]:
         now = identity(resolved(config))
     except (OSError, YAMLError, ValueError, TypeError):
         return ["configuration, or one that cannot be read"]
-    return [key for key in {**before, **now} if _text(before.get(key)) != _text(now.get(key))]
+    return list(_differing(before, now))
+
+
+def _differing(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
+    """The dotted keys whose values differ."""
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if _text(old) == _text(new):
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from (f"{key}.{inner}" for inner in _differing(old, new))
+        else:
+            yield key
 
 
 def _text(value: object) -> str:
