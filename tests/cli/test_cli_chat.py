@@ -136,3 +136,23 @@ def test_serve_of_a_run_that_trained_all_parameters(served, run, model_dir):
 def test_serve_refuses_a_version_that_is_not_there(served):
     refused = cli("serve", "toy@9")
     assert refused.exit_code == 2 and "toy@9" in refused.stderr and not served
+
+
+@pytest.mark.parametrize(("system", "roles"), [((), ["system", "user"]), (("--system", ""), ["user"])])
+def test_a_run_is_asked_as_it_was_trained(run, monkeypatch, system, roles):
+    """With the system message of its prompts, and with replies of the form that its completions had."""
+    from groupwise.model import chat as encoding
+
+    asked = []
+    encode = encoding.encode_prompt
+    monkeypatch.setattr(encoding, "encode_prompt", lambda p, *a, **k: asked.append(p.messages) or encode(p, *a, **k))
+    saved = run / "config.yaml"
+    before = saved.read_text()
+    rollout = "rollout: {structured_outputs: {choice: [yes it is, no]}}"
+    saved.write_text(f"{before}data: {{source: p.jsonl, system: Be brief.}}\n{rollout}\nnot_a_key: 5\n")
+    try:
+        said = cli("chat", "toy", SUM, *system, "--json", "--seed", 1)
+    finally:
+        saved.write_text(before)
+    assert json.loads(said.stdout)["text"].strip() in ("yes it is", "no"), said.stderr
+    assert [message["role"] for message in asked[0]] == roles

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError, OpenAI
 
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
 from groupwise.model.chat import encode_prompt
 from groupwise.server import chat
@@ -457,15 +458,19 @@ def test_the_template_is_told_what_it_reads(client: OpenAI) -> None:
     tokenizer = build_tokenizer([render(list(ADD))], vocab_size=300)
     tokenizer.chat_template = "{{ date or 'no date' }}|{{ place.name }}|{{ messages[0].content }}"
     given = {"date": "<|im_end|>1 May", "place": {"name": "home"}}
-    prompt = chat.chat_prompt(ChatRequest(messages=ADD, chat_template_kwargs=given), tokenizer)
+
+    def prompted(**told: Any) -> chat.ChatPrompt:
+        return chat.chat_prompt(ChatRequest(messages=ADD, chat_template_kwargs=told), tokenizer, ServeConfig())
+
+    prompt = prompted(**given)
     assert tokenizer.decode(list(prompt.ids)) == f"<|im_end|>1 May|home|{ADD[0]['content']}"
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in prompt.ids  # what is told cannot end a turn
     for name, reason in (("dates", "does not read 'dates'"), ("bos_token", "special tokens")):
         tokenizer.bos_token = "<|im_start|>"
         with pytest.raises(RequestError, match=reason) as refused:
-            chat.chat_prompt(ChatRequest(messages=ADD, chat_template_kwargs={name: "x"}), tokenizer)
+            prompted(**{name: "x"})
         assert refused.value.field == f"chat_template_kwargs.{name}"
-    chat.chat_prompt(ChatRequest(messages=ADD, chat_template_kwargs={**given, "enable_thinking": False}), tokenizer)
+    prompted(**given, enable_thinking=False)
     with pytest.raises(BadRequestError) as unknown:
         ask(client, ADD, chat_template_kwargs={"reasoning_effort": "high"})
     assert unknown.value.param == "chat_template_kwargs.reasoning_effort"
@@ -660,3 +665,21 @@ def test_the_starter_is_as_good_over_http_as_it_is(client: OpenAI) -> None:
     answers = [ask(client, row["prompt"], temperature=0).choices[0].message.content for row in rows]
     right = sum(is_correct("compare", text, row["answer"]) for text, row in zip(answers, rows, strict=True))
     assert right >= 10, "80% in the starter's report"
+
+
+# ---- what the settings add ----
+def test_chats_without_a_system_message_or_a_form_have_the_servers(client: OpenAI, tmp_path: Path) -> None:
+    """As `groupwise serve RUN` sets them; what a request says goes before."""
+    asked = {"system": "Answer yes or no.", "structured_outputs": {"choice": ["yes", "no"]}}
+    with (
+        served(tmp_path, [chat.router], **asked) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as its,
+    ):
+        first = ask(its, ADD, max_tokens=64, return_token_ids=True)
+        assert first.choices[0].message.content.strip() in ("yes", "no")
+        assert tuple(first.prompt_token_ids) == ids_of([{"role": "system", "content": asked["system"]}, *ADD])
+        own = [{"role": "system", "content": "Be brief."}, *ADD]
+        second = ask(its, own, max_tokens=8, return_token_ids=True, response_format={"type": "text"}, seed=5)
+        assert tuple(second.prompt_token_ids) == ids_of(own)
+        plain = ask(client, own, max_tokens=8, return_token_ids=True, seed=5)
+        assert second.choices[0].token_ids == plain.choices[0].token_ids

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from groupwise.sdk.client import Client
     from groupwise.store.locate import TrainedPolicy
     from groupwise.tasks.reply import ReplyPart
-    from groupwise.types import Completion, SamplingParams
+    from groupwise.types import Completion, Grammar, SamplingParams
 
 MAX_TOKENS = 2048  # of a reply, where --max-tokens does not say; less where the context is full before
 
@@ -62,7 +62,9 @@ def chat(
     message: Annotated[
         str | None, typer.Argument(metavar="[MESSAGE]", help="Default: a conversation, or stdin.", show_default=False)
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="A system message before it; default: a run's own, '' is none.")
+    ] = None,
     adapter: Adapter = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -74,8 +76,14 @@ def chat(
 ) -> None:
     """Talk to what a run trained, or to a server; the reply is printed while it is sampled."""
     policy, text = _meant(run_or_message, message, url=url, adapter=adapter)
-    messages: list[Any] = [] if system is None else [{"role": "system", "content": system}]
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    if policy is not None and policy.run_dir is not None:
+        from groupwise.store.locate import manner_of
+
+        manner = manner_of(policy.run_dir)
+        system = manner.get("system") if system is None else system
+        options["grammar"] = _grammar(manner.get("structured_outputs"))
+    messages: list[Any] = [{"role": "system", "content": system}] if system else []
     if policy is not None:
         with closing(LocalPartner(policy, options)) as partner:
             return _converse(partner, messages, text, as_json=as_json)
@@ -86,6 +94,13 @@ def chat(
             if url is None and message is None and text is not None and " " not in text.strip():
                 error.hint = f"{error.hint or ''}; nor is there a run {text!r}".removeprefix("; ")
             raise
+
+
+def _grammar(form: Any) -> Grammar | None:
+    """What the replies of a run must be, from what its configuration says."""
+    from groupwise.config.structured import StructuredOutputsConfig
+
+    return None if form is None else StructuredOutputsConfig.model_validate(form).as_grammar("structured_outputs")
 
 
 def _meant(
@@ -258,11 +273,12 @@ class LocalPartner:
         """The next turn; `hear` gets its parts, thoughts and content, while it is sampled."""
         from groupwise.model.chat import encode_prompt, opens_thought
         from groupwise.tasks.reply import ReplyParser, TextStream
+        from groupwise.tasks.structured import of_reply
         from groupwise.types import Prompt, SamplingRequest
 
         tokenizer, context = self._base.tokenizer, self._base.context_length
         ids = encode_prompt(Prompt(id="chat", messages=tuple(messages)), tokenizer, context=context).token_ids
-        params = self._params(len(ids), context)
+        params = of_reply(self._params(len(ids), context), ids, tokenizer)
         tokens: SimpleQueue[int | None] = SimpleQueue()
         request = SamplingRequest(
             prompt_ids=tuple(ids), params=params, version=self._version, interactive=True, cache=True

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from groupwise.cli.frame import ApiKey, Debug, examples
+from groupwise.cli.output import say
 from groupwise.errors import AdapterNotFoundError, ConfigError, ModelError
 
 STATE = Path("groupwise-state", "runs")  # of servers of runs: a directory each
@@ -103,6 +104,9 @@ def serve(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     document = _read_settings(config_file)
     model = model or str(document.data.get("model") or "starter")
+    from groupwise.config.yaml import inline
+    from groupwise.store.locate import manner_of
+
     policy = served_run(model) if adapter is None else None
     start = start_of(model, adapter, policy)
     document.data["model"] = model if policy is None else policy.model
@@ -112,6 +116,10 @@ def serve(
         state_dir = state_dir or STATE / policy.run_dir.name
         if policy.adapter is None:  # the model's directory is called `model`
             served_model_name = served_model_name or re.sub(r"[^\w.:-]", "-", policy.run_dir.name)[:128]
+        for key, value in manner_of(policy.run_dir).items():
+            if key not in document.data:
+                document.data[key] = value
+                say(f"as in the run: {key} {inline(value)}")
     flags = {
         "host": host,
         "port": port,

@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.learn import GateConfig, LearnConfig
 from groupwise.config.section import Section, Text, Texts, conflict
+from groupwise.config.structured import StructuredOutputsConfig
 from groupwise.config.yaml import Document, validate
 from groupwise.errors import ConfigError
 
@@ -156,6 +157,11 @@ class ServeConfig(Section):
     """Free disk space below which the server says that it is not ready and takes no jobs."""
     worker_threads: int | None = Field(default=None, ge=1)
     """Threads of the training worker; null is torch's own choice."""
+    system: Text | None = None
+    """The system message of chats that have none. `groupwise serve RUN` takes it from the run's `data.system`."""
+    structured_outputs: StructuredOutputsConfig | None = None
+    """What replies to chats must be that ask for no form of their own (`response_format: {"type": "text"}` is one).
+    `groupwise serve RUN` takes it from the run's `rollout`."""
     trainer_routes: bool = False
     """Answer the routes by which TRL's and Axolotl's trainers use a vLLM server (docs/vllm.md). Who may call them may
     name directories of this machine."""

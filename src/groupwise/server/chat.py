@@ -45,7 +45,7 @@ from groupwise.server.wire import documented
 from groupwise.tasks.reply import ReplyParser, ReplyPart, token_text
 from groupwise.tasks.structured import reply_grammar, thoughts_of
 from groupwise.tasks.tool_calls import ToolCallFormat, format_of
-from groupwise.types import Completion, FinishReason, Grammar, Prompt
+from groupwise.types import Completion, FinishReason, Grammar, Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,7 +97,7 @@ def read_chat(raw: bytes, base: TextModel, config: ServeConfig, *, context: int)
     """A body and its prompt. Raises RequestError, ChatError, ContextLengthError, GrammarError."""
     body = parse_body(raw, ChatRequest, config)
     is_cut = body.truncate_prompt_tokens is not None
-    return body, chat_prompt(body, base.tokenizer, context=None if is_cut else context)
+    return body, chat_prompt(body, base.tokenizer, config, context=None if is_cut else context)
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,10 @@ class ChatPrompt:
     grammar: Grammar | None = None
 
 
-def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, *, context: int | None = None) -> ChatPrompt:
-    """Render and tokenise.
+def chat_prompt(
+    body: ChatRequest, tokenizer: PreTrainedTokenizerBase, config: ServeConfig, *, context: int | None = None
+) -> ChatPrompt:
+    """Render and tokenise, with the system message and the form of `config` where the body has none.
 
     Raises:
         ChatError: the template refuses the messages.
@@ -121,12 +123,14 @@ def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, *, contex
         GrammarError: a call that was asked for cannot be guaranteed.
     """
     messages, tools = as_messages(body.messages), tuple(body.offered)
+    if config.system is not None and messages[0]["role"] != "system":
+        messages = (Message(role="system", content=config.system), *messages)
     options = template_options(body.chat_template_kwargs, tokenizer)
     prompt = Prompt(id="messages", messages=messages, tools=tools)
     ids = encode_prompt(prompt, tokenizer, template_kwargs=options, context=context, continues=body.continues).token_ids
     continued, form = said_last(body.messages) if body.continues else "", format_of(tokenizer)
     thinks = (THINK_START in continued and THINK_END not in continued) or opens_thought(ids, tokenizer)
-    grammar = _grammar(body, form, tokenizer)
+    grammar = _grammar(body, form, tokenizer, config)
     if grammar is not None:
         free = "none" if body.continues else thoughts_of(ids, tokenizer)
         grammar = replace(grammar, thoughts="begun" if thinks else free)
@@ -135,8 +139,13 @@ def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, *, contex
     return ChatPrompt(ids, thinks=thinks, calls=form, grammar=grammar)
 
 
-def _grammar(body: ChatRequest, form: ToolCallFormat, tokenizer: PreTrainedTokenizerBase) -> Grammar | None:
+def _grammar(
+    body: ChatRequest, form: ToolCallFormat, tokenizer: PreTrainedTokenizerBase, config: ServeConfig
+) -> Grammar | None:
     """The grammar of the reply, but for its thoughts."""
+    answer = body.answer_grammar
+    if not body.forms and body.response_format is None and config.structured_outputs is not None:
+        answer = config.structured_outputs.as_grammar("structured_outputs")
     choice, tools = body.tool_choice, [] if body.tool_choice == "none" else [*(body.tools or ())]
     named = choice.function.name if isinstance(choice, NamedTool) else None
     return reply_grammar(
@@ -146,7 +155,7 @@ def _grammar(body: ChatRequest, form: ToolCallFormat, tokenizer: PreTrainedToken
         choice="auto" if choice in (None, "auto", "none") else "required",
         only=named,
         several=body.parallel_tool_calls is not False and named is None,
-        answer=body.answer_grammar,
+        answer=answer,
     )
 
 

@@ -46,7 +46,7 @@ def read_form(
         del form["chat_template_kwargs"]  # it thinks if it does, whoever asks
     try:
         body = parse_body(json.dumps(form).encode(), ChatRequest, config)
-        prompt = chat_prompt(body, base.tokenizer, context=context)
+        prompt = chat_prompt(body, base.tokenizer, config, context=context)
         if prompt.grammar is not None:
             prompt = replace(prompt, grammar=grammar_of(prompt.grammar, asked.names))
         return body, prompt

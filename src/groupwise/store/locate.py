@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -216,6 +217,21 @@ def _model_of_run(run_dir: Path) -> str | None:
         return str(YAML(typ="safe").load((run_dir / CONFIG).read_text(encoding="utf-8"))["model"])
     except (OSError, YAMLError, ValueError, TypeError, KeyError):
         return None
+
+
+def manner_of(run_dir: Path) -> dict[str, Any]:
+    """What a run's prompts and completions had besides the messages, as far as it is there: `system`, the message
+    before them, and `structured_outputs`, what completions had to be. Only these keys are read, whatever version wrote
+    them."""
+    try:
+        said = YAML(typ="safe").load((run_dir / CONFIG).read_text(encoding="utf-8"))
+        data, rollout = said.get("data") or {}, said.get("rollout") or {}
+        regex = rollout.get("structured_outputs_regex")
+        form = rollout.get("structured_outputs") or ({"regex": regex} if regex else None)
+        found = {"system": data.get("system"), "structured_outputs": form}
+    except (OSError, YAMLError, ValueError, TypeError, AttributeError):
+        return {}
+    return {key: value for key, value in found.items() if value}
 
 
 def _of_run(run: Path, number: str) -> Located:
