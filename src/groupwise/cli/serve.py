@@ -104,9 +104,6 @@ def serve(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     document = _read_settings(config_file)
     model = model or str(document.data.get("model") or "starter")
-    from groupwise.config.yaml import inline
-    from groupwise.store.locate import manner_of
-
     policy = served_run(model) if adapter is None else None
     start = start_of(model, adapter, policy)
     document.data["model"] = model if policy is None else policy.model
@@ -116,10 +113,7 @@ def serve(
         state_dir = state_dir or STATE / policy.run_dir.name
         if policy.adapter is None:  # the model's directory is called `model`
             served_model_name = served_model_name or re.sub(r"[^\w.:-]", "-", policy.run_dir.name)[:128]
-        for key, value in manner_of(policy.run_dir).items():
-            if key not in document.data:
-                document.data[key] = value
-                say(f"as in the run: {key} {inline(value)}")
+        _ask_as_trained(document, policy.run_dir)
     flags = {
         "host": host,
         "port": port,
@@ -159,6 +153,17 @@ def _read_settings(path: Path | None) -> Document:
     document = Document.read(path)
     document.data.setdefault("folder", str(path.parent))
     return document
+
+
+def _ask_as_trained(document: Document, run_dir: Path) -> None:
+    """Settings that are not given are those of the run's prompts and completions."""
+    from groupwise.config.yaml import inline
+    from groupwise.store.locate import manner_of
+
+    for key, value in manner_of(run_dir).items():
+        if key not in document.data:
+            document.data[key] = value
+            say(f"as in the run: {key} {inline(value)}")
 
 
 def served_run(text: str) -> TrainedPolicy | None:
