@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from cli_project import cli
 from groupwise.cli.rewards import rewards_app
 
 MINE = '''
@@ -116,3 +117,14 @@ def test_what_cannot_be_done_is_said(folder, arguments, message):
         (folder / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     result = run("lint", *arguments, "--folder", folder)
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_rows_are_read_as_a_runs_are(tmp_path: Path) -> None:
+    """What an error advises in a run's words can be said behind --data."""
+    (tmp_path / "q.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n{"question": "3 + 3?", "answer": "6"}\n')
+    words = ("rewards", "lint", "groupwise.rewards.text:exact_match", "--folder", str(tmp_path), "--data", "q.jsonl")
+    refused = cli(*words)
+    assert refused.exit_code == 2 and "data.prompt_key: question" in refused.stderr
+    read = cli(*words, "data.prompt_key=question", "--json")
+    assert read.exit_code == 0, read.stderr
+    assert cli(*words, "data.prompt_kye=question").exit_code == cli(*words[:5], "data.limit=1").exit_code == 2

@@ -278,8 +278,7 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         console.print(Text(visible(_asked(group.prompt)), style="bold"))
         table = Table("reward", "completion", box=None, pad_edge=False, show_header=False)
         for rollout in group.rollouts:
-            text = " ".join(said(rollout).split())
-            shown = text if len(text) <= _TEXT_CHARS else text[: _TEXT_CHARS - 1] + "…"
+            shown = _ends(" ".join(said(rollout).split()))
             none = "taught" if rollout.teacher and rollout.error is None else "failed"
             reward = f"  {none}" if rollout.reward is None else f"  {rollout.reward:6.3f}"
             table.add_row(reward, Text(visible(shown)))
@@ -411,6 +410,12 @@ def print_origins(console: Console, loaded: LoadedRun) -> None:
         print_line(f"{key:<{widths[0]}}  {value:<{min(widths[1], _TEXT_CHARS)}}  {origin}", console=console)
     for note in loaded.idle:
         print_line(f"no effect here: {note}", console=console)
+
+
+def _ends(text: str) -> str:
+    """How a text begins and ends, where it is long: what is scored is mostly at its end."""
+    half = (_TEXT_CHARS - 3) // 2
+    return text if len(text) <= _TEXT_CHARS else f"{text[:half]} … {text[-half:]}"
 
 
 def _where(report: CheckReport) -> dict[str, str]:

@@ -20,6 +20,7 @@ from groupwise.cli.output import print_json, print_line, say
 from groupwise.errors import ConfigError, LoadError
 
 if TYPE_CHECKING:
+    from groupwise.config.data import DatasetConfig
     from groupwise.rewards.call import RewardFunction
     from groupwise.rewards.check import RewardCheckReport
     from groupwise.rewards.probes import ProbePrompt
@@ -45,12 +46,18 @@ def list_rewards(as_json: AsJson = False, debug: Debug = False) -> None:
 @rewards_app.command(
     epilog=examples(
         "groupwise rewards lint my_rewards",
-        "groupwise rewards lint my_rewards:exact --data prompts.jsonl",
+        "groupwise rewards lint my_rewards:exact --data prompts.jsonl data.prompt_key=question",
         'groupwise rewards lint groupwise.rewards.format:regex_match --args \'{"pattern": "[0-9]+"}\'',
     )
 )
 def lint(
     name: Annotated[str, typer.Argument(metavar="MODULE[:FUNCTION]", help="One reward, or every one of a module.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="How --data is read, as in data.prompt_key=question.", show_default=False
+        ),
+    ] = None,
     folder: Annotated[
         Path, typer.Option("--folder", metavar="DIR", help="Where the module is; default: here.")
     ] = Path(),
@@ -75,7 +82,7 @@ def lint(
     """
     with redirect_stdout(sys.stderr):  # whatever reward code prints
         functions, lacking = _load(name, folder=folder, options=json_options(args))
-        chosen = _rows(data, folder=folder, gold=gold, count=rows)
+        chosen = _rows(data, overrides or (), folder=folder, gold=gold, count=rows)
         reports = _lint(functions, folder=folder, rows=chosen, deadline=deadline)
     if as_json:
         print_json({"rewards": [_rewards_json(each) for each in reports], "skipped": lacking})
@@ -131,17 +138,19 @@ def _find(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> Sequence[ProbePrompt]:
+def _rows(
+    source: str | None, overrides: Sequence[str], *, folder: Path, gold: str | None, count: int
+) -> Sequence[ProbePrompt]:
     """The built-in rows, or the first of a dataset: the wrong answer to one is the right one to another."""
-    from groupwise.config.data import DatasetConfig
     from groupwise.rewards.probes import GOLD, ROWS, ProbePrompt
     from groupwise.tasks.prompts import open_prompts
 
     if source is None:
-        if gold is not None:
-            raise ConfigError(f"--gold {gold!r} does nothing without --data")
+        for option, value in (("--gold", gold), ("the override", overrides and overrides[0])):
+            if value:
+                raise ConfigError(f"{option} {value!r} does nothing without --data")
         return ROWS
-    prompts = open_prompts(DatasetConfig(source=source, limit=max(count, 64)), folder=folder).all()
+    prompts = open_prompts(_dataset(source, overrides, limit=max(count, 64)), folder=folder).all()
     column = gold or next((each for each in GOLD if each in prompts[0].columns), None)
     if column is not None and (without := [each.id for each in prompts[:count] if column not in each.columns]):
         raise ConfigError(f"{without[0]} has no column {column!r}; it has {', '.join(prompts[0].columns) or 'none'}")
@@ -156,6 +165,21 @@ def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> 
         )
         for index, prompt in enumerate(prompts[:count])
     ]
+
+
+def _dataset(source: str, overrides: Sequence[str], *, limit: int) -> DatasetConfig:
+    """What --data and the overrides behind it say, which are in the words of a run: data.KEY=VALUE."""
+    from pydantic import create_model
+
+    from groupwise.config.data import DatasetConfig
+    from groupwise.config.section import Section
+    from groupwise.config.yaml import Document, validate
+
+    document = Document({"data": {"source": source, "limit": limit}}, "the command line")
+    for text in overrides:
+        document.override(text, shorthand={})
+    rows: Any = create_model("Rows", __base__=Section, data=(DatasetConfig, ...))  # at the place that it has in a run
+    return validate(document, rows, other_names={}).data
 
 
 def _lint(

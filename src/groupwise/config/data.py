@@ -66,7 +66,9 @@ class DatasetConfig(Section):
     @model_validator(mode="after")
     def _acts(self) -> DatasetConfig:
         if self.split is not None and self.kind != "dataset":
-            raise conflict("split", f"{self.split!r} acts on Hugging Face datasets only; source is {self.source!r}")
+            raise conflict(
+                "split", f"{self.split!r} acts on Hugging Face datasets only; source is {self.source!r}: leave it out"
+            )
         if self.args and self.kind == "file":
             builder = Path(self.source).suffix.removeprefix(".").replace("jsonl", "json")
             instead = f"source {builder} with args.data_files and others reads it as load_dataset does"
