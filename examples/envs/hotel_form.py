@@ -14,8 +14,8 @@ from pathlib import Path
 
 from hotel_booking import HotelEnv, World, draw_case, wish
 
-from groupwise.model.chat import encode_supervised
 from groupwise.model.load import load_model
+from groupwise.model.supervised import encode_supervised
 from groupwise.train.learner import Learner
 
 STEPS, BATCH, RATE = 200, 16, 1e-3

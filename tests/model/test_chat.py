@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from groupwise.errors import ChatError, ContextLengthError
-from groupwise.model import chat
+from groupwise.model import chat, supervised
 from groupwise.model.chat import (
     CompletionEncoder,
     check_length,
@@ -20,12 +20,12 @@ from groupwise.model.chat import (
     decode,
     encode_completion,
     encode_prompt,
-    encode_supervised,
     least_tokens,
     remember_ends,
     split_thinking,
     stop_ids,
 )
+from groupwise.model.supervised import encode_supervised
 from groupwise.tasks.prompts import to_prompt
 from groupwise.tasks.starter.tasks import CALCULATOR, supervised_conversations
 from groupwise.tasks.starter.tokenizer import build_tokenizer, render
@@ -420,7 +420,7 @@ def test_a_long_conversation_is_what_each_of_its_prefixes_says(name, messages):
     """The definition: every prefix rendered, every prefix tokenised."""
     tokenizer = with_template(LONG[name])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "FEW_MESSAGES", 10**9)
+        patch.setattr(supervised, "FEW_MESSAGES", 10**9)
         patch.setattr(chat, "_encode_by_tails", lambda pieces, tokenizer: None)
         expected = outcome(messages, tokenizer)
     assert outcome(messages, tokenizer) == expected
@@ -438,7 +438,7 @@ def test_a_long_conversation_whose_history_is_rewritten_is_refused():
 
 def work_of(tokenizer, messages, monkeypatch) -> tuple[int, int]:
     """Characters rendered and tokenised to encode a conversation."""
-    rendered, encoded, encode, render = [0], [0], tokenizer.encode, chat._render
+    rendered, encoded, encode, render = [0], [0], tokenizer.encode, chat.render_chat
 
     def counted_encode(text, **options):
         encoded[0] += len(text)
@@ -451,7 +451,7 @@ def work_of(tokenizer, messages, monkeypatch) -> tuple[int, int]:
 
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer, "encode", counted_encode)
-        patch.setattr(chat, "_render", counted_render)
+        patch.setattr(supervised, "render_chat", counted_render)
         encode_supervised(messages, tokenizer)
     return rendered[0], encoded[0]
 
@@ -506,7 +506,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered_or_tokenised(mo
         raise AssertionError("this was not to be looked at")
 
     monkeypatch.setattr(STARTER, "encode", untouched)
-    monkeypatch.setattr(chat, "_render", untouched)
+    monkeypatch.setattr(chat, "render_chat", untouched)
+    monkeypatch.setattr(supervised, "render_chat", untouched)
     text = "x" * (64 * longest + 1)
     for prompt in (
         chat_prompt(user(text)),

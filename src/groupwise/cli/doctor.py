@@ -206,7 +206,8 @@ def check_template() -> DoctorCheck:
     from transformers import AutoTokenizer
 
     from groupwise.config.run import STARTER_DIR
-    from groupwise.model.chat import decode, encode_completion, encode_prompt, encode_supervised
+    from groupwise.model.chat import decode, encode_completion, encode_prompt
+    from groupwise.model.supervised import encode_supervised
     from groupwise.types import Message, Prompt
 
     reply = "185 <think> caf\u00e9"

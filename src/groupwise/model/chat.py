@@ -4,7 +4,6 @@
     encode_bridge       the ids between the end of an assistant's turn and where it speaks again
     render_prompt       the text behind a prompt's ids;  encode_rendered  those ids;  bridge_of  what a longer one adds
     encode_completion   the ids of a completion known only as text (scored over HTTP)
-    encode_supervised   a whole conversation as a Sample; the mask is 1 on what the assistant said
     decode              ids -> text, without the end-of-turn token
     stopped_text        the same of a completion that a stop string or a stop id has ended
     split_thinking      a reply without its <think> block, and that
@@ -33,12 +32,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.errors import ChatError, ContextLengthError
-from groupwise.types import Message, Prompt, Sample, SamplingParams
+from groupwise.types import Message, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,11 +50,7 @@ PIECE = 1 << 14  # characters that are tokenised at once while a long text is on
 EXPECTED = (
     8  # characters a token; a text that has fewer for each token of the context is tokenised without counting first
 )
-FEW_MESSAGES = 8  # of a conversation whose every prefix may be rendered
 MOST_AGAIN = 1 << 25  # characters rendered or tokenised again to find where the assistant speaks in one conversation
-KEEP_HISTORY = (
-    "set a chat template that keeps earlier turns as they were, or give each assistant turn its own conversation"
-)
 
 
 # ---- encoding ----
@@ -85,7 +79,7 @@ def encode_prompt(
     if prompt.token_ids:
         return prompt
     if (messages := rendered_messages(prompt, tokenizer)) is not None:
-        _check_messages(messages, tokenizer, context)
+        check_messages(messages, tokenizer, context)
         text = render_prompt(
             messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, continues=continues
         )
@@ -116,12 +110,12 @@ def render_prompt(
 ) -> str:
     """The text whose ids `encode_prompt` gives, special tokens in content as codes. For `encode_rendered` and
     `bridge_of`. Raises ChatError as `encode_prompt` does."""
-    chat = _normalised(messages, tokenizer)
+    chat = normalised(messages, tokenizer)
     open_turn = chat[-1]["role"] == "assistant" if continues is None else continues
-    text, _ = _render(
+    text, _ = render_chat(
         chat,
         tokenizer,
-        tools=_normalised_tools(tools, tokenizer),
+        tools=normalised_tools(tools, tokenizer),
         template_kwargs=template_kwargs,
         add_generation_prompt=not open_turn,
         continue_final_message=open_turn,
@@ -163,13 +157,13 @@ def bridge_of(
     start = len(asked.rstrip())  # some templates trim what the generation prompt ends with
     if going_on[:start] != asked[:start]:
         return None
-    token, special = _turn_end_id(tokenizer), _special_pattern(tokenizer)
+    token, special = _turn_end_id(tokenizer), special_pattern(tokenizer)
     begin = going_on.find(str(tokenizer.convert_ids_to_tokens(token)), start) if token is not None else -1
     closed = begin >= 0
     if not closed or special.search(going_on, start, begin):  # that may be the end of a later message
-        chat, given = _normalised(history, tokenizer), _normalised_tools(tools, tokenizer)
-        said, _ = _render(chat, tokenizer, tools=given)
-        end = _end_of_turn(said, (start, len(said)), special)
+        chat, given = normalised(history, tokenizer), normalised_tools(tools, tokenizer)
+        said, _ = render_chat(chat, tokenizer, tools=given)
+        end = end_of_turn(said, (start, len(said)), special)
         if going_on[:end] != said[:end]:
             return None
         last = re.search(rf"(?:{special.pattern})\Z", said[start:end])
@@ -177,7 +171,7 @@ def bridge_of(
     if not _keeps_thought(going_on[start:begin], history[-1], tokenizer):
         return None
     if not closed:
-        return Bridge((), tuple(_encode_pieces([going_on[:begin], going_on[begin:]], tokenizer)[1]))
+        return Bridge((), tuple(encode_pieces([going_on[:begin], going_on[begin:]], tokenizer)[1]))
     ids = tuple(_encode(going_on[begin:], tokenizer))
     return Bridge(ids[:1], ids[1:])
 
@@ -253,47 +247,6 @@ class CompletionEncoder:
         before = len(self._tail.ids)
         ids = whole[before:] if whole[:before] == self._tail.ids else _encode(piece, self._tokenizer)
         return tuple(ids) if self._end is None else (*ids, self._end)
-
-
-def encode_supervised(
-    messages: Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tools: Sequence[dict[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    context: int | None = None,
-) -> Sample:
-    """A conversation as a Sample: `prompt_ids` up to the assistant's first word, `completion_ids` from there to the end
-    of its last turn, `mask` 1 on its own tokens, each turn's end-of-turn token included and what follows that not.
-
-    Where the assistant speaks is what the template marks with {% generation %}; without the mark it is found by
-    rendering the conversation turn by turn. With `context`, a text that is far longer than that many tokens is refused
-    before it is rendered or tokenised.
-
-    Raises:
-        ChatError: there is no assistant turn, the template is missing or refuses the messages, or a template without
-            the mark rewrites earlier turns, as the mask would then lie.
-        ContextLengthError: it has more than `context` tokens, as its length shows.
-    """
-    _check_messages(messages, tokenizer, context)
-    chat = _normalised(messages, tokenizer)
-    if not any(message["role"] == "assistant" for message in chat):
-        raise ChatError("no assistant turn in the conversation: nothing to train", hint="add one")
-    options = {"tools": _normalised_tools(tools, tokenizer), "template_kwargs": template_kwargs}
-    text, spans = _render(chat, tokenizer, **options)
-    check_text(text, tokenizer, context)
-    if not spans:
-        spans = _spans_turn_by_turn(text, chat, tokenizer, **options)
-    ends = _special_pattern(tokenizer)
-    spans = [(start, _end_of_turn(text, (start, end), ends)) for start, end in spans]
-    edges = [0, *(edge for span in spans for edge in span)]
-    pieces = _encode_pieces([text[a:b] for a, b in pairwise(edges)], tokenizer)
-    completion = [(token, i % 2) for i, piece in enumerate(pieces[1:], start=1) for token in piece]
-    return Sample(
-        prompt_ids=tuple(pieces[0]),
-        completion_ids=tuple(token for token, _ in completion),
-        mask=tuple(said for _, said in completion),
-    )
 
 
 # ---- decoding ----
@@ -412,7 +365,7 @@ def _longest_token(tokenizer: PreTrainedTokenizerBase, _: int) -> int:
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
-def _check_messages(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, context: int | None) -> None:
+def check_messages(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, context: int | None) -> None:
     """Raise ContextLengthError if what is said in the messages must be longer than `context` tokens."""
     if context is not None:
         _check_characters(sum(_characters(message) for message in messages), tokenizer, context)
@@ -458,7 +411,7 @@ def too_long(what: str, context: int) -> ContextLengthError:
 
 
 # ---- rendering ----
-def _render(
+def render_chat(
     chat: list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -499,79 +452,7 @@ def _render(
     return texts[0], cast("list[Span]", list(spans[0])) if spans else []
 
 
-def _spans_turn_by_turn(
-    text: str, chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any
-) -> list[Span]:
-    """Where the assistant speaks in `text`: from the end of each turn's generation prompt to the end of that turn.
-
-    Every prefix of the conversation is rendered, which is quadratic; of a long one the last turns alone, as far as that
-    gives `text` as well.
-    """
-    if len(chat) > FEW_MESSAGES:
-        try:
-            if spans := _spans_by_windows(text, chat, tokenizer, **options):
-                return spans
-        except ChatError:  # the template takes no part of the conversation for one
-            pass
-    return _spans_by_prefixes(text, chat, tokenizer, **options)
-
-
-def _spans_by_prefixes(
-    text: str, chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any
-) -> list[Span]:
-    spans, rendered = [], 0
-    for i, message in enumerate(chat):
-        if message["role"] != "assistant":
-            continue
-        before, after, span = _turn(chat[: i + 1], tokenizer, **options)
-        if not after.startswith(before) or not text.startswith(after[: span[1]]):
-            raise ChatError(
-                f"the chat template rewrites history: message {i} (assistant) is rendered differently once the "
-                f"conversation goes on, or its turn does not begin with the generation prompt",
-                hint=KEEP_HISTORY,
-            )
-        spans.append(span)
-        rendered += len(before) + len(after)
-        _check_again(rendered, text, chat)
-    return spans
-
-
-def _spans_by_windows(
-    text: str, chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any
-) -> list[Span] | None:
-    """The spans, from each turn rendered as the last one of a short conversation: the system message, one message of
-    the user, and the assistant's two turns before it with what lies between. None unless what each turn adds to the one
-    before is what stands in `text`, one after another."""
-    opening = next((i for i, message in enumerate(chat) if message["role"] != "system"), 0)
-    turns = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
-    asked = [max((j for j in range(a, b) if chat[j]["role"] == "user"), default=None) for a, b in pairwise([0, *turns])]
-    spans, user = list[Span](), None
-    for t, turn in enumerate(turns):
-        window, last, known = chat[: turn + 1], "", 0
-        if t:
-            user = user if asked[t - 1] is None else asked[t - 1]
-            begin = max(turns[t - 2] if t > 1 else opening, opening if user is None else user + 1)
-            head = [*chat[:opening], *([] if user is None else [chat[user]])]
-            window = [*head, *chat[begin : turn + 1]]
-            _, last, (_, known) = _turn(window[: len(head) + turns[t - 1] - begin + 1], tokenizer, **options)
-        before, after, span = _turn(window, tokenizer, **options)
-        start, added = spans[-1][1] if spans else 0, after[known : span[1]]
-        if not (after.startswith(before) and before.startswith(last[:known]) and text.startswith(added, start)):
-            return None
-        spans.append((start + span[0] - known, start + len(added)))
-    return spans
-
-
-def _turn(chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> tuple[str, str, Span]:
-    """A conversation that the assistant's message ends: rendered up to where it speaks, rendered whole, and the span
-    of what it says in the latter."""
-    before, _ = _render(chat[:-1], tokenizer, **options, add_generation_prompt=True)
-    after, _ = _render(chat, tokenizer, **options)
-    start = len(before)
-    return before, after, (start, _end_of_turn(after, (start, len(after)), _special_pattern(tokenizer)))
-
-
-def _check_again(characters: int, text: str, chat: Sequence[Mapping[str, Any]] = ()) -> None:
+def check_again(characters: int, text: str, chat: Sequence[Mapping[str, Any]] = ()) -> None:
     """Raise ChatError if too much had to be rendered or tokenised again to find where the assistant speaks."""
     if characters > MOST_AGAIN + 4 * len(text):
         size = f"{len(chat)} messages and {len(text)} characters" if chat else f"{len(text)} characters"
@@ -583,11 +464,11 @@ def _check_again(characters: int, text: str, chat: Sequence[Mapping[str, Any]] =
         )
 
 
-def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return _any_of(_special_texts(tokenizer))
 
 
-def _end_of_turn(text: str, span: Span, special: re.Pattern[str]) -> int:
+def end_of_turn(text: str, span: Span, special: re.Pattern[str]) -> int:
     """Where the assistant's turn really ends: behind its end-of-turn token, before a newline or another special token.
 
     That token is the first special one with nothing but space and special tokens behind it, or else the one that
@@ -606,10 +487,12 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
     """The id of the token that closes an assistant turn; the tokenizer's eos where the template shows none."""
     answer = "Groupwise"
     try:
-        text, _ = _render([{"role": "user", "content": "Name?"}, {"role": "assistant", "content": answer}], tokenizer)
+        text, _ = render_chat(
+            [{"role": "user", "content": "Name?"}, {"role": "assistant", "content": answer}], tokenizer
+        )
     except ChatError:  # a template that cannot even do this fails again, with its reason, where it is used
         return _eos_id(tokenizer)
-    closing = _special_pattern(tokenizer).search(text, text.rfind(answer) + len(answer))
+    closing = special_pattern(tokenizer).search(text, text.rfind(answer) + len(answer))
     return _eos_id(tokenizer) if closing is None else cast(int, tokenizer.convert_tokens_to_ids(closing[0]))
 
 
@@ -622,7 +505,7 @@ def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 # ---- messages as the templates want them ----
-def _normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Plain dicts without None values, text parts joined, tool arguments as objects, special tokens' texts quoted."""
     if not messages:
         raise ChatError("the list of messages is empty", hint="give at least one user message")
@@ -640,7 +523,7 @@ def _normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase)
     return chat
 
 
-def _normalised_tools(
+def normalised_tools(
     tools: Sequence[dict[str, Any]] | None, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]] | None:
     return _quote(list(tools), _quotable(tokenizer)) if tools else None
@@ -726,20 +609,20 @@ def _quoted_ids(tokenizer: PreTrainedTokenizerBase, quotable: tuple[str, ...]) -
     return [own.encode(text, add_special_tokens=False, split_special_tokens=True) for text in quotable]
 
 
-def _encode_pieces(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def encode_pieces(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The ids of each piece of a text, such that those of the first k pieces never depend on the later ones."""
     encoded = _encode_by_tails(pieces, tokenizer)
     return _encode_by_prefixes(pieces, tokenizer) if encoded is None else encoded
 
 
 def _encode_by_prefixes(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """What `_encode_pieces` means: a piece is what the longer text adds to the ids of the shorter one, or the piece
+    """What `encode_pieces` means: a piece is what the longer text adds to the ids of the shorter one, or the piece
     alone where a token would straddle the edge. Quadratic."""
     text, ids, encoded, read = "", [], [], 0
     for piece in pieces:
         text += piece
         read += len(text)
-        _check_again(read, text)
+        check_again(read, text)
         whole = _encode(text, tokenizer)
         added = whole[len(ids) :] if whole[: len(ids)] == ids else _encode(piece, tokenizer)
         encoded.append(added)
@@ -754,7 +637,7 @@ def _encode_by_tails(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) 
     for piece in pieces:
         text = tail.text + piece
         read += len(text)
-        _check_again(read, text)
+        check_again(read, text)
         whole = _encode(text, tokenizer)
         if whole[: len(tail.ids)] != tail.ids:
             break
@@ -781,7 +664,7 @@ class _Tail:
 def _tail(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> _Tail:
     """The tail of a text whose ids are `ids`; the whole where it has no special token, or none that splits it."""
     start = -1
-    for match in _special_pattern(tokenizer).finditer(text):
+    for match in special_pattern(tokenizer).finditer(text):
         start = match.start()
     if start <= 0:
         return _Tail(text, ids)

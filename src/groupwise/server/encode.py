@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ChatError, ContextLengthError, GroupwiseError, RequestError
 from groupwise.model import chat
+from groupwise.model.supervised import encode_supervised
 from groupwise.server.schema_messages import Tool, as_messages
 from groupwise.server.schema_openai import TemplateOptions
 from groupwise.server.schema_train import ScoredCompletion, ScoredGroup, SftExample
@@ -79,7 +80,7 @@ def encode_group(
 def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload.EncodedExample:
     """A conversation, with a mask of what is trained."""
     try:
-        sample = chat.encode_supervised(
+        sample = encode_supervised(
             as_messages(example.messages),
             base.tokenizer,
             tools=_dicts(example.tools) or None,

@@ -1,0 +1,66 @@
+"""What of a conversation is trained where the chat template begins the reply itself, as models that think have it."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from groupwise.model.chat import encode_prompt
+from groupwise.model.supervised import encode_supervised
+from groupwise.types import Message, Prompt
+from serving import starter
+
+ASK = Message(role="user", content="2+2=")
+TURN = "<|im_start|>{{ m.role }}\n"
+WITH_THOUGHT = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}<|im_end|>"
+OTHERS = "{{ m.content }}<|im_end|>"
+PLAIN = "<|im_start|>assistant\n"
+
+
+def template(*, own: str, opening: str, marked: bool = True) -> str:
+    said = f"{{% generation %}}{own}{{% endgeneration %}}" if marked else own
+    turn = f"{TURN}{{% if m.role == 'assistant' %}}{said}{{% else %}}{OTHERS}{{% endif %}}\n"
+    ask = f"{{% if add_generation_prompt %}}{opening}{{% endif %}}"
+    return f"{{% for m in messages %}}{turn}{{% endfor %}}{ask}"
+
+
+def tokenizer(text: str) -> PreTrainedTokenizerFast:
+    backend = Tokenizer.from_str(starter().tokenizer.backend_tokenizer.to_str())
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.chat_template = text
+    return made
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(
+    ("own", "opening", "trained"),
+    [
+        (WITH_THOUGHT, f"{PLAIN}<think>\n", "easy\n</think>\n\n4<|im_end|>"),
+        (WITH_THOUGHT, f"{PLAIN}<think>", "\neasy\n</think>\n\n4<|im_end|>"),
+        (WITH_THOUGHT, PLAIN, "<think>\neasy\n</think>\n\n4<|im_end|>"),
+        (OTHERS, PLAIN, "4<|im_end|>"),
+    ],
+)
+def test_what_the_prompt_begins_is_not_trained(own: str, opening: str, trained: str, marked: bool) -> None:
+    of = tokenizer(template(own=own, opening=opening, marked=marked))
+    reply = Message(role="assistant", content="4", reasoning_content="easy")  # type: ignore[typeddict-unknown-key]
+    sample = encode_supervised([ASK, reply], of)
+    assert sample.prompt_ids == encode_prompt(Prompt(id="p", messages=(ASK,)), of).token_ids
+    said = [token for token, mine in zip(sample.completion_ids, sample.mask, strict=True) if mine]
+    assert of.decode(said) == trained and said[0] == sample.completion_ids[0]
+
+
+def test_every_turn_is_trained_behind_what_the_prompt_begins() -> None:
+    of = tokenizer(template(own=WITH_THOUGHT, opening=f"{PLAIN}<think>\n"))
+    replies = [Message(role="assistant", content=text) for text in ("4", "5")]
+    sample = encode_supervised([ASK, replies[0], ASK, replies[1]], of)
+    said = [token for token, mine in zip(sample.completion_ids, sample.mask, strict=True) if mine]
+    assert of.decode(said) == "\n</think>\n\n4<|im_end|>\n</think>\n\n5<|im_end|>"
+
+
+def test_a_turn_that_does_not_begin_so_is_trained_whole() -> None:
+    """As in history from which the template takes the thoughts."""
+    of = tokenizer(template(own=OTHERS, opening=f"{PLAIN}<think>\n"))
+    sample = encode_supervised([ASK, Message(role="assistant", content="4")], of)
+    assert of.decode(list(sample.completion_ids)).startswith("4<|im_end|>") and sample.mask[0] == 1
