@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from groupwise import __version__
+from groupwise.errors import StorageFullError
 from groupwise.model.load import LoadedModel
 from groupwise.platform import memory_bytes
 from groupwise.server import storage
@@ -160,6 +161,26 @@ def test_adapters_that_cannot_be_read_are_a_507_and_not_ready(
             assert health.status_code == 200 and health.json()["status"] == "degraded"
             chat = {"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 2}
             assert site.http.post("/v1/chat/completions", json=chat).status_code == 200  # the base is in memory
+
+
+def test_what_could_not_be_kept_is_not_called_well(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a small file can still be written; for a while, and then well again."""
+    monkeypatch.setattr(storage, "PROBE_S", 0.0)
+    with whole(tmp_path, model_dir) as site:
+
+        def full(*args: object) -> None:
+            raise StorageFullError("no space left")
+
+        assert site.http.get("/ready").status_code == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(type(site.app.state.server.store), "names", full)
+            assert site.http.get("/v1/adapters").json()["error"]["code"] == "storage_full"
+        assert site.http.get("/v1/adapters").status_code == 200
+        assert "storage_full" in site.http.get("/ready").json()["error"]["message"]
+        monkeypatch.setattr(storage, "FAILED_S", 0.0)
+        assert site.http.get("/ready").json() == {"ready": True}
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])

@@ -3,9 +3,10 @@
     read_body     what a route calls: content type, bytes, model
     parse_body    bytes -> model, without a request
 
-Refused as `invalid_json`: what is not JSON in UTF-8, NaN and Infinity, lone surrogates, nesting without end, and on our
-own routes a key that stands twice in an object (of two rewards, which one counts?). Refused as `invalid_value`, or with
-a code of its own: what the model does not take. `param` is the JSON path of the field; a value is repeated shortly.
+Refused as `invalid_json`: what is not JSON in UTF-8, NaN and Infinity, lone surrogates, nesting without end, and a key
+that stands twice in an object (of two rewards, or two system prompts, which one counts?). Refused as `invalid_value`,
+or with a code of its own: what the model does not take. `param` is the JSON path of the field; a value is repeated
+shortly.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from groupwise.config.yaml import dotted, key_paths
 from groupwise.errors import MediaTypeError, RequestError
 from groupwise.server.errors import echo, printable
 from groupwise.server.state import server_of
-from groupwise.server.wire import OwnRequest
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -35,9 +35,9 @@ Path = tuple[str | int, ...]
 
 IN_A_THREAD = 1 << 18  # bytes from which parsing would be felt by other requests
 
-MAX_KEYS = 4096  # of one object on our own routes
+MAX_KEYS = 4096  # of one object
 
-MAX_OBJECTS = 1 << 18  # of one body on our own routes: a million small ones would take a gigabyte to refuse
+MAX_OBJECTS = 1 << 18  # of one body: a million small ones would take a gigabyte to refuse
 
 MOST_DIGITS = 4300  # of a number: Python's limit for integers
 
@@ -85,9 +85,7 @@ def check_content_type(request: HTTPRequest, *, wanted: str = "application/json"
 
 def parse_body(raw: bytes, model: type[M], config: ServeConfig | None = None) -> M:
     """`raw` as a `model`, within the limits of `config`. Raises RequestError."""
-    own = issubclass(model, OwnRequest)
-    if own or b"NaN" in raw or b"Infinity" in raw:
-        _scan(raw, duplicates=own)
+    _scan(raw)
     try:
         return model.model_validate_json(raw, context=config or ServeConfig())
     except ValidationError as error:
@@ -100,8 +98,8 @@ class _Refused(ValueError):
     """Valid for Python's parser, not for us."""
 
 
-def _scan(raw: bytes, *, duplicates: bool) -> None:
-    """Refuse what pydantic's parser lets through: NaN; on our own routes repeated keys, huge and countless objects."""
+def _scan(raw: bytes) -> None:
+    """Refuse what pydantic's parser lets through: NaN, repeated keys, huge and countless objects."""
     objects = 0
 
     def constant(name: str) -> None:
@@ -109,8 +107,6 @@ def _scan(raw: bytes, *, duplicates: bool) -> None:
 
     def members(pairs: list[tuple[str, Any]]) -> None:
         nonlocal objects
-        if not duplicates:
-            return
         objects += 1
         if objects > MAX_OBJECTS:
             raise _Refused(f"it has more than {MAX_OBJECTS} objects; send several smaller requests")

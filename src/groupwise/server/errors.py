@@ -195,6 +195,8 @@ def add_handlers(app: FastAPI, *, without: Paths | None = None) -> None:
         id = getattr(request.state, "request_id", "-")
         if isinstance(error, StorageError | LedgerDamagedError):  # while the disk is full that is every other request
             log.warning("request %s: %s %s: %s", id, request.method, printable(request.url.path), error.message)
+            if isinstance(error, StorageError) and (server := getattr(request.app.state, "server", None)) is not None:
+                server.storage.failed(error)
         elif error.status >= 500 and not isinstance(error, TryAgainError):
             log.error("request %s: %s %s: %s", id, request.method, printable(request.url.path), error, exc_info=error)
         return respond(error, without=without)

@@ -16,6 +16,7 @@ from groupwise.store import files
 from groupwise.store.ledger_schema import SPOOL
 
 PROBE_S = 2.0  # an answer is this old at most: health is asked for often
+FAILED_S = 10.0  # after a request that could not be kept, nothing is called well for so long
 ADAPTERS = "adapters"
 
 
@@ -27,6 +28,7 @@ class StorageProbe:
         self._directories = (state_dir, state_dir / SPOOL, state_dir / ADAPTERS)
         self._lock = threading.Lock()
         self._asked_at, self._problem = -PROBE_S, None
+        self._failed_at, self._failure = -FAILED_S, ""
 
     def problem(self) -> str | None:
         """Why something could not be written just now; None where all could. For threads: a disk takes its time."""
@@ -34,7 +36,13 @@ class StorageProbe:
             if time.monotonic() - self._asked_at >= PROBE_S:
                 self._problem = self._ask()
                 self._asked_at = time.monotonic()
-            return self._problem
+            failed_now = time.monotonic() - self._failed_at < FAILED_S
+            return self._problem or (self._failure if failed_now else None)
+
+    def failed(self, error: StorageError) -> None:
+        """A request could not be kept, perhaps because it needed more room than the probe does."""
+        with self._lock:
+            self._failed_at, self._failure = time.monotonic(), f"{error.message} ({error.code})"
 
     def _ask(self) -> str | None:
         try:

@@ -1,7 +1,7 @@
 """Shared by all request bodies: strict parsing, configured limits, error envelope, OpenAPI details.
 
     OpenRequest   a body of a route that OpenAI's clients call: unknown fields are ignored, but not misspelt ones
-    OwnRequest    a body of our own routes: unknown fields are refused, and so are keys that stand twice in an object
+    OwnRequest    a body of our own routes: unknown fields are refused
     Answer        what is sent back
     AtMost        Annotated[int, AtMost("max_n")]: a bound that ServeConfig sets, enforced and documented
     documented    what a route says of itself in /openapi.json

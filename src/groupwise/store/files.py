@@ -349,13 +349,16 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+PROBE_BYTES = 1 << 16  # what a transaction of the ledger needs at most, as a rule
+
+
 def check_writable(directory: Path) -> None:
     """Raise OSError unless the directory can be listed, and a file be made, written, forced to the disk and removed."""
     probe = staging_path(directory).with_suffix(".tmp")
     os.listdir(directory)
     try:
         with open(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(b"can this be written?\n")
+            file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
     finally:
