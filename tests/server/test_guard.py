@@ -54,7 +54,7 @@ class Site:
     def __post_init__(self) -> None:
         self.recorder = Recorder(model_name="tiny")
         self.app = FastAPI(openapi_url="/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False)
-        self.app.state.server = SimpleNamespace(config=self.config)
+        self.app.state.server = SimpleNamespace(config=self.config, storage=SimpleNamespace(failed=lambda error: None))
         add_handlers(self.app, without={"/srv/groupwise-state": "<state_dir>"})
         describe(self.app, self.config)
         _add_routes(self.app, self)
@@ -744,3 +744,40 @@ def test_metrics_name_templates_not_paths(site: Site) -> None:
     assert "planted" not in text.lower()
     assert 'handler="/v1/adapters/{name}",method="GET",status="200"' in text
     assert 'handler="unmatched",method="GET",status="404"' in text
+
+
+# ---- what a shutdown cuts ----
+@pytest.mark.parametrize("draining", [True, False])
+def test_a_request_that_a_shutdown_cuts_is_told_so(draining: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What is still under way at the end of a shutdown is cancelled, and is no bug."""
+    own = Site(ServeConfig())
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def cut() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/hold", "headers": [(b"host", b"127.0.0.1")]}
+        scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("127.0.0.1", 8420)}
+        task = asyncio.ensure_future(own.asgi(scope, receive, send))
+        while not own.held:
+            await asyncio.sleep(0.01)
+        if draining:
+            own.gate.drain()
+        task.cancel()
+        await task
+
+    try:
+        if not draining:
+            with pytest.raises(asyncio.CancelledError):
+                asyncio.run(cut())
+            return
+        asyncio.run(cut())
+    finally:
+        own.go.set()
+    body = json.loads(sent[1]["body"])["error"]
+    assert (sent[0]["status"], body["code"]) == (503, "shutting_down") and ENVELOPE == set(body)
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]

@@ -140,10 +140,14 @@ class ForkServer:
 
 # ---- in the process that forks ----
 def receive_setup(descriptor: str) -> tuple[socket.socket, Any]:
-    """The socket to the process that started this one, and what it says first."""
+    """The socket to the process that started this one, and what it says first. Ends this process, without an error,
+    where that one is gone."""
     channel = socket.socket(fileno=int(descriptor))
     platform.set_oom_score(OOM_SCORE)
-    return channel, pickle.loads(receive_frame(channel))
+    try:
+        return channel, pickle.loads(receive_frame(channel))
+    except (EOFError, OSError):
+        sys.exit(0)
 
 
 def serve_forks(
@@ -159,13 +163,17 @@ def serve_forks(
         most_bytes: how much memory the process for these descriptors may have, besides what it shares.
         work: what it does with them and that number. It never returns.
     """
-    channel.sendall(READY)
+    with suppress(OSError):  # the other end was killed
+        channel.sendall(READY)
     running: dict[int, int] = {}  # and the memory that each may have, shared with this process or not
     while True:
         if not select.select([channel], [], [], LOOK_S if running else None)[0]:
             _look_at(running)
             continue
-        told, descriptors, _, _ = socket.recv_fds(channel, len(GO), count)
+        try:
+            told, descriptors, _, _ = socket.recv_fds(channel, len(GO), count)
+        except OSError:
+            return 0
         if not told:
             return 0
         most = most_bytes(descriptors)

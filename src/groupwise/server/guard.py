@@ -152,6 +152,12 @@ class Guard:
             answer.status = answer.status or 499
         except GroupwiseError as error:
             await self._refuse(error, scope, receive, answer)
+        except asyncio.CancelledError:
+            if not self._gate.draining.is_set():
+                raise
+            if not answer.begun:  # the time for what was under way is over
+                error = ShuttingDownError("the server is shutting down, and this is not done", hint="send it again")
+                await self._refuse(error, scope, receive, answer)
         except Exception as error:
             log.exception("request %s: %s %s", request_id, method, _shown(scope["path"]))
             if answer.begun and not answer.complete:
