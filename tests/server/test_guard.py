@@ -779,5 +779,5 @@ def test_a_request_that_a_shutdown_cuts_is_told_so(draining: bool, caplog: pytes
     finally:
         own.go.set()
     body = json.loads(sent[1]["body"])["error"]
-    assert (sent[0]["status"], body["code"]) == (503, "shutting_down") and ENVELOPE == set(body)
+    assert (sent[0]["status"], body["code"]) == (503, "shutting_down") and set(body) == ENVELOPE
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
