@@ -5,7 +5,8 @@
     API key         `authorization: Bearer <key>`, or `x-api-key: <key>` as Anthropic's and Tinker's clients send it,
                     but for /health and Tinker's links; compared in constant time
     phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
-    places          so many requests at once, so many waiting, then 429; a body that is still arriving takes none
+    places          so many requests at once, so many waiting, then 429, and never all of one sender's (`places`); a
+                    body that is still arriving takes none
     bodies          counted while they are read, 413; a deadline while they arrive, 408; content encodings refused, 415;
                     so many bytes of long ones at once, so many uploads, and then they wait, and then 429
     deadline        no answer begun in time, 504
@@ -24,8 +25,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -42,7 +42,6 @@ from groupwise.errors import (
     GroupwiseError,
     MediaTypeError,
     NotReadyError,
-    OverloadedError,
 )
 from groupwise.server.bodies import check_content_type, parse_body, read_body
 from groupwise.server.errors import (
@@ -54,6 +53,7 @@ from groupwise.server.errors import (
     respond,
 )
 from groupwise.server.metrics import Recorder
+from groupwise.server.places import Places
 from groupwise.tasks.arriving import BodyGuard, ByteLimit, Take
 
 __all__ = ["Gate", "Guard", "check_content_type", "parse_body", "read_body"]
@@ -61,6 +61,7 @@ __all__ = ["Gate", "Guard", "check_content_type", "parse_body", "read_body"]
 OPEN = "/health"  # the one route without a key, and the one that answers in every phase
 READS = ("GET", "HEAD", "OPTIONS")
 WATCHED = ("/v1/train/events/", "/v1/events")
+WATCHES = 64  # such streams of one sender: an event is sent to each
 POLLED = "/api/v1/retrieve_future"  # many at once, and all they do is wait
 QUIET = (OPEN, "/v1/health", "/ready", "/metrics", POLLED)  # asked by the second; a line for each would hide the others
 LINKS = "/api/v1/links/"  # whose paths hold a secret of their own
@@ -113,11 +114,11 @@ class Guard:
         self._key = None if config.api_key is None else _digest(config.api_key)
         self._checks_host = is_loopback(config.host) or bool(config.allowed_hosts)
         waiting = config.first_token_timeout_s
-        self._writes = _ConcurrencyLimit(config.max_concurrent, config.max_waiting, patience_s=waiting)
-        self._reads = _ConcurrencyLimit(config.max_concurrent, config.max_waiting, patience_s=waiting)
-        self._watches = _ConcurrencyLimit(config.max_concurrent, 0, patience_s=waiting)
-        self._polls = _ConcurrencyLimit(config.tinker_pending, config.max_waiting, patience_s=waiting)
-        self._uploads = _ConcurrencyLimit(UPLOADS, config.max_waiting, patience_s=waiting)
+        self._writes = Places(config.max_concurrent, config.max_waiting, patience_s=waiting)
+        self._reads = Places(config.max_concurrent, config.max_waiting, patience_s=waiting)
+        self._watches = Places(config.max_concurrent, 0, patience_s=waiting, share=WATCHES)
+        self._polls = Places(config.tinker_pending, config.max_waiting, patience_s=waiting)
+        self._uploads = Places(UPLOADS, config.max_waiting, patience_s=waiting)
         self._long = ByteLimit(config.bodies_bytes, patience_s=waiting)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -285,7 +286,7 @@ class Guard:
 
         async def take(*, long: bool) -> None:
             if scope["path"] != OPEN:
-                await held.enter_async_context(places.held())
+                await held.enter_async_context(places.held(_sender(scope)))
             if long and places is not self._uploads:  # which are as large as they may be, and few
                 await held.enter_async_context(self._long.held(size))
 
@@ -320,6 +321,12 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
 
 
+def _sender(scope: Scope) -> str:
+    """Who sends a request: the address of its connection."""
+    client = scope.get("client")
+    return client[0] if client else ""
+
+
 def _brings_body(headers: Headers) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
 
@@ -328,36 +335,6 @@ def _declared(headers: Headers, *, most: int) -> int:
     """How many bytes a body will have, as far as its head says."""
     said = headers.get("content-length", "")
     return min(int(said[:20]), most) if said.isdigit() else most
-
-
-class _ConcurrencyLimit:
-    """So many at once, so many waiting, first come first served."""
-
-    def __init__(self, capacity: int, waiting: int, *, patience_s: float):
-        self._free = asyncio.Semaphore(capacity)
-        self._capacity, self._most_waiting, self._patience_s, self._waiting = capacity, waiting, patience_s, 0
-
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """Context manager: one place is taken. Raises OverloadedError."""
-        await self._take()
-        try:
-            yield
-        finally:
-            self._free.release()
-
-    async def _take(self) -> None:
-        busy = f"{self._capacity} requests are being answered and {self._waiting} wait"
-        if self._free.locked() and self._waiting >= self._most_waiting:
-            raise OverloadedError(busy, hint="try again, or raise max_concurrent and max_waiting", retry_after=1)
-        self._waiting += 1
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await self._free.acquire()
-        except TimeoutError as error:
-            raise OverloadedError(f"waited {self._patience_s:g} s: {busy}", hint="try again", retry_after=5) from error
-        finally:
-            self._waiting -= 1
 
 
 # ---- what is answered ----
