@@ -11,8 +11,9 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from pydantic import BaseModel
@@ -46,6 +47,7 @@ from groupwise.types import Completion, Grammar, PolicyVersion, SamplingParams, 
 COMPILE_S = 15.0  # for a grammar, with those that wait before it
 
 INTERACTIVE = 8  # a request for this many completions is somebody waiting; for more it is a batch
+IN_PERSON = 8  # requests of one address at once that are; what it sends besides gives way to others, as a batch does
 
 SAMPLING_ERRORS = (
     RequestError,
@@ -205,7 +207,8 @@ async def admit(
     params = [
         replace(one, grammar=grammar) for one, grammar in zip(params, grammars or [None] * len(params), strict=True)
     ]
-    await compiled(server.engine, grammars, sender=http.client.host if http.client else "")
+    sender = http.client.host if http.client else ""
+    await compiled(server.engine, grammars, sender=sender)
     whole_s, first_s = server.config.request_timeout_s, server.config.first_token_timeout_s
     patience_s = min(whole_s, first_s) if stream else whole_s
     version = await resources.enter_async_context(
@@ -222,7 +225,8 @@ async def admit(
     if counts and server.policies.trial is not None:
         server.policies.trial.answered(version)
     n = body.n or 1
-    interactive = interactive and n * len(prompts) <= INTERACTIVE
+    interactive = interactive and n * len(prompts) <= INTERACTIVE and server.under_way[sender] < IN_PERSON
+    resources.enter_context(_one_more(server.under_way, sender))
     requests = tuple(
         SamplingRequest(
             prompt_ids=tuple(ids),
@@ -266,6 +270,18 @@ async def admit(
     )
     resources.push(admission.failed)
     return admission
+
+
+@contextmanager
+def _one_more(under_way: Counter[str], sender: str) -> Iterator[None]:
+    """Context manager: the sender has one request more."""
+    under_way[sender] += 1
+    try:
+        yield
+    finally:
+        under_way[sender] -= 1
+        if not under_way[sender]:
+            del under_way[sender]
 
 
 def _session(http: Request, body: Sampling) -> str:

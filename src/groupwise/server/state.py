@@ -5,6 +5,7 @@ server_of(request)    the `Server` behind a request
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +51,11 @@ class Server:
         from groupwise.server.storage import StorageProbe  # imports numpy: too slow before the port is bound
 
         return StorageProbe(self.config.state_dir)
+
+    @cached_property
+    def under_way(self) -> Counter[str]:
+        """How many requests for completions each address has. For the event loop."""
+        return Counter()
 
     @cached_property
     def responses(self) -> ResponseStore:
