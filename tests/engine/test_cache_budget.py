@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 
 import pytest
 import torch
 
-from groupwise.engine import kv_cache
+from groupwise.engine import kv_cache, local
 from groupwise.engine.kv_cache import CacheNeed, KeyValueCache
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import EngineError
 from groupwise.model.activations import ModelSize
 from groupwise.model.memory import cache_token_bytes
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest
+from serving import starter
 
 LENGTHS = [(3, 20, 4), (9, 5, 2), (4, 24, 6), (20, 8, 1), (5, 3, 8), (6, 24, 3)]  # prompt, completion, n
 
@@ -153,3 +155,27 @@ def test_an_engine_that_ran_out_of_memory_goes_on(make_base, monkeypatch: pytest
             engine.generate(requests())
         assert caught.value.code == "engine_failed" and "2.00 GiB" in str(caught.value)
         assert ids_of(engine.generate(requests())) == expected
+
+
+def test_an_engine_without_work_gives_back_the_memory_of_its_rows(monkeypatch):
+    """After a while; and what is asked next is answered as before."""
+    monkeypatch.setattr(local, "REST_S", 0.2)
+    request = SamplingRequest(
+        prompt_ids=(5, 6, 7),
+        params=SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+        n=8,
+        version=PolicyVersion.base(),
+    )
+    with closing(LocalEngine(starter(), max_rows=8)) as engine:
+        first = engine.generate([request])[0]
+
+        def held() -> int:
+            return sum(len(lane.decoder.cache.rows.layers) for lane in engine._lanes)
+
+        assert held()
+        until = time.monotonic() + 30
+        while held() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not held()
+        again = engine.generate([request])[0]
+        assert [each.token_ids for each in again] == [each.token_ids for each in first]

@@ -126,6 +126,10 @@ class Decoder(Protocol):
         """Drop what was made from weights that are unloaded, or from base weights that have changed (None)."""
         ...
 
+    def rest(self) -> None:
+        """Give back the memory that is kept for the next rows. There are none now."""
+        ...
+
     def clear(self) -> list[PendingRequest]:
         """Free everything after a failure. Returns the requests that had rows, or were being given some."""
         ...

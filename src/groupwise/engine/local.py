@@ -58,11 +58,13 @@ from groupwise.model.memory import CACHE_SHARE, cache_token_bytes
 from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_cached, why_not_packed
 from groupwise.model.recurrent_layers import is_recurrent
 from groupwise.model.transfer import on_device
+from groupwise.platform import trim_memory
 from groupwise.sampler import TokenSink
 from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, SequenceScores
 
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 LANE_FLOPS, LANE_ROWS = 4e8, 4  # of a step of a lane, at least
+REST_S = 20.0  # without work, a lane keeps the memory of its rows so long
 STILL = 4.0  # times as long as its last step a lane of batches stands still, while somebody waits in person
 
 
@@ -603,10 +605,20 @@ class LocalEngine:
     def _work(self, lane: DecoderLane) -> None:
         lanes = self._batches if lane in self._batches.every else self._interactive
         torch.set_num_threads(max(1, self._threads // lanes.used))  # a new thread has as many as whoever set them last
-        decoder, gives_way = lane.decoder, lanes is not self._interactive
+        decoder, gives_way, rests = lane.decoder, lanes is not self._interactive, True
         while True:
             with self._wakeup:
-                self._wakeup.wait_for(lambda: self._closing or lane.calls or self._has_work(lane))
+                asked = self._wakeup.wait_for(
+                    lambda: self._closing or lane.calls or self._has_work(lane), timeout=None if rests else REST_S
+                )
+            if not asked:
+                rests = True
+                if not decoder.active:
+                    decoder.rest()
+                    trim_memory()
+                continue
+            rests = False
+            with self._wakeup:
                 if gives_way and (still := lane.due - time.monotonic()) > 0:
                     self._wakeup.wait_for(
                         lambda: self._closing or lane.calls or not self._somebody_is_answered(), timeout=still

@@ -407,7 +407,11 @@ class PackedDecoder(DecodedRows):
                     row.slot = slot
         self._grid = None
         if not rows.active and self.shared.device.type == "cuda":  # gpu-only: memory of keys and values
-            self.cache.release()  # until there are rows again
+            self.rest()  # until there are rows again
+
+    def rest(self) -> None:
+        """Give back the memory of keys and values. There are no rows now."""
+        self.cache.release()
 
     def forget(self, weights: AdapterWeights | None) -> None:
         """Stop sharing prompts that were computed with weights that are unloaded, or that have changed."""

@@ -104,6 +104,9 @@ class PlainDecoder:
     def forget(self, weights: AdapterWeights | None) -> None:
         """Nothing is kept beyond the rows, which go on under the weights that they were admitted with."""
 
+    def rest(self) -> None:
+        """Nothing is kept beyond the rows."""
+
     def clear(self) -> list[PendingRequest]:
         """Free everything after a failure. Returns the requests that had rows, or were being given some."""
         taken = [*self._begun, *((row.job, 1) for batch in self._batches for row in batch.rows.owners)]
