@@ -10,7 +10,7 @@
         async for delta in client.chat_stream("What is 47 + 138?"):
             print(delta.text, end="")
 
-Each call is described once, as a flow, in `_Calls` and `_AdapterCalls`; `Client` and `AsyncClient` carry the same
+Each call is described once, as a flow, in `_Calls` and `AdapterCalls`; `Client` and `AsyncClient` carry the same
 flows out. What goes wrong is a RemoteError with the server's message, code, hint and request id. Nothing waits for
 ever: `timeout` is in seconds, for the whole of a call with its retries. What is sent again and when:
 `groupwise.sdk.transport`.

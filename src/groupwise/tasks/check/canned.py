@@ -24,11 +24,11 @@ class Canned:
         self._turn = 0
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """As `types.Sampler.sample`."""
+        """As `sampler.Sampler.sample`."""
         return [self._answers(request) for request in requests]
 
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
-        """As `types.Submits.submit`; the futures are done."""
+        """As `sampler.Submits.submit`; the futures are done."""
         futures: list[Future[list[Completion]]] = [Future() for _ in requests]
         for future, request in zip(futures, requests, strict=True):
             future.set_result(self._answers(request))
@@ -58,6 +58,6 @@ class Again:
         self._left, self.context_length = list(completions), context
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """As `types.Sampler.sample`. What is asked beyond the episode is answered with nothing."""
+        """As `sampler.Sampler.sample`. What is asked beyond the episode is answered with nothing."""
         nothing = Completion(token_ids=(), logprobs=(), text="", finish_reason=FinishReason.ABORT)
         return [[self._left.pop(0) if self._left else nothing for _ in range(each.n)] for each in requests]
