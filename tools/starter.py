@@ -32,8 +32,9 @@ from groupwise.cli.output import print_json, print_pairs, say
 from groupwise.config.run import STARTER, STARTER_DIR, OptimizerConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, DataError, ModelError
-from groupwise.model.chat import encode_prompt, encode_supervised
+from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_model, wrap_model
+from groupwise.model.supervised import encode_supervised
 from groupwise.tasks.prompts import to_prompt
 from groupwise.tasks.starter.tasks import (
     CURIOUS_SKILLS,

@@ -1,4 +1,4 @@
-"""Groups of episodes that agents play: a `RolloutSource`, as environments have one in `rollout_sources.EpisodeRollouts`."""
+"""Groups of episodes that agents play: a `RolloutSource`, as `rollout_sources.EpisodeRollouts` is for environments."""
 
 from __future__ import annotations
 
