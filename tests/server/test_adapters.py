@@ -28,6 +28,7 @@ from groupwise.model.load import LoadedModel
 from groupwise.server import adapters
 from groupwise.server.errors import add_handlers
 from groupwise.server.policies import Policies
+from groupwise.server.storage import StorageProbe
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import CONFIG, WEIGHTS, Provenance
 from groupwise.store.ledger import Ledger
@@ -112,7 +113,7 @@ def api(make_base, base: LoadedModel, engine: LocalEngine, client: TestClient, t
     state = state.state
     ledger = Ledger(tmp_path / "ledger.db")
     parts = {"base": base, "engine": engine, "store": store, "policies": policies, "ledger": ledger}
-    state.server = SimpleNamespace(config=state.config, **parts)
+    state.server = SimpleNamespace(config=state.config, storage=StorageProbe(tmp_path), **parts)
     yield Api(client, store, engine, policies, ledger, base, make_base, tmp_path)
     policies.close()
     ledger.close()
