@@ -44,8 +44,9 @@ class Prints:
 
     def _hear(self, text: str) -> None:
         with self._lock:
-            self._parts.append(text[: self._room])
-            self._room -= len(self._parts[-1])
+            if heard := text[: self._room]:
+                self._parts.append(heard)
+                self._room -= len(heard)
 
 
 class _Heard:
