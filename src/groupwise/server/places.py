@@ -37,13 +37,8 @@ class Places:
         try:
             yield
         finally:
-            self._give_back(sender)
+            give_back(self._held, sender)
             self._serve()
-
-    def _give_back(self, sender: str) -> None:
-        self._held[sender] -= 1
-        if not self._held[sender]:
-            del self._held[sender]
 
     async def _take(self, sender: str) -> None:
         if not self._waiting and self._may_have(sender):
@@ -63,7 +58,7 @@ class Places:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():  # it had its turn in the last moment
-                self._give_back(sender)
+                give_back(self._held, sender)
             self._waiting.pop(turn, None)
             turn.cancel()
             self._serve()
@@ -83,6 +78,13 @@ class Places:
             turn = min(open_, key=lambda each: self._held[self._waiting[each]])  # of equal ones the first
             self._held[self._waiting.pop(turn)] += 1
             turn.set_result(None)
+
+
+def give_back(held: Counter[str], sender: str) -> None:
+    """Count one less for the sender, and forget one that has nothing."""
+    held[sender] -= 1
+    if not held[sender]:
+        del held[sender]
 
 
 def _share(places: int) -> int:

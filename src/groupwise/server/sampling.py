@@ -38,6 +38,7 @@ from groupwise.sdk.types import CachedTokens, Usage
 from groupwise.server.event_stream import PING_S, ClientGone
 from groupwise.server.generate import Generation, SlowReaderError, StreamedCompletion, Token
 from groupwise.server.metrics import RequestRecord
+from groupwise.server.places import give_back
 from groupwise.server.schema_openai import Sampling
 from groupwise.server.state import Server, server_of
 from groupwise.store.ledger import RolloutRecord
@@ -279,9 +280,7 @@ def _one_more(under_way: Counter[str], sender: str) -> Iterator[None]:
     try:
         yield
     finally:
-        under_way[sender] -= 1
-        if not under_way[sender]:
-            del under_way[sender]
+        give_back(under_way, sender)
 
 
 def _session(http: Request, body: Sampling) -> str:

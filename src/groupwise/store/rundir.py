@@ -159,18 +159,18 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
     pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
     matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]
     begun = [(match[1], int(match[2] or 1), path) for match, path in matches if match]
-    whys: list[str] = []
+    why = ""
     for _, _, run_dir in sorted(begun, reverse=True):
         if not (run_dir / CONFIG).exists():
             continue
         if changed := _changes(run_dir / CONFIG, config):
-            whys.append(f"{run_dir} has another {', '.join(changed)}")
+            why = why or f"{run_dir} has another {', '.join(changed)}"
             continue
         at = checkpoint.newest(run_dir)
         if at is None or not checkpoint.read(at).finished:
             return run_dir, ""
-        whys.append(f"{run_dir} was finished")
-    return None, next(iter(whys), "")
+        why = why or f"{run_dir} was finished"
+    return None, why
 
 
 def _changes(saved: Path, config: RunConfig) -> list[str]:
