@@ -158,7 +158,7 @@ def test_recorded_steps(make_base, make_adapter, monkeypatch, merged: bool, arch
     model: Any = share_weights(base.model)
     bank = AdapterBank(model)
     if not merged:
-        bank._most_merged = 0
+        bank._merges = False
     backbone = Backbone(model, bank.project)
     compiled = Compiled(backbone, bank, 1, False, record=again)
     versions = [read_adapter(make_adapter(base, seed=seed), device=base.device) for seed in (1, 2)]

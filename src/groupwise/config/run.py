@@ -55,6 +55,9 @@ LearningRate = Annotated[float, Field(ge=0, le=1)]
 Steps = Annotated[int, Field(ge=0)]
 
 
+Attention = Literal["auto", "merged", "flex"]
+
+
 class OptimizerConfig(Section):
     """AdamW (arXiv 1711.05101) and what goes through the model at once, of a run and of a job."""
 
@@ -94,12 +97,12 @@ class TrainConfig(OptimizerConfig):
     passes: int = Field(default=1, ge=1, le=64)
     """Times that each rollout batch is gone over."""
     memory_gb: float | None = Field(default=None, gt=0)
-    """GiB that the whole run may take: passes get as few tokens as that needs, by an estimate of the worst batch; null
-    takes `micro_tokens`."""
-    attention: Literal["merged", "flex"] = "merged"
+    """GiB that the whole run may take: passes get as few tokens as that needs, by an estimate of the worst batch. null:
+    what a GPU has free; on a CPU passes have `micro_tokens`."""
+    attention: Attention = "auto"
     """How training computes attention over packed rows: merged, by matrix products over padded grids, on any device;
-    flex, by FlexAttention's compiled kernels, on a CUDA GPU. Where flex cannot be used, a warning says why, and merged
-    is: the results are the same."""
+    flex, by FlexAttention's compiled kernels, on a CUDA GPU. auto is flex on a GPU, for models of more than 256 MiB.
+    Where flex cannot be used, a warning says why, and merged is: the results are the same."""
     lora: LoraSpec | None = LoraSpec()
     """null trains all parameters."""
     router_replay: bool | None = None

@@ -99,7 +99,7 @@ class RoundedLayers:
         with self._lock:
             if id(modules[0]) not in self._made:
                 matrix = torch.cat([module.weight.T for module in modules], 1)
-                self._made[id(modules[0])] = Product(self._kind(matrix), joined_bias(modules), None)
+                self._made[id(modules[0])] = Product(self._kind(matrix), joined_bias(modules))
             return self._made[id(modules[0])]
 
 

@@ -8,6 +8,9 @@ as many policies as fit in `MERGED_BYTES`. Large ones are laid out for the CPU w
 token it does not: that has a plain copy, or, where two copies do not fit, the base's own weights and the adapter. The
 base weights themselves are never written to. Over rounded copies of them (`rounded`) nothing is merged: adapters act
 beside, unrounded.
+
+Where nothing is merged, the adapters of modules that share an input act as one. On a GPU that holds the base in 16 bits
+they have these 16 bits too, as in training (`train.lora`): their products then take what the base's take.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.lora import EXPERT_PARAMETERS
 from groupwise.errors import AdapterError
-from groupwise.model.backbone import is_lean
+from groupwise.model.backbone import adapter_dtype, is_lean
 from groupwise.model.load import is_linear
 from groupwise.model.mixture import Routed, experts_forward, fused_parameters, is_router, low_rank, router_forward
 from groupwise.model.quantized import QuantizedLinear, quantization_of
@@ -40,7 +43,7 @@ from groupwise.store.files import MAGNITUDE
 
 MERGED_BYTES = 1 << 30
 LAID_OUT_BYTES = 1 << 20  # of a matrix, from which on it is laid out
-MOST_BESIDE = 64  # policies whose adapters are laid side by side for rounded weights
+MOST_BESIDE = 16  # policies whose adapters are laid side by side, where nothing is merged
 
 _PREFIX = "base_model.model."
 
@@ -150,21 +153,19 @@ class AdapterBank:
         self._modules = {name: module for name, module in model.named_modules() if module is not head}
         self._names = {id(module): name for name, module in self._modules.items()}
         self._lean, self._hooked = is_lean(model) and not hooked, set[str]()
+        self._beside = adapter_dtype(model.device, model.dtype)
         self._now = _Selection()  # of the calling thread
         self._lock = threading.Lock()  # of what threads share and make when it is first needed
         linear = [module.weight for module in self._modules.values() if type(module) is nn.Linear]
         size = sum(weight.numel() * weight.itemsize for weight in linear)
         exact = all(weight.dtype in (torch.float32, torch.float64) for weight in linear)
         self._quantized = quantization_of(model) is not None  # whose weights nothing can be merged into
-        self._most_merged = MERGED_BYTES // max(size, 1) if self._lean and exact and not self._quantized else 0
-        self._lay_out, self._twice = lay_out, lay_out is not None and self._most_merged > 1  # plain copies besides
-        if self._twice:
-            self._most_merged //= 2
+        merged = MERGED_BYTES // max(size, 1) if exact else 0  # policies
+        self._lay_out, self._twice = lay_out, lay_out is not None and merged > 1  # plain copies besides
         self._new_rounded, self._rounded = rounded, rounded and rounded()  # in the place of the base's own weights
-        if self._rounded is not None:
-            self._most_merged = MOST_BESIDE  # of which nothing is merged
-        self._merged: OrderedDict[int, tuple[AdapterWeights | None, Products]] = OrderedDict()  # by id, oldest first
-        self._unmerged: Products | None = None
+        self._merges = merged > 0 and self._rounded is None
+        self._most = (merged // (1 + self._twice)) if self._merges else MOST_BESIDE
+        self._own: OrderedDict[int, tuple[AdapterWeights | None, Products]] = OrderedDict()  # by id, oldest first
 
     def prepare(self, weights: AdapterWeights) -> None:
         """Hook every module that `weights` targets. Raises AdapterError if one is missing or does not fit."""
@@ -185,6 +186,8 @@ class AdapterBank:
             if name in weights.magnitudes and name not in weights.columns:
                 c = weights.magnitudes[name] / (_in_by_out(module).to(a.dtype) + a @ b).norm(dim=0)
                 weights.columns[name], weights.pairs[name] = c, (a, b * c)
+            if is_linear(module) and self._beside.itemsize < a.dtype.itemsize:
+                weights.pairs[name] = a.to(self._beside), weights.pairs[name][1].to(self._beside)
 
     def _attach(self, name: str, module: Any) -> None:
         """Have a module apply the adapters of the batch: by a hook behind a linear layer, and as the forward of a
@@ -202,13 +205,12 @@ class AdapterBank:
             self._hooked.add(name)
 
     def forget(self, weights: AdapterWeights | None) -> None:
-        """Drop merged weights of an adapter that is unloaded, or of base weights that have changed."""
+        """Drop what was made of an adapter that is unloaded, or of base weights that have changed."""
         with self._lock:
-            self._merged.pop(id(weights), None)
+            self._own.pop(id(weights), None)
             if weights is None and self._new_rounded is not None:
                 self._rounded = self._new_rounded()
-                self._merged.clear()
-        self._unmerged = None
+                self._own.clear()
 
     def select(self, owners: Sequence[AdapterWeights | None]) -> None:
         """Set the adapters of the calling thread's next forwards: one for each token of the packed row, None where it
@@ -218,8 +220,8 @@ class AdapterBank:
             return  # as in the step before: no row has come or gone
         distinct, now.owners = {id(weights): weights for weights in owners}, owners
         now.batch, now.alone, now.sole = [], None, owners[:1] if len(distinct) == 1 else ()
-        unfit = self._rounded is not None and now.sole and now.sole[0] is not None and now.sole[0].columns
-        if now.sole and self._most_merged and not unfit:
+        beside = not (now.sole and now.sole[0] is not None and now.sole[0].columns)  # DoRA is no product beside
+        if now.sole and self._lean and not self._quantized and (self._merges or beside):
             now.alone = self._products(owners[0])
             return
         for key, weights in distinct.items():
@@ -239,36 +241,31 @@ class AdapterBank:
             outputs = [module(x) for module in modules]
         else:
             widths = [module.get_parameter("weight").shape[0] for module in modules]
-            outputs = multiply([self._rounded.of(modules)], x).split(widths, -1)
+            outputs = multiply(Group((self._rounded.of(modules),)), x).split(widths, -1)
         outputs = [self._adapted(self._names[id(m)], x, y) for m, y in zip(modules, outputs, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def alone(self) -> Products | None:
         """The products of the one policy that has the whole batch, merged or not; None if several share the batch, or
-        the weights are quantised."""
-        now = self._now
-        if self._quantized or any(weights is not None and weights.columns for weights in now.sole):
-            return now.alone
-        if now.alone is not None or not now.sole:
-            return now.alone
-        if self._unmerged is None or self._unmerged.weights is not now.sole[0]:
-            self._unmerged = Products(self._names, now.sole[0], merged=False)
-        return self._unmerged
+        one that is no product beside weights into which nothing is merged."""
+        return self._now.alone
 
     def _products(self, weights: AdapterWeights | None) -> Products:
-        """The merged weights of a policy, made when it first has a batch to itself and kept while there is room."""
+        """A policy's own, made when it first has a batch to itself and kept while there is room."""
         with self._lock:
-            if id(weights) not in self._merged:
-                while len(self._merged) >= self._most_merged:
-                    self._merged.popitem(last=False)
-                self._merged[id(weights)] = weights, self._new_products(weights)
-            self._merged.move_to_end(id(weights))
-            return self._merged[id(weights)][1]
+            if id(weights) not in self._own:
+                while len(self._own) >= self._most:
+                    self._own.popitem(last=False)
+                self._own[id(weights)] = weights, self._new_products(weights)
+            self._own.move_to_end(id(weights))
+            return self._own[id(weights)][1]
 
     def _new_products(self, weights: AdapterWeights | None) -> Products:
         new = partial(Products, self._names, weights)
         if self._rounded is not None:
             return new(rounded=self._rounded)
+        if not self._merges:
+            return new(merged=False)
         if self._lay_out is None:
             return new()
         if self._twice:
@@ -349,25 +346,34 @@ class BaseProducts(Protocol):
 
 
 class Product(NamedTuple):
-    """What linear modules with the same input [S, in] do to it: x W^T + bias, and (x A) B where that is not in W."""
+    """What one linear module, or several side by side, do to an input [S, in]: x W^T + bias."""
 
     matrix: Tensor | Matrix  # [in, out]
     bias: Tensor | None
-    pair: tuple[Tensor, Tensor] | None  # A [in, r] and B [r, out]
 
 
-def multiply(products: Sequence[Product], x: Tensor) -> Tensor:
+class Group(NamedTuple):
+    """Linear modules with the same input: their products, and (x A) B where that is in none of them."""
+
+    products: tuple[Product, ...]
+    pair: tuple[Tensor, Tensor] | None = None  # A [in, r] and B [r, sum of out]
+
+
+def multiply(group: Group, x: Tensor) -> Tensor:
     """-> [S, sum of out]."""
     outputs = []
-    for matrix, bias, pair in products:
+    for matrix, bias in group.products:
         if isinstance(matrix, Tensor):
-            output = x @ matrix if bias is None else torch.addmm(bias, x, matrix)
+            outputs.append(x @ matrix if bias is None else torch.addmm(bias, x, matrix))
         else:
-            output = matrix.times(x) if bias is None else matrix.times(x).add_(bias)
-        if pair is not None:
-            output = (output + _delta(pair, x)).to(output.dtype)
-        outputs.append(output)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+            outputs.append(matrix.times(x) if bias is None else matrix.times(x).add_(bias))
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+    if group.pair is None:
+        return output
+    a, b = group.pair
+    if a.dtype == x.dtype == output.dtype:
+        return torch.addmm(output, x @ a, b)
+    return (output + _delta(group.pair, x)).to(output.dtype)
 
 
 def _delta(pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
@@ -396,7 +402,7 @@ class Products:
         self._columns = {} if weights is None else weights.columns
         self._lay_out = lay_out
         self._single = single
-        self._made: dict[int, tuple[Product, ...]] = {}  # by the first module's id
+        self._made: dict[int, Group] = {}  # by the first module's id
         self._lock = threading.Lock()
 
     def project(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
@@ -405,8 +411,8 @@ class Products:
             return self._single.project(modules, x)
         return multiply(self.of(modules), x)
 
-    def of(self, modules: Sequence[Any]) -> tuple[Product, ...]:
-        """The products of modules that share an input; the same tensors each time."""
+    def of(self, modules: Sequence[Any]) -> Group:
+        """What modules that share an input multiply with; the same tensors each time."""
         made = self._made.get(id(modules[0]))
         if made is None:
             with self._lock:  # threads that decode side by side need it at the same time
@@ -415,12 +421,13 @@ class Products:
             made = self._made[id(modules[0])]
         return made
 
-    def _make(self, modules: Sequence[Any]) -> tuple[Product, ...]:
+    def _make(self, modules: Sequence[Any]) -> Group:
         if self._rounded is not None:
-            return (self._rounded.of(modules)._replace(pair=self._side_by_side(modules)),)
+            return Group((self._rounded.of(modules),), self._side_by_side(modules))
         if self._merged:
-            return (self._merge(modules),)
-        return tuple(self._apart(module) for module in modules)
+            return Group((self._merge(modules),))
+        own = tuple(Product(module.weight.T, module.bias) for module in modules)
+        return Group(own, self._side_by_side(modules))
 
     def _side_by_side(self, modules: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
         """The adapters of modules that share an input as one: A [in, sum of r] and B [sum of r, sum of out], in which
@@ -434,9 +441,6 @@ class Products:
             for module, pair in zip(modules, pairs, strict=True)
         ]
         return torch.cat([a for a, _ in there], 1).contiguous(), torch.block_diag(*blocks)
-
-    def _apart(self, module: Any) -> Product:
-        return Product(module.weight.T, module.bias, self._pairs.get(self._names[id(module)]))
 
     def _merge(self, modules: Sequence[Any]) -> Product:
         matrices = []
@@ -452,8 +456,8 @@ class Products:
             whole = torch.cat([m.new_zeros(m.shape[1]) if b is None else b for b, m in columns])
         matrix = torch.cat(matrices, 1).contiguous()
         if self._lay_out is not None and _is_large(modules):
-            return Product(self._lay_out(matrix), whole, None)
-        return Product(matrix, whole, None)
+            return Product(self._lay_out(matrix), whole)
+        return Product(matrix, whole)
 
 
 def _is_large(modules: Sequence[Any]) -> bool:

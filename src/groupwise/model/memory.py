@@ -3,7 +3,7 @@
     step_size       prompts, completions, tokens, decoding waves, forward passes and optimizer steps of a rollout batch
     memory          bytes of the process, the weights, what is trained, the engine's keys and values, one micro-batch;
                     of vLLM nothing where it has a process of its own, and its share where it is in this one
-    fitting_tokens  the largest micro-batch for which that stays within `train.memory_gb`
+    fitting_tokens  the largest micro-batch for which that stays within `train.memory_gb`, or what a GPU has free
     longest_sample  the most tokens that a prompt and its completion may have together then
 
 Memory is that of the worst batch the configuration admits: the longest prompt everywhere, completions of
@@ -119,6 +119,7 @@ class Load:
     `own_cache`: of a model that is sampled by its own forward, bytes that its cache takes for each token of a row and
     whatever the row's length (`packed_check.cache_bytes`); both 0 where it is decoded without a cache.
     `cache`: bytes that the local engine's keys and values may take; None: as much as its rows need.
+    `free`: bytes of a GPU that the run may take where `train.memory_gb` is not set; None: any.
     """
 
     model: ModelSize
@@ -133,6 +134,7 @@ class Load:
     eager: bool = False
     own_cache: tuple[int, int] | None = None
     cache: int | None = None
+    free: int | None = None
 
 
 def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) -> Memory:
@@ -161,19 +163,20 @@ def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) ->
 
 
 def fitting_tokens(config: RunConfig, load: Load) -> int:
-    """`train.micro_tokens`, or where `train.memory_gb` is set the most below it that the memory suffices for.
+    """The most of `train.micro_tokens` for which the memory suffices that the run may take.
 
     Raises:
-        ConfigError: it does not suffice for a single sample; says what would.
+        ConfigError: `train.memory_gb` does not suffice for a single sample; says what would. (What a GPU has free is
+            tried all the same: this is an estimate of the worst batch.)
     """
-    budget, least = config.train.memory_gb, _longest(config, load)
-    if budget is None:
+    least = _longest(config, load)
+    if _allowed(config, load) == math.inf:
         return config.train.micro_tokens
     if config.train.micro_tokens < least or not _fits(config, load, least):
         needed = memory(config, load, micro_tokens=least)
-        if needed.total > budget * GIB:
+        if config.train.memory_gb is not None and needed.total > config.train.memory_gb * GIB:
             raise _too_little(config, load, needed)
-        return config.train.micro_tokens  # a longer sample is a micro-batch all the same
+        return min(config.train.micro_tokens, least)  # a longer sample is a micro-batch all the same
     low, high = least, config.train.micro_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -193,7 +196,14 @@ def longest_sample(config: RunConfig, load: Load) -> int:
 
 
 def _fits(config: RunConfig, load: Load, micro_tokens: int) -> bool:
-    return memory(config, load, micro_tokens=micro_tokens).total <= (config.train.memory_gb or math.inf) * GIB
+    return memory(config, load, micro_tokens=micro_tokens).total <= _allowed(config, load)
+
+
+def _allowed(config: RunConfig, load: Load) -> float:
+    """Bytes that the run may take."""
+    if config.train.memory_gb is not None:
+        return config.train.memory_gb * GIB
+    return math.inf if load.free is None else load.free
 
 
 def _too_little(config: RunConfig, load: Load, needed: Memory) -> ConfigError:

@@ -68,7 +68,7 @@ class Components:
     scorer: Scorer
     teacher: Teacher | None
     eval_prompts: tuple[Prompt, ...]
-    load: Load | None  # what `train.memory_gb` was compared with
+    load: Load | None  # what the memory that the run may take was compared with
     threads: int  # of torch, which the calling thread had
 
     def __enter__(self) -> Components:
@@ -143,7 +143,8 @@ def open_components(
         teacher = open_teacher(plan, base, engine, threads=threads)
         if teacher is not None:
             opened.callback(teacher.close)
-        load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play, teacher, engine)
+        limited = config.train.memory_gb is not None or base.device.type == "cuda"  # gpu-aware
+        load = _fitted(plan, base, learner, play, teacher, engine) if limited else None
         eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
         rollouts = play
         if teacher is not None and teacher.config.loss == "sft":
@@ -245,7 +246,8 @@ def _fitted(
     teacher: Teacher | None,
     engine: Sampler,
 ) -> Load:
-    """Give the learner micro-batches that `train.memory_gb` suffices for. Raises ConfigError where none does."""
+    """Give the learner micro-batches for which `train.memory_gb`, or what a GPU has free, suffices. Raises ConfigError
+    where `train.memory_gb` suffices for none."""
     prompts = plan.source.all()
     longest = longest_prompt(plan.config, prompts, play, context=base.context_length)
     load = load_of(

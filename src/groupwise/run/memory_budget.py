@@ -1,4 +1,4 @@
-"""A run's memory, estimated from its parts, and the micro-batch that `train.memory_gb` leaves room for."""
+"""A run's memory, estimated from its parts, and the micro-batch that `train.memory_gb`, or a GPU, leaves room for."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from groupwise.sampler import Sampler
 from groupwise.tasks.rollout_sources import RolloutSource
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt
+
+FRAGMENTED = 1.06  # memory that an allocator takes of a GPU, of what is in use in it
 
 TOKENISED = 64  # prompts with the most characters, of which one has the most tokens
 
@@ -62,6 +64,7 @@ def load_of(
         eager=plain_implementation(model) == "eager",
         own_cache=None if learner.packed or config.engine != "local" else _own_cache(model),
         cache=engine.cache_bytes if isinstance(engine, LocalEngine) else None,
+        free=free_memory(base.device),
     )
 
 
@@ -75,6 +78,15 @@ def device_memory(device: torch.device) -> int:
     if device.type == "cuda":  # gpu-only: its memory
         return torch.cuda.mem_get_info(device)[1]
     return memory_bytes()
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU that this process has or may still take, less what is lost between its tensors; None: it is no
+    CUDA GPU."""
+    if device.type != "cuda":
+        return None
+    # gpu-only: its memory
+    return int((torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / FRAGMENTED)
 
 
 def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:

@@ -9,14 +9,15 @@
     begin_step                one rollout batch that arrives in parts (`rollout_batch`)
 
 A batch is cut into micro-batches by a token budget; every loss divides by counts of the whole batch, so the cut changes
-nothing but rounding. A small model's run side by side (`ThreadedMicroBatches`). Without an adapter (`lora=None`) all
-parameters train. The reference is `reference.py`'s affair.
+nothing but rounding, and one for which a GPU's memory does not suffice is cut again. A small model's run side by side
+(`ThreadedMicroBatches`). Without an adapter (`lora=None`) all parameters train. The reference is `reference.py`'s affair.
 
 Shapes: N loss tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import sys
@@ -24,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +40,7 @@ from groupwise.algo.loss_metrics import as_numbers, combined
 from groupwise.algo.metrics import Metrics
 from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import LossSpec
-from groupwise.config.run import OptimizerConfig
+from groupwise.config.run import Attention, OptimizerConfig
 from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import checkpoint_layers, is_lean
 from groupwise.model.flex_trial import why_not_flex
@@ -70,11 +72,15 @@ __all__ = ["Learner", "Metrics", "OptimStepResult", "learning_rate_at"]
 
 MAX_REFUSED_STEPS = 5  # in a row
 
-LANE_BYTES = 1 << 28  # of weights, up to which a model is small, and its micro-batches run side by side
+LANE_BYTES = 1 << 28  # of weights, up to which a model is small, and a CPU runs its micro-batches side by side
 
 TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
 
 Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty where they are added up already
+
+Item = tuple[int, tuple[MicroBatch, Tensor | None]]  # a micro-batch's number, itself, the reference's log-probabilities
+
+Passed = tuple[MicroBatch, Tensor, dict[str, Tensor], Gradients]  # ... its log-probabilities, metrics and gradients
 
 Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
 
@@ -100,7 +106,8 @@ class Learner:
         lora: the adapter, or None to train every parameter of `base` itself.
         micro_tokens: token budget of a micro-batch: packed tokens, those that samples share counted once; where the
             model cannot run packed, tokens of padded rows.
-        attention: how it is computed over packed rows, `merged` or `flex` (`model.attention`).
+        attention: how it is computed over packed rows, `merged` or `flex` (`model.attention`); `auto`: flex on a GPU,
+            if the model is not so small that waiting for its kernels' compiler costs more than they save.
         gradient_checkpointing: compute a layer's activations again in the backward pass; `offload`: and keep its input
             in the CPU's memory until then.
         autocast: run the forward in this type over float32 weights (mixed precision); None: in the weights' own.
@@ -123,7 +130,7 @@ class Learner:
         optimizer: OptimizerConfig = DEFAULTS,
         micro_tokens: int = DEFAULTS.micro_tokens,
         gradient_checkpointing: bool | Literal["offload"] = False,
-        attention: Literal["merged", "flex"] = "merged",
+        attention: Attention = "auto",
         autocast: torch.dtype | None = None,
         reference: ReferenceSpec = ReferenceSpec(),
         seed: int = 0,
@@ -149,7 +156,7 @@ class Learner:
         self.packed = self._verify_packed()
         self.why_not_flex: str | None = None  # where it was asked for and is not used
         self.layouts = MERGED
-        if attention == "flex" and self.packed:
+        if self.packed and (attention == "flex" or (attention == "auto" and self._pays_for_flex())):
             self.layouts = self._try_flex(checkpointing=bool(gradient_checkpointing))
         self.lora = None if lora is None else add_lora(self.model, lora, seed=seed)
         if lora is None:
@@ -500,12 +507,17 @@ class Learner:
 
     def _is_small(self, *, dropout: bool) -> bool:
         """Whether micro-batches are run side by side: only an adapter is trained, without dropout, on a small model."""
-        weights = sum(weight.numel() * weight.itemsize for weight in self.base.model.parameters())
-        if self.lora is None or dropout or self.device.type != "cpu" or weights > LANE_BYTES:
+        if self.lora is None or dropout or self.device.type != "cpu" or not self._is_light():
             return False
         if not self.strategy.runs_side_by_side:
             return False
         return self.packed and is_lean(self.model)
+
+    def _pays_for_flex(self) -> bool:
+        return self.device.type == "cuda" and not self._is_light()  # gpu-aware
+
+    def _is_light(self) -> bool:
+        return sum(weight.numel() * weight.itemsize for weight in self.base.model.parameters()) <= LANE_BYTES
 
     def _verify_packed(self) -> bool:
         why = why_not_packed(self.model)
@@ -594,9 +606,10 @@ class Learner:
         lanes, cut = self._cut([samples[row] for row in mine])
         cut = (replace(batch, rows=tuple(mine[row] for row in batch.rows)) for batch in cut)
 
-        def run(
-            item: tuple[int, tuple[MicroBatch, Tensor | None]],
-        ) -> tuple[MicroBatch, Tensor, dict[str, Tensor], Gradients]:
+        # gradients of a micro-batch are whole before they are added up
+        apart = lanes > 1 or (self.lora is not None and self.strategy.runs_side_by_side)
+
+        def run(item: Item) -> Passed:
             number, (batch, reference_N) = item
             token_loss = term(batch, reference_N) if batch.rows else _no_loss
             with self._replaying(batch) as recorded:
@@ -607,11 +620,30 @@ class Learner:
                     loss, told = self._and_routers(loss, batch, routed, *share(batch), recorded=recorded)
                     metrics |= told
                 gradients: Gradients = ()
-                if lanes == 1:
-                    loss.backward()
-                else:
+                if apart:
                     gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+                else:
+                    loss.backward()
             return batch, of_tokens_alone(logprobs_N.detach()), metrics, gradients
+
+        def fitting(item: Item) -> Iterator[Passed]:
+            """Of a micro-batch for which the memory does not suffice, its parts."""
+            number, (batch, reference_N) = item
+            try:
+                passed = [run(item)]
+            except torch.OutOfMemoryError as error:
+                if not apart:  # some gradients may have been added to already
+                    raise
+                passed, why = [], str(error)
+            yield from passed
+            if not passed:
+                self._take_smaller(batch, why)
+                parts = [replace(p, rows=tuple(batch.rows[row] for row in p.rows)) for p in self._cut(batch.samples)[1]]
+                halves: list[tuple[MicroBatch, Tensor | None]] = [(part, None) for part in parts]
+                if reference_N is not None:
+                    halves = [*self._frozen(parts, temperature, lanes=1, reference=True)]
+                for half in halves:
+                    yield from fitting((number, half))
 
         told: list[Mapping[str, Tensor]] = []
         with self.strategy.forward_and_backward():
@@ -619,14 +651,34 @@ class Learner:
             if reads_reference:
                 batches = [batch for batch, _ in work]
                 work = [*self._frozen(batches, temperature, lanes=lanes, reference=True)]
-            passed = self._lanes.map(run, enumerate(work, self._accumulated), lanes=lanes)
-            for batch, logprobs_N, metrics, gradients in passed:
+            items: Iterator[Item] = enumerate(work, self._accumulated)
+            each = fitting if lanes == 1 else lambda item: [run(item)]
+            for batch, logprobs_N, metrics, gradients in chain.from_iterable(self._lanes.map(each, items, lanes=lanes)):
                 self._add(gradients)
                 self._accumulated += 1
                 told.append(metrics)
                 if on_logprobs is not None:
                     on_logprobs(batch, logprobs_N)
         return self.strategy.combined(combined(as_numbers(told)))
+
+    def _take_smaller(self, batch: MicroBatch, why: str) -> None:
+        """After memory did not suffice for a micro-batch: from now on take half of what it had. Raises TrainingError
+        for a single sample."""
+        tokens = len(batch.input_ids_S)
+        if len(batch.samples) < 2:
+            raise TrainingError(
+                f"the memory does not suffice to train on one sample of {tokens} tokens: {why.splitlines()[0]}",
+                hint="set train.gradient_checkpointing: true, or lower rollout.max_tokens or rollout.cache_gb",
+            )
+        self.micro_tokens = max(1, tokens // 2)
+        warnings.warn(
+            f"the memory does not suffice for a micro-batch of {tokens} tokens; from now on train.micro_tokens is "
+            f"{self.micro_tokens}",
+            stacklevel=3,
+        )
+        gc.collect()  # what the failed pass still holds
+        if self.device.type == "cuda":  # gpu-only: what the allocator keeps in pieces of the wrong size
+            torch.cuda.empty_cache()
 
     def _and_routers(
         self,

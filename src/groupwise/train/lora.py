@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.lora import LoraSpec
 from groupwise.errors import AdapterError, ConfigError
-from groupwise.model.backbone import project_plainly
+from groupwise.model.backbone import adapter_dtype, project_plainly
 from groupwise.model.load import adapted_modules
 from groupwise.model.mixture import Routed, experts_forward, is_router, low_rank, router_forward
 from groupwise.model.quantized import QuantizedLinear, quantization_of
@@ -391,7 +391,8 @@ class _Projection(torch.autograd.Function):
 
     Backward keeps x and the x A_i^T, which are side by side too; all gradients of x are added up by the products
     themselves. The frozen W_i stay where they are, in the modules. Where W and x have 16 bits, the adapter's products
-    are of float32, in which A and B are, and sums of both are rounded once; x is kept in its 16 bits.
+    are of float32, in which A and B are, and sums of both are rounded once; x is kept in its 16 bits. On a GPU
+    (`adapter_dtype`) their factors are rounded to these 16 bits, and gradients of A and B are sums in float32.
     """
 
     @staticmethod
@@ -401,14 +402,16 @@ class _Projection(torch.autograd.Function):
         ranks = [0 if a is None else a.shape[0] for _, a, _ in terms]
         every_a = [a for _, a, _ in terms if a is not None]
         A = every_a[0] if len(every_a) == 1 else torch.cat(every_a) if every_a else x.new_empty(0, x.shape[1])
-        z = x.to(A.dtype) @ A.T
+        beside = adapter_dtype(x.device, x.dtype)
+        A = A.to(beside)
+        z = x.to(beside) @ A.T
         y = x.new_empty(x.shape[0], sum(widths))
         parts = zip(y.split(widths, -1), z.split(ranks, -1), bases, terms, scales, strict=True)
         for out, mine, base, (bias, _, b), scale in parts:
             w = _matrix(base, x.dtype)
             torch.mm(x, w.T, out=out) if bias is None else torch.addmm(bias, x, w.T, out=out)
             if b is not None:
-                _add_product(out, mine, b.T, scale)
+                _add_product(out, mine, b.T.to(beside), scale)
             del w  # a quantised layer's, before the next one's is made
         ctx.save_for_backward(x, z, A, *(b for _, _, b in terms))
         ctx.bases, ctx.scales, ctx.widths, ctx.ranks = bases, scales, widths, ranks
@@ -430,13 +433,13 @@ class _Projection(torch.autograd.Function):
             if b is None:
                 grad_b.append(None)
                 continue
-            exact = grad.to(b.dtype)
-            torch.mm(exact, b, out=out).mul_(ctx.scales[i])
-            grad_b.append((exact.T @ mine).mul_(ctx.scales[i]))
-            del exact  # before the next one's is made
+            beside = grad.to(A.dtype)
+            torch.mm(beside, b.to(A.dtype), out=out).mul_(ctx.scales[i])
+            grad_b.append(_summed_exactly(beside.T, mine).mul_(ctx.scales[i]))
+            del beside  # before the next one's is made
         if grad_x is not None and A.shape[0]:
             _add_product(grad_x, grad_z, A)
-        grad_a = (grad_z.T @ x.to(A.dtype)).split(ctx.ranks)
+        grad_a = _summed_exactly(grad_z.T, x.to(A.dtype)).split(ctx.ranks)
         terms = zip(grad_a, grad_b, strict=True)
         return grad_x, None, None, *(g for a, b in terms for g in (None, None if b is None else a, b))
 
@@ -447,3 +450,12 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -
         out.addmm_(left, right, alpha=scale)
     else:
         out.copy_((left @ right).mul_(scale).add_(out))
+
+
+def _summed_exactly(left: Tensor, right: Tensor) -> Tensor:
+    """left right, in float32 at least."""
+    if left.dtype.itemsize > 2:
+        return left @ right
+    if left.is_cuda:  # gpu-only: gradients of an adapter in float32, from factors of 16 bits
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
