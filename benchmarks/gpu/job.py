@@ -35,6 +35,9 @@ JOBS: dict[str, tuple[str, tuple[str, str], float, list[str]]] = {
     "gsm8k-qwen3-0.6b, 24 GB": ("gsm8k-qwen3-0.6b", SUMS, 24, ["train.steps=1", "rollout.prompts_per_step=8"]),
     "full": ("reverse-text-0.6b", TEXTS, 10, ["train.steps=2", "train.micro_tokens=65536"]),
 }
+REWARD = """def drawn(completions, **columns):
+    return [len(str(said)) % 7 / 6 for said in completions]
+"""
 SMOKE = ["train.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_tokens=8"]
 
 
@@ -90,7 +93,8 @@ def only_free(gigabytes: float, setting: Setting) -> Any:
 def write_data(folder: Path) -> None:
     """Files of the two datasets' shapes, and the reward."""
     sums = [{"question": f"What is {a} + {3 * a}?", "answer": f"It is {4 * a}.\n#### {4 * a}"} for a in range(64)]
-    texts = [{"prompt": f"the {a} of {b} and the rest"} for a in "one two three four".split() for b in "abcdefghijklmnop"]
+    numbers, letters = ["one", "two", "three", "four"], "abcdefghijklmnop"
+    texts = [{"prompt": f"the {number} of {letter} and the rest"} for number in numbers for letter in letters]
     for name, rows in ((SUMS[1], sums), (TEXTS[1], texts)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "drawn.py").write_text("def drawn(completions, **columns):\n    return [len(str(said)) % 7 / 6 for said in completions]\n")
+    (folder / "drawn.py").write_text(REWARD)

@@ -38,10 +38,14 @@ def test_marks_say_what_has_never_run(tmp_path: Path):
     (tmp_path / "module.py").write_text(SOURCE.format(*MARKS))
     found = [(each.what, each.first, each.last, each.lines) for each in places(tmp_path)]
     assert found == [("halves", 6, 9, 2), ("pinned", 15, 16, 2), ("memory", 19, 19, 1)]
+    seen = [mark.replace("gpu-only", "gpu-seen") for mark in MARKS]
+    (tmp_path / "module.py").write_text(SOURCE.format(*seen[:2], *MARKS[2:]))
+    assert [each.what for each in places(tmp_path)] == ["memory"]
 
 
 def test_a_missing_mark_is_found():
     assert unmarked(SOURCE.format(*MARKS)) == []
+    assert unmarked(SOURCE.format(*MARKS).replace("gpu-only", "gpu-seen")) == []
     assert unmarked(SOURCE.format("", *MARKS[1:])) == [5]
     assert unmarked(SOURCE.format(MARKS[0], "", *MARKS[2:])) == [13, 15]
     assert unmarked(SOURCE.format(*MARKS[:2], "", MARKS[3])) == [19]
@@ -61,4 +65,4 @@ def test_no_line_of_the_package_asks_for_a_gpu_unmarked():
 def test_the_command_names_them():
     shown = cli("doctor", "--untested").stdout
     assert all(f"groupwise/{place.file}:{place.first}-{place.last}  {place.what}" in shown for place in places())
-    assert "engine/compiled.py" in shown
+    assert "store/cuda_ipc.py" in shown

@@ -54,7 +54,7 @@ def test_a_micro_batch_that_does_not_fit_is_cut(make_base, make_samples, small_m
     expected, told = gradients(roomy, samples, spec)
     tokens = roomy.micro_tokens
     tried = small_memory(tight, 60, backward=backward)
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="micro_tokens"):
         found, metrics = gradients(tight, samples, spec)
     assert max(tried) > 60 and min(tried) <= 60 and tight.micro_tokens < tokens
     for mine, theirs in zip(found, expected, strict=True):
@@ -69,7 +69,7 @@ def test_a_micro_batch_that_does_not_fit_is_cut(make_base, make_samples, small_m
 def test_one_sample_that_does_not_fit_is_an_error(make_base, make_samples, small_memory):
     learner = Learner(make_base(), threads=1)
     small_memory(learner, 3, backward=False)
-    with pytest.warns(UserWarning), pytest.raises(TrainingError) as caught:
+    with pytest.warns(UserWarning, match="micro_tokens"), pytest.raises(TrainingError) as caught:
         learner.forward_backward(make_samples([(4, (3, 2)), (5, (1, 6))]), resolve_loss("grpo"))
     assert caught.value.hint and "gradient_checkpointing" in caught.value.hint
     assert all(p.grad is None or not p.grad.any() for p in learner.parameters)

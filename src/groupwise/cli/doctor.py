@@ -148,8 +148,8 @@ def check_gpu_code() -> DoctorCheck:
 
     found = places()
     detail = (
-        f"{sum(place.lines for place in found)} lines in {len(found)} places have never run: nothing here has run on a "
-        "GPU; groupwise doctor --untested names them"
+        f"{sum(place.lines for place in found)} lines in {len(found)} places that only a GPU executes have never run; "
+        "groupwise doctor --untested names them"
     )
     if torch.cuda.is_available() or torch.backends.mps.is_available():  # gpu-only: what to do about it
         return DoctorCheck("gpu code", "warn", detail, "make gpu, in a clone, tries them; please report what it says")

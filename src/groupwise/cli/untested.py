@@ -1,11 +1,12 @@
-"""What of this package has never run: the lines that only a GPU executes, found by the comments that mark them.
+"""What of this package has never run: lines that only a GPU executes, found by the comments that mark them.
 
     if device.type == "cuda":  # gpu-only: pinned copies          the block below has never run, and why it is there
     if device.type != "cuda":  # gpu-only below: CUDA IPC         ... what follows the block, to the end of its parent
+    if device.type == "cuda":  # gpu-seen: CUDA graphs            only a GPU executes it, and an H100 has (also below)
     gpu = device.type == "cuda"  # gpu-aware                      runs here too, whatever comes out
 
-A statement that asks for a GPU has one of the three, or stands in a block that has: `unmarked` finds those without,
-and a test fails. So `places`, `groupwise doctor` and docs/performance.md name what a machine with a GPU has yet to try.
+A statement that asks for a GPU has one of these, or stands in a block that has: `unmarked` finds those without, and a
+test fails. So `places`, `groupwise doctor` and docs/performance.md name what a machine with a GPU has yet to try.
 What computes the same on a GPU with other numbers (tiles of another size) is not among it. Standard library only.
 """
 
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ONLY, BELOW, AWARE = "# gpu-only:", "# gpu-only below:", "# gpu-aware"
+MARK = re.compile(r"# gpu-(only|seen)( below)?: *(.*)")
+AWARE = "# gpu-aware"
 PACKAGE = Path(__file__).parents[1]
 _ANYWHERE = ("is_available", "device_count")  # of torch.cuda: answered without a GPU
 _KINDS = ("cuda", "mps")
@@ -37,13 +40,13 @@ class Untested:
 
 
 def places(package: Path = PACKAGE) -> list[Untested]:
-    """Every place that only a GPU reaches, by file and line; of nested ones the outer."""
+    """Every place that only a GPU reaches and none has, by file and line; of nested ones the outer."""
     found: list[Untested] = []
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         end = 0
-        for first, last, what in sorted(_marked(text)) if "# gpu-only" in text else ():
-            if first > end:
+        for first, last, kind, what in sorted(_marked(text)) if "# gpu-only" in text else ():
+            if first > end and kind == "only":
                 code = [line for line in text.splitlines()[first - 1 : last] if line.strip()[:1] not in ("", "#")]
                 found.append(Untested(str(path.relative_to(package)), first, last, len(code), what))
                 end = last
@@ -54,34 +57,33 @@ def unmarked(text: str) -> list[int]:
     """The lines of a module's source at which statements begin that ask for a GPU and have no mark."""
     if not any(word in text for word in (*_KINDS, "pin_memory")):
         return []
-    comments, ranges = _comments(text), [(first, last) for first, last, _ in _marked(text)]
+    comments, ranges = _comments(text), [(first, last) for first, last, *_ in _marked(text)]
     asking = set[int]()
     for statement in _statements(ast.parse(text)):
         first, last = _header(statement)
         mine = [comments.get(line, "") for line in range(first, last + 1)]
-        marked = any(mark in comment for mark in (ONLY, BELOW, AWARE) for comment in mine)
+        marked = any(AWARE in comment or MARK.search(comment) for comment in mine)
         inside = any(start <= first <= stop for start, stop in ranges)
         if not marked and not inside and any(map(_asks, _own(statement))):
             asking.add(first)
     return sorted(asking)
 
 
-def _marked(text: str) -> Iterator[tuple[int, int, str]]:
-    """First line, last line and meaning of what marks declare."""
+def _marked(text: str) -> Iterator[tuple[int, int, str, str]]:
+    """First line, last line, kind (only, seen) and meaning of what marks declare."""
     comments = _comments(text)
     for block in _blocks(ast.parse(text)):
         for at, statement in enumerate(block):
             first, last = _header(statement)
-            mine = [comments.get(line, "") for line in range(first, last + 1)]
-            line = next((each for each in mine if ONLY in each or BELOW in each), "")
+            mark = next(filter(None, (MARK.search(comments.get(line, "")) for line in range(first, last + 1))), None)
+            if mark is None:
+                continue
+            kind, below, what = mark.groups()
             inner: Sequence[ast.stmt] = getattr(statement, "body", ())
-            if BELOW in line:
-                behind = block[at + 1 :]
-                yield behind[0].lineno, behind[-1].end_lineno or 0, line.partition(BELOW)[2].strip()
-            elif ONLY in line and inner:
-                yield inner[0].lineno, inner[-1].end_lineno or 0, line.partition(ONLY)[2].strip()
-            elif ONLY in line:
-                yield first, last, line.partition(ONLY)[2].strip()
+            within = block[at + 1 :] if below else inner
+            if within:
+                first, last = within[0].lineno, within[-1].end_lineno or 0
+            yield first, last, kind, what.strip()
 
 
 def _comments(text: str) -> dict[int, str]:

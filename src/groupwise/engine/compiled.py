@@ -150,7 +150,7 @@ class Compiled:
         self._own, self._name = getattr(model, model.base_model_prefix), type(model).__name__
         self._backbone, self._bank, self._functions = backbone, bank, Functions(threads, vary)
         self._head, self._tolerance = Head.of(model), packed_tolerance(model)
-        if record is None and model.device.type == "cuda":  # gpu-only: CUDA graphs, in place of compiled code alone
+        if record is None and model.device.type == "cuda":  # gpu-seen: CUDA graphs, in place of compiled code alone
             record = cuda_recorder(model.device)
         self._graphs = None if record is None else Graphs(model.parameters(), record)
         self._policy: _Policy | None = None  # of the last step

@@ -48,7 +48,7 @@ class Step(Protocol):
         ...
 
 
-def cuda_recorder(device: torch.device) -> Recorder:  # gpu-only: CUDA graphs of decode steps (rollout.compile)
+def cuda_recorder(device: torch.device) -> Recorder:  # gpu-seen: CUDA graphs of decode steps (rollout.compile)
     """Records what a function does on the GPU -> what replays it, and its outputs, which every replay writes over.
 
     Recordings share their memory: they must be replayed in the order in which they were made. Other threads go on

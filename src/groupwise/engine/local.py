@@ -187,7 +187,7 @@ class LocalEngine:
         self._threads = threads or torch.get_num_threads()
         cached = why is None or self._check_plain(why, unused=unused)
         if cache_bytes is None and base.device.type == "cuda":
-            # gpu-only: how much of the memory is free
+            # gpu-seen: how much of the memory is free
             cache_bytes = int(CACHE_SHARE * torch.cuda.mem_get_info(base.device)[0])
         self.cache_bytes = cache_bytes
         size = ModelSize.of(self._model.config.get_text_config(), parameters=0, value_bytes=self._model.dtype.itemsize)

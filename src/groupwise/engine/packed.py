@@ -406,7 +406,7 @@ class PackedDecoder(DecodedRows):
                 if replaced is not None and row.slot == replaced:
                     row.slot = slot
         self._grid = None
-        if not rows.active and self.shared.device.type == "cuda":  # gpu-only: memory of keys and values
+        if not rows.active and self.shared.device.type == "cuda":  # gpu-seen: memory of keys and values
             self.rest()  # until there are rows again
 
     def rest(self) -> None:

@@ -205,7 +205,7 @@ def _kernel(device: str) -> Callable[..., Any]:
 
 
 @cache
-def _compiled() -> Callable[..., Any]:  # gpu-only: FlexAttention's compiled kernels (train.attention flex)
+def _compiled() -> Callable[..., Any]:  # gpu-seen: FlexAttention's compiled kernels (train.attention flex)
     """Compiled when first called, again when the length of a row first changes, and then for rows of any length."""
     from torch.nn.attention.flex_attention import flex_attention
 

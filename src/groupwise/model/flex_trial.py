@@ -37,7 +37,7 @@ TOLERANCE, TOLERANCE_16_BITS = 5e-3, 3e-2  # of the norm of what is compared
 def why_not_flex(model: PreTrainedModel, *, checkpointing: bool) -> str | None:
     """Why FlexAttention cannot be used to train this packed model on its device; None if it can. `checkpointing`: with
     gradient checkpointing."""
-    if model.device.type != "cuda":  # gpu-only below: the trial of FlexAttention with a model
+    if model.device.type != "cuda":  # gpu-seen below: the trial of FlexAttention with a model
         return f"it needs a CUDA GPU, and the model is on {model.device.type!r}"
     if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
         return f"torch {torch.__version__} does not have it"

@@ -515,7 +515,7 @@ class Head:
         bias_V = None if self.bias_V is None else self.bias_V.float()
         with torch.autocast(hidden_NH.device.type, enabled=False):
             half = hidden_NH.dtype == self.weight_VH.dtype == torch.bfloat16
-            if half and hidden_NH.is_cuda:  # gpu-only: logits of bfloat16 in float32
+            if half and hidden_NH.is_cuda:  # gpu-seen: logits of bfloat16 in float32
                 logits_NV = torch.mm(hidden_NH, self.weight_VH.T, out_dtype=torch.float32)  # tensor cores sum in it
                 return logits_NV if bias_V is None else logits_NV.add_(bias_V)
             return nn.functional.linear(hidden_NH.float(), self.weight_VH.float(), bias_V)

@@ -23,7 +23,7 @@ def on_device(
 ) -> Tensor:
     """Numbers of the host, of any shape, on the device; a tensor of the CPU is not copied where it stays there."""
     x = values.to(dtype or values.dtype) if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-    if torch.device(device).type != "cuda":  # gpu-only below: copies from pinned memory
+    if torch.device(device).type != "cuda":  # gpu-seen below: copies from pinned memory
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
 

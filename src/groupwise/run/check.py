@@ -432,7 +432,9 @@ def _report(
     if not parts.learner.packed:
         warnings.append(f"{type(model).__name__} cannot be trained packed; padded rows are {PLAIN_COST}")
     if parts.learner.why_not_flex is not None:
-        warnings.append(f"train.attention is {config.train.attention}, and merged is used: {parts.learner.why_not_flex}")
+        warnings.append(
+            f"train.attention is {config.train.attention}, and merged is used: {parts.learner.why_not_flex}"
+        )
     if needed.total > available:
         warnings.append(
             f"the estimate of {needed.total / 2**30:.1f} GiB is more than the {available / 2**30:.1f} GiB of memory; "

@@ -83,9 +83,8 @@ def device_memory(device: torch.device) -> int:
 def free_memory(device: torch.device) -> int | None:
     """Bytes of a GPU that this process has or may still take, less what is lost between its tensors; None: it is no
     CUDA GPU."""
-    if device.type != "cuda":
+    if device.type != "cuda":  # gpu-seen below: its memory
         return None
-    # gpu-only: its memory
     return int((torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / FRAGMENTED)
 
 

@@ -10,7 +10,8 @@
 
 A batch is cut into micro-batches by a token budget; every loss divides by counts of the whole batch, so the cut changes
 nothing but rounding, and one for which a GPU's memory does not suffice is cut again. A small model's run side by side
-(`ThreadedMicroBatches`). Without an adapter (`lora=None`) all parameters train. The reference is `reference.py`'s affair.
+(`ThreadedMicroBatches`). Without an adapter (`lora=None`) all parameters train. The reference is `reference.py`'s
+affair.
 
 Shapes: N loss tokens of a micro-batch.
 """
@@ -626,25 +627,6 @@ class Learner:
                     loss.backward()
             return batch, of_tokens_alone(logprobs_N.detach()), metrics, gradients
 
-        def fitting(item: Item) -> Iterator[Passed]:
-            """Of a micro-batch for which the memory does not suffice, its parts."""
-            number, (batch, reference_N) = item
-            try:
-                passed = [run(item)]
-            except torch.OutOfMemoryError as error:
-                if not apart:  # some gradients may have been added to already
-                    raise
-                passed, why = [], str(error)
-            yield from passed
-            if not passed:
-                self._take_smaller(batch, why)
-                parts = [replace(p, rows=tuple(batch.rows[row] for row in p.rows)) for p in self._cut(batch.samples)[1]]
-                halves: list[tuple[MicroBatch, Tensor | None]] = [(part, None) for part in parts]
-                if reference_N is not None:
-                    halves = [*self._frozen(parts, temperature, lanes=1, reference=True)]
-                for half in halves:
-                    yield from fitting((number, half))
-
         told: list[Mapping[str, Tensor]] = []
         with self.strategy.forward_and_backward():
             work: list[tuple[MicroBatch, Tensor | None]] = [(batch, None) for batch in cut if len(batch.target_N)]
@@ -652,14 +634,39 @@ class Learner:
                 batches = [batch for batch, _ in work]
                 work = [*self._frozen(batches, temperature, lanes=lanes, reference=True)]
             items: Iterator[Item] = enumerate(work, self._accumulated)
-            each = fitting if lanes == 1 else lambda item: [run(item)]
-            for batch, logprobs_N, metrics, gradients in chain.from_iterable(self._lanes.map(each, items, lanes=lanes)):
+
+            def parts(item: Item) -> Iterable[Passed]:
+                return self._within_memory(run, item, temperature) if apart and lanes == 1 else [run(item)]
+
+            for batch, logprobs_N, metrics, gradients in chain.from_iterable(
+                self._lanes.map(parts, items, lanes=lanes)
+            ):
                 self._add(gradients)
                 self._accumulated += 1
                 told.append(metrics)
                 if on_logprobs is not None:
                     on_logprobs(batch, logprobs_N)
         return self.strategy.combined(combined(as_numbers(told)))
+
+    def _within_memory(self, run: Callable[[Item], Passed], item: Item, temperature: float) -> Iterator[Passed]:
+        """What a micro-batch comes to, or, where the memory does not suffice for it, its parts."""
+        number, (batch, reference_N) = item
+        passed, why = None, ""
+        try:
+            passed = run(item)
+        except torch.OutOfMemoryError as error:
+            why = str(error)
+        if passed is not None:
+            yield passed
+            return
+        self._take_smaller(batch, why)
+        cut = self._cut(batch.samples)[1]
+        parts = [replace(part, rows=tuple(batch.rows[row] for row in part.rows)) for part in cut]
+        work: list[tuple[MicroBatch, Tensor | None]] = [(part, None) for part in parts]
+        if reference_N is not None:
+            work = [*self._frozen(parts, temperature, lanes=1, reference=True)]
+        for each in work:
+            yield from self._within_memory(run, (number, each), temperature)
 
     def _take_smaller(self, batch: MicroBatch, why: str) -> None:
         """After memory did not suffice for a micro-batch: from now on take half of what it had. Raises TrainingError

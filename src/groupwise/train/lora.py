@@ -456,6 +456,6 @@ def _summed_exactly(left: Tensor, right: Tensor) -> Tensor:
     """left right, in float32 at least."""
     if left.dtype.itemsize > 2:
         return left @ right
-    if left.is_cuda:  # gpu-only: gradients of an adapter in float32, from factors of 16 bits
+    if left.is_cuda:  # gpu-seen: gradients of an adapter in float32, from factors of 16 bits
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
