@@ -1,4 +1,4 @@
-"""Adapters beside a base of 16 bits: those of modules that share an input act as one, and training computes the same."""
+"""Adapters beside a base of 16 bits: those of modules that share an input act as one; training computes the same."""
 
 from __future__ import annotations
 

@@ -211,6 +211,9 @@ def test_the_tokens_of_a_pass_follow_from_the_budget():
     assert fitting_tokens(bounded, LOAD) == tokens // 2
     lighter = {"memory_gb": budget, "gradient_checkpointing": True}
     assert fitting_tokens(config(rollout={"max_tokens": 200}, train=lighter), LOAD) > tokens
+    assert fitting_tokens(run, replace(LOAD, free=int(budget * GIB))) == tokens, "what a GPU has free is a budget too"
+    assert fitting_tokens(tight, replace(LOAD, free=whole.total)) == tokens, "and train.memory_gb is the user's"
+    assert fitting_tokens(run, replace(LOAD, free=1)) == 228, "one sample is tried all the same: it is an estimate"
 
 
 def test_a_budget_for_not_even_one_sample_is_refused_with_the_arithmetic_and_what_would_do():
