@@ -9,8 +9,8 @@ token it does not: that has a plain copy, or, where two copies do not fit, the b
 base weights themselves are never written to. Over rounded copies of them (`rounded`) nothing is merged: adapters act
 beside, unrounded.
 
-Where nothing is merged, the adapters of modules that share an input act as one. On a GPU that holds the base in 16 bits
-they have these 16 bits too, as in training (`train.lora`): their products then take what the base's take.
+Where nothing is merged, the adapters of modules that share an input act as one. On a GPU that holds the base in
+bfloat16 they have that too, as in training (`train.lora`): their products then take what the base's take.
 """
 
 from __future__ import annotations

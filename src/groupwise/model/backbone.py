@@ -42,8 +42,9 @@ def project_plainly(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 def adapter_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The type in which an adapter is multiplied beside a base of this type, in training and in sampling alike: on a
-    GPU the base's 16 bits, where products in float32 would take as long as the base's; else float32 at least."""
-    if device.type == "cuda" and dtype.itemsize == 2:  # gpu-aware
+    GPU bfloat16 where the base has it, as products in float32 would take as long as the base's; else float32 at least
+    (in float16 small gradients would be 0)."""
+    if device.type == "cuda" and dtype == torch.bfloat16:  # gpu-aware
         return dtype
     return torch.promote_types(dtype, torch.float32)
 

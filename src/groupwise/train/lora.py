@@ -392,7 +392,7 @@ class _Projection(torch.autograd.Function):
     Backward keeps x and the x A_i^T, which are side by side too; all gradients of x are added up by the products
     themselves. The frozen W_i stay where they are, in the modules. Where W and x have 16 bits, the adapter's products
     are of float32, in which A and B are, and sums of both are rounded once; x is kept in its 16 bits. On a GPU
-    (`adapter_dtype`) their factors are rounded to these 16 bits, and gradients of A and B are sums in float32.
+    (`adapter_dtype`) their factors are rounded to bfloat16 with it, and gradients of A and B are sums in float32.
     """
 
     @staticmethod
