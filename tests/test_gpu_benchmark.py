@@ -99,12 +99,12 @@ def test_after_an_error_of_cuda_another_process_goes_on(part: Any) -> None:
     assert part("another", one=lambda: works, two=fails)[0] == 0
 
 
-def test_too_little_memory_is_a_result(part: Any) -> None:
+def test_too_little_memory_is_a_failure(part: Any) -> None:
     def large() -> dict[str, Any]:
         raise torch.cuda.OutOfMemoryError("tried to allocate 64 GiB")
 
     code, found = part(one=large)
-    assert code == 0 and found["cases"]["one"]["result"]["row"] == {"note": "out of memory"}
+    assert code == 1 and found["cases"]["one"]["why"].startswith("OutOfMemoryError: ")
 
 
 def test_what_was_stopped_comes_last_and_not_for_ever(gpu: Any) -> None:

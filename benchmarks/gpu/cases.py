@@ -110,15 +110,13 @@ def order_of(names: list[str], done: Mapping[str, Any], call: str) -> list[str]:
 
 
 def tried(name: str, case: Callable[[], Result], before: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
-    """A case's entry. That the GPU's memory does not suffice is a result."""
+    """A case's entry."""
     print(f"   {name}", flush=True)
     started = time.monotonic()
     if setting.device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     try:
         result = case()
-    except torch.cuda.OutOfMemoryError as error:
-        result = {"row": {"note": "out of memory"}, "error": str(error)}
     except (Exception, SystemExit) as error:  # whatever it is, the rest goes on
         why = f"{type(error).__name__}: {error}"
         print(f"   {name}: {why}", flush=True)

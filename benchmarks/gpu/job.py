@@ -4,7 +4,8 @@ Weights have the model's published shape and are drawn; the data is made here an
 completions are as long as they may be, which takes most memory; what they get is drawn, too, so that there is something
 to train on. A larger card is made small by a tensor that fills the rest of it.
 
-    full        the learner runs out of memory in its first micro-batch, and the run goes on with smaller ones
+    full        told of more memory than there is, the learner runs out of it in its first micro-batch, and the run
+                goes on with smaller ones
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TEXTS = "groupwise.tasks.datasets:reverse_text", "texts.jsonl"
 JOBS: dict[str, tuple[str, tuple[str, str], float, list[str]]] = {
     "reverse-text-0.6b, 16 GB": ("reverse-text-0.6b", TEXTS, 16, ["train.steps=3"]),
     "gsm8k-qwen3-0.6b, 24 GB": ("gsm8k-qwen3-0.6b", SUMS, 24, ["train.steps=1", "rollout.prompts_per_step=8"]),
-    "full": ("reverse-text-0.6b", TEXTS, 10, ["train.steps=2", "train.micro_tokens=65536"]),
+    "full": ("reverse-text-0.6b", TEXTS, 10, ["train.steps=2", "train.micro_tokens=65536", "train.memory_gb=1000"]),
 }
 REWARD = """def drawn(completions, **columns):
     return [len(str(said)) % 7 / 6 for said in completions]
