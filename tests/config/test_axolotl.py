@@ -272,7 +272,7 @@ def test_flex_attention_is_ours(read, override: str):
     loaded = read(QUICK_START, *LOCAL, override)
     assert loaded.runnable().train.attention == "flex"
     assert not any("flex" in note.place for note in loaded.idle)
-    assert read(QUICK_START, *LOCAL, "flex_attention=false").runnable().train.attention == "merged"
+    assert read(QUICK_START, *LOCAL, "flex_attention=false").runnable().train.attention == "auto"
 
 
 # ---- what is refused ----
