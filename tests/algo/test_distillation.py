@@ -32,6 +32,12 @@ def distributions(seed: int, vocabulary: int = 9, rows: int = 4) -> tuple[torch.
     return p, q
 
 
+def policy_of(logp_NV: torch.Tensor, ids_NK: torch.Tensor) -> torch.Tensor:
+    """What the forward gives of a policy: its log-probabilities of K tokens, and of all others as one."""
+    others = logp_NV.scatter(1, ids_NK, -math.inf).logsumexp(1, keepdim=True)
+    return torch.cat([logp_NV.gather(1, ids_NK), others], dim=1)
+
+
 def by_hand(p: list[float], q: list[float], kind: str) -> float:
     """The divergence of two distributions given as probabilities."""
     kl = lambda a, b: sum(x * math.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)  # noqa: E731
@@ -44,7 +50,7 @@ def by_hand(p: list[float], q: list[float], kind: str) -> float:
 def test_the_divergence_is_of_k_tokens_and_the_rest_as_one(kind: str, k: int):
     p, q = distributions(0)
     ids = q.topk(k).indices
-    found = soft_divergence(p.gather(1, ids), q.gather(1, ids), kind)
+    found = soft_divergence(policy_of(p, ids), q.gather(1, ids), kind)
     for row in range(len(p)):
         here = [[float(x[row, i].exp()) for i in ids[row]] for x in (p, q)]
         here = [[*each, max(1 - sum(each), 0.0)] if k < 9 else each for each in here]
@@ -55,32 +61,37 @@ def test_the_divergence_is_of_k_tokens_and_the_rest_as_one(kind: str, k: int):
 def test_it_is_never_negative_and_at_most_that_of_the_whole_vocabulary(seed: int, k: int, kind: str):
     p, q = distributions(seed)
     ids = q.topk(k).indices
-    some = soft_divergence(p.gather(1, ids), q.gather(1, ids), kind)
-    assert bool((some >= -1e-12).all()) and bool((some <= soft_divergence(p, q, kind) + 1e-12).all())
-    assert soft_divergence(q.gather(1, ids), q.gather(1, ids), kind).tolist() == pytest.approx([0.0] * 4, abs=1e-12)
+    some = soft_divergence(policy_of(p, ids), q.gather(1, ids), kind)
+    whole = torch.arange(9).expand_as(q)
+    assert bool((some >= -1e-12).all())
+    assert bool((some <= soft_divergence(policy_of(p, whole), q, kind) + 1e-12).all())
+    assert soft_divergence(policy_of(q, ids), q.gather(1, ids), kind).tolist() == pytest.approx([0.0] * 4, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
 def test_what_is_not_filled_counts_for_nothing(kind: str):
     p, q = distributions(1)
     ids = q.topk(3).indices
-    policy = p.gather(1, ids).clone().requires_grad_()
+    ids[0, 2] = ids[0, 0]  # as `MicroBatch.soft_targets` fills them up
+    policy = policy_of(p, ids).requires_grad_()
     target = q.gather(1, ids)
     target[0, 2], target[3] = -math.inf, -math.inf
     found = soft_divergence(policy, target, kind)
-    alone = soft_divergence(policy[:1, :2], target[:1, :2], kind)
+    alone = soft_divergence(policy_of(p[:1], ids[:1, :2]), target[:1, :2], kind)
     assert found[0].item() == pytest.approx(alone.item(), abs=1e-12)
     assert found[3].item() == 0.0
     found.sum().backward()
     assert policy.grad is not None and bool(policy.grad.isfinite().all())
-    assert policy.grad[3].tolist() == [0.0] * 3 and float(policy.grad[0, 2]) == 0.0
+    assert policy.grad[3].tolist() == [0.0] * 4 and float(policy.grad[0, 2]) == 0.0
 
 
 def test_a_token_that_one_of_the_two_is_sure_of():
     """Nothing is infinite where a probability is 1 but for rounding."""
     sure, rest = torch.tensor([[0.0, -90.0]]), torch.tensor([[-3.0, -4.0]])
+    left = torch.tensor([[-95.0]]), (-rest.exp().sum()).log1p().view(1, 1)
+    sure_policy, unsure = torch.cat([sure, left[0]], dim=1), torch.cat([rest, left[1]], dim=1)
     for kind in ("reverse", "forward", "jsd"):
-        for policy, target in ((sure, rest), (rest, sure), (sure, sure)):
+        for policy, target in ((sure_policy, rest), (unsure, sure), (sure_policy, sure)):
             leaf = policy.clone().requires_grad_()
             found = soft_divergence(leaf, target, kind)
             found.sum().backward()
@@ -184,7 +195,8 @@ def test_a_dropped_token_is_in_no_sum():
         total_rows=1,
     )
     spec = resolve_loss("dapo", soft_kl="reverse", soft_kl_coeff=0.5)
-    loss, metrics = policy_loss(torch.full((4,), -1.0).double(), inputs, spec, soft_NK=p[:, :3])
-    each = soft_divergence(p[:, :3], q[:, :3], "reverse")
+    policy = policy_of(p, torch.arange(3).expand(4, 3))
+    loss, metrics = policy_loss(torch.full((4,), -1.0).double(), inputs, spec, soft_NK=policy)
+    each = soft_divergence(policy, q[:, :3], "reverse")
     assert float(metrics["loss/soft_kl"]) == pytest.approx(float(each[[0, 2, 3]].sum()) / 4)
     assert float(loss) == pytest.approx(0.5 * float(each[[0, 2, 3]].sum()) / 4)

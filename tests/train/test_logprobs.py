@@ -237,6 +237,30 @@ def test_fused_head_restricted_to_what_was_kept(kind: str, temperature: float, m
     assert {kind for kind, _ in entries_of(PARTS)} == {KEPT, DROPPED, BITMAP}
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("cut", [False, True])
+def test_all_other_tokens_are_one_outcome(cut: bool, temperature: float, monkeypatch: pytest.MonkeyPatch):
+    """Log-probabilities of each token's soft targets and of the rest, and their gradients; twice the same target, and
+    a token that could be nothing but its targets."""
+    monkeypatch.setattr(logprobs, "TILE_VALUES", 3 * 11 + 5)
+    head = a_head(**HEADS["softcap"])
+    target_NK = torch.tensor([[0, 2, 1], [10, 10, 3], [5, 1, 1], [5, 0, 2], [2, 2, 2], [9, 9, 0], [1, 0, 10]])
+    hidden = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    kept = KeptRanges(entries_of(PARTS), 11, torch.device("cpu")) if cut else None
+
+    def fused(hidden_NH, weight_VH):
+        mine = Head(weight_VH, head.bias_V, head.scale, head.softcap)
+        return fused_logprobs(hidden_NH, mine, target_NK, temperature=temperature, kept=kept, rest=True)
+
+    logits = Head(head.weight_VH, head.bias_V, head.scale, head.softcap).logits(hidden).double() / temperature
+    logp = (logits.masked_fill(~PARTS, -torch.inf) if cut else logits).log_softmax(-1)
+    rest = logp.scatter(1, target_NK[:, 1:], -torch.inf).logsumexp(-1, keepdim=True)
+    expected = torch.cat([logp.gather(1, target_NK), rest], dim=1)
+    torch.testing.assert_close(fused(hidden, head.weight_VH)[0], expected, rtol=1e-12, atol=1e-13)
+    assert bool(rest.isinf().any()) == cut
+    assert torch.autograd.gradcheck(lambda *x: fused(*x)[0].clamp(min=-100), (hidden, head.weight_VH))
+
+
 def test_what_was_left_out_may_be_likely():
     """A grammar may leave out what is e^200 times as likely as all that it keeps: in float32 its exponential is
     infinite."""

@@ -11,9 +11,10 @@ import torch
 from learner_cases import GROUPS, assert_same, gradients, on_policy
 from transformers import PreTrainedModel
 
-from groupwise.algo.distillation import with_teacher_advantages
+from groupwise.algo.distillation import soft_divergence, with_teacher_advantages
 from groupwise.algo.loss import resolve_loss
-from groupwise.model.load import plain_attention
+from groupwise.model.load import Head, plain_attention
+from groupwise.train.forward import fused_logprobs
 from groupwise.train.learner import Learner
 from groupwise.train.rollout_batch import RolloutBatch
 from groupwise.types import Sample, SequenceScores
@@ -169,6 +170,27 @@ def test_the_whole_vocabulary_is_the_exact_divergence(make_learner, samples: lis
     learner = make_learner()
     learner.forward_backward(taught, resolve_loss("dapo", soft_kl="reverse"), temperature=TEMPERATURE)
     assert_same(gradients(learner), expected, atol=1e-7)
+
+
+def test_a_sure_policys_gradient_in_float32():
+    """The policy leaves the teacher's other tokens 1e-9 and less, of which 1 minus the sum knows nothing in float32:
+    those are most of what there is to learn, and the gradient of 32 bits has them as that of 64."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 8, generator=g, dtype=torch.float64)
+    weight = torch.randn(12, 8, generator=g, dtype=torch.float64)
+    ids = (hidden @ weight.T).topk(2).indices
+    hidden = hidden + 25 * torch.nn.functional.normalize(weight[ids].mean(1), dim=1)
+    teacher = (torch.randn(6, 12, generator=g, dtype=torch.float64)).log_softmax(1).gather(1, ids)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        leaf, head = hidden.to(dtype).clone().requires_grad_(), Head(weight.to(dtype), None, 1.0, None)
+        both = torch.cat([ids[:, :1], ids], dim=1)
+        logprobs, _ = fused_logprobs(leaf, head, both, rest=True)
+        soft_divergence(logprobs[:, 1:], teacher.to(dtype), "forward").sum().backward()
+        found.append((leaf.grad.double(), logprobs[:, -1].detach().double()))
+    (exact, rest), (rounded, _) = found
+    assert float(rest.max()) < -20
+    assert float((rounded - exact).norm() / exact.norm()) < 1e-5
 
 
 def test_a_loss_that_reads_no_soft_targets_is_as_without_them(make_learner, samples: list[Sample], teacher):

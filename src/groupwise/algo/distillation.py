@@ -147,19 +147,24 @@ def with_soft_targets(samples: Sequence[Sample], scores: Sequence[SequenceScores
     ]
 
 
-def soft_divergence(policy_NK: Tensor, target_NK: Tensor, kind: str) -> Tensor:
-    """The divergence [N] of two distributions, in nats, from the log-probabilities of K tokens each and the rest of
-    each as one outcome; `kind` is reverse, forward or jsd, as above.
+def soft_divergence(policy_NR: Tensor, target_NK: Tensor, kind: str) -> Tensor:
+    """Return the divergence [N] of two distributions over K tokens and the rest as one outcome, in nats; `kind` is
+    reverse, forward or jsd, as above.
 
     Args:
-        policy_NK: log pi of the tokens, with its graph.
-        target_NK: log q of the same; -inf where there are fewer than K. A row of nothing else has divergence 0.
+        policy_NR: log pi of the K tokens and of all others, [N, K + 1], with its graph. Where the others have none
+            (-inf: K is the vocabulary) they are no outcome.
+        target_NK: log q of the K tokens; -inf where there are fewer than K. A row of nothing else has divergence 0. The
+            teacher's rest is the difference of their sum from 1, at least the smallest that the type can tell.
     """
+    if not target_NK.shape[1]:
+        return target_NK.new_zeros(len(target_NK))
     known_NK = target_NK.isfinite()
-    policy_NK, target_NK = (x.masked_fill(~known_NK, -math.inf) for x in (policy_NK, target_NK))
-    p, q = (torch.cat([x, _log_rest(x)[:, None]], dim=1) for x in (policy_NK, target_NK))
-    here = torch.cat([known_NK, known_NK.any(1, keepdim=True)], dim=1)
-    p, q = p.masked_fill(~here, 0.0), q.masked_fill(~here, 0.0)
+    left_N = (1 - target_NK.masked_fill(~known_NK, -math.inf).exp().sum(1)).clamp(min=torch.finfo(target_NK.dtype).eps)
+    there_N = known_NK.any(1) & policy_NR[:, -1].isfinite()
+    here = torch.cat([known_NK, there_N[:, None]], dim=1)
+    q = torch.cat([target_NK, left_N.log()[:, None]], dim=1).masked_fill(~here, 0.0)
+    p = policy_NR.masked_fill(~here, 0.0)
     if kind == "reverse":
         terms = p.exp() * (p - q)
     elif kind == "forward":
@@ -168,8 +173,3 @@ def soft_divergence(policy_NK: Tensor, target_NK: Tensor, kind: str) -> Tensor:
         m = torch.logaddexp(p, q) - math.log(2)
         terms = (p.exp() * (p - m) + q.exp() * (q - m)) / 2
     return terms.masked_fill(~here, 0.0).sum(1)
-
-
-def _log_rest(x_NK: Tensor) -> Tensor:
-    """log (1 - sum_k exp x_k), at least that of the smallest difference from 1 that the type can tell."""
-    return (1 - x_NK.exp().sum(1)).clamp(min=torch.finfo(x_NK.dtype).eps).log()

@@ -76,7 +76,8 @@ def policy_loss(
         logprobs_N: log pi of each loss token, with its graph.
         entropy_N: entropy (nats) of the distribution at each loss token; needed, with its graph, if
             `spec.reads_entropy`, else only reported.
-        soft_NK: log pi of the soft targets, with its graph; needed if `spec.reads_soft_targets`.
+        soft_NK: log pi of the K soft targets and of all other tokens as one, [N, K + 1], with its graph; needed if
+            `spec.reads_soft_targets`.
 
     Raises:
         ConfigError: the loss reads something that the inputs do not have.

@@ -166,13 +166,13 @@ class MicroBatch:
     @cached_property
     def soft_targets(self) -> tuple[Tensor, Tensor]:
         """The soft targets of the loss tokens: ids [N, K], and log-probabilities [N, K] in the device's `widest_float`,
-        -inf in places that are not filled; K is 0 where no row has any."""
+        -inf in places that are not filled (with an id that is there already); K is 0 where no row has any."""
         rows: list[tuple[tuple[int, float], ...]] = []
         for sample in self.samples if any(each.soft_targets for each in self.samples) else ():
             mine = sample.soft_targets or ((),) * len(sample.mask)
             rows += [targets for targets, trained in zip(mine, sample.mask, strict=True) if trained]
         width = max(map(len, rows), default=0)
-        flat = [pair for targets in rows for pair in (*targets, *[(0, -math.inf)] * (width - len(targets)))]
+        flat = [pair for targets in rows for pair in (*targets, *_unfilled(targets, width))]
         shape = len(self.row_N), width
         id_NK = torch.tensor([id for id, _ in flat], dtype=torch.long).view(shape)
         logprob_NK = torch.tensor([x for _, x in flat], dtype=widest_float(self.row_N.device)).view(shape)
@@ -217,6 +217,11 @@ class MicroBatch:
         """Whether all of them are, of completion tokens without loss too: the host knows it and need not wait."""
         known = (s.behaviour_logprobs for s in self.samples if s.behaviour_logprobs is not None)
         return all(map(math.isfinite, chain.from_iterable(known)))
+
+
+def _unfilled(targets: Sequence[tuple[int, float]], width: int) -> list[tuple[int, float]]:
+    """Return what fills a token's soft targets up to `width`; it repeats an id, so that the others stay the others."""
+    return [(targets[0][0] if targets else 0, -math.inf)] * (width - len(targets))
 
 
 def count_loss_tokens(samples: Sequence[Sample]) -> int:

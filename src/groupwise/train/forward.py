@@ -13,6 +13,11 @@ Forward keeps h, logsumexp and entropy, N numbers each; backward computes the ti
 so a [N, V] tensor exists for one tile at a time only. (The idea: Liger kernel, arXiv 2410.10989.) Where several tokens
 are asked for in one place (soft targets), their gradients add up: sum_k g_k (onehot(k) - p).
 
+All tokens but the K soft targets are one outcome more, whose log-probability is a logsumexp of its own. As 1 - the sum
+of theirs it would be a difference of nearly equal numbers where the policy is sure of itself: float32 knows it to 1e-7.
+
+    rest = log sum_{v not in K} exp z_v - logsumexp(z)        d rest / dz_v = [v not in K] p_v / exp(rest) - p_v
+
 A token that was drawn from a part K of the vocabulary (top_p, top_k, min_p, a grammar: `Sample.kept`) has the
 log-probability of the distribution that it was drawn from, and so has every sum over v above only v in K:
 
@@ -56,10 +61,12 @@ class _FusedHead(torch.autograd.Function):
         target_NK: Tensor,
         temperature: float,
         kept: KeptRanges | None,
+        rest: bool,
     ):
         exact = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         entropy_N, lse_N = (hidden_NH.new_empty(len(target_NK), dtype=exact) for _ in range(2))
-        logprob_NK = hidden_NH.new_empty(target_NK.shape, dtype=exact)
+        tokens, columns = target_NK.shape
+        logprob_NK = hidden_NH.new_empty((tokens, columns + rest), dtype=exact)
         for tile in _tiles(weight_VH, len(target_NK)):
             z = head.logits(hidden_NH[tile])
             z = z if temperature == 1 else z.div_(temperature)
@@ -67,11 +74,15 @@ class _FusedHead(torch.autograd.Function):
             drawn = z if dropped is None else z.masked_fill(dropped, -math.inf)
             lse = drawn.logsumexp(-1)
             lse_N[tile] = lse
-            logprob_NK[tile] = drawn.gather(-1, target_NK[tile]) - lse[:, None]
+            logprob_NK[tile, :columns] = drawn.gather(-1, target_NK[tile]) - lse[:, None]
             p = (z - lse[:, None]).exp_()
             p = p if dropped is None else p.masked_fill_(dropped, 0)
             entropy_N[tile] = lse - p.mul_(z).sum(-1)
-        ctx.save_for_backward(hidden_NH, weight_VH, target_NK, lse_N, entropy_N)
+            if rest:
+                drawn = drawn.scatter(-1, target_NK[tile, 1:], -math.inf)
+                logprob_NK[tile, columns] = drawn.logsumexp(-1) - lse
+        rest_N = logprob_NK[:, columns].clone() if rest else None
+        ctx.save_for_backward(hidden_NH, weight_VH, target_NK, lse_N, entropy_N, rest_N)
         ctx.head, ctx.temperature, ctx.autocast = head, temperature, _autocast_type(hidden_NH.device.type)
         ctx.kept = kept
         ctx.set_materialize_grads(False)
@@ -80,9 +91,15 @@ class _FusedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any):
         grad_logprob_NK, grad_entropy_N = grads  # None: not a term of the loss, which need not be asked of the device
-        hidden_NH, weight_VH, target_NK, lse_N, entropy_N = ctx.saved_tensors
+        hidden_NH, weight_VH, target_NK, lse_N, entropy_N, rest_N = ctx.saved_tensors
+        columns = target_NK.shape[1]
         if grad_logprob_NK is None:
-            grad_logprob_NK = torch.zeros(target_NK.shape, dtype=lse_N.dtype, device=lse_N.device)
+            shape = len(target_NK), columns + (rest_N is not None)
+            grad_logprob_NK = torch.zeros(shape, dtype=lse_N.dtype, device=lse_N.device)
+        if rest_N is not None:  # where there are no other tokens, their outcome has no gradient
+            none_N = ~rest_N.isfinite()
+            grad_logprob_NK, rest_N = grad_logprob_NK.clone(), rest_N.masked_fill(none_N, 0)
+            grad_logprob_NK[:, columns].masked_fill_(none_N, 0)
         grad_logprob_N = grad_logprob_NK.sum(1)
         head: Head = ctx.head
         grad_hidden_NH = torch.empty_like(hidden_NH)
@@ -96,12 +113,20 @@ class _FusedHead(torch.autograd.Function):
             dropped = None if ctx.kept is None else ctx.kept.dropped(tile, weight_VH.shape[0])
             p = p if dropped is None else p.masked_fill_(dropped, 0)
             slope = grad_logprob_N[tile, None] * (head.scale / ctx.temperature)
+            others = None
+            if rest_N is not None:
+                others = (z if dropped is None else z.masked_fill(dropped, -math.inf)).scatter(
+                    1, target_NK[tile, 1:], -math.inf
+                )
+                others = others.sub_((lse_N + rest_N)[tile, None]).exp_()
+                others.mul_(grad_logprob_NK[tile, columns, None] * (head.scale / ctx.temperature))
             if grad_entropy_N is not None:
                 z = (z - (lse_N - entropy_N)[tile, None]).mul_(grad_entropy_N[tile, None])
                 grad = p.mul_(z.add_(grad_logprob_N[tile, None])).mul_(-head.scale / ctx.temperature)
             else:
                 grad = p.mul_(-slope)
-            grad.scatter_add_(1, target_NK[tile], grad_logprob_NK[tile] * (head.scale / ctx.temperature))
+            grad.scatter_add_(1, target_NK[tile], grad_logprob_NK[tile, :columns] * (head.scale / ctx.temperature))
+            grad = grad if others is None else grad.add_(others)
             if head.softcap is not None:
                 grad *= 1 - (logits / head.softcap) ** 2
             grad = grad.to(weight_VH.dtype)
@@ -110,7 +135,7 @@ class _FusedHead(torch.autograd.Function):
                 grad_weight_VH += grad.T @ hidden_NH[tile]
             if grad_bias_V is not None:
                 grad_bias_V += grad.sum(0)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
 def _autocast_type(device: str) -> torch.dtype | None:
@@ -123,42 +148,56 @@ def _tiles(weight_VH: Tensor, tokens: int) -> list[slice]:
 
 
 def fused_logprobs(
-    hidden_NH: Tensor, head: Head, target_N: Tensor, *, temperature: float = 1.0, kept: KeptRanges | None = None
+    hidden_NH: Tensor,
+    head: Head,
+    target_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    kept: KeptRanges | None = None,
+    rest: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy), both [N] in nats, of `target_N` under softmax(head(hidden) / temperature), restricted
-    to what was `kept`. With `target_N` [N, K] the log-probabilities are of K tokens in each place, [N, K].
+    to what was `kept`.
+
+    With `target_N` [N, K] the log-probabilities are of K tokens in each place, [N, K]; with `rest` there is one column
+    more, of all tokens together that are not among `target_N[:, 1:]` (-inf where there are none).
 
     Gradients flow to `hidden_NH` and to the head's weight and bias (when they require them).
     """
     target_NK = target_N[:, None] if target_N.ndim == 1 else target_N
     logprob_NK, entropy_N = _FusedHead.apply(  # type: ignore[misc]
-        hidden_NH, head.weight_VH, head.bias_V, head, target_NK, temperature, kept
+        hidden_NH, head.weight_VH, head.bias_V, head, target_NK, temperature, kept, rest
     )
     # FSDP asks for tensors that are no views of others
     return logprob_NK[:, 0].clone() if target_N.ndim == 1 else logprob_NK, entropy_N
 
 
-def _targets(batch: MicroBatch) -> Tensor:
-    """The loss tokens [N], or where there are soft targets [N, 1 + K]: each loss token and its soft targets."""
+def _logprobs(
+    hidden_NH: Tensor, model: PreTrainedModel, batch: MicroBatch, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropy of the loss tokens, and of their soft targets where there are any."""
     id_NK, _ = batch.soft_targets
-    return torch.cat([batch.target_N[:, None], id_NK], dim=1) if id_NK.shape[1] else batch.target_N
+    taught = id_NK.shape[1] > 0
+    target_N = torch.cat([batch.target_N[:, None], id_NK], dim=1) if taught else batch.target_N
+    head = Head.of(model)
+    return fused_logprobs(hidden_NH, head, target_N, temperature=temperature, kept=batch.kept(), rest=taught)
 
 
 def of_tokens_alone(logprobs: Tensor) -> Tensor:
-    """[N] of [N], or of [N, 1 + K] with soft targets behind."""
+    """[N] of [N], or of [N, 1 + K + 1] with soft targets and the rest behind."""
     return logprobs if logprobs.ndim == 1 else logprobs[:, 0]
 
 
 def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model); of a micro-batch with soft
-    targets logprobs [N, 1 + K], those of the loss tokens and of their soft targets."""
+    targets logprobs [N, 1 + K + 1]: those of the loss tokens, of their soft targets, and of all other tokens as one."""
     assert not isinstance(batch.layout, Padded)
     # The last token of the longest row is a target only: nothing reads it, and there may be no position for it.
     longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in batch.samples), default=0)  # none: an idle rank
     positions_S = batch.positions_S.clamp(max=max(longest - 2, 0))
     hidden_SH = Backbone(model, project_with_lora)(batch.input_ids_S, positions_S, batch.layout)
     hidden_NH = hidden_SH.index_select(0, batch.source_N)
-    return fused_logprobs(hidden_NH, Head.of(model), _targets(batch), temperature=temperature, kept=batch.kept())
+    return _logprobs(hidden_NH, model, batch, temperature)
 
 
 def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -169,4 +208,4 @@ def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: fl
     with plain_attention(model):  # causal: nothing looks at the padding
         hidden_BTH = decoder_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
     hidden_NH = hidden_BTH[batch.source_N // width, batch.source_N % width]
-    return fused_logprobs(hidden_NH, Head.of(model), _targets(batch), temperature=temperature, kept=batch.kept())
+    return _logprobs(hidden_NH, model, batch, temperature)
