@@ -1,4 +1,4 @@
-"""The tables of docs/migrating.md, made from those by which files are read (`config/importers/*.yaml`).
+"""The tables of docs/migrating.md, made from those by which files are read (`bridges/*/keys.yaml`).
 
     python docs/generate_migrating.py    write the tables into docs/migrating.md
 
@@ -17,16 +17,15 @@ from typing import Any
 
 import ruamel.yaml
 
-from groupwise.config.importers.keys import Key
-from groupwise.config.importers.tables import keys_of
+from groupwise.config.formats.format import format_named
+from groupwise.config.formats.keys import Key
 from groupwise.config.yaml import Document, inline
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, understand
 
 TARGET = Path(__file__).parent / "migrating.md"
-TABLES = {system: keys_of(system) for system in ("axolotl", "trl", "aitraining", "prime-rl")} | {
-    "unsloth": tuple(key for key in keys_of("unsloth") if key not in keys_of("trl"))  # and what differs from TRL's
-}
+TABLES = {name: tuple(format_named(name).keys) for name in ("axolotl", "trl", "aitraining", "prime-rl", "unsloth")}
+TABLES["unsloth"] = tuple(key for key in TABLES["unsloth"] if key not in TABLES["trl"])  # and what differs from TRL's
 PUBLISHED = Path(__file__).parent / "published_configs.yaml"
 BLOCK = re.compile(r"(<!-- ({}) -->\n).*?(<!-- end -->)".format("|".join([*TABLES, "published"])), re.DOTALL)
 

@@ -19,7 +19,7 @@ import ruamel.yaml
 import typer
 
 from groupwise.cli.main import app
-from groupwise.config.importers.tables import keys_of
+from groupwise.config.formats.format import format_named
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.serve import serve_config
 from groupwise.config.yaml import key_paths
@@ -157,7 +157,9 @@ def commands() -> list[str]:
 def run_keys() -> set[str]:
     """Every key that an override may set, those of the other systems' files among them."""
     ours = {".".join(path[:depth]) for path in key_paths(RunConfig) for depth in range(1, len(path) + 1)}
-    return ours | {key.name for system in ("axolotl", "trl", "prime-rl", "unsloth") for key in keys_of(system)}
+    return ours | {
+        key.name for system in ("axolotl", "trl", "prime-rl", "unsloth") for key in format_named(system).keys
+    }
 
 
 @pytest.mark.parametrize("line", commands())

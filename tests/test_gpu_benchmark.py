@@ -255,7 +255,7 @@ def test_the_whole_of_it_runs_on_a_cpu(tmp_path: Path) -> None:
     done = proof("--smoke", "--device", "cpu", "--out", tmp_path, limit=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     written = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert written.keys() == {f"{part}.json" for part in PARTS}
+    assert written.keys == {f"{part}.json" for part in PARTS}
     results = {part: json.loads((tmp_path / f"{part}.json").read_text())["cases"] for part in PARTS}
     assert all("result" in entry for cases in results.values() for entry in cases.values())
     assert results["step"]["groupwise"]["result"]["row"]["tokens/s"] > 0

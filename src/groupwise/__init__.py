@@ -20,6 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from groupwise.bridges.trl.from_trl import from_trl as from_trl
     from groupwise.config.loss import LossSpec as LossSpec
     from groupwise.config.loss import resolve_loss as resolve_loss
     from groupwise.config.run import RunConfig as RunConfig
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from groupwise.model.load import load_model as load_model
     from groupwise.rewards.call import RewardFunction as RewardFunction
     from groupwise.run.config_file import load_config as load_config
-    from groupwise.run.from_trl import from_trl as from_trl
     from groupwise.run.loop import RunResult as RunResult
     from groupwise.run.loop import run_loop as run_loop
     from groupwise.sdk.client import AsyncClient as AsyncClient
@@ -95,7 +95,7 @@ _PUBLIC = {
     ),
     "rewards.call": ("RewardFunction",),
     "run.config_file": ("load_config",),
-    "run.from_trl": ("from_trl",),
+    "bridges.trl.from_trl": ("from_trl",),
     "run.loop": (
         "RunResult",
         "run_loop",

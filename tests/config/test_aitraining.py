@@ -5,8 +5,8 @@ import json
 import pytest
 
 from cli_project import cli
-from groupwise.config.importers.aitraining import flags
-from groupwise.config.importers.tables import keys_of
+from groupwise.bridges.aitraining.importer import flags
+from groupwise.config.formats.format import format_named
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.importing import import_run
@@ -116,7 +116,7 @@ def test_with_prompts_and_rewards_it_is_a_run(tmp_path, monkeypatch):
 
 
 def test_the_saved_parameters_of_all_its_trainers_are_known(tmp_path):
-    saved = {key.name: None for key in keys_of("aitraining")} | {
+    saved = {key.name: None for key in format_named("aitraining").keys} | {
         "trainer": "grpo",
         "rl_num_generations": 8,
         "peft": True,

@@ -10,9 +10,9 @@ import pytest
 import ruamel.yaml
 from reference_files import CPU, DORA, FULL_ASYNC, QUICK_START, write_project
 
+from groupwise.bridges.axolotl.importer import ASYNC_ONLY
 from groupwise.config.algo import AlgoConfig
-from groupwise.config.importers.axolotl import ASYNC_ONLY
-from groupwise.config.importers.tables import keys_of
+from groupwise.config.formats.format import format_named
 from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig
 from groupwise.config.yaml import key_paths
@@ -500,7 +500,7 @@ def test_keys_of_the_asynchronous_trainer_act_without_it_and_that_is_said(read):
 
 
 def test_every_async_key_is_known():
-    assert set(ASYNC_ONLY) <= {key.name for key in keys_of("axolotl")}
+    assert set(ASYNC_ONLY) <= {key.name for key in format_named("axolotl").keys}
 
 
 # ---- optimizer, schedule, length ----
@@ -637,10 +637,10 @@ def test_a_reward_model_is_a_reward(read):
 
 
 def test_every_key_has_one_row_and_names_keys_that_exist():
-    names = [key.name for key in keys_of("axolotl")]
+    names = [key.name for key in format_named("axolotl").keys]
     assert len(set(names)) == len(names)
     ours = {".".join(path) for path in key_paths(RunConfig)} | {f"algo.{name}" for name in AlgoConfig.model_fields}
-    for key in keys_of("axolotl"):
+    for key in format_named("axolotl").keys:
         assert {each for each in key.here if not key.name.startswith(("datasets", "test_datasets"))} <= ours, key.name
         assert key.what or key.fate == "plain", key.name
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from reference_files import write_project
 
-from groupwise.config.importers.axolotl_data import Settings, rows
+from groupwise.bridges.axolotl.data import Settings, rows
 from groupwise.config.run import parse_config
 from groupwise.errors import DataError, LoadError
 from groupwise.tasks.prompts import open_prompts
@@ -66,7 +66,7 @@ def test_a_transform_replaces_its_columns_and_gets_the_tokenizer(folder):
 
 def test_the_rows_are_prompts_of_a_run(folder):
     args = {"datasets": [{"path": "gsm8k.jsonl", "type": "rewards.prompt_transform"}], "folder": str(folder)}
-    data = {"source": "groupwise.config.importers.axolotl_data:rows", "args": args}
+    data = {"source": "groupwise.bridges.axolotl.data:rows", "args": args}
     config = parse_config({"data": data, "rewards": ["rewards:accuracy_reward"]})
     prompts = open_prompts(config.data).all()
     assert prompts[1].messages is not None and prompts[1].columns == {"answer": "3"}

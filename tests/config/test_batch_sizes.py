@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_files import QUICK_START
 
-from groupwise.config.importers.batch_sizes import Batch, Names, SizeError, Sizes, batch_sizes
+from groupwise.bridges.trainer_args.batch_sizes import Batch, Names, SizeError, Sizes, batch_sizes
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
 

@@ -15,16 +15,16 @@ import typer
 
 from groupwise.cli.main import app
 from groupwise.config.algo import AlgoConfig
-from groupwise.config.importers.keys import Key
-from groupwise.config.importers.tables import keys_of
+from groupwise.config.formats.format import format_named
+from groupwise.config.formats.keys import Key
 from groupwise.config.run import RunConfig
 from groupwise.config.yaml import key_paths
 from groupwise.sdk.cookbook_config import Config
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "migrating.md").read_text(encoding="utf-8")
-SYSTEMS = {system: keys_of(system) for system in ("axolotl", "trl", "aitraining", "prime-rl")}
-SYSTEMS["unsloth"] = tuple(key for key in keys_of("unsloth") if key not in keys_of("trl"))
+SYSTEMS = {system: format_named(system).keys for system in ("axolotl", "trl", "aitraining", "prime-rl")}
+SYSTEMS["unsloth"] = tuple(key for key in format_named("unsloth").keys if key not in format_named("trl").keys)
 
 
 def generator() -> ModuleType:
@@ -52,7 +52,7 @@ def test_every_key_is_in_its_systems_section_once(system):
 def test_a_table_is_consistent(system):
     keys: tuple[Key, ...] = SYSTEMS[system]
     names = {key.name for key in keys}
-    assert names <= {key.name for key in keys_of(system)}
+    assert names <= {key.name for key in format_named(system).keys}
     ours = {".".join(path) for path in key_paths(RunConfig)} | {f"algo.{name}" for name in AlgoConfig.model_fields}
     assert len(names) == len(keys)
     for key in keys:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config.notebook import python_of
+from groupwise.bridges.trl.notebook import python_of
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import read_run
 

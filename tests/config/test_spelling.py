@@ -134,7 +134,7 @@ def test_import_refuses_what_is_ours_and_what_is_not_there(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             import_run(arguments)
-    with pytest.raises(ConfigError, match="--from verl is not known; write axolotl, trl, aitraining, prime-rl"):
+    with pytest.raises(ConfigError, match="verl is not known; write aitraining, axolotl, prime-rl, trl"):
         import_run(["x.yaml"], system="verl")
 
 

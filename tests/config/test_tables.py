@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from reference_files import QUICK_START
 
-from groupwise.config.importers import axolotl, grpo_args, optimizer_args, tables
-from groupwise.config.importers.keys import Key
-from groupwise.config.importers.tables import keys_of
+from groupwise.bridges.axolotl import importer as axolotl
+from groupwise.bridges.trainer_args import grpo_args, optimizer_args
+from groupwise.config.formats.format import format_named
+from groupwise.config.formats.keys import Key
+from groupwise.config.formats.tables import keys_of
 from groupwise.config.yaml import inline
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
@@ -30,7 +32,7 @@ FILES = {
     "dataset_name: p.jsonl\nreward_funcs: [m.f]\nmax_steps: 10\n",
     "aitraining": "trainer: grpo\nproject_name: p\nmodel: starter\nmax_steps: 10\npeft: true\n",
 }
-TABLES = {system: keys_of(system) for system in FILES}
+TABLES = {system: format_named(system).keys for system in FILES}
 NATIVE = ("data.source=p.jsonl", "rewards=[m:f]")  # aitraining has no words for them
 SYSTEM = pytest.mark.parametrize("system", TABLES)
 
@@ -130,7 +132,8 @@ def test_what_is_plain_arrives(read, system):
 
 
 def named(system: str) -> dict[str, Key]:
-    return {key.name: key for key in keys_of(system)}
+    shared = Path(grpo_args.__file__).with_name(f"{system}.yaml")
+    return {key.name: key for key in (keys_of(shared) if shared.exists() else format_named(system).keys)}
 
 
 def test_what_a_table_says_in_words_is_what_the_code_does():
@@ -146,7 +149,7 @@ def test_what_a_table_says_in_words_is_what_the_code_does():
     schedules = ", ".join(f"{there}: {here}" for there, here in optimizer_args.SCHEDULES.items())
     assert optimizer["lr_scheduler_type"].what == schedules
     assert {*optimizer_args.ADAMW, *optimizer_args.ADAMW_8BIT} <= set(re.findall(r"\w+", optimizer["optim"].what))
-    assert axolotl.ATTENTION in {key.what for key in keys_of("axolotl")}
+    assert axolotl.ATTENTION in {key.what for key in format_named("axolotl").keys}
 
 
 def test_a_table_takes_in_another_under_its_own_names_and_defaults():
@@ -168,10 +171,9 @@ def test_a_table_takes_in_another_under_its_own_names_and_defaults():
         ("{plain: x, kind: whole, here: y}", "whole"),
     ],
 )
-def test_a_table_with_a_mistake_is_refused(tmp_path, monkeypatch, entry, what):
-    for path in Path(tables.__file__).parent.glob("*.yaml"):
+def test_a_table_with_a_mistake_is_refused(tmp_path, entry, what):
+    for path in Path(grpo_args.__file__).parent.glob("*.yaml"):
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "odd.yaml").write_text(f"- {entry}\n")
-    monkeypatch.setattr(tables, "_HERE", tmp_path)
     with pytest.raises((ValueError, TypeError, KeyError), match=what):
-        keys_of.__wrapped__("odd")
+        keys_of.__wrapped__(tmp_path / "odd.yaml")

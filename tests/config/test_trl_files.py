@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.importers import translation as importers
-from groupwise.config.importers.tables import keys_of
+from groupwise.bridges.trl.from_trl import from_trl
+from groupwise.config.formats import translation as importers
+from groupwise.config.formats.format import format_named
 from groupwise.config.load import load_object
 from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, LoadError
 from groupwise.run.config_file import LoadedRun, read_run
-from groupwise.run.from_trl import from_trl
 from groupwise.run.loop import run_loop
 
 FILE = """\
@@ -97,7 +97,9 @@ def test_every_argument_of_trl_is_in_the_table_and_has_its_default():
     trl = pytest.importorskip("trl")
     script = pytest.importorskip("trl.scripts.grpo")
     theirs = fields(trl.GRPOConfig, trl.ModelConfig, script.GRPOScriptArguments)
-    ours = {key.name: key for key in keys_of("trl") if key.fate != "older" and key.name not in EARLIER | OPEN_R1}
+    ours = {
+        key.name: key for key in format_named("trl").keys if key.fate != "older" and key.name not in EARLIER | OPEN_R1
+    }
     assert theirs.keys() - ours.keys() == set()
     assert ours.keys() - theirs.keys() == {
         "trl_version",
@@ -361,7 +363,7 @@ def test_a_dataset_lambdas_instances_and_a_lora_config_are_trained(tmp_path):
 
 def test_what_was_handed_over_is_missing_in_another_process():
     with pytest.raises(LoadError, match="'rows_of_another_process' was handed over in Python") as caught:
-        load_object("groupwise.config.importers.held_objects:rows_of_another_process")
+        load_object("groupwise.config.held_objects:rows_of_another_process")
     assert "run the script that made it again" in str(caught.value)
     assert not hasattr(importers, "torch"), "torch's compiler asks all modules for it"
 

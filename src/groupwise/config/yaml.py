@@ -25,7 +25,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from groupwise.config.script import is_script, parse_script
+from groupwise.config.formats.format import parser_of
 from groupwise.config.toml import parse_toml
 from groupwise.errors import ConfigError
 
@@ -86,7 +86,8 @@ class Document:
             raise ConfigError(
                 f"cannot read the configuration {path}: {error.strerror or error}", hint=_beside(path)
             ) from None
-        parse = parse_script if is_script(path) else parse_toml if path.suffix == ".toml" else _parse
+        known = {".toml": parse_toml} | dict.fromkeys((".yaml", ".yml", ".json"), _parse)
+        parse = known.get(path.suffix) or parser_of(path.suffix) or _parse
         data, root = parse(text, source=str(path))
         if data is None:
             raise ConfigError(f"{path} is empty", hint="a run needs at least `data` and `rewards`")

@@ -2,10 +2,7 @@
 
     data:, rewards:                                Groupwise
     rl:, base_model:, trl:                         Axolotl
-    model_name_or_path, num_generations, ...       TRL: the arguments of `trl grpo --config`, at the top level
-    rl_env_module, project_name, task and params   aitraining
-    trainer:, orchestrator:                        prime-rl, in TOML
-    from_pretrained:, get_peft_model:              Unsloth, and TRL's words: what a script (.py, .ipynb) says of them
+    ...                                            any other format that is installed (`config.formats.format`)
 
 Overrides are in the words of the file and are applied before it is read. What begins with one of our own sections, such
 as rollout.batch_rows=64, is applied to what came of it.
@@ -18,24 +15,23 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
-from groupwise.config.importers import aitraining, axolotl, prime_rl, trl, unsloth
-from groupwise.config.importers.tables import keys_of
-from groupwise.config.importers.translation import Note, Translation
+from groupwise.config.formats.format import config_formats, format_named
+from groupwise.config.formats.translation import MISSING, Note, Translation
 from groupwise.config.run import OTHER_NAMES, DataConfig, EnvConfig, RunConfig
 from groupwise.config.yaml import Document, Keys, dotted, parse_keys, validate
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.tasks.env_loading import load_env
 from groupwise.tasks.prompts import open_prompts
 
-System = Literal["Groupwise", "Axolotl", "TRL", "aitraining", "prime-rl", "Unsloth"]
+GROUPWISE = "Groupwise"  # the system of our own words
 
 SHORTHAND = {"rewards": "function"}
 
-DEFAULT, MISSING = "default", "missing"
+DEFAULT = "default"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +43,7 @@ class LoadedRun:
     """
 
     config: RunConfig
-    system: System
+    system: str
     document: Document
     idle: tuple[Note, ...] = ()
     differs: tuple[Note, ...] = ()
@@ -75,7 +71,7 @@ class LoadedRun:
             yield dotted(keys), value, self.document.origin(keys) or "given" if said else DEFAULT
 
 
-def read_run(path: str | Path, overrides: Sequence[str] = (), *, system: System | None = None) -> LoadedRun:
+def read_run(path: str | Path, overrides: Sequence[str] = (), *, system: str | None = None) -> LoadedRun:
     """Read a file in any of the spellings. Raises ConfigError with every problem."""
     document = Document.read(path)
     return understand(document, overrides, folder=Path(path).parent, system=system)
@@ -93,16 +89,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def understand(
-    document: Document, overrides: Sequence[str], *, folder: Path, system: System | None = None
-) -> LoadedRun:
+def understand(document: Document, overrides: Sequence[str], *, folder: Path, system: str | None = None) -> LoadedRun:
     """A document as a run; relative paths begin in `folder`."""
     system = system or system_of(document.data)
-    if system == "Groupwise":
+    if system == GROUPWISE:
         return _native(document, overrides, folder)
-    modules = {"Axolotl": axolotl, "TRL": trl, "aitraining": aitraining, "prime-rl": prime_rl, "Unsloth": unsloth}
-    module = modules[system]
-    own = {key.name.partition(".")[0].partition("[")[0] for key in keys_of(system.lower())}
+    written = format_named(system)
+    own = {key.name.partition(".")[0].partition("[")[0] for key in written.keys}
     natives = []
     for text in overrides:
         first = parse_keys(text.partition("=")[0])[:1]
@@ -110,14 +103,16 @@ def understand(
             natives.append(text)
         else:
             document.override(text, shorthand={})
-    t = module.translate(document, folder=folder, count=lambda t: _count(t, natives, folder))
+    t = written.translate(document, folder=folder, count=lambda t: _count(t, natives, folder))
     t.put("folder", str(folder.resolve()), origin="where the file is")
     for text in natives:
         t.draft.override(text, shorthand=SHORTHAND)
-    _complete(t)
+    t.refuse_unread()
+    if not written.complete(t):
+        _complete(t)
     return LoadedRun(
         config=t.finish(),
-        system=system,
+        system=written.name,
         document=t.draft,
         idle=tuple(t.idle),
         differs=tuple(t.differs),
@@ -125,19 +120,11 @@ def understand(
     )
 
 
-def system_of(data: Mapping[str, Any]) -> System:
-    """The system whose words these are."""
+def system_of(data: Mapping[str, Any]) -> str:
+    """Return the name of the system whose words these are."""
     if not data.keys().isdisjoint({"data", "rewards"}):
-        return "Groupwise"
-    if prime_rl.is_whole(data) or prime_rl.part_of(data):
-        return "prime-rl"
-    if not data.keys().isdisjoint({"rl", "trl", "base_model"}):
-        return "Axolotl"
-    if not data.keys().isdisjoint(aitraining.MARKS) or {"task", "params"} <= data.keys():
-        return "aitraining"
-    if not data.keys().isdisjoint(unsloth.SECTIONS):
-        return "Unsloth"
-    return "TRL" if not data.keys().isdisjoint(trl.MARKS) else "Groupwise"
+        return GROUPWISE
+    return next((each.name for each in config_formats() if each.recognises(data)), GROUPWISE)
 
 
 def _native(document: Document, overrides: Sequence[str], folder: Path) -> LoadedRun:
@@ -147,26 +134,19 @@ def _native(document: Document, overrides: Sequence[str], folder: Path) -> Loade
     if isinstance(said, str):
         document.data["folder"] = str((folder / said).resolve())
     config = validate(document, RunConfig, other_names=OTHER_NAMES)
-    return LoadedRun(config=config, system="Groupwise", document=document)
+    return LoadedRun(config=config, system=GROUPWISE, document=document)
 
 
 def _complete(t: Translation) -> None:
-    """A run needs an environment, or prompts and rewards; without them it can be looked at, but not run."""
-    t.refuse_unread()
+    """Say what is missing: a run needs an environment, or prompts and rewards, else it can be looked at but not run."""
     if "env" in t.draft.data:
         return
-    if t.system == "aitraining" and not {"data", "rewards"} & t.draft.data.keys():
-        what = "no environment is said, which makes the prompts and scores; data and rewards of ours do in its place"
-        t.refuse("rl_env_module", what, instead="rl_env_module=MODULE rl_env_class=CLASS")
-        t.put("data.source", "FILE.jsonl", origin=MISSING)
-        t.put("rewards", ["MODULE:FUNCTION"], origin=MISSING)
-        return
     if "source" not in t.draft.data.get("data", {}):
-        if "dataset_name" not in t.unread:
+        if not t.leaves_open("data"):
             t.refuse("data", f"no data of {t.system}'s are said", instead="data.source=FILE.jsonl")
         t.put("data.source", "FILE.jsonl", origin=MISSING)
     if "rewards" not in t.draft.data:
-        if "reward_funcs" not in t.unread:
+        if not t.leaves_open("rewards"):
             t.refuse("rewards", f"no rewards of {t.system}'s are said", instead="rewards=[MODULE:FUNCTION]")
         t.put("rewards", ["MODULE:FUNCTION"], origin=MISSING)
 

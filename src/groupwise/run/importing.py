@@ -5,40 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from groupwise.config.importers import aitraining
+from groupwise.config.formats.format import ConfigFormat, config_formats, format_named
 from groupwise.errors import ConfigError, StorageError
-from groupwise.run.config_file import LoadedRun, System, read_run, understand
+from groupwise.run.config_file import GROUPWISE, LoadedRun, read_run, understand
 from groupwise.run.native_yaml import native_yaml
-
-SYSTEMS: dict[str, System] = {
-    "axolotl": "Axolotl",
-    "trl": "TRL",
-    "aitraining": "aitraining",
-    "prime-rl": "prime-rl",
-    "unsloth": "Unsloth",
-}
 
 
 def import_run(arguments: Sequence[str], *, system: str | None = None) -> LoadedRun:
-    """Read `FILE [KEY=VALUE]...`, or aitraining's flags. Raises ConfigError."""
-    if system is not None and system.lower() not in SYSTEMS:
-        raise ConfigError(f"--from {system} is not known; write {', '.join(SYSTEMS)}")
-    chosen = SYSTEMS[system.lower()] if system else None
-    if chosen == "aitraining" and (not arguments or arguments[0].startswith("-") or "llm" in arguments[:2]):
-        return _flags(arguments)
-    if not arguments or arguments[0].startswith("-"):
+    """Read `FILE [KEY=VALUE]...`, or flags of a system that has some. Raises ConfigError."""
+    chosen = None if system is None else format_named(system)
+    no_file = not arguments or arguments[0].startswith("-")
+    if chosen is not None and chosen.flags is not None and (no_file or chosen.is_flags(arguments)):
+        return _of_flags(chosen, arguments)
+    if no_file:
         raise ConfigError("name the file to import", hint="groupwise import axolotl.yaml -o native.yaml")
-    loaded = read_run(arguments[0], arguments[1:], system=chosen)
-    if loaded.system == "Groupwise":
+    loaded = read_run(arguments[0], arguments[1:], system=None if chosen is None else chosen.name)
+    if loaded.system == GROUPWISE:
         raise ConfigError(f"{arguments[0]} is in Groupwise's own words already", hint="groupwise run it as it is")
     return loaded
 
 
 def read_words(words: Sequence[str]) -> LoadedRun:
-    """Read what `run`, `check`, `eval` are given: `FILE [KEY=VALUE]...` or aitraining's flags. Raises ConfigError."""
-    if aitraining.is_flags(words):
-        return _flags(words)
-    if options := [word for word in words if word.startswith("-")]:
+    """Read what `run`, `check`, `eval` are given: `FILE [KEY=VALUE]...` or a system's flags. Raises ConfigError."""
+    options = [word for word in words if word.startswith("-")]
+    if not (words and Path(words[0]).suffix) or options:  # a file's name comes first: no format need be asked
+        for each in config_formats():
+            if each.is_flags(words):
+                return _of_flags(each, words)
+    if options:
         name, _, value = options[0].lstrip("-").partition("=")
         key = name.replace("-", "_")
         hint = f"an override of a file is written {key}={value or 'VALUE'}; aitraining's flags stand without a file"
@@ -46,9 +40,10 @@ def read_words(words: Sequence[str]) -> LoadedRun:
     return read_run(words[0], words[1:])
 
 
-def _flags(words: Sequence[str]) -> LoadedRun:
-    document, overrides = aitraining.flags(words)
-    return understand(document, overrides, folder=Path.cwd(), system="aitraining")
+def _of_flags(written: ConfigFormat, words: Sequence[str]) -> LoadedRun:
+    assert written.flags is not None
+    document, overrides = written.flags(words)
+    return understand(document, overrides, folder=Path.cwd(), system=written.name)
 
 
 def written(loaded: LoadedRun, out: Path | None) -> str:

@@ -25,8 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.importers.held_objects import named
-from groupwise.config.importers.translation import run_name
+from groupwise.config.formats.translation import run_name
+from groupwise.config.held_objects import named
 from groupwise.config.load import load_object
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError, DataError

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.importers.keys import boolean
-from groupwise.config.importers.translation import Translation
+from groupwise.config.formats.keys import boolean
+from groupwise.config.formats.translation import Translation
 from groupwise.errors import GroupwiseError
 
 _ZERO = re.compile(r"zero[-_]?(?:stage[-_]?)?([0-3])", re.IGNORECASE)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.config.importers.translation import Translation
+from groupwise.config.formats.translation import Translation
 
 ADAMW = (
     "adamw_torch",

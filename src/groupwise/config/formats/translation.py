@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.config.importers.keys import Key
+from groupwise.config.formats.keys import Key, Unread
 from groupwise.config.run import OTHER_NAMES, RunConfig
-from groupwise.config.script import Unread
 from groupwise.config.yaml import Document, Keys, dotted, parse_keys, problems_error, validate
 from groupwise.types import BASE
+
+MISSING = "missing"  # the origin of what a run needs and a file does not say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,10 @@ class Translation:
         keys = self.written_at(name)
         instead = f"{dotted(keys)}=null" if instead is None else instead
         self.refused.append(Note(place=self.place(name), text=why, instead=instead))
+
+    def leaves_open(self, section: str) -> bool:
+        """Whether a script says this part of a run in a way that is not read."""
+        return any(here.partition(".")[0] == section for name in self.unread for here in self.keys[name].here)
 
     def refuse_unread(self) -> None:
         """Refuse what a script says in a way that is not read, unless an override in our words says it."""

@@ -1,4 +1,4 @@
-"""The tables of other systems' keys: axolotl.yaml, trl.yaml, aitraining.yaml and prime-rl.yaml, beside this file.
+"""The tables of other systems' keys: YAML files in which a format says of each key what becomes of it.
 
 A table is a list. An entry names a key by what becomes of it; `keys.py` says what the five are:
 
@@ -7,16 +7,18 @@ A table is a list. An entry names a key by what becomes of it; `keys.py` says wh
     - {idle: [bf16, tf32], because: precision follows the device}
     - {absent: use_dora, because: DoRA is not here, instead: use_dora=false, off: [false]}
     - {older: torch_dtype, now: dtype}
-    - {include: grpo_args, under: "trl.", defaults: {beta: 0.04}}
+    - {include: ../trainer_args/grpo_args, under: "trl.", defaults: {beta: 0.04}}
 
-`kind` says which values a key takes, by the name of a function (`KINDS`); `default` is what holds there if nothing is
-said. `off` are values with which what is absent is not asked for, `instead` the override with which the file runs; they
-are [false] and NAME=null unless something else stands there. `include` takes in the keys of another table: those of
-`only` if that is given, with `under` before their names, or called as `names` has it, with other `defaults`.
+`kind` says which values a key takes, by the name of a function (`KINDS`, or `module:function`); `default` is what holds
+there if nothing is said. `off` are values with which what is absent is not asked for, `instead` the override with which
+the file runs; they are [false] and NAME=null unless something else stands there. `include` takes in the keys of another
+table, a path from this one's folder: those of `only` if that is given, with `under` before their names, or called as
+`names` has it, with other `defaults`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -25,10 +27,9 @@ from typing import Any
 
 import ruamel.yaml
 
-from groupwise.config.importers import keys, parallel_args
-from groupwise.config.importers.keys import Key, Kind
+from groupwise.config.formats import keys
+from groupwise.config.formats.keys import Key, Kind
 
-_HERE = Path(__file__).parent
 KINDS: Mapping[str, Kind] = {
     "integer": keys.integer,
     "number": keys.number,
@@ -41,24 +42,22 @@ KINDS: Mapping[str, Kind] = {
     "json_object": keys.json_object,
     "flag_or_text": keys.flag_or_text,
     "anything": keys.anything,
-    "fsdp": parallel_args.fsdp,
-    "settings": parallel_args.settings,
 }
 
 
 @cache
-def keys_of(system: str) -> tuple[Key, ...]:
-    """The keys of a system, or of a table that others include, in the order of the file."""
-    entries = ruamel.yaml.YAML(typ="safe").load((_HERE / f"{system}.yaml").read_text("utf-8"))
-    return tuple(key for entry in entries for key in _keys(dict(entry)))
+def keys_of(table: Path) -> tuple[Key, ...]:
+    """Return the keys of a table, in the order of the file."""
+    entries = ruamel.yaml.YAML(typ="safe").load(table.read_text("utf-8"))
+    return tuple(key for entry in entries for key in _keys(dict(entry), table.parent))
 
 
-def _keys(entry: dict[str, Any]) -> Iterator[Key]:
-    """The keys that an entry stands for. Raises ValueError for a word that no entry has."""
+def _keys(entry: dict[str, Any], folder: Path) -> Iterator[Key]:
+    """Yield the keys of an entry of a table in `folder`. Raises ValueError for a word that no entry has."""
     fate, name = next(iter(entry.items()))
     del entry[fate]
     if fate == "include":
-        yield from _included(name, **entry)
+        yield from _included((folder / f"{name}.yaml").resolve(), **entry)
     elif fate == "idle":
         for each in name if isinstance(name, list) else [name]:
             yield keys.idle(each, entry["because"])
@@ -94,16 +93,20 @@ def _absent(
         because,
         instead,
         off=(False,) if off is None else off,
-        kind=keys.switch if kind is None else KINDS[kind],
+        kind=keys.switch if kind is None else _kind(kind, None),
     )
 
 
 def _kind(name: str | None, words: list[str] | None) -> Kind:
-    return keys.one_of(*words) if words else KINDS[name or "anything"]
+    if words:
+        return keys.one_of(*words)
+    name = name or "anything"
+    module, colon, function = name.partition(":")
+    return getattr(importlib.import_module(module), function) if colon else KINDS[name]
 
 
 def _included(
-    table: str,
+    table: Path,
     *,
     only: list[str] | None = None,
     under: str = "",
@@ -119,7 +122,7 @@ def _included(
 
     known = {key.name for key in keys}
     if wrong := sorted({*called, *other, *(only or ())} - known):
-        raise ValueError(f"{table}.yaml has no key {wrong[0]}")
+        raise ValueError(f"{table.name} has no key {wrong[0]}")
     for key in keys:
         instead, now = f"{under}{key.instead}" if key.instead else "", name_of(key.now) if key.now else ""
         default = other.get(key.name, key.default)

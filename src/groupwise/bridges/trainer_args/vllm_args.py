@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from groupwise.config.importers.translation import Translation
+from groupwise.config.formats.translation import Translation
 
 
 def put_vllm(t: Translation, p: str, *, lora: bool, mode: str | None = None, flag: str | None = None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from groupwise.config.importers.translation import Translation
+from groupwise.config.formats.translation import Translation
 
 CORRECTIONS = {
     "token_truncate": "tis_token",

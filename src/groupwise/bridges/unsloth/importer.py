@@ -1,4 +1,4 @@
-"""A GRPO script of Unsloth's as a run of ours (`config/script.py` reads it, and runs none of it).
+"""A GRPO script of Unsloth's as a run of ours (`bridges/trl/script.py` reads it, and runs none of it).
 
     from_pretrained: {...}      FastLanguageModel.from_pretrained, FastModel's and FastVisionModel's too
     get_peft_model: {...}       the adapter
@@ -10,14 +10,15 @@ mask, and dr_grpo does not scale rewards. So it is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from groupwise.config.importers import trl
-from groupwise.config.importers.tables import keys_of
-from groupwise.config.importers.translation import Translation
+from groupwise.bridges.trl import importer as trl
+from groupwise.config.formats.format import ConfigFormat, Count
+from groupwise.config.formats.tables import keys_of
+from groupwise.config.formats.translation import Translation
 from groupwise.config.yaml import Document
 
+KEYS = Path(__file__).with_name("keys.yaml")
 SECTIONS = ("from_pretrained", "get_peft_model")
 LOAD, LORA = "from_pretrained.", "get_peft_model."
 RENAMED = {
@@ -39,12 +40,11 @@ RENAMED = {
 ADAPTER = tuple(name for name in RENAMED if name.startswith(LORA) and not name.endswith("use_gradient_checkpointing"))
 WIDTHS = ("load_in_8bit", "load_in_16bit", "full_finetuning")
 WITHOUT_EFFECT = ("seed", "include_stop_str_in_output")
-Count = Callable[[Translation], int | None]
 
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     """The translation of a script in `folder`; `count` counts the prompts of a translation's data."""
-    t = Translation(document, system="Unsloth", keys=keys_of("unsloth"))
+    t = Translation(document, system="Unsloth", keys=keys_of(KEYS))
     full = bool(t[f"{LOAD}full_finetuning"])
     if not full and "get_peft_model" not in document.data:
         what = "without get_peft_model(...) there is no adapter to train, and full_finetuning is not set"
@@ -113,3 +113,12 @@ def _change(t: Translation) -> None:
         }
     if t["dtype"] == "float16":
         t.note_difference("dtype", "bfloat16 on a GPU and float32 on a CPU; float16 is not here")
+
+
+FORMAT = ConfigFormat(
+    name="Unsloth",
+    order=40,
+    recognises=lambda data: not data.keys().isdisjoint(SECTIONS),
+    table=KEYS,
+    translate=translate,
+)

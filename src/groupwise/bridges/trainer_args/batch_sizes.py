@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from groupwise.config.importers.translation import Translation
+from groupwise.config.formats.translation import Translation
 
 
 @dataclass(frozen=True, kw_only=True)

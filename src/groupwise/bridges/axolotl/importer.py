@@ -3,22 +3,21 @@
     rl: grpo | gdpo          datasets, transforms and reward modules beside the file, as there
     trl: {...}               GRPO's arguments, and the asynchronous trainer's
 
-`axolotl.yaml` says of every key what becomes of it. Where Axolotl is known to do something else than it documents (keys
+`keys.yaml` says of every key what becomes of it. Where Axolotl is known to do something else than it documents (keys
 that it drops, masks that do not mask), what it documents happens here, and it is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.data import FILES
-from groupwise.config.importers.batch_sizes import Names, put_batch
-from groupwise.config.importers.chat_templates import why_not
-from groupwise.config.importers.grpo_args import put_algorithm, put_rewards, put_sampling
-from groupwise.config.importers.optimizer_args import (
+from groupwise.bridges.axolotl.chat_templates import why_not
+from groupwise.bridges.trainer_args.batch_sizes import Names, put_batch
+from groupwise.bridges.trainer_args.grpo_args import put_algorithm, put_rewards, put_sampling
+from groupwise.bridges.trainer_args.optimizer_args import (
     Length,
     OptimizerNames,
     length_of,
@@ -26,13 +25,16 @@ from groupwise.config.importers.optimizer_args import (
     put_quantization,
     refuse_combinations,
 )
-from groupwise.config.importers.parallel_args import put_parallel
-from groupwise.config.importers.tables import keys_of
-from groupwise.config.importers.translation import Translation, run_name
-from groupwise.config.importers.vllm_args import put_vllm
+from groupwise.bridges.trainer_args.parallel_args import put_parallel
+from groupwise.bridges.trainer_args.vllm_args import put_vllm
+from groupwise.config.data import FILES
+from groupwise.config.formats.format import ConfigFormat, Count
+from groupwise.config.formats.tables import keys_of
+from groupwise.config.formats.translation import Translation, run_name
 from groupwise.config.yaml import Document
 
-ROWS = "groupwise.config.importers.axolotl_data:rows"
+KEYS = Path(__file__).with_name("keys.yaml")
+ROWS = "groupwise.bridges.axolotl.data:rows"
 
 NAMES = OptimizerNames(
     learning_rate="learning_rate",
@@ -67,8 +69,6 @@ SIZES = Names(
     generation="trl.generation_batch_size",
     processes="num_processes",
 )
-
-Count = Callable[[Translation], int | None]
 
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
@@ -111,7 +111,7 @@ def _keys(data: Mapping[str, Any]) -> list[Any]:
     defaults = {"trl.vllm_importance_sampling_mode": "token_truncate" if queued else "sequence_mask"}
     if data.get("rl") == "gdpo":
         defaults["trl.multi_objective_aggregation"] = "normalize_then_sum"
-    return [replace(key, default=defaults.get(key.name, key.default)) for key in keys_of("axolotl")]
+    return [replace(key, default=defaults.get(key.name, key.default)) for key in keys_of(KEYS)]
 
 
 def _require(t: Translation) -> None:
@@ -133,7 +133,7 @@ def _check_template(t: Translation) -> None:
     name = t["chat_template"]
     if name is None or name.startswith("tokenizer_default"):
         return
-    from groupwise.config.importers.axolotl_data import tokenizer_of
+    from groupwise.bridges.axolotl.data import tokenizer_of
 
     try:
         why = why_not(name, tokenizer_of(t["base_model"])) if t.given("base_model") else None
@@ -307,3 +307,12 @@ def _put_eval(t: Translation, folder: Path, length: Length, per_epoch: int | Non
     if t["load_best_model_at_end"] or t["early_stopping_patience"]:
         t.put("eval.best", "sampled", "load_best_model_at_end", "early_stopping_patience")
     t.put("eval.patience", t["early_stopping_patience"], "early_stopping_patience")
+
+
+FORMAT = ConfigFormat(
+    name="Axolotl",
+    order=20,
+    recognises=lambda data: not data.keys().isdisjoint({"rl", "trl", "base_model"}),
+    table=KEYS,
+    translate=translate,
+)

@@ -17,14 +17,13 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ruamel.yaml.error import StringMark
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
-from groupwise.config.notebook import python_of
+from groupwise.bridges.trl.notebook import python_of
+from groupwise.config.formats.keys import Unread
 from groupwise.errors import ConfigError
 
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
@@ -52,14 +51,6 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 Numbered = dict[str, tuple[Any, int]]  # name -> value, line from 1
-
-
-@dataclass(frozen=True)
-class Unread:
-    """An argument whose value is known only when the script runs: why, and the override that says it."""
-
-    why: str
-    instead: str
 
 
 class _Unknown(Exception):
@@ -403,8 +394,3 @@ def _pair(name: str, node: Node, line: int) -> tuple[Node, Node]:
 
 def _mark(line: int) -> StringMark:
     return StringMark("", 0, line - 1, 0, "", 0)
-
-
-def is_script(path: str | Path) -> bool:
-    """Whether a file's name is that of a script or a notebook."""
-    return Path(path).suffix in (".py", ".ipynb")

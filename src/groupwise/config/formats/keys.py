@@ -1,6 +1,6 @@
 """The keys of another system: what may stand there, what it is when nothing does, and what becomes of it here.
 
-The tables are YAML files beside this one (`tables.py`). There are five things that can become of a key:
+The tables are YAML files (`config.formats.tables`). There are five things that can become of a key:
 
     plain     its value is the value of one of our keys
     made      the translation makes something of it, often together with others
@@ -18,6 +18,15 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Unread:
+    """An argument whose value is known only when a script runs: why, and the override that says it."""
+
+    why: str
+    instead: str
+
 
 Kind = Callable[[Any], Any]  # a value as it was written -> as it is meant; raises ValueError saying what it must be
 

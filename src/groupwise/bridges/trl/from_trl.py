@@ -1,6 +1,6 @@
 """`from_trl`: the arguments of TRL's GRPOTrainer, as Python objects, as a run of ours.
 
-A configuration file of TRL's is read by `config.importers.trl`; datasets, functions and a LoraConfig are taken here.
+A configuration file of TRL's is read by `bridges.trl.importer`; datasets, functions and a LoraConfig are taken here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.importers.held_objects import held, named_or_held
-from groupwise.config.importers.tables import keys_of
+from groupwise.bridges.trl.importer import KEYS
+from groupwise.config.formats.tables import keys_of
+from groupwise.config.held_objects import held, named_or_held
 from groupwise.config.run import RunConfig
 from groupwise.config.yaml import Document, inline
 from groupwise.errors import ConfigError
@@ -70,7 +71,7 @@ def _arguments(args: Any) -> dict[str, Any]:
     machine = {name: getattr(args, name) for name in ("output_dir", "bf16", "fp16", "use_cpu") if hasattr(args, name)}
     plain = type(args)(**machine)  # __post_init__ looks at the machine
     said = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    defaults = {key.name: key.default for key in keys_of("trl") if key.default is not None}
+    defaults = {key.name: key.default for key in keys_of(KEYS) if key.default is not None}
     kept = {
         name: value
         for name, value in said.items()

@@ -22,19 +22,21 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from groupwise.bridges.trainer_args.grpo_args import NARROWING_OFF, put_narrowing
 from groupwise.config.data import REASONING_GYM
-from groupwise.config.importers.grpo_args import NARROWING_OFF, put_narrowing
-from groupwise.config.importers.tables import keys_of
-from groupwise.config.importers.translation import Translation, run_name
+from groupwise.config.formats.format import ConfigFormat, Count
+from groupwise.config.formats.tables import keys_of
+from groupwise.config.formats.translation import Translation, run_name
 from groupwise.config.yaml import Document, dotted
 from groupwise.errors import ConfigError
 
 SYSTEM = "prime-rl"
+KEYS = Path(__file__).with_name("keys.yaml")
 TASKSET_AGENT = "groupwise.tasks.compat.verifiers:TasksetAgent"
 VERIFIERS_AGENT = "groupwise.tasks.compat.verifiers_before_0_4:VerifiersAgent"
 MAX_TURNS = 4096
@@ -104,14 +106,14 @@ class Source:
         return self.id.rpartition("/")[2].partition("@")[0]
 
 
-def translate(document: Document, *, folder: Path, count: Callable[[Translation], int | None]) -> Translation:
+def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     """The translation of a document. Raises ConfigError for a file of the trainer or the orchestrator alone."""
     part = part_of(document.data)
     if part:
         hint = "put the files into one, each under its table: [trainer], [orchestrator], [inference]"
         raise ConfigError(f"{document.name or 'the configuration'} is prime-rl's {part} alone", hint=hint)
     _read_none(document.data)
-    t = Translation(document, system=SYSTEM, keys=keys_of("prime-rl"))
+    t = Translation(document, system=SYSTEM, keys=keys_of(KEYS))
     for name, others in OTHER_NAMES.items():
         _same(t, name, others)
     sources = _sources(t, SOURCES)
@@ -587,3 +589,12 @@ def _default_prompt() -> str | None:
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     return SYSTEM_PROMPTS["default"]
+
+
+FORMAT = ConfigFormat(
+    name=SYSTEM,
+    order=10,
+    recognises=lambda data: is_whole(data) or part_of(data) is not None,
+    table=KEYS,
+    translate=translate,
+)

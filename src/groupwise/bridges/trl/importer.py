@@ -13,15 +13,13 @@ has those of 1.8.0 (completions of 256 tokens, the KL as k3 without the ratio).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.data import FILES
-from groupwise.config.importers.batch_sizes import Batch, Names, put_batch
-from groupwise.config.importers.grpo_args import DEFAULTS_1_8, put_algorithm, put_rewards, put_sampling
-from groupwise.config.importers.keys import Key
-from groupwise.config.importers.optimizer_args import (
+from groupwise.bridges.trainer_args.batch_sizes import Batch, Names, put_batch
+from groupwise.bridges.trainer_args.grpo_args import DEFAULTS_1_8, put_algorithm, put_rewards, put_sampling
+from groupwise.bridges.trainer_args.optimizer_args import (
     TRANSFORMERS,
     Length,
     length_of,
@@ -29,12 +27,18 @@ from groupwise.config.importers.optimizer_args import (
     put_quantization,
     refuse_combinations,
 )
-from groupwise.config.importers.parallel_args import put_parallel
-from groupwise.config.importers.tables import keys_of
-from groupwise.config.importers.translation import Translation, run_name
-from groupwise.config.importers.vllm_args import put_vllm
+from groupwise.bridges.trainer_args.parallel_args import put_parallel
+from groupwise.bridges.trainer_args.vllm_args import put_vllm
+from groupwise.bridges.trl.script import parse_script
+from groupwise.config.data import FILES
+from groupwise.config.formats.format import ConfigFormat, Count
+from groupwise.config.formats.keys import Key
+from groupwise.config.formats.tables import keys_of
+from groupwise.config.formats.translation import Translation, run_name
 from groupwise.config.yaml import Document
 
+KEYS = Path(__file__).with_name("keys.yaml")
+SCRIPT = Path(__file__).with_name("script.yaml")
 REWARDS = {
     name: {"function": f"trl.rewards:{name}"}
     for name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
@@ -66,12 +70,10 @@ SIZES = Names(
     processes="num_processes",
 )
 
-Count = Callable[[Translation], int | None]
-
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     """The translation of a file in `folder`; `count` counts the prompts of a translation's data."""
-    keys = [*_keys(document.data), *(keys_of("script") if "GRPOTrainer" in document.data else ())]
+    keys = [*_keys(document.data), *(keys_of(SCRIPT) if "GRPOTrainer" in document.data else ())]
     return complete(Translation(document, system="TRL", keys=keys), folder=folder, count=count)
 
 
@@ -107,7 +109,7 @@ def complete(t: Translation, *, folder: Path, count: Count) -> Translation:
 
 def _keys(data: Mapping[str, Any]) -> list[Key]:
     """The table with the defaults of the version that is meant."""
-    keys = keys_of("trl")
+    keys = keys_of(KEYS)
     if not str(data.get("trl_version", "")).startswith("1.8"):
         return [*keys]
     return [dataclasses.replace(key, default=DEFAULTS_1_8.get(key.name, key.default)) for key in keys]
@@ -221,3 +223,13 @@ def _put_eval(t: Translation, length: Length, per_epoch: int | None) -> None:
     t.put("eval.k", t["num_generations_eval"] or t["num_generations"], "num_generations_eval", "num_generations")
     if t["load_best_model_at_end"]:
         t.put("eval.best", "sampled", "load_best_model_at_end")
+
+
+FORMAT = ConfigFormat(
+    name="TRL",
+    order=50,
+    recognises=lambda data: not data.keys().isdisjoint(MARKS),
+    table=KEYS,
+    translate=translate,
+    parse={".py": parse_script, ".ipynb": parse_script},
+)

@@ -11,19 +11,21 @@ rewards of ours (`data`, `rewards`) do in its place.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.importers.batch_sizes import Names, put_batch
-from groupwise.config.importers.grpo_args import put_narrowing
-from groupwise.config.importers.optimizer_args import OptimizerNames, length_of, put_optimizer
-from groupwise.config.importers.tables import keys_of
-from groupwise.config.importers.translation import Translation, run_name
-from groupwise.config.importers.vllm_args import put_vllm
+from groupwise.bridges.trainer_args.batch_sizes import Names, put_batch
+from groupwise.bridges.trainer_args.grpo_args import put_narrowing
+from groupwise.bridges.trainer_args.optimizer_args import OptimizerNames, length_of, put_optimizer
+from groupwise.bridges.trainer_args.vllm_args import put_vllm
+from groupwise.config.formats.format import ConfigFormat, Count
+from groupwise.config.formats.tables import keys_of
+from groupwise.config.formats.translation import MISSING, Translation, run_name
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError
 
+KEYS = Path(__file__).with_name("keys.yaml")
 NAMES = OptimizerNames(
     learning_rate="lr",
     optimizer="optimizer",
@@ -43,7 +45,6 @@ SIZES = Names(
     generation="generation_batch_size",
     processes="num_processes",
 )
-Count = Callable[[Translation], int | None]
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*(\[\d+\][\w.-]*)*=")
 
 
@@ -51,7 +52,7 @@ def is_flags(arguments: Sequence[str]) -> bool:
     """Whether a command line is aitraining's, and not a file with overrides."""
     names = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in arguments if word[:2] == "--"}
     begins = bool(arguments) and arguments[0].startswith("--")
-    return "llm" in arguments[:2] or (begins and not names.isdisjoint(key.name for key in keys_of("aitraining")))
+    return "llm" in arguments[:2] or (begins and not names.isdisjoint(key.name for key in keys_of(KEYS)))
 
 
 def flags(arguments: Sequence[str]) -> tuple[Document, list[str]]:
@@ -85,7 +86,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     if isinstance(params, dict):
         flat = {key: value for key, value in document.data.items() if key != "params"} | params
         document = Document(flat, document.name, None, document.overrides)
-    t = Translation(document, system="aitraining", keys=keys_of("aitraining"))
+    t = Translation(document, system="aitraining", keys=keys_of(KEYS))
     if t["trainer"] != "grpo":
         t.problem("trainer", f"{t['trainer']} is not trained here; write grpo")
     t.put("name", run_name(t["project_name"].rstrip("/").rpartition("/")[2]), "project_name")
@@ -183,3 +184,26 @@ def _put_model(t: Translation) -> None:
     t.put("train.lora.dropout", t["lora_dropout"], "lora_dropout")
     names = "all-linear" if modules == "all-linear" else [each.strip() for each in modules.split(",")]
     t.put("train.lora.targets", names, "target_modules")
+
+
+def complete(t: Translation) -> bool:
+    """Refuse a run that names no environment and has neither prompts nor rewards of ours in its place."""
+    if {"env", "data", "rewards"} & t.draft.data.keys():
+        return False
+    what = "no environment is said, which makes the prompts and scores; data and rewards of ours do in its place"
+    t.refuse("rl_env_module", what, instead="rl_env_module=MODULE rl_env_class=CLASS")
+    t.put("data.source", "FILE.jsonl", origin=MISSING)
+    t.put("rewards", ["MODULE:FUNCTION"], origin=MISSING)
+    return True
+
+
+FORMAT = ConfigFormat(
+    name="aitraining",
+    order=30,
+    recognises=lambda data: not data.keys().isdisjoint(MARKS) or {"task", "params"} <= data.keys(),
+    table=KEYS,
+    translate=translate,
+    flags=flags,
+    is_flags=is_flags,
+    complete=complete,
+)

@@ -1,0 +1,1 @@
+"""aitraining: its flags and saved parameters are read as runs."""

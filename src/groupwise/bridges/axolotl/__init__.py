@@ -1,0 +1,1 @@
+"""Axolotl: its GRPO files are read as runs."""

@@ -1,0 +1,1 @@
+"""prime-rl: its `rl.toml` is read as a run."""

@@ -1,0 +1,1 @@
+"""TRL: its configuration files and scripts are read as runs."""

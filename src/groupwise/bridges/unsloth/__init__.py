@@ -1,0 +1,1 @@
+"""Unsloth: its GRPO scripts and notebooks are read as runs."""

@@ -1,0 +1,30 @@
+"""Find what installed packages add to Groupwise, through entry points that their `pyproject.toml` declares.
+
+    [project.entry-points."groupwise.config_formats"]
+    mytrainer = "mytrainer.groupwise_format:FORMAT"
+
+    groupwise.config_formats    a format of configuration files                     `config.formats.format.ConfigFormat`
+
+Groupwise's own bridges to other systems are found in the same way, so that the core imports none of them. An entry
+point whose module cannot be imported is left out with a warning: one broken package stops nobody else's run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+
+@cache
+def extensions(group: str) -> dict[str, Any]:
+    """Return the objects of one group by the names of their entry points, in the order of the names."""
+    found: dict[str, Any] = {}
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        try:
+            found.setdefault(point.name, point.load())
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            warnings.warn(f"{point.value}, an extension of {group}, cannot be imported: {said}", stacklevel=2)
+    return found
