@@ -42,14 +42,14 @@ from typing import Any
 from ablation import one_thread, span
 
 from groupwise import platform as machine
+from groupwise.bridges.reasoning_gym.problems import Problems
+from groupwise.bridges.reasoning_gym.reward import score_answer
+from groupwise.bridges.textarena import HELD_OUT, TextArenaGame
 from groupwise.config.data import DatasetConfig
 from groupwise.config.run import parse_config
 from groupwise.rewards.scorer import Scorer
 from groupwise.store.files import locked, replace
 from groupwise.store.tracking import read_metrics
-from groupwise.tasks.compat.reasoning_gym import Problems
-from groupwise.tasks.compat.reasoning_gym_reward import score_answer
-from groupwise.tasks.compat.textarena import HELD_OUT, TextArenaGame
 from groupwise.types import Message, RolloutGroup
 
 ROOT = Path(__file__).parent.parent

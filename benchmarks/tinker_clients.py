@@ -174,7 +174,7 @@ def run(url: str, state: Path, work: Work, seeds: Sequence[int]) -> list[Ran]:
 
 def adapter_of(state: Path, path: str) -> dict[str, np.ndarray]:
     """The weights of a tinker:// path."""
-    from groupwise.server.tinker.checkpoints import TinkerCheckpoints
+    from groupwise.bridges.tinker.checkpoints import TinkerCheckpoints
     from groupwise.store.adapters import AdapterStore
     from groupwise.types import PolicyVersion
 

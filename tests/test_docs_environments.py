@@ -19,7 +19,7 @@ from groupwise.config.run import EnvConfig, parse_config
 from groupwise.run.health_rules import RULES
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
-from groupwise.tasks.env_loading import load_env
+from groupwise.tasks.env_loading import load_factory
 from groupwise.tasks.tools import CallOutcome
 
 PAGE = (Path(__file__).parent.parent / "docs" / "environments.md").read_text(encoding="utf-8")
@@ -95,12 +95,12 @@ def test_the_environments_are_fit(folder, name):
 
 
 def test_the_environment_of_an_mcp_server_loads(folder):
-    assert load_env(EnvConfig(environment="my_notes:Notes"), folder=folder).name == "Notes"
+    assert load_factory(EnvConfig(environment="my_notes:Notes"), folder=folder).name == "Notes"
 
 
 def test_the_configuration_is_one(folder):
     config = parse_config(YAML(typ="safe").load(blocks("yaml")[0]))
-    assert config.env is not None and load_env(config.env, folder=folder).make().highest == 20
+    assert config.env is not None and load_factory(config.env, folder=folder).make().highest == 20
 
 
 def test_the_rollout_function_trains(folder):

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.server.tinker.proto import ForwardBackwardOutput, ForwardBackwardRequest, SampleResponse
-from groupwise.server.tinker.routes import Tinker
+from groupwise.bridges.tinker.proto import ForwardBackwardOutput, ForwardBackwardRequest, SampleResponse
+from groupwise.bridges.tinker.routes import Tinker
 from whole_server import Whole, whole
 
 PROTOBUF = {"content-type": "application/x-protobuf"}

@@ -3,7 +3,12 @@
     [project.entry-points."groupwise.config_formats"]
     mytrainer = "mytrainer.groupwise_format:FORMAT"
 
-    groupwise.config_formats    a format of configuration files                     `config.formats.format.ConfigFormat`
+    groupwise.config_formats           a format of configuration files      `config.formats.format.ConfigFormat`
+    groupwise.environments             an environment class that is called by a name, as in `textarena:Wordle-v0`; its
+                                       attribute `named_by` is the argument that the name becomes
+    groupwise.environment_contracts    methods that make a class an environment       `tasks.env_kind.EnvContract`
+    groupwise.data_sources             data that is generated                         `tasks.data_source.DataSource`
+    groupwise.routes                   routes of the server                           `server.more_routes.MoreRoutes`
 
 Groupwise's own bridges to other systems are found in the same way, so that the core imports none of them. An entry
 point whose module cannot be imported is left out with a warning: one broken package stops nobody else's run.

@@ -23,7 +23,7 @@ from groupwise.run.assemble import RemoteBackends, local_engine, open_components
 from groupwise.run.plan import make_plan
 from groupwise.run.ray_envs import EnvActor, RayEnvs
 from groupwise.tasks.env import Episode, StepResult
-from groupwise.tasks.env_loading import load_env
+from groupwise.tasks.env_loading import load_factory
 from groupwise.tasks.rollout_sources import Environments, EpisodeRollouts, play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 from processes import becomes
@@ -155,7 +155,7 @@ def away(place: Threads) -> Iterator[Callable[..., RayEnvs]]:
     def opens(name: str = "Counts", **keys: Any) -> RayEnvs:
         run = run_of(Path(place.folder), name, **keys)
         assert run.env is not None
-        opened.append(RayEnvs(run, load_env(run.env, folder=run.folder), place=place))  # type: ignore[arg-type]
+        opened.append(RayEnvs(run, load_factory(run.env, folder=run.folder), place=place))  # type: ignore[arg-type]
         return opened[-1]
 
     yield opens
@@ -187,7 +187,7 @@ def told(group: RolloutGroup) -> list[Any]:
 def test_episodes_in_actors_are_those_in_the_learner(place: Threads, away, starter, starter_engine) -> None:
     run = run_of(Path(place.folder), "Counts")
     assert run.env is not None
-    here = load_env(run.env, folder=run.folder)
+    here = load_factory(run.env, folder=run.folder)
     with closing(here):
         expected = play(starter_engine, starter.tokenizer, here, run)
     assert list(map(told, play(starter_engine, starter.tokenizer, away(), run))) == list(map(told, expected))

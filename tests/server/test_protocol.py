@@ -14,6 +14,7 @@ from openai.resources.chat.completions import Completions as Chat
 from openai.resources.completions import Completions
 from pydantic import BaseModel, ValidationError
 
+from groupwise.bridges.trl.schema import ChatsRequest, GenerateRequest
 from groupwise.config.job import GrpoJobConfig
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
@@ -36,7 +37,6 @@ from groupwise.server.schema_messages import (
 )
 from groupwise.server.schema_openai import AdapterShare, ChatRequest
 from groupwise.server.schema_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
-from groupwise.server.schema_trl import ChatsRequest, GenerateRequest
 from groupwise.server.wire import Unsupported
 from groupwise.tasks.dialects.anthropic import MessagesRequest
 from groupwise.tasks.dialects.responses import ResponsesRequest

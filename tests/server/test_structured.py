@@ -15,9 +15,10 @@ from jsonschema import Draft202012Validator
 from openai import BadRequestError, OpenAI, RateLimitError
 from pydantic import BaseModel
 
+from groupwise.bridges.trl import routes as trl
 from groupwise.engine import grammar as grammars
 from groupwise.engine import vetting
-from groupwise.server import chat, completions, rollouts, trl
+from groupwise.server import chat, completions, rollouts
 from groupwise.server import sampling as admission
 from groupwise.types import Grammar
 from processes import becomes

@@ -20,10 +20,10 @@ import pytest
 
 pytest.importorskip("openenv.core")
 
+from groupwise.bridges.openenv import OpenEnvironment
 from groupwise.config.run import parse_config
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
-from groupwise.tasks.compat.openenv import OpenEnvironment
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -139,7 +139,7 @@ def test_a_typed_client_trains(server, tmp_path):
         "dtype": "float32",
         "folder": str(folder),
         "run_dir": str(tmp_path / "run"),
-        "env": {"environment": "groupwise.tasks.compat.openenv:OpenEnvironment", "args": args},
+        "env": {"environment": "groupwise.bridges.openenv:OpenEnvironment", "args": args},
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 24},
         "train": {"steps": 2},
     }

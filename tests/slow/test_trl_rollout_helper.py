@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("trl.experimental.openenv", exc_type=ImportError)
 
 from groupwise.algo.samples import segments_of
+from groupwise.bridges.trl.rollout_func import RolloutFunc
+from groupwise.bridges.trl.rollout_func_rollouts import RolloutFuncRollouts
 from groupwise.config.run import EnvConfig
-from groupwise.tasks.compat.rollout_func import RolloutFunc
-from groupwise.tasks.compat.rollout_func_rollouts import RolloutFuncRollouts
 from groupwise.tasks.rollout_sources import play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 

@@ -109,7 +109,7 @@ def settings(folder: Path, environment: str, **env) -> dict:
         "device": "cpu",
         "folder": str(folder),
         "output_dir": str(folder / "runs"),
-        "env": {"agent": "groupwise.tasks.compat.verifiers_before_0_4:VerifiersAgent", "args": args, **env},
+        "env": {"agent": "groupwise.bridges.verifiers.before_0_4:VerifiersAgent", "args": args, **env},
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 48},
         "train": {"steps": 2, "learning_rate": 1.0e-4},
     }
@@ -133,7 +133,7 @@ def test_two_steps_with_the_starter(folder, environment):
 
 def test_its_datasets_are_the_cases(folder):
     config = EnvConfig(
-        agent="groupwise.tasks.compat.verifiers_before_0_4:VerifiersAgent",
+        agent="groupwise.bridges.verifiers.before_0_4:VerifiersAgent",
         args={"environment": "vf_environments:load_environment", "args": {"n": 5}},
     )
     agent = load_agent(config, folder=folder)
@@ -144,7 +144,7 @@ def test_its_datasets_are_the_cases(folder):
 
 def test_group_rewards_are_refused(folder):
     config = EnvConfig(
-        agent="groupwise.tasks.compat.verifiers_before_0_4:VerifiersAgent",
+        agent="groupwise.bridges.verifiers.before_0_4:VerifiersAgent",
         args={"environment": "vf_environments:load_group"},
     )
     with pytest.raises(ConfigError, match="scores whole groups"):

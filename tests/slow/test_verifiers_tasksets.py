@@ -31,7 +31,7 @@ from groupwise.tasks.agents import load_agent
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
-AGENT = "groupwise.tasks.compat.verifiers:TasksetAgent"
+AGENT = "groupwise.bridges.verifiers.tasksets:TasksetAgent"
 TASKSET = """
 import verifiers.v1 as vf
 

@@ -14,7 +14,7 @@ import pytest
 
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.tasks.env_loading import load_env
+from groupwise.tasks.env_loading import load_factory
 from groupwise.tasks.env_pool import EnvPool
 from groupwise.tasks.rollout_sources import EpisodeRollouts, play_all
 from groupwise.types import PolicyVersion, Prompt, Rollout, SamplingParams
@@ -48,7 +48,7 @@ def rollouts(starter_engine: LocalEngine, starter, pool_of) -> Play:
         name: str, *cases: dict[str, Any], n: int = 1, here: bool = False, pool: EnvPool | None = None, **options
     ):
         config = config_of(name, **options)
-        made = load_env(config, folder=HERE) if here else pool or pool_of(config)
+        made = load_factory(config, folder=HERE) if here else pool or pool_of(config)
         play = EpisodeRollouts(starter_engine, starter.tokenizer, made, config)
         prompts = [Prompt(id=str(at), columns={"number": at, **case}) for at, case in enumerate(cases)]
         params = SamplingParams(max_tokens=24, temperature=0.5)

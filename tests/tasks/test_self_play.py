@@ -22,7 +22,7 @@ from groupwise.run.loop import run_loop
 from groupwise.run.plan import make_plan
 from groupwise.store.tracking import read_metrics, read_rollouts
 from groupwise.tasks.env import MoveResult, Observation
-from groupwise.tasks.env_loading import load_env
+from groupwise.tasks.env_loading import load_factory
 from groupwise.tasks.rollout_sources import play_all
 from groupwise.tasks.self_play import Match
 from groupwise.types import PolicyVersion, SamplingParams
@@ -213,7 +213,7 @@ def test_players_are_two_names_or_more(players, tmp_path):
     (tmp_path / "game.py").write_text(text, encoding="utf-8")
     wanted = EnvConfig(environment="game:Game", workers=0)
     with pytest.raises(ConfigError, match="players is a tuple of two or more names"):
-        load_env(wanted, folder=tmp_path)
+        load_factory(wanted, folder=tmp_path)
 
 
 def test_env_check_says_that_it_plays_one():

@@ -14,13 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cli_project import Project, cli, save_model
+from groupwise.bridges.tinker.schema import Lora
+from groupwise.bridges.tinker.training import lora_of, targets_of
 from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.handshake import linear_names
 from groupwise.errors import FieldError
 from groupwise.model.load import AdaptableModules, adapted_modules, load_model
-from groupwise.server.tinker.schema import Lora
-from groupwise.server.tinker.training import lora_of, targets_of
 from groupwise.store.files import adapted_names, check_adapter
 from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
 from groupwise.train.learner import Learner

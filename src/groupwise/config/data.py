@@ -13,7 +13,7 @@ from groupwise.config.section import Section, Text, conflict
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # what a `data.source` that is a file ends with
 REASONING_GYM = "reasoning-gym"  # the `data.source`, and the reward that its tasks bring
-SCORE_ANSWER = "groupwise.tasks.compat.reasoning_gym_reward:score_answer"
+SCORE_ANSWER = "groupwise.bridges.reasoning_gym.reward:score_answer"
 GENERATED = ("tasks", "size", "seed")  # keys of generated problems only
 READ = ("args", "split", "prompt_key")  # keys of rows that are read only
 

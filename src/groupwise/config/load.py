@@ -24,12 +24,21 @@ from typing import Any
 
 from groupwise.errors import LoadError
 
-# What configurations named before its module was cut by ideas.
+# What configurations named before its module had another place.
 MOVED = {
     "groupwise.rewards.judge:group_judge": "groupwise.rewards.group_judge:group_judge",
-    "groupwise.tasks.compat.others:OpenEnvironment": "groupwise.tasks.compat.openenv:OpenEnvironment",
-    "groupwise.tasks.compat.others:VerifiersAgent": "groupwise.tasks.compat.verifiers_before_0_4:VerifiersAgent",
-    "groupwise.tasks.compat.trl:RolloutFunc": "groupwise.tasks.compat.rollout_func:RolloutFunc",
+    "groupwise.tasks.compat.others:OpenEnvironment": "groupwise.bridges.openenv:OpenEnvironment",
+    "groupwise.tasks.compat.others:VerifiersAgent": "groupwise.bridges.verifiers.before_0_4:VerifiersAgent",
+    "groupwise.tasks.compat.trl:RolloutFunc": "groupwise.bridges.trl.rollout_func:RolloutFunc",
+    "groupwise.tasks.compat.trl:TrlEnvironment": "groupwise.bridges.trl.environment:TrlEnvironment",
+    "groupwise.tasks.compat.rollout_func:RolloutFunc": "groupwise.bridges.trl.rollout_func:RolloutFunc",
+    "groupwise.tasks.compat.openenv:OpenEnvironment": "groupwise.bridges.openenv:OpenEnvironment",
+    "groupwise.tasks.compat.verifiers:TasksetAgent": "groupwise.bridges.verifiers.tasksets:TasksetAgent",
+    "groupwise.tasks.compat.verifiers_before_0_4:VerifiersAgent": (
+        "groupwise.bridges.verifiers.before_0_4:VerifiersAgent"
+    ),
+    "groupwise.tasks.compat.reasoning_gym_reward:score_answer": "groupwise.bridges.reasoning_gym.reward:score_answer",
+    "groupwise.config.importers.axolotl_data:rows": "groupwise.bridges.axolotl.data:rows",
 }
 _IMPORTING = threading.RLock()  # the import path is the process's
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,17 +36,10 @@ from groupwise.run.plan import RunPlan
 from groupwise.run.replay import ReplayBuffer, RerollQueue, total_reward
 from groupwise.run.teacher import Teacher, TeacherRollouts, taught
 from groupwise.sampler import Sampler, UpdatesInFlight
-from groupwise.tasks.agent_rollouts import AgentRollouts
-from groupwise.tasks.agents import Agent
-from groupwise.tasks.compat.rollout_func import RolloutFunc
-from groupwise.tasks.compat.rollout_func_rollouts import RolloutFuncRollouts
-from groupwise.tasks.compat.three_method import LegacyEnv
-from groupwise.tasks.compat.three_method_rollouts import ThreeMethodRollouts
-from groupwise.tasks.env_loading import EnvFactory
-from groupwise.tasks.env_pool import EnvPool
+from groupwise.tasks.data_source import data_source
+from groupwise.tasks.env_kind import EnvKind, PlayParts
 from groupwise.tasks.prompts import PromptStream
-from groupwise.tasks.rollout_sources import Environments, EpisodeRollouts, RolloutSource, SingleTurnRollouts
-from groupwise.tasks.self_play import Match
+from groupwise.tasks.rollout_sources import Environments, RolloutSource, SingleTurnRollouts
 from groupwise.train.learner import Learner
 from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt
@@ -96,7 +89,7 @@ class RemoteBackends:
 
     engine: Callable[[RunConfig, LoadedModel], Sampler]
     rewards: Callable[[RunConfig, Sequence[RewardConfig]], RewardWorkers]
-    envs: Callable[[RunConfig, EnvFactory], Environments] | None = None
+    envs: Callable[[RunConfig, EnvKind], Environments] | None = None
 
 
 def open_components(
@@ -266,13 +259,11 @@ def _fitted(
 def open_envs(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Environments | None:
     """What makes the environments of episodes, in `env.workers` processes if any; None where none are played."""
     env, config = plan.env, plan.config.env
-    if config is None or not isinstance(env, EnvFactory):
+    if config is None or env is None:
         return None
-    if remote is not None and remote.envs is not None:
+    if env.in_workers and remote is not None and remote.envs is not None:
         return remote.envs(plan.config, env)
-    if not config.workers:
-        return env
-    return EnvPool(config, name=env.name, folder=plan.config.folder, players=env.players)
+    return env.open_envs(config, Path(plan.config.folder))
 
 
 def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environments | None) -> RolloutSource:
@@ -280,18 +271,16 @@ def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environme
     env, config = plan.env, plan.config.env
     if env is None or config is None:
         return SingleTurnRollouts(engine, base.tokenizer)
-    if isinstance(env, LegacyEnv):
-        return ThreeMethodRollouts(engine, base, env, run=plan.config.rollout.sampling())
-    if isinstance(env, Agent) and isinstance(env.function, RolloutFunc):
-        run = plan.config.rollout.sampling()
-        return RolloutFuncRollouts(engine, base, env.function, config, run=run, scored=bool(plan.rewards))
-    if isinstance(env, Agent):
-        recorded = plan.config.engine == "local"
-        return AgentRollouts(engine, base.tokenizer, env, config, scored=bool(plan.rewards), recorded=recorded)
-    assert envs is not None
-    players = env.players if isinstance(env, EnvFactory) else ()
-    player = partial(Match, players=players) if players else None
-    return EpisodeRollouts(engine, base.tokenizer, envs, config, player=player)
+    parts = PlayParts(
+        engine=engine,
+        base=base,
+        config=config,
+        run=plan.config.rollout.sampling(),
+        scored=bool(plan.rewards),
+        recorded=plan.config.engine == "local",
+        envs=envs,
+    )
+    return env.open_play(parts)
 
 
 def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None) -> Learner:
@@ -331,7 +320,7 @@ def open_scorer(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Score
     specs = [*own, *reward_models(own)]
     pool = _pool(plan, specs, remote)
     scorer = Scorer(plan.rewards, pool=pool, max_steps=plan.config.train.steps)
-    if isinstance(plan.env, Agent):
+    if plan.env is not None:
         scorer.on_scored = plan.env.on_scored
     models = [each for each in load_rewards(specs, folder=plan.config.folder) if each.function is reward_model]
     try:
@@ -360,11 +349,7 @@ def _batches(plan: RunPlan, engine: Sampler, play: RolloutSource, score: Score) 
     curriculum = None if config.data is None else config.data.curriculum
     source: PromptStream = plan.source
     if config.data is not None and config.data.difficulty:
-        from groupwise.tasks.compat.reasoning_gym_difficulty import AdaptiveDifficulty
-        from groupwise.tasks.compat.reasoning_gym_reward import score_answer
-
-        reward = next((each.name for each in plan.rewards if each.function is score_answer), None)
-        source = AdaptiveDifficulty(plan.source, config.data, reward=reward)
+        source = data_source(config.data.source).stream(plan.source, config.data, plan.rewards)
     if curriculum is not None:
         source = Curriculum(
             plan.source,

@@ -24,7 +24,7 @@ from groupwise.config.formats.translation import MISSING, Note, Translation
 from groupwise.config.run import OTHER_NAMES, DataConfig, EnvConfig, RunConfig
 from groupwise.config.yaml import Document, Keys, dotted, parse_keys, validate
 from groupwise.errors import ConfigError, GroupwiseError
-from groupwise.tasks.env_loading import load_env
+from groupwise.tasks.load_env_kind import load_env_kind
 from groupwise.tasks.prompts import open_prompts
 
 GROUPWISE = "Groupwise"  # the system of our own words
@@ -170,13 +170,9 @@ def _count_cases(config: EnvConfig, model: str, folder: Path) -> int | None:
     if config.environment is None:
         return None
     try:
-        env = load_env(config, folder=folder)
-        if env.legacy:
-            from groupwise.model.load import load_tokenizer  # torch comes with both
-            from groupwise.tasks.compat.three_method import LegacyEnv
-
-            env = LegacyEnv(env, config, load_tokenizer(model), note=lambda message: None)
-        cases = env.cases()
+        env = load_env_kind(config, folder=folder, model=model, scored=False)
+        with warnings.catch_warnings(action="ignore"):  # the run itself will say it
+            cases = env.cases()
         return None if cases is None else len(cases)
     except GroupwiseError:
         return None

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from groupwise.config.hub import check_model
 from groupwise.config.load import load_object
@@ -23,15 +24,11 @@ from groupwise.rewards.base import check_columns, load_rewards, reward_names
 from groupwise.rewards.call import RewardFunction
 from groupwise.rewards.math import final_answer, final_number
 from groupwise.store.tracking import check_installed
-from groupwise.tasks.agents import Agent, load_agent
-from groupwise.tasks.compat.rollout_func import RolloutFunc
-from groupwise.tasks.compat.three_method import LegacyEnv
-from groupwise.tasks.env_loading import EnvFactory, load_env
-from groupwise.tasks.harness import load_harness
+from groupwise.tasks.env_kind import EnvKind
+from groupwise.tasks.load_env_kind import load_env_kind
 from groupwise.tasks.prompts import PromptSource, open_prompts
 from groupwise.types import Prompt
 
-Env = EnvFactory | LegacyEnv | Agent  # what plays episodes
 ANSWERS: Mapping[str, Callable[[str], object]] = {"final": final_answer, "number": final_number}  # of `eval.answer`
 
 
@@ -42,7 +39,7 @@ class RunPlan:
     config: RunConfig
     rewards: tuple[RewardFunction, ...]
     eval_rewards: tuple[RewardFunction, ...]  # what evaluations count by; empty where that is `rewards`
-    env: Env | None
+    env: EnvKind | None
     source: PromptSource
     eval_prompts: tuple[Prompt, ...]
     answer: Callable[[str], object]
@@ -90,11 +87,10 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     _check_grammar(config, env)
     source = _source(config, env)
     prompts, held_out = source.all(), _held_out(config, env)
-    if isinstance(env, Agent):
-        env.check([*prompts, *held_out])
-    if not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc)):  # which adds columns of its own
-        check_columns(functions, _with_columns([*prompts, *held_out], env))
-        check_columns(counted, _with_columns(held_out, env))
+    added = () if env is None else env.columns
+    if added is not None:
+        check_columns(functions, _with_columns([*prompts, *held_out], added))
+        check_columns(counted, _with_columns(held_out, added))
     _check_reroll(config, functions)
     without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
     loss = loss_of(
@@ -141,31 +137,23 @@ def _with_teacher(loss: LossSpec, teacher: TeacherConfig, prompts: Sequence[Prom
     return replace(loss, soft_kl=teacher.divergence, soft_kl_coeff=teacher.coefficient) if teacher.top_k else loss
 
 
-def _with_columns(prompts: Sequence[Prompt], env: Env | None) -> list[Prompt]:
+def _with_columns(prompts: Sequence[Prompt], added: Sequence[str]) -> list[Prompt]:
     """The prompts with the columns that what plays the episodes adds."""
-    added = dict.fromkeys(env.columns) if isinstance(env, Agent) else {}
-    return [replace(prompt, columns={**prompt.columns, **added}) for prompt in prompts] if added else list(prompts)
+    new = dict.fromkeys(added)
+    return [replace(prompt, columns={**prompt.columns, **new}) for prompt in prompts] if new else list(prompts)
 
 
-def _env(config: RunConfig) -> Env | None:
+def _env(config: RunConfig) -> EnvKind | None:
     """What plays the episodes, if the configuration names something."""
     if config.env is None:
         return None
-    if config.env.agent is not None:
-        return load_agent(config.env, folder=config.folder)
-    if config.env.harness is not None:
-        return load_harness(config.env, folder=config.folder, scored=bool(config.rewards))
-    env = load_env(config.env, folder=config.folder)
+    env = load_env_kind(config.env, folder=Path(config.folder), model=config.model, scored=bool(config.rewards))
     if env.players:
         _check_self_play(config, env)
-    if not env.legacy:
-        return env
-    from groupwise.model.load import load_tokenizer  # one of three methods makes its dataset with the tokenizer
-
-    return LegacyEnv(env, config.env, load_tokenizer(config.model))
+    return env
 
 
-def _check_self_play(config: RunConfig, env: EnvFactory) -> None:
+def _check_self_play(config: RunConfig, env: EnvKind) -> None:
     """Raise ConfigError for what reads one reward of an episode, where each player has its own."""
     wrong = {
         "rewards": bool(config.rewards),
@@ -181,35 +169,41 @@ def _check_self_play(config: RunConfig, env: EnvFactory) -> None:
         )
 
 
-def _source(config: RunConfig, env: Env | None) -> PromptSource:
+def _source(config: RunConfig, env: EnvKind | None) -> PromptSource:
     """The prompts to train on: the configuration's, or the environment's own cases."""
     if config.data is not None:
-        if isinstance(env, LegacyEnv):
-            raise ConfigError(f"data does not go with {env.name}, whose build_dataset makes the prompts; remove it")
-        return open_prompts(config.data, folder=config.folder, seed=config.seed, cases=_takes_cases(env))
+        if env is not None and env.makes_prompts:
+            method = env.case_methods[0].partition("(")[0]
+            raise ConfigError(f"data does not go with {env.name}, whose {method} makes the prompts; remove it")
+        source = open_prompts(config.data, folder=config.folder, seed=config.seed, cases=_takes_cases(env))
+        if env is not None:
+            env.check(source.all(), config.data.source)
+        return source
     assert env is not None
     if (cases := env.cases()) is None:
+        method = env.case_methods[0]
         raise ConfigError(
-            f"there is no data: {env.name} has no method cases", hint="write cases(self), or set data.source"
+            f"there is no data: {env.name} has no method {method.partition('(')[0]}",
+            hint=f"write {method}, or set data.source",
         )
     return PromptSource(cases, seed=config.seed)
 
 
-def _takes_cases(env: Env | None) -> bool:
+def _takes_cases(env: EnvKind | None) -> bool:
     """Whether a row needs no prompt: what the policy is asked, this says."""
-    return env is not None and not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc))
+    return env is not None and env.takes_cases
 
 
-def _held_out(config: RunConfig, env: Env | None) -> list[Prompt]:
+def _held_out(config: RunConfig, env: EnvKind | None) -> list[Prompt]:
     """The prompts to evaluate on."""
     if config.eval is None:
         return []
     if config.eval.data is not None:
         prompts = open_prompts(config.eval.data, folder=config.folder, cases=_takes_cases(env)).all()
-        return env.check(prompts, config.eval.data.source) if isinstance(env, LegacyEnv) else prompts
+        return prompts if env is None else env.check(prompts, config.eval.data.source)
     assert env is not None
     if (cases := env.cases(held_out=True)) is None:
-        method = "build_eval_dataset(self, tokenizer)" if isinstance(env, LegacyEnv) else "eval_cases(self)"
+        method = env.case_methods[1]
         raise ConfigError(
             f"eval has no data: {env.name} has no method {method.partition('(')[0]}",
             hint=f"write {method}, set eval.data.source, or remove eval",
@@ -244,11 +238,11 @@ def _check_reroll(config: RunConfig, functions: Sequence[RewardFunction]) -> Non
         raise ConfigError(f"rollout.reroll.reward {chosen!r} is no reward of this run; it has {', '.join(names)}")
 
 
-def _check_grammar(config: RunConfig, env: Env | None) -> None:
+def _check_grammar(config: RunConfig, env: EnvKind | None) -> None:
     """Raise ConfigError where what completions must be is wrong, or cannot be asked of what plays the episodes."""
     if (grammar := config.rollout.grammar) is None:
         return
-    if isinstance(env, LegacyEnv) or (isinstance(env, Agent) and isinstance(env.function, RolloutFunc)):
+    if env is not None and env.own_texts:
         raise ConfigError(
             f"{grammar.field} does not go with {env.name}, which generates text of its own choice: that need not be "
             "the answer whose form is asked for",

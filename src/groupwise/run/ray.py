@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from groupwise.config.run import RunConfig
@@ -31,7 +32,7 @@ from groupwise.run.ray_envs import RayEnvs
 from groupwise.run.ray_rewards import RayRewards
 from groupwise.run.stop_request import StopRequest
 from groupwise.store.rundir import reserve_run_dir
-from groupwise.tasks.env_loading import load_env
+from groupwise.tasks.load_env_kind import load_env_kind
 
 INTERRUPT_CHECK_S = 0.5  # between two looks whether Ctrl-C was pressed
 LEADS_S = 10.0  # for rank 0 to fail, after another that did because of it
@@ -145,7 +146,7 @@ def _has_environments(config: RunConfig) -> bool:
     and are where that is. Raises LoadError, ConfigError."""
     if config.env is None or config.env.environment is None or not config.launcher.env_workers:
         return False
-    return not load_env(config.env, folder=config.folder).legacy
+    return load_env_kind(config.env, folder=Path(config.folder), model=config.model, scored=False).in_workers
 
 
 def supervise(config: RunConfig, run: Run[R], *, say: Callable[[str], None] = lambda text: None) -> R:

@@ -21,7 +21,8 @@ from groupwise.engine.worker_group import WorkerGroup, WorkerLost
 from groupwise.errors import EnvError
 from groupwise.run.ray_actors import Actor, Place, enter
 from groupwise.tasks.env import MoveResult, Observation, StepResult
-from groupwise.tasks.env_loading import EnvFactory, load_env
+from groupwise.tasks.env_kind import EnvKind
+from groupwise.tasks.env_loading import load_factory
 from groupwise.tasks.env_pool import PATIENCE_S, EnvPool, PooledEnv
 from groupwise.tasks.env_worker import EnvHost, EpisodeGone, HostedEnv
 
@@ -33,7 +34,7 @@ class EnvActor:
     def open(self, env: EnvConfig, env_folder: Path, folder: str) -> None:
         """Load the class, whose module is looked for in `env_folder`. Raises LoadError, ConfigError."""
         enter(folder)
-        factory = load_env(env, folder=env_folder)
+        factory = load_factory(env, folder=env_folder)
         self._host = EnvHost(env, factory)
         self._pool = (
             EnvPool(env, name=factory.name, folder=env_folder, players=factory.players) if env.workers else None
@@ -68,7 +69,7 @@ class EnvActor:
 class RayEnvs:
     """`Environments` in actors, all in one `place`, of which each takes its share."""
 
-    def __init__(self, config: RunConfig, factory: EnvFactory, *, place: Place):
+    def __init__(self, config: RunConfig, factory: EnvKind, *, place: Place):
         launcher, env = config.launcher, config.env
         assert env is not None
         options = {"max_concurrency": 2 * env.concurrency}  # a call of each episode, and its end while that hangs

@@ -81,6 +81,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     )
     from groupwise.server.errors import add_handlers, private_paths
     from groupwise.server.guard import Gate, Guard
+    from groupwise.server.more_routes import more_routes
     from groupwise.server.openapi import describe
     from groupwise.server.ui import Web
 
@@ -104,14 +105,8 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         app.include_router(module.router)
     app.include_router(metric_definitions.definitions_router)
     config = server.config
-    if config.trainer_routes:
-        from groupwise.server import trl as trainer_routes
-
-        app.include_router(trainer_routes.router)
-    if config.tinker:
-        from groupwise.server.tinker.routes import mount  # needs the extra `tinker`
-
-        mount(app, server)
+    for routes in more_routes(config):
+        routes.mount(app, server)
     add_handlers(app, without=private_paths(config.state_dir, config.model))
     describe(app, config)
     app.add_middleware(Guard, config=config, gate=gate or Gate("ready"), recorder=server.recorder)

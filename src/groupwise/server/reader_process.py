@@ -29,20 +29,21 @@ from groupwise.engine.forks import GO, end_with, receive_frame, receive_setup, s
 from groupwise.errors import BodyTooLargeError, GroupwiseError
 from groupwise.model.chat import encode_prompt, least_tokens
 from groupwise.model.supervised import encode_supervised
+from groupwise.server.more_routes import more_routes
 from groupwise.server.reader import DONE, ReadResult
 from groupwise.types import Message, Prompt
 
 if TYPE_CHECKING:
     from groupwise.server.reader import TextModel
 
-ROUTES = ("chat", "completions", "rollouts", "train", "trl")  # whose functions read bodies
+ROUTES = ("chat", "completions", "rollouts", "train")  # whose functions read bodies
 ROOM, FACTOR = 256 << 20, 24  # bytes of memory for any body, and for each of its bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fork readers until the other end closes."""
     channel, (base, config) = receive_setup((arguments or sys.argv[1:])[0])
-    _warm_up(base)
+    _warm_up(base, config)
     return serve_forks(
         channel,
         3,
@@ -56,10 +57,11 @@ def _most_bytes(size: int, config: ServeConfig) -> int:
     return min(config.reading_bytes, ROOM + FACTOR * size)
 
 
-def _warm_up(base: TextModel) -> None:
+def _warm_up(base: TextModel, config: ServeConfig) -> None:
     """Import and compile what every reader would, and keep the collector from touching it: forks share its pages."""
-    for route in ROUTES:
-        importlib.import_module(f"groupwise.server.{route}")
+    others = [module for each in more_routes(config) for module in each.reads]
+    for module in (*(f"groupwise.server.{route}" for route in ROUTES), *others):
+        importlib.import_module(module)
     least_tokens(1, base.tokenizer)
     asked = Message(role="user", content="?")
     with suppress(GroupwiseError, ValueError):  # a model without a chat template has only its tokenizer

@@ -12,7 +12,7 @@ from groupwise.sampler import Sampler
 from groupwise.tasks.agent_episode import AgentEpisode
 from groupwise.tasks.agent_session import AgentSession
 from groupwise.tasks.agents import Agent
-from groupwise.tasks.compat.three_method import warn
+from groupwise.tasks.env_kind import warn
 from groupwise.tasks.rollout_sources import Slots, case_of, together
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 

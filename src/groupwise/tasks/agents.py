@@ -32,15 +32,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.config.load import load_object, with_folder
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, EnvError, GroupwiseError
-from groupwise.tasks.compat.rollout_func import RolloutFunc, check_keys
 from groupwise.tasks.env import reward_of
+from groupwise.tasks.env_kind import EnvKind, PlayParts
 from groupwise.tasks.env_loading import EnvFactory
 from groupwise.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from groupwise.model.load import LoadedModel
+    from groupwise.tasks.check.opening import CheckRequest
+    from groupwise.tasks.check.play import Opened
+    from groupwise.tasks.rollout_sources import RolloutSource
 
 CLIENT, EPISODE = "client", "episode"
 
@@ -50,14 +56,14 @@ NEEDED = ("base_url", "api_key")  # or the client
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agent:
+class Agent(EnvKind):
     """A loaded agent; `takes` are the keyword arguments, of those in `OFFERED`, that it is called with.
 
     Args:
         extra_s: seconds that a call may take beyond `env.timeout_s`, which it then keeps itself.
         columns: names of the `Rollout.columns` that it adds for reward functions.
-        check: raises ConfigError for cases that cannot be played, before the first is.
-        on_scored: is told of each rollout once the reward functions have seen it.
+        check_cases: raises ConfigError for cases that cannot be played, before the first is.
+        after_scoring: is told of each rollout once the reward functions have seen it.
         on_close: is called when no more episodes are played for now.
     """
 
@@ -66,9 +72,9 @@ class Agent:
     takes: tuple[str, ...]
     args: Mapping[str, Any] = field(default_factory=dict)
     extra_s: float = 0.0
-    columns: tuple[str, ...] = ()
-    check: Callable[[Sequence[Prompt]], None] = lambda cases: None
-    on_scored: Callable[[Rollout], None] = lambda rollout: None
+    columns: tuple[str, ...] | None = ()
+    check_cases: Callable[[Sequence[Prompt]], None] = lambda cases: None
+    after_scoring: Callable[[Rollout], None] = lambda rollout: None
     on_close: Callable[[], None] = lambda: None
 
     def bound(self, **offered: Any) -> Callable[[], Any]:
@@ -84,7 +90,30 @@ class Agent:
 
     def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
         """The dataset that it brings, as `EnvFactory.cases`; None if it brings none."""
-        return EnvFactory(name=self.name, make_one=lambda: self.function, args={}).cases(held_out=held_out)
+        found = EnvFactory(name=self.name, make_one=lambda: self.function, args={}).cases(held_out=held_out)
+        return None if found is None else self.check(found, self.name)
+
+    def check(self, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+        """As in the base class."""
+        self.check_cases(prompts)
+        return list(prompts)
+
+    def on_scored(self, rollout: Rollout) -> None:
+        """As in the base class."""
+        self.after_scoring(rollout)
+
+    def open_play(self, parts: PlayParts) -> RolloutSource:
+        """Return how a case becomes a group of episodes that the agent plays."""
+        from groupwise.tasks.agent_rollouts import AgentRollouts
+
+        tokenizer, recorded = parts.base.tokenizer, parts.recorded
+        return AgentRollouts(parts.engine, tokenizer, self, parts.config, scored=parts.scored, recorded=recorded)
+
+    def open_check(self, wanted: CheckRequest, base: LoadedModel | None, say: Callable[[str], None]) -> Opened:
+        """As in the base class."""
+        from groupwise.tasks.check.opening import open_agent
+
+        return open_agent(self, wanted, base)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +137,19 @@ class AgentResult:
     ending: str = ""
 
 
-def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
-    """The agent that the configuration names. A class is made here.
+def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> EnvKind:
+    """The agent that the configuration names. A class is made here; one that is an `EnvKind` plays as that.
 
     Raises LoadError for what cannot be imported, ConfigError for what cannot be called as agents are, EnvError for a
     class that fails.
     """
-    assert config.agent is not None  # else `load_env` is asked
+    assert config.agent is not None  # else there is an environment or a harness
     made: Any = load_object(config.agent, folder=folder)
     name, args = config.agent.replace(":", ".").rpartition(".")[2], dict(config.args)
     if inspect.isclass(made):
         made, args = _instance(made, name, with_folder(made, args, folder), config.agent), {}
-    if isinstance(made, RolloutFunc):  # plays whole batches, and is not called as agents are
-        check_keys(config)
-        return Agent(name=made.name, function=made, takes=())
+    if isinstance(made, EnvKind):
+        return made.configured(config)
     return Agent(name=name, function=made, takes=_takes(made, args, config.agent), args=args)
 
 
@@ -171,7 +199,7 @@ def _instance(made: type, name: str, args: Mapping[str, Any], reference: str) ->
         raise ConfigError(f"env.args does not fit {reference!r}, which takes {takes}: {error}") from None
     except ValueError:  # no signature to look at
         pass
-    if not any("__call__" in vars(one) for one in made.__mro__):
+    if not issubclass(made, EnvKind) and not any("__call__" in vars(one) for one in made.__mro__):
         raise ConfigError(f"env.agent {reference!r} is a class without __call__", hint="an agent can be called")
     try:
         return made(**args)

@@ -1,7 +1,6 @@
 """Load an environment by name, check that it is one, and make an instance for each episode.
 
-Two contracts are known: `reset` and `step` (`base`), and the three methods of aitraining (`build_dataset`,
-`score_episode`, `get_tools`), which `legacy` describes.
+A class has `reset` and `step` (`tasks.env`), or keeps a contract that a package knows (`env_kind.EnvContract`).
 """
 
 from __future__ import annotations
@@ -9,37 +8,41 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.config.load import load_object, with_folder
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.extensions import extensions
 from groupwise.platform import run_coroutine
 from groupwise.tasks.env import shortened
+from groupwise.tasks.env_kind import EnvContract, EnvKind, PlayParts
 from groupwise.types import Prompt
 
-MODERN, THREE_METHODS = ("reset", "step"), ("build_dataset", "score_episode")
+if TYPE_CHECKING:
+    from groupwise.model.load import LoadedModel
+    from groupwise.tasks.check.opening import CheckRequest
+    from groupwise.tasks.check.play import Opened
+    from groupwise.tasks.rollout_sources import Environments, RolloutSource
 
-NAMED = {  # environments of other packages by name, as in textarena:GuessTheNumber-v0; what they call the name
-    "textarena": ("groupwise.tasks.compat.textarena:TextArenaGame", "game"),
-    "reasoning-gym": ("groupwise.tasks.compat.reasoning_gym_reward:ReasoningGymEnv", "task"),
-}
+METHODS = ("reset", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvFactory:
+class EnvFactory(EnvKind):
     """Makes instances of a user's environment class with `env.args`; a `tasks.rollout_sources.Environments`."""
 
     name: str
     make_one: Callable[..., Any]
     args: Mapping[str, Any]
-    legacy: bool = False
     patience_s: float = 0.0
 
+    in_workers = True
+
     @property
-    def players(self) -> tuple[str, ...]:
+    def players(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The players of its episodes, where they are several (`self_play`)."""
         return tuple(getattr(self.make_one, "players", ()))
 
@@ -73,27 +76,50 @@ class EnvFactory:
             raise EnvError.raised(f"{self.name}.{method}", error) from error
         return prompts_of(rows, f"{self.name}.{method}")
 
+    def open_envs(self, config: EnvConfig, folder: Path) -> Environments:
+        """Return what makes its instances: processes, as `env.workers` says, or this object."""
+        from groupwise.tasks.env_pool import EnvPool
 
-def load_env(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFactory:
-    """The environment that the configuration names.
+        return EnvPool(config, name=self.name, folder=folder, players=self.players) if config.workers else self
+
+    def open_play(self, parts: PlayParts) -> RolloutSource:
+        """Return how a case becomes a group of episodes."""
+        from groupwise.tasks.rollout_sources import EpisodeRollouts
+        from groupwise.tasks.self_play import Match
+
+        player = partial(Match, players=self.players) if self.players else None
+        return EpisodeRollouts(parts.engine, parts.base.tokenizer, parts.envs or self, parts.config, player=player)
+
+    def open_check(self, wanted: CheckRequest, base: LoadedModel | None, say: Callable[[str], None]) -> Opened:
+        """As in the base class."""
+        from groupwise.tasks.check.opening import open_factory
+
+        return open_factory(self, wanted, base, say)
+
+
+def load_factory(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFactory:
+    """The environment class that the configuration names, and its arguments.
 
     Raises LoadError for what cannot be imported, ConfigError for what is no environment or takes other arguments.
     """
-    assert config.environment is not None  # else `load_agent` is asked
+    assert config.environment is not None  # else there is an agent or a harness
     package, _, name = config.environment.partition(":")
-    reference, argument = NAMED.get(package, (config.environment, None))
-    made = load_object(reference, folder=folder)
+    named = extensions("groupwise.environments").get(package) if name else None
+    made = load_object(config.environment, folder=folder) if named is None else named
     if inspect.isclass(made):
         _check_methods(made, config.environment)
     _check_players(made, config)
-    args = config.args if argument is None else {**config.args, argument: name}
+    args = config.args if named is None else {**config.args, named.named_by: name}
     _check_arguments(made, args, config.environment)
-    return EnvFactory(
-        name=config.environment.rpartition(":")[2],
-        make_one=made,
-        args=with_folder(made, args, folder),
-        legacy=all(hasattr(made, name) for name in THREE_METHODS) and not hasattr(made, "step"),
-    )
+    return EnvFactory(name=config.environment.rpartition(":")[2], make_one=made, args=with_folder(made, args, folder))
+
+
+def contract_of(made: Any) -> EnvContract | None:
+    """The contract that a class keeps, where that is another than reset and step."""
+    if hasattr(made, "step"):
+        return None
+    known = extensions("groupwise.environment_contracts").values()
+    return next((contract for contract in known if contract.recognises(made)), None)
 
 
 @lru_cache(maxsize=256)
@@ -117,13 +143,14 @@ def prompts_of(rows: Any, source: str) -> list[Prompt]:
 
 
 def _check_methods(made: type, reference: str) -> None:
-    missing: Sequence[str] = [name for name in MODERN if not callable(getattr(made, name, None))]
-    if not missing or all(callable(getattr(made, name, None)) for name in THREE_METHODS):
+    missing: Sequence[str] = [name for name in METHODS if not callable(getattr(made, name, None))]
+    if not missing or contract_of(made) is not None:
         return
+    others = "".join(f", or {each.methods}" for each in extensions("groupwise.environment_contracts").values())
     held = [name for name, value in vars(made).items() if callable(value) and not name.startswith("_")]
     raise ConfigError(
         f"env.environment {reference!r} has no {' and no '.join(missing)}; it has {', '.join(held) or 'no methods'}",
-        hint="an environment has reset(case, seed) and step(message), or build_dataset and score_episode",
+        hint=f"an environment has reset(case, seed) and step(message){others}",
     )
 
 

@@ -36,7 +36,7 @@ from groupwise.tasks.env import (
     rewards_of,
     step_result_of,
 )
-from groupwise.tasks.env_loading import EnvFactory, load_env
+from groupwise.tasks.env_loading import EnvFactory, load_factory
 from groupwise.tasks.own_thread import OwnThread
 from groupwise.tasks.tool_env import ToolEnv
 
@@ -156,7 +156,7 @@ def main(descriptor: int) -> None:
     setup = pickle.loads(channel.receive())
     try:
         config: EnvConfig = setup["env"]
-        host = EnvHost(config, load_env(config, folder=setup["folder"]))
+        host = EnvHost(config, load_factory(config, folder=setup["folder"]))
     except BaseException as error:
         channel.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
         return

@@ -125,7 +125,7 @@ def load_harness(config: EnvConfig, *, folder: str | Path, scored: bool) -> Agen
     Raises ConfigError where the command is not there, nothing says what an episode is worth, or the sandbox that is
     asked for cannot be had on this machine.
     """
-    assert config.harness is not None  # else `load_agent` or `load_env` is asked
+    assert config.harness is not None  # else there is an environment or an agent
     harness = Harness(config.harness, Path(folder).resolve(), timeout_s=config.timeout_s, keeps=scored)
     harness.check_machine()
     if not scored and config.harness.score is None:
@@ -138,8 +138,8 @@ def load_harness(config: EnvConfig, *, folder: str | Path, scored: bool) -> Agen
         takes=("case", "base_url", "api_key", "model", "seed"),
         extra_s=score_s + STARTING_S,
         columns=COLUMNS,
-        check=harness.check,
-        on_scored=harness.release,
+        check_cases=harness.check,
+        after_scoring=harness.release,
         on_close=harness.close,
     )
 

@@ -28,6 +28,7 @@ from groupwise.config.data import FILES, DataConfig, DatasetConfig
 from groupwise.config.hub import reading
 from groupwise.config.load import load_object, with_folder
 from groupwise.errors import ConfigError, DataError
+from groupwise.tasks.data_source import data_source
 from groupwise.tasks.tables import csv_rows, parquet_rows, row_of
 from groupwise.types import Message, Prompt, RolloutGroup
 
@@ -355,9 +356,7 @@ def _dataset_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, An
 
 
 def _generated_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
-    from groupwise.tasks.compat.reasoning_gym import Problems
-
-    yield from Problems(config).rows()
+    yield from data_source(config.source).rows(config)
 
 
 def to_prompt(

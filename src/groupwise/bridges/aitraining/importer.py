@@ -4,8 +4,8 @@
                                flags, for `groupwise run`, `check`, `eval`, and `groupwise import --from aitraining`
     training_params.json       what it writes into a project; a file with `task: llm` and `params:` is read too
 
-The environment has the three methods of there (`groupwise.tasks.compat.three_method`), or those of ours. Prompts and
-rewards of ours (`data`, `rewards`) do in its place.
+The environment has the methods of there (`bridges.aitraining.three_method`), or those of ours. Prompts and rewards
+of ours (`data`, `rewards`) do in its place.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ from groupwise.errors import ConfigError
 
 SYSTEM = "prime-rl"
 KEYS = Path(__file__).with_name("keys.yaml")
-TASKSET_AGENT = "groupwise.tasks.compat.verifiers:TasksetAgent"
-VERIFIERS_AGENT = "groupwise.tasks.compat.verifiers_before_0_4:VerifiersAgent"
+TASKSET_AGENT = "groupwise.bridges.verifiers.tasksets:TasksetAgent"
+VERIFIERS_AGENT = "groupwise.bridges.verifiers.before_0_4:VerifiersAgent"
 MAX_TURNS = 4096
 EPISODE_S = 3600.0
 EVAL_PROBLEMS = 100  # of verifiers' reasoning-gym environment, unless it is told otherwise

@@ -1,1 +1,1 @@
-"""TRL: its configuration files and scripts are read as runs."""
+"""TRL: its files, scripts and `GRPOConfig` are read as runs; its environments and rollout functions are played."""

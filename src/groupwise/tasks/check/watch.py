@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from groupwise.tasks.compat.three_method import LegacyEnv
 from groupwise.tasks.env_loading import EnvFactory
 
 METHODS = ("cases", "eval_cases", "reset", "step", "score", "close")
@@ -85,19 +84,3 @@ class Watch:
             return result
 
         return timed
-
-
-class WatchedLegacyEnv(LegacyEnv):
-    """An environment of three methods, watched."""
-
-    def __init__(self, watch: Watch, *args: Any, **kwargs: Any):
-        self._watch = watch
-        super().__init__(*args, **kwargs)
-
-    def score(self, instance: Any, *, model: Any, completion: Any, case: Any) -> float | None:
-        """As in the base class."""
-        score = super().score
-        return self._watch.call("score_episode", score, instance, model=model, completion=completion, case=case)
-
-    def _call(self, method: str, *args: Any) -> Any:
-        return self._watch.call(method, super()._call, method, *args)

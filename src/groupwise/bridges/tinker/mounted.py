@@ -1,0 +1,21 @@
+"""The Tinker wire, as the server finds it (`tinker`): it needs the extra `tinker`, imported when it is wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from groupwise.server.more_routes import MoreRoutes
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from groupwise.server.state import Server
+
+
+def _mount(app: FastAPI, server: Server) -> None:
+    from groupwise.bridges.tinker.routes import mount
+
+    mount(app, server)
+
+
+ROUTES = MoreRoutes(wanted=lambda config: config.tinker, mount=_mount)

@@ -1,0 +1,41 @@
+"""The protocol of routes that packages add to the server: other systems' wires, under paths of their own.
+
+A package makes some known by an entry point of the group `groupwise.routes`. They stand behind the server's guard, keys
+and limits as its own routes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from groupwise.config.serve import ServeConfig
+from groupwise.extensions import extensions
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from groupwise.server.state import Server
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoreRoutes:
+    """Routes of another system.
+
+    Args:
+        wanted: whether a server has them.
+        mount: adds them to the application; called once, when the model is loaded. What it imports is not needed
+            where they are not wanted.
+        reads: the modules whose functions read bodies in another process (`server.reader_process`).
+    """
+
+    wanted: Callable[[ServeConfig], bool]
+    mount: Callable[[FastAPI, Server], None]
+    reads: tuple[str, ...] = ()
+
+
+def more_routes(config: ServeConfig) -> list[MoreRoutes]:
+    """Return the routes of installed packages that this server is to have."""
+    known: dict[str, MoreRoutes] = extensions("groupwise.routes")
+    return [each for each in known.values() if each.wanted(config)]

@@ -1,1 +1,0 @@
-"""Environments and agents written for other systems: three-method classes, TRL, verifiers, OpenEnv."""
