@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from reference_files import QUICK_START, write_project
 
 from cli_project import Project, cli
 from groupwise.config.run import load_config
 from groupwise.store.tracking import read_metrics
+from reference_files import QUICK_START, write_project
 
 STARTER = ("base_model=starter", "trl.use_vllm=false")
 DATA = ("datasets[0].path=gsm8k.jsonl", "datasets[0].name=null")

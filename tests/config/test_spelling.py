@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import ruamel.yaml
-from reference_files import CPU, FULL_ASYNC, QUICK_START, write_project
 
 import groupwise
 from groupwise.config.run import dump_resolved, load_config
@@ -14,6 +13,7 @@ from groupwise.errors import ConfigError
 from groupwise.run.config_file import DEFAULT, read_run, system_of
 from groupwise.run.importing import import_run, written
 from groupwise.run.native_yaml import native_yaml
+from reference_files import CPU, FULL_ASYNC, QUICK_START, write_project
 
 NATIVE = """\
 name: x
