@@ -8,6 +8,7 @@
                                        attribute `named_by` is the argument that the name becomes
     groupwise.environment_contracts    methods that make a class an environment       `tasks.env_kind.EnvContract`
     groupwise.data_sources             data that is generated                         `tasks.data_source.DataSource`
+    groupwise.algorithms               advantages and weights of tokens               `algo.algorithm.Algorithm`
     groupwise.routes                   routes of the server                           `server.more_routes.MoreRoutes`
 
 Groupwise's own bridges to other systems are found in the same way, so that the core imports none of them. An entry

@@ -21,6 +21,7 @@ from groupwise.algo.advantage import (
     mean_of,
     voters,
 )
+from groupwise.algo.algorithm import Algorithm, group_advantages
 from groupwise.config.algo import AdvantageConfig, CreditConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Rollout, RolloutGroup, Turn
@@ -32,23 +33,26 @@ def with_advantages(
     *,
     weights: Mapping[str, float] | None = None,
     beside: Sequence[RolloutGroup] = (),
+    algorithm: Algorithm | None = None,
 ) -> list[RolloutGroup]:
     """The same groups with `advantage` set on every rollout, None where it has none; and on every turn that is trained,
     where turns have their own (`has_turn_advantages`).
 
     `sum_then_normalize` reads `Rollout.reward`, which already is the weighted sum. `normalize_then_sum` reads
     `Rollout.rewards` and `weights`, of the rollouts whose `reward` is not None. `beside` are groups that are not
-    trained and count in the statistics of the batch.
+    trained and count in the statistics of the batch. An `algorithm` of one's own takes the place of the formulas.
     """
-    if beside:
+    if algorithm is None and beside:
         return with_advantages([*groups, *beside], spec, weights=weights)[: len(groups)]
     voting = [voters(group, spec) for group in groups]
-    if any(has_turn_advantages(group, spec) for group in groups):
+    if algorithm is None and any(has_turn_advantages(group, spec) for group in groups):
         return [
             _with_rewards_of(group, each)
             for group, each in zip(groups, _with_turn_advantages(voting, spec), strict=True)
         ]
-    if spec.aggregation == "normalize_then_sum":
+    if algorithm is not None:
+        values = [group_advantages(algorithm, group) for group in voting]
+    elif spec.aggregation == "normalize_then_sum":
         named = [[r.rewards if is_valid(r.reward) else {} for r in group.rollouts] for group in voting]
         values = gdpo_advantages(named, spec, weights=weights)
     else:

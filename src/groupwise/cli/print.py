@@ -301,7 +301,7 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         ("time", _time(report)),
         ("memory", _memory(report)),
         ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
-        ("advantage", f"{advantage.advantage}, {advantage.aggregation}"),
+        ("advantage", advantage.algorithm or f"{advantage.advantage}, {advantage.aggregation}"),
         *([] if config.teacher is None else [("teacher", _teacher(config.teacher, report.trained_step.teacher))]),
         ("one step", _one_step(report.trained_step)),
         *([] if report.template is None else [("episodes", str(report.template))]),

@@ -137,6 +137,8 @@ class RunAlgoConfig(CreditConfig, AlgoConfig):
     """The algorithm options that only a run has, not a job: credit of turns, the reference policy, adaptive KL, masking
     of truncated completions."""
 
+    algorithm: Text | None = None
+    """An algorithm of yours or of a package, in the place of `advantage`: its name, or module:Class."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the divergence acts: a term of the loss, or taken off the reward before advantages."""
     kl_target: float | None = Field(default=None, gt=0)
@@ -165,6 +167,9 @@ class RunAlgoConfig(CreditConfig, AlgoConfig):
         if self.kl_in == "reward" and (self.kl != "k1" or not self.kl_coeff):
             message = f"the reward takes kl k1 with a kl_coeff above 0; they are {self.kl} and {self.kl_coeff}"
             raise conflict("kl_in", f"{message}: the gradient of another estimator would be wrong there")
+        if self.algorithm is not None:
+            for key in ("credit", "aggregation", "kl_in"):
+                self._refuse(key, "does not go with algorithm, which makes the advantages itself")
         if not self.mask_truncated:
             self._refuse("truncated_votes", "acts with mask_truncated only")
         if self.kl_target is None:

@@ -206,7 +206,7 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
     """Train on the groups, publish, load, and sample with what came of it."""
     config, rollout = plan.config, plan.config.rollout
     teacher = config.teacher
-    weighed = with_advantages(groups, plan.config.algo, weights=plan.reward_weights)
+    weighed = with_advantages(groups, plan.config.algo, weights=plan.reward_weights, algorithm=plan.algorithm)
     weighed = weighed if teacher is None else with_reward_weight(weighed, teacher.reward_weight)
     made_up = not any(any(sample.weights or (sample.advantage,)) for sample in samples_of(weighed))
     made_up = made_up and not any(rollout.teacher for group in weighed for rollout in group.rollouts)

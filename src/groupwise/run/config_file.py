@@ -122,9 +122,11 @@ def understand(document: Document, overrides: Sequence[str], *, folder: Path, sy
 
 def system_of(data: Mapping[str, Any]) -> str:
     """Return the name of the system whose words these are."""
-    if not data.keys().isdisjoint({"data", "rewards"}):
+    ours = not data.keys().isdisjoint({"data", "rewards"})
+    if ours and data.keys() <= RunConfig.model_fields.keys():
         return GROUPWISE
-    return next((each.name for each in config_formats() if each.recognises(data)), GROUPWISE)
+    asked = (each for each in config_formats() if each.shares_keys or not ours)
+    return next((each.name for each in asked if each.recognises(data)), GROUPWISE)
 
 
 def _native(document: Document, overrides: Sequence[str], folder: Path) -> LoadedRun:

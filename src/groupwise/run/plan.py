@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from groupwise.algo.algorithm import Algorithm, load_algorithm
 from groupwise.config.hub import check_model
 from groupwise.config.load import load_object
 from groupwise.config.loss import LossSpec, loss_of
@@ -44,6 +45,7 @@ class RunPlan:
     eval_prompts: tuple[Prompt, ...]
     answer: Callable[[str], object]
     loss: LossSpec
+    algorithm: Algorithm | None
 
     @cached_property
     def config_hash(self) -> str:
@@ -118,6 +120,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         eval_prompts=tuple(held_out),
         answer=_answer(config),
         loss=loss,
+        algorithm=None if (name := config.algo.algorithm) is None else load_algorithm(name, folder=config.folder),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from groupwise.algo.algorithm import with_token_weights
 from groupwise.algo.credit import with_advantages
 from groupwise.algo.distillation import (
     demonstration_metrics,
@@ -148,7 +149,9 @@ class StepUpdate:
     def _prepare(self, groups: Sequence[RolloutGroup], beside: Sequence[RolloutGroup]) -> _Part:
         """Groups -> the same with advantages, and what the learner gets of them."""
         plan, algo, teacher = self._plan, self._plan.config.algo, self._plan.config.teacher
-        weighed = with_advantages(groups, plan.config.algo, weights=plan.reward_weights, beside=beside)
+        weighed = with_advantages(
+            groups, plan.config.algo, weights=plan.reward_weights, beside=beside, algorithm=plan.algorithm
+        )
         if teacher is not None:
             weighed = with_reward_weight(weighed, teacher.reward_weight)
         if plan.config.teacher_samples:  # nothing of it is the policy's
@@ -157,6 +160,8 @@ class StepUpdate:
         samples = samples_of(weighed, first=first)
         if plan.kl_coeff is None or not samples:
             samples = samples_of(weighed, mask_truncated=algo.mask_truncated, first=first)
+            if plan.algorithm is not None:
+                samples = with_token_weights(samples, weighed, plan.algorithm)
             return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher))
         reference = self._learner.forward(samples, temperature=self._temperature, reference=True)
         kls = [sequence_kl(sample, row) for sample, row in zip(samples, reference, strict=True)]

@@ -115,9 +115,7 @@ def load_factory(config: EnvConfig, *, folder: str | Path | None = None) -> EnvF
 
 
 def contract_of(made: Any) -> EnvContract | None:
-    """The contract that a class keeps, where that is another than reset and step."""
-    if hasattr(made, "step"):
-        return None
+    """The contract that a class keeps, where that is another than ours."""
     known = extensions("groupwise.environment_contracts").values()
     return next((contract for contract in known if contract.recognises(made)), None)
 

@@ -63,7 +63,7 @@ class ThreeMethods(EnvKind):
 
 
 CONTRACT = EnvContract(
-    recognises=lambda made: all(callable(getattr(made, name, None)) for name in METHODS),
+    recognises=lambda made: not hasattr(made, "step") and all(callable(getattr(made, name, None)) for name in METHODS),
     load=ThreeMethods,
     methods=" and ".join(METHODS),
 )

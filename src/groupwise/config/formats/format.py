@@ -55,6 +55,7 @@ class ConfigFormat:
         recognises: whether a document is in this format; asked of the formats by `order`, least first.
         table: the file of the system's keys (`config.formats.tables`). Overrides with these names are applied to the
             document before it is translated.
+        shares_keys: whether its files, too, have `data` or `rewards` at the top level, which else mean ours.
         parse: how files with other endings than .yaml, .json and .toml are read, by ending.
         flags: a command line in the system's flags -> the document and the overrides; None where it has no flags.
             Raises ConfigError.
@@ -67,6 +68,7 @@ class ConfigFormat:
     table: Path
     translate: Translate
     order: int = 50
+    shares_keys: bool = False
     parse: Mapping[str, Parse] = field(default_factory=dict)
     flags: Callable[[Sequence[str]], tuple[Document, list[str]]] | None = None
     is_flags: Callable[[Sequence[str]], bool] = lambda words: False

@@ -240,4 +240,4 @@ class Translation:
             return f"did you mean {elsewhere[similar[0]]}?"
         if not section and last in RunConfig.model_fields:
             return f"it is a key of Groupwise's own files; give it on the command line, as in {last}.KEY=VALUE"
-        return f"no such key of {self.system} is known here; docs/migrating.md lists them"
+        return f"no such key of {self.system} is known here (docs/migrating.md has those of Groupwise's own formats)"
