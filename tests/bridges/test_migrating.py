@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import typer
 
+from groupwise.bridges.cookbook.config import Config
 from groupwise.cli.main import app
 from groupwise.config.algo import AlgoConfig
 from groupwise.config.formats.format import format_named
 from groupwise.config.formats.keys import Key
 from groupwise.config.run import RunConfig
 from groupwise.config.yaml import key_paths
-from groupwise.sdk.cookbook_config import Config
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "migrating.md").read_text(encoding="utf-8")

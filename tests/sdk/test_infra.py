@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from sdk_cases import ADAM, sequences, weights
 
+from groupwise.bridges.cookbook.recipe import Config
+from groupwise.bridges.cookbook.recipe import DeployConfig as RecipeDeployConfig
 from groupwise.errors import ConfigError, GroupwiseError, ModelError, StorageError
 from groupwise.sdk.config import (
     DeployConfig,
@@ -22,8 +24,6 @@ from groupwise.sdk.config import (
     WeightSyncConfig,
     WeightSyncScope,
 )
-from groupwise.sdk.cookbook import Config
-from groupwise.sdk.cookbook import DeployConfig as RecipeDeployConfig
 from groupwise.sdk.deployment import Deployment, find_deployment
 from groupwise.sdk.infra import Infra, InfraError, setup_infra
 from groupwise.sdk.profiles import Machine, choose_profile

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cli_project import save_model
+from groupwise.bridges.cookbook.config import DeployConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.rows import Row
 from groupwise.errors import ConfigError, DataError, GrammarError
@@ -23,7 +24,6 @@ from groupwise.model.load import LoadedModel
 from groupwise.recorded import RoutedExperts, SamplingMask
 from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.config import LoopConfig
-from groupwise.sdk.cookbook_config import DeployConfig
 from groupwise.sdk.datums import Datum, build_grpo_datums
 from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.infra import setup_infra

@@ -38,6 +38,9 @@ MOVED = {
         "groupwise.bridges.verifiers.before_0_4:VerifiersAgent"
     ),
     "groupwise.tasks.compat.reasoning_gym_reward:score_answer": "groupwise.bridges.reasoning_gym.reward:score_answer",
+    "groupwise.sdk.cookbook_config:rows": "groupwise.bridges.cookbook.config:rows",
+    "groupwise.sdk.cookbook_config:ground_truth": "groupwise.bridges.cookbook.config:ground_truth",
+    "groupwise.sdk.cookbook_config:by_row": "groupwise.bridges.cookbook.config:by_row",
     "groupwise.config.importers.axolotl_data:rows": "groupwise.bridges.axolotl.data:rows",
 }
 _IMPORTING = threading.RLock()  # the import path is the process's

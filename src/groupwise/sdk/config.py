@@ -5,16 +5,16 @@
                deployment=DeployConfig(tokenizer_model="starter"),
                weight_sync=WeightSyncConfig(weight_sync_interval=1, dcp_save_interval=10))
 
-The recipe's `cookbook.Config` has the same fields under the same names, and `setup_infra` takes either. No torch here.
+The cookbook's recipe has the same fields under the same names, and `setup_infra` takes either. No torch here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
 
 from groupwise.errors import ConfigError
-from groupwise.sdk import cookbook_config as cookbook
-from groupwise.sdk.cookbook_config import (
+from groupwise.sdk.sections import (
     NAMES,
     DeployConfig,
     InfraConfig,
@@ -72,7 +72,20 @@ class LoopConfig:
             )
 
 
-def loop_config(config: LoopConfig | cookbook.Config) -> LoopConfig:
+class LikeLoopConfig(Protocol):
+    """A configuration with fields of `LoopConfig` under the same names, such as the cookbook's; others are not read."""
+
+    @property
+    def log_path(self) -> str: ...
+
+    @property
+    def base_model(self) -> str: ...
+
+    @property
+    def deployment(self) -> DeployConfig: ...
+
+
+def loop_config(config: LoopConfig | LikeLoopConfig) -> LoopConfig:
     """A recipe's configuration as a loop's; what the service calls a model is the one whose tokenizer is named."""
     if not isinstance(config, LoopConfig):
         shared = [each.name for each in fields(LoopConfig) if hasattr(config, each.name)]

@@ -29,14 +29,13 @@ from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.sdk import cookbook_config as cookbook
 from groupwise.sdk.concurrency import AdaptiveConcurrency
-from groupwise.sdk.config import LoopConfig, WeightSyncScope, loop_config
-from groupwise.sdk.cookbook_config import SERVICE, idle_notes, require_tokenizer
+from groupwise.sdk.config import LikeLoopConfig, LoopConfig, WeightSyncScope, loop_config
 from groupwise.sdk.deployment import Deployment, attach_deployment, find_deployment
 from groupwise.sdk.opened_once import OpenedOnce
 from groupwise.sdk.profiles import HardwareProfile, Machine, choose_profile, find_profile
 from groupwise.sdk.sampler import DeploymentSampler
+from groupwise.sdk.sections import SERVICE, SERVICE_ONLY, idle_notes, require_tokenizer
 from groupwise.sdk.trainer import BUILDING, ReferenceClient, TrainingClient, TrainingService
 from groupwise.sdk.weight_sync import WeightSyncer
 from groupwise.store.adapters import AdapterStore
@@ -47,9 +46,8 @@ Client = TypeVar("Client", TrainingClient, ReferenceClient)
 
 IDLE = {
     name: reason
-    for name, reason in cookbook.IDLE.items()
-    if name.partition(".")[0] in ("infra", "deployment", "weight_sync")
-    and name.partition(".")[2]
+    for name, reason in SERVICE_ONLY.items()
+    if name.partition(".")[2]
     not in (
         "training_shape_id",
         "ref_training_shape_id",
@@ -157,7 +155,7 @@ _POLICIES: OpenedOnce[TrainingClient] = OpenedOnce()
 _REFERENCES: OpenedOnce[ReferenceClient] = OpenedOnce()
 
 
-def setup_infra(config: LoopConfig | cookbook.Config, *, needs_reference: bool, needs_inference: bool) -> Infra:
+def setup_infra(config: LoopConfig | LikeLoopConfig, *, needs_reference: bool, needs_inference: bool) -> Infra:
     """Open, or attach to, everything a loop needs; `config` is only read.
 
     `needs_reference`: with an adapter the reference is the policy with its adapter off, unless `ref_training_shape_id`

@@ -28,10 +28,10 @@ from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_tokenizer
 from groupwise.recorded import RoutedExperts, SamplingMask
 from groupwise.sdk.concurrency import AdaptiveConcurrency
-from groupwise.sdk.cookbook_config import require_tokenizer
 from groupwise.sdk.datums import Datum, datum_of
 from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.outbox import Outbox
+from groupwise.sdk.sections import require_tokenizer
 from groupwise.seeds import seed_of
 from groupwise.tasks.structured import answer_grammars
 from groupwise.types import (

@@ -1,12 +1,12 @@
 """The Fireworks cookbook's recipe as it is called: `Config` and `main(config)`.
 
-    from groupwise.sdk.cookbook import Config, DeployConfig, WeightSyncConfig, main
+    from groupwise.bridges.cookbook.recipe import Config, DeployConfig, WeightSyncConfig, main
 
     result = main(Config(log_path="runs/gsm8k", base_model="Qwen/Qwen3-0.6B", dataset="gsm8k.jsonl", lora_rank=16,
                          policy_loss="dapo", deployment=DeployConfig(tokenizer_model="Qwen/Qwen3-0.6B"),
                          weight_sync=WeightSyncConfig(weight_sync_interval=4, dcp_save_interval=20)))
 
-What its fields mean here is in `groupwise.sdk.cookbook_config`. The same script, started again, goes on from the newest
+What its fields mean here is in `bridges.cookbook.config`. The same script, started again, goes on from the newest
 checkpoint in `log_path`.
 """
 
@@ -18,27 +18,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from groupwise.errors import ConfigError
-from groupwise.model.load import load_tokenizer
-from groupwise.run.loop import RunResult, run_loop
-from groupwise.sdk.cookbook_config import (
+from groupwise.bridges.cookbook.config import (
     CISPOConfig,
     ConcurrencyConfig,
     Config,
     DAPOConfig,
-    DeployConfig,
     DROConfig,
     GSPOConfig,
-    InfraConfig,
     RunnerConfig,
     TISConfig,
     WandBConfig,
-    WeightSyncConfig,
-    WeightSyncScope,
-    model_of,
     notes,
     run_config,
 )
+from groupwise.errors import ConfigError
+from groupwise.model.load import load_tokenizer
+from groupwise.run.loop import RunResult, run_loop
+from groupwise.sdk.sections import DeployConfig, InfraConfig, WeightSyncConfig, WeightSyncScope, model_of
 from groupwise.store.files import replace
 from groupwise.store.rundir import ROLLOUTS
 from groupwise.store.tracking import read_rollouts

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.loss import loss_of
-from groupwise.config.run import RunConfig
-from groupwise.errors import ConfigError, DataError
-from groupwise.sdk import cookbook_config as cookbook
-from groupwise.sdk.cookbook_config import (
+from groupwise.bridges.cookbook import config as cookbook
+from groupwise.bridges.cookbook.config import (
     IDLE,
     LOSSES,
     NOT_HERE,
@@ -22,18 +19,18 @@ from groupwise.sdk.cookbook_config import (
     ConcurrencyConfig,
     Config,
     DAPOConfig,
-    DeployConfig,
     DROConfig,
     GSPOConfig,
-    InfraConfig,
     RunnerConfig,
     TISConfig,
     WandBConfig,
-    WeightSyncConfig,
-    WeightSyncScope,
     notes,
     run_config,
 )
+from groupwise.config.loss import loss_of
+from groupwise.config.run import RunConfig
+from groupwise.errors import ConfigError, DataError
+from groupwise.sdk.sections import DeployConfig, InfraConfig, WeightSyncConfig, WeightSyncScope
 
 
 def shorter(completion: str, row: dict) -> float:
@@ -164,7 +161,7 @@ def test_every_field_acts_or_is_refused():
     import inspect
     import re
 
-    from groupwise.sdk import cookbook as main_module
+    from groupwise.bridges.cookbook import recipe as main_module
 
     source = inspect.getsource(cookbook) + inspect.getsource(main_module)
     read = {name for path in re.findall(r"\w+((?:\.\w+)+)", source) for name in path.split(".")} | set(NOT_HERE)
@@ -217,7 +214,7 @@ def test_the_recipes_reward():
 
 
 def test_main_runs_it(dataset, tmp_path, model_dir):
-    from groupwise.sdk.cookbook import main
+    from groupwise.bridges.cookbook.recipe import main
 
     config = Config(
         log_path=str(tmp_path / "log"),
@@ -248,7 +245,7 @@ def small(tmp_path, model_dir, dataset, **fields):
 
 def test_the_page_runs_as_it_is_published(dataset, tmp_path, model_dir, monkeypatch):
     """Its keywords with its values, but for files that are here; and what each means is said once."""
-    from groupwise.sdk.cookbook import main
+    from groupwise.bridges.cookbook.recipe import main
 
     monkeypatch.setattr(cookbook, "_has_wandb", lambda: False)
     shape = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
@@ -278,7 +275,7 @@ def test_the_page_runs_as_it_is_published(dataset, tmp_path, model_dir, monkeypa
 
 
 def test_main_without_a_tokenizer_is_a_value_error(dataset, tmp_path, model_dir):
-    from groupwise.sdk.cookbook import main
+    from groupwise.bridges.cookbook.recipe import main
 
     for deployment in (DeployConfig(), DeployConfig(tokenizer_model="")):
         with pytest.raises(ValueError, match="tokenizer_model is not set"):
@@ -290,7 +287,7 @@ def test_main_refuses_another_tokenizer_than_the_models(dataset, tmp_path, model
     """The same under another name is fine."""
     import shutil
 
-    from groupwise.sdk.cookbook import main
+    from groupwise.bridges.cookbook.recipe import main
 
     same = tmp_path / "same"
     shutil.copytree(model_dir, same)
@@ -310,8 +307,8 @@ def vowels(completion: str, row: dict) -> float:
 @pytest.mark.slow
 def test_the_same_script_started_again_goes_on_from_its_checkpoints(dataset, tmp_path, model_dir, monkeypatch):
     """A crash in step 5, with checkpoints every two steps: the second start ends as one that was never interrupted."""
+    from groupwise.bridges.cookbook.recipe import main
     from groupwise.run.training_run import TrainingRun
-    from groupwise.sdk.cookbook import main
 
     def config(name: str) -> Config:
         sync = WeightSyncConfig(dcp_save_interval=2)
@@ -343,7 +340,7 @@ def test_the_same_script_started_again_goes_on_from_its_checkpoints(dataset, tmp
 
 
 def test_trajectories_are_written_as_the_recipe_writes_them(dataset, tmp_path, model_dir):
-    from groupwise.sdk.cookbook import main
+    from groupwise.bridges.cookbook.recipe import main
 
     config = small(tmp_path, model_dir, dataset, trajectory_dir=str(tmp_path / "told"), max_rows=2, lora_rank=2)
     result = main(config, reward_fn=vowels)

@@ -1,0 +1,1 @@
+"""The Fireworks cookbook: its recipe's `Config` and `main`."""
