@@ -48,13 +48,13 @@ class GroupwiseError(Exception):
         return _restored, (type(self), self.args, self.__dict__)
 
     def as_dict(self) -> dict[str, str | None]:
-        """What programs are told: {"message", "type", "code", "hint", "field", "kind"}."""
+        """Return what programs are told: {"message", "type", "code", "hint", "field", "kind"}."""
         said = {"message": self.message, "type": type(self).__name__, "code": self.code, "hint": self.hint}
         return said | {"field": self.field, "kind": self.kind}
 
 
 def _restored(kind: type[GroupwiseError], args: tuple[Any, ...], state: dict[str, Any]) -> GroupwiseError:
-    """The error that was pickled."""
+    """Return the error that was pickled."""
     error = kind.__new__(kind)
     error.args = args
     error.__dict__ |= state
@@ -84,7 +84,7 @@ class FieldError(ConfigError):
         self._templates = message, hint
 
     def renamed(self, field: str) -> Self:
-        """The same error of the field by another name."""
+        """Return the same error of the field by another name."""
         message, hint = self._templates
         return type(self)(message, hint=hint, field=field, kind=self.kind)
 
@@ -142,7 +142,7 @@ class EnvError(GroupwiseError):
 
     @classmethod
     def raised(cls, method: str, error: BaseException, said: str | None = None) -> Self:
-        """The error for an exception that `method` raised; `said` is its text where that is not `str(error)`."""
+        """Return the error for an exception that `method` raised; `said` is its text where that is not `str(error)`."""
         text = str(error) if said is None else said
         return cls(f"{method} raised {type(error).__name__}: {text}", field=method, kind="exception")
 
@@ -177,7 +177,8 @@ class StorageError(GroupwiseError, OSError):
 
     @staticmethod
     def of(error: BaseException, message: str, *, hint: str | None = None) -> StorageError:
-        """The kind that an error of the file system stands for, with what to do about it unless `hint` says it."""
+        """Return the kind that an error of the file system stands for, with what to do about it unless `hint` says
+        it."""
         found = re.search(r"os error (\d+)", str(error))  # how libraries written in Rust tell the number
         number = getattr(error, "errno", None) or (int(found[1]) if found else None)
         kind = StorageFullError if number in _FULL else StorageDeniedError if number in _DENIED else StorageError

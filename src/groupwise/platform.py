@@ -91,8 +91,8 @@ def cores() -> int:
 
 
 def memory_bytes() -> int:
-    """The machine's memory in bytes, or the limit of this process's control group where that is less; 0 where neither
-    is known."""
+    """Return the machine's memory in bytes, or the limit of this process's control group where that is less; 0 where
+    neither is known."""
     found = []
     with suppress(OSError, ValueError):
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -104,12 +104,12 @@ def memory_bytes() -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Bytes of memory that a process has; 0 where the kernel does not say (macOS, or the process is gone)."""
+    """Return bytes of memory that a process has; 0 where the kernel does not say (macOS, or the process is gone)."""
     return _statm(pid, 1)
 
 
 def address_space_bytes(pid: int) -> int:
-    """Bytes of a process's address space; 0 where the kernel does not say."""
+    """Return bytes of a process's address space; 0 where the kernel does not say."""
     return _statm(pid, 0)
 
 
@@ -120,8 +120,8 @@ def _statm(pid: int, field: int) -> int:
 
 
 def mapped_files() -> list[str] | None:
-    """The lines of /proc/self/maps, one for each mapping of this process: address range, permissions, offset, device,
-    inode, file. None where the system does not say."""
+    """Return the lines of /proc/self/maps, one for each mapping of this process: address range, permissions, offset,
+    device, inode, file. None where the system does not say."""
     try:
         return (PROC / "self" / "maps").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -150,7 +150,7 @@ def set_oom_score(score: int, pid: int | None = None) -> None:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has ended for want of memory so far; 0 where it does not say.
+    """Return how many processes the kernel has ended for want of memory so far; 0 where it does not say.
 
     Linux counts them for each control group (`oom_kill` in memory.events.local, or of cgroup version 1 in
     memory.oom_control) and for the machine (/proc/vmstat). This process's group is read, and where that has no count
@@ -170,8 +170,8 @@ def oom_kills() -> int:
 
 
 def _own_groups(controller: str) -> Iterator[Path]:
-    """Where this process's control group may be; none without them. A container may see its own group as the root of
-    the mount."""
+    """Yield where this process's control group may be; none without them. A container may see its own group as the root
+    of the mount."""
     with suppress(OSError, ValueError):
         for line in (PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, inside = line.split(":", 2)
@@ -182,10 +182,9 @@ def _own_groups(controller: str) -> Iterator[Path]:
 
 
 def control_groups(process: Path = PROC / "self") -> list[Path]:
-    """Where a process, given as its directory in /proc, may make control groups (version 2) that count memory and
-    processes: in its own or in the one above. That has to be prepared (`cgroup.subtree_control`), or delegated to it by
-    systemd, when this prepares it. Raises OSError, with the reason, where there are none.
-    """
+    """Return where a process, given as its directory in /proc, may make control groups (version 2) that count memory
+    and processes: in its own or in the one above. That has to be prepared (`cgroup.subtree_control`), or delegated to
+    it by systemd, when this prepares it. Raises OSError, with the reason, where there are none."""
     own = _own_group(process)
     refused = []
     for group in (own, own.parent) if (own.parent / "cgroup.controllers").exists() else (own,):
@@ -202,7 +201,8 @@ def control_groups(process: Path = PROC / "self") -> list[Path]:
 
 
 def _own_group(process: Path) -> Path:
-    """The directory of a process's group in the hierarchy of version 2. Raises OSError where that is not mounted."""
+    """Return the directory of a process's group in the hierarchy of version 2. Raises OSError where that is not
+    mounted."""
     lines = (process / "cgroup").read_text().splitlines()
     inside = next((line.partition("0::")[2] for line in lines if line.startswith("0::")), None)
     for line in (process / "mountinfo").read_text().splitlines():
@@ -244,8 +244,8 @@ def unlock(descriptor: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process of this machine holds the flock of a file, without touching that; False where the kernel has no
-    list of locks (macOS) or there is no such file."""
+    """Return whether a process of this machine holds the flock of a file, without touching that; False where the kernel
+    has no list of locks (macOS) or there is no such file."""
     with suppress(OSError):
         inode = path.stat().st_ino
         lines = (PROC / "locks").read_text().splitlines()
@@ -270,7 +270,7 @@ def die_with_parent(by: signal.Signals) -> None:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is a process of that id, a zombie included."""
+    """Return whether there is a process of that id, a zombie included."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -281,7 +281,7 @@ def exists(pid: int) -> bool:
 
 
 def session_below(parent: int) -> int | None:
-    """The session that a child of the process leads; None where there is none, or without /proc."""
+    """Return the session that a child of the process leads; None where there is none, or without /proc."""
     with suppress(OSError):
         for child in map(int, (PROC / str(parent) / "task" / str(parent) / "children").read_text().split()):
             if os.getsid(child) == child:
@@ -298,7 +298,7 @@ def kill_session(session: int) -> None:
 
 
 def stderr_path() -> str:
-    """A path by which another process can write to this one's stderr; /dev/null where there is none."""
+    """Return a path by which another process can write to this one's stderr; /dev/null where there is none."""
     path = PROC / str(os.getpid()) / "fd" / "2"
     if path.exists():
         return str(path)
@@ -308,7 +308,7 @@ def stderr_path() -> str:
 
 
 def listener_of(port: int) -> int | None:
-    """The process that listens on a TCP port, where the system tells this user."""
+    """Return the process that listens on a TCP port, where the system tells this user."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):

@@ -33,7 +33,7 @@ class RoutedExperts:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RoutedExperts:
-        """Inverse of `to_bytes`. Raises ValueError for what is none."""
+        """Return the inverse of `to_bytes`. Raises ValueError for what is none."""
         if len(data) < _ROUTED.size or data[:4] != _ROUTED_MARK:
             raise ValueError("these bytes are no record of experts")
         _, tokens, layers, chosen = _ROUTED.unpack_from(data)
@@ -45,7 +45,7 @@ class RoutedExperts:
         return routed
 
     def first(self, tokens: int) -> RoutedExperts:
-        """Those of the first `tokens` tokens."""
+        """Return those of the first `tokens` tokens."""
         bytes_each = len(self.data) // max(1, self.shape[0])
         return RoutedExperts((tokens, *self.shape[1:]), self.data[: tokens * bytes_each])
 
@@ -67,7 +67,7 @@ class RoutingShape:
     experts: int
 
     def has(self, routed: RoutedExperts) -> bool:
-        """Whether these can be experts of such a model."""
+        """Return whether these can be experts of such a model."""
         return routed.shape[1:] == (self.layers, self.chosen) and routed.array().max(initial=-1) < self.experts
 
 
@@ -130,7 +130,8 @@ class SamplingMask:
 
     @classmethod
     def join(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
-        """Those of the tokens of all parts, in order. Raises ValueError where they are of several vocabularies."""
+        """Return those of the tokens of all parts, in order. Raises ValueError where they are of several
+        vocabularies."""
         vocabularies = sorted({part.vocabulary for part in parts})
         if len(vocabularies) != 1:
             raise ValueError(f"sampling masks of vocabularies of {vocabularies} ids cannot be joined")
@@ -146,7 +147,7 @@ class SamplingMask:
         return not self.words and all(kind == DROPPED for kind in self.kinds)
 
     def entries(self) -> list[MaskEntry]:
-        """The kind and the words (a NumPy array of int32) of each token."""
+        """Return the kind and the words (a NumPy array of int32) of each token."""
         import numpy as np
 
         ends = np.frombuffer(self.lengths, "<i4").astype("int64").cumsum()
@@ -154,11 +155,11 @@ class SamplingMask:
         return list(zip(self.kinds, parts, strict=True))
 
     def cut(self, start: int, stop: int | None = None) -> SamplingMask:
-        """Those of the tokens [start:stop]."""
+        """Return those of the tokens [start:stop]."""
         return SamplingMask.of_entries(self.vocabulary, self.entries()[start:stop])
 
     def has(self, ids: Sequence[int]) -> list[bool]:
-        """Whether each token, by its id, is in its part of the vocabulary."""
+        """Return whether each token, by its id, is in its part of the vocabulary."""
         return [_is_kept(token, *entry) for token, entry in zip(ids, self.entries(), strict=True)]
 
     def array(self) -> Any:
@@ -174,7 +175,7 @@ class SamplingMask:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SamplingMask:
-        """Inverse of `to_bytes`. Raises ValueError for what is none."""
+        """Return the inverse of `to_bytes`. Raises ValueError for what is none."""
         if len(data) < _HEADER.size or data[:4] != _MARK:
             raise ValueError("these bytes are no sampling mask")
         _, vocabulary, tokens = _HEADER.unpack_from(data)
@@ -206,12 +207,12 @@ class SamplingMask:
 
 
 def words_of(vocabulary: int) -> int:
-    """How many words a bit for each id needs."""
+    """Return how many words a bit for each id needs."""
     return -(-vocabulary // 32)
 
 
 def mask_entry(kept_V: Any, *, most: int | None = None) -> MaskEntry:
-    """A token's entry in a `SamplingMask`, from a NumPy array of bools."""
+    """Return a token's entry in a `SamplingMask`, from a NumPy array of bools."""
     import numpy as np
 
     count, vocabulary = int(kept_V.sum()), len(kept_V)
@@ -225,7 +226,7 @@ def mask_entry(kept_V: Any, *, most: int | None = None) -> MaskEntry:
 
 
 def _mask_row(kind: int, words: Any, vocabulary: int) -> Any:
-    """Inverse of `mask_entry`."""
+    """Return the inverse of `mask_entry`."""
     import numpy as np
 
     if kind == BITMAP:

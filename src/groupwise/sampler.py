@@ -139,7 +139,8 @@ class LiveEngine(Sampler, Scores, Protocol):
         cells: tuple[Sequence[int], Sequence[int]] = ((), ()),
         temperature: float = 1.0,
     ) -> SequenceScores:
-        """Log-probabilities under `version` from one forward over `ids`, of which each has those before it as context.
+        """Return log-probabilities under `version` from one forward over `ids`, of which each has those before it as
+        context.
 
         Args:
             ids: the sequence. Its length may be the whole context.
@@ -170,7 +171,7 @@ class LiveEngine(Sampler, Scores, Protocol):
         ...
 
     def stats(self) -> Mapping[str, int]:
-        """Completions being decoded (`running`) and not yet begun (`waiting`), and `adapters` loaded."""
+        """Return completions being decoded (`running`) and not yet begun (`waiting`), and `adapters` loaded."""
         ...
 
     @property

@@ -78,7 +78,7 @@ class PolicyVersion:
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """Inverse of `str`. Raises ValueError unless `text` is "base" or "name@number"."""
+        """Return the inverse of `str`. Raises ValueError unless `text` is "base" or "name@number"."""
         if text == BASE:
             return cls()
         name, at, number = text.rpartition("@")
@@ -135,24 +135,25 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str, *, field: str = "grammar") -> Grammar:
-        """Text that a regular expression matches as a whole (Rust's syntax: no look-around, no back-references)."""
+        """Return text that a regular expression matches as a whole (Rust's syntax: no look-around, no
+        back-references)."""
         return cls(GrammarKind.REGEX, pattern, field=field)
 
     @classmethod
     def choice(cls, texts: Sequence[str], *, field: str = "grammar") -> Grammar:
-        """One of these texts. Raises ValueError for none of them, and for an empty one."""
+        """Return one of these texts. Raises ValueError for none of them, and for an empty one."""
         if not texts or not all(texts):
             raise ValueError(f"{field} is {list(texts)}; give one text or more, and none that is empty")
         return cls(GrammarKind.CHOICE, json.dumps(list(texts), ensure_ascii=False), field=field)
 
     @classmethod
     def lark(cls, source: str, *, field: str = "grammar") -> Grammar:
-        """Text of a context-free grammar, in Lark or GBNF."""
+        """Return text of a context-free grammar, in Lark or GBNF."""
         return cls(GrammarKind.LARK, source, field=field)
 
     @classmethod
     def of_option(cls, name: str, value: Any, *, field: str = "grammar") -> Grammar:
-        """What vLLM's `structured_outputs` asks for with one key: `json` (a schema, also as a string), `regex`,
+        """Return what vLLM's `structured_outputs` asks for with one key: `json` (a schema, also as a string), `regex`,
         `choice`, `grammar` or `json_object`."""
         match name:
             case "json" if isinstance(value, str):
@@ -250,8 +251,8 @@ class SamplingParams:
         )
 
     def unrecorded(self, kept: SamplingMask | None) -> tuple[str, ...]:
-        """Those of `reshaped` that keep a completion from being trained: all of them if it has no record of what each
-        token was drawn from, else those that change logits and do not only leave tokens out.
+        """Return those of `reshaped` that keep a completion from being trained: all of them if it has no record of what
+        each token was drawn from, else those that change logits and do not only leave tokens out.
 
         >>> SamplingParams(top_p=0.9).unrecorded(None), SamplingParams(top_p=0.9).unrecorded(SamplingMask.whole(8, 3))
         (('top_p',), ())
@@ -352,7 +353,7 @@ class Completion:
         return self.logprobs if self.kept is None else self.kept_logprobs
 
     def first(self, count: int, *, text: str) -> Completion:
-        """The completion cut after `count` tokens, one at least, whose text is given; it ends with a stop."""
+        """Return the completion cut after `count` tokens, one at least, whose text is given; it ends with a stop."""
         routed = self.routed_experts
         if routed is not None:
             routed = routed.first(routed.shape[0] - (len(self.token_ids) - count))

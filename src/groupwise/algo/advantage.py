@@ -63,7 +63,7 @@ NOISE = 1e-6  # of a reward's size: eight float32 steps
 
 
 def advantages(groups: Sequence[Sequence[Reward]], spec: AdvantageConfig) -> list[list[Reward]]:
-    """One reward per rollout -> one advantage per rollout, in the same shape; all groups of the batch at once.
+    """Return one reward per rollout -> one advantage per rollout, in the same shape; all groups of the batch at once.
 
     >>> advantages([[1.0, 0.0, None]], AdvantageConfig(advantage="mean"))
     [[0.5, -0.5, None]]
@@ -118,7 +118,8 @@ def gdpo_advantages(
 
 
 def voters(group: RolloutGroup, spec: AdvantageConfig | None) -> RolloutGroup:
-    """The group as its rollouts are compared: with `truncated_votes: false` those that were cut have no reward."""
+    """Return the group as its rollouts are compared: with `truncated_votes: false` those that were cut have no
+    reward."""
     if not isinstance(spec, RunAlgoConfig) or spec.truncated_votes or not spec.mask_truncated:
         return group
     return replace(group, rollouts=tuple(replace(r, reward=None) if r.truncated else r for r in group.rollouts))
@@ -130,7 +131,8 @@ def _with_rewards_of(group: RolloutGroup, weighed: RolloutGroup) -> RolloutGroup
 
 
 def weighted_rewards(group: Sequence[Mapping[str, Reward]], weights: Mapping[str, float] | None = None) -> list[Reward]:
-    """The rewards of one group, by function name -> one weighted sum per rollout, None where it cannot be scored.
+    """Return the rewards of one group, by function name -> one weighted sum per rollout, None where it cannot be
+    scored.
 
     Rewards of a group are compared, so they must be sums over the same functions. A function that is None for the
     *whole* group does not apply to this prompt and is left out. One that is None for *some* of the rollouts failed
@@ -160,7 +162,7 @@ def weighted_rewards(group: Sequence[Mapping[str, Reward]], weights: Mapping[str
 
 
 def differ(rewards: Sequence[Reward]) -> bool:
-    """Whether any two of the rewards differ by more than rounding; None is ignored.
+    """Return whether any two of the rewards differ by more than rounding; None is ignored.
 
     Rewards that are a millionth of the larger one apart (`NOISE`) are equal: a reward model's float32 numbers are off
     by that after a few operations, and divided by their own deviation such noise would be advantages of size 1.
@@ -179,13 +181,13 @@ def _scorable(group: Sequence[Reward]) -> dict[int, float]:
 
 
 def _functions(group: Sequence[Mapping[str, Reward]], weights: Mapping[str, float] | None = None) -> list[str]:
-    """The functions that apply to this group: a reward for at least one rollout, a weight that is not 0."""
+    """Return the functions that apply to this group: a reward for at least one rollout, a weight that is not 0."""
     names = dict.fromkeys(name for rewards in group for name, value in rewards.items() if is_valid(value))
     return [name for name in names if _weight(weights, name)]
 
 
 def _scale(values: Sequence[float], batch_std: float, spec: AdvantageConfig) -> float:
-    """What (reward - mean) is multiplied by."""
+    """Return what (reward - mean) is multiplied by."""
     if spec.advantage == "group_std":
         return 1.0 / (_std(values, ddof=spec.advantage_ddof) + spec.advantage_eps)
     if spec.advantage == "batch_std":

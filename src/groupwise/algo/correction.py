@@ -48,7 +48,7 @@ class Correction:
 
 
 def correction_of(t: Tokens, spec: LossSpec) -> Correction:
-    """The correction weight c_t of every token; 1 where there are no behaviour logprobs."""
+    """Return the correction weight c_t of every token; 1 where there are no behaviour logprobs."""
     log_ratio_N = _correction_log_ratio(t, spec)
     log_weight_N = torch.zeros_like(t.old_N)
     clipped_N, masked_N = log_weight_N.bool(), log_weight_N.bool()

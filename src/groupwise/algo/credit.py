@@ -35,8 +35,8 @@ def with_advantages(
     beside: Sequence[RolloutGroup] = (),
     algorithm: Algorithm | None = None,
 ) -> list[RolloutGroup]:
-    """The same groups with `advantage` set on every rollout, None where it has none; and on every turn that is trained,
-    where turns have their own (`has_turn_advantages`).
+    """Return the same groups with `advantage` set on every rollout, None where it has none; and on every turn that is
+    trained, where turns have their own (`has_turn_advantages`).
 
     `sum_then_normalize` reads `Rollout.reward`, which already is the weighted sum. `normalize_then_sum` reads
     `Rollout.rewards` and `weights`, of the rollouts whose `reward` is not None. `beside` are groups that are not
@@ -66,7 +66,7 @@ def with_advantages(
 def has_signal(
     group: RolloutGroup, spec: AdvantageConfig | None = None, *, weights: Mapping[str, float] | None = None
 ) -> bool:
-    """Whether the group can teach anything: two or more scorable rollouts whose rewards differ.
+    """Return whether the group can teach anything: two or more scorable rollouts whose rewards differ.
 
     With `normalize_then_sum` it is enough that any one function's rewards differ, even if the sums are equal, but for
     functions whose weight is 0. Where turns have advantages of their own it is enough that the returns of any turns
@@ -99,12 +99,12 @@ Terms = list[tuple[float, list[list[Compared]]]]
 
 
 def has_turn_advantages(group: RolloutGroup, spec: AdvantageConfig) -> bool:
-    """Whether turns have advantages of their own: `credit` says so, or episodes have several roles."""
+    """Return whether turns have advantages of their own: `credit` says so, or episodes have several roles."""
     return _credit(spec).credit != "episode" or any(turn.role is not None for r in group.rollouts for turn in r.turns)
 
 
 def comparisons(group: RolloutGroup, spec: AdvantageConfig) -> Terms:
-    """What is compared with what in a group; no terms where fewer than two of its rollouts can be scored."""
+    """Return what is compared with what in a group; no terms where fewer than two of its rollouts can be scored."""
     spec = _credit(spec)
     scored = [(i, rollout) for i, rollout in enumerate(group.rollouts) if _can_be_scored(rollout)]
     tracks = [track for i, rollout in scored for track in _tracks(i, rollout)] if len(scored) > 1 else []
@@ -145,7 +145,7 @@ class _Track:
         return tuple(number for number, turn in zip(self.numbers, self.turns, strict=True) if turn.trained)
 
     def compared_turns(self, spec: CreditConfig) -> Iterator[tuple[Hashable, Compared]]:
-        """Each trained turn with its return, under what it has in common with those that it is compared with."""
+        """Yield each trained turn with its return, under what it has in common with those that it is compared with."""
         in_time = sorted(range(len(self.turns)), key=lambda at: at if (t := self.turns[at].taken) is None else t)
         given = [self.turns[at].reward or 0.0 for at in in_time]
         if given:
@@ -173,8 +173,8 @@ def _tracks(index: int, rollout: Rollout) -> list[_Track]:
 
 
 def _states(turns: Sequence[Turn]) -> list[Hashable]:
-    """The state in which each turn was taken: its own name for it, or what its prompt adds to the turn that it goes on
-    from, the longest before it that its prompt begins with."""
+    """Return the state in which each turn was taken: its own name for it, or what its prompt adds to the turn that it
+    goes on from, the longest before it that its prompt begins with."""
     states: list[Hashable] = []
     seen: list[tuple[int, ...]] = [()]
     for turn in turns:
@@ -186,12 +186,12 @@ def _states(turns: Sequence[Turn]) -> list[Hashable]:
 
 
 def _credit(spec: AdvantageConfig) -> CreditConfig:
-    """The options of credit; those of a job, which has none, are the defaults."""
+    """Return the options of credit; those of a job, which has none, are the defaults."""
     return spec if isinstance(spec, CreditConfig) else CreditConfig()
 
 
 def _sets(items: Sequence[tuple[Hashable, Compared]]) -> list[list[Compared]]:
-    """The values that have the same key, together; in the order of keys."""
+    """Return the values that have the same key, together; in the order of keys."""
     found: dict[Hashable, list[Compared]] = {}
     for key, compared in items:
         found.setdefault(key, []).append(compared)
@@ -231,7 +231,8 @@ def _with_turn_advantages(groups: Sequence[RolloutGroup], spec: AdvantageConfig)
 
 
 def _weighed(index: int, rollout: Rollout, values: Mapping[tuple[int, int], float], *, usable: bool) -> Rollout:
-    """A rollout with the advantages of its turns, and their mean as its own; with none where it cannot be scored."""
+    """Return a rollout with the advantages of its turns, and their mean as its own; with none where it cannot be
+    scored."""
     turns = tuple(replace(turn, advantage=values.get((index, t))) for t, turn in enumerate(rollout.turns))
     own = [turn.advantage for turn in turns if turn.advantage is not None]
     if not usable or not _can_be_scored(rollout):

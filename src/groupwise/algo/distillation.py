@@ -58,8 +58,8 @@ MAX_GAP = 20.0  # nats, of either sign, that a token's advantage is taken from
 
 
 def with_reward_weight(groups: Sequence[RolloutGroup], weight: float) -> list[RolloutGroup]:
-    """Groups with the advantages that rewards gave -> the same times `weight`; 0 for rollouts that a teacher scored and
-    that have no reward (a failed reward function excludes a rollout here, too)."""
+    """Return groups with the advantages that rewards gave -> the same times `weight`; 0 for rollouts that a teacher
+    scored and that have no reward (a failed reward function excludes a rollout here, too)."""
     return [replace(group, rollouts=tuple(_weighed(each, weight) for each in group.rollouts)) for group in groups]
 
 
@@ -73,7 +73,8 @@ def _weighed(rollout: Rollout, weight: float) -> Rollout:
 
 
 def demonstrations(groups: Sequence[RolloutGroup]) -> list[Sample]:
-    """What is learned by cross-entropy: all tokens that a teacher sampled for the groups, after the policy's prompt."""
+    """Return what is learned by cross-entropy: all tokens that a teacher sampled for the groups, after the policy's
+    prompt."""
     return [
         Sample(
             prompt_ids=group.prompt.token_ids,
@@ -95,7 +96,8 @@ def demonstration_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def teacher_scores(groups: Sequence[RolloutGroup]) -> list[SequenceScores | None]:
-    """What the teacher said of each of the samples that `algo.samples.samples_of(groups)` makes; None where nothing."""
+    """Return what the teacher said of each of the samples that `algo.samples.samples_of(groups)` makes; None where
+    nothing."""
     found: list[SequenceScores | None] = []
     for rollout in (each for group in groups for each in group.rollouts if each.advantage is not None):
         found += rollout.teacher or (None,) * len(segments_of(rollout.turns))
@@ -105,7 +107,8 @@ def teacher_scores(groups: Sequence[RolloutGroup]) -> list[SequenceScores | None
 def with_teacher(
     samples: Sequence[Sample], groups: Sequence[RolloutGroup], teacher: TeacherConfig | None
 ) -> list[Sample]:
-    """The samples of groups with what their teacher said of them: as advantages of tokens, or as soft targets."""
+    """Return the samples of groups with what their teacher said of them: as advantages of tokens, or as soft
+    targets."""
     if teacher is None or teacher.loss == "sft":
         return list(samples)
     scores = teacher_scores(groups)
@@ -117,7 +120,8 @@ def with_teacher(
 def with_teacher_advantages(
     samples: Sequence[Sample], scores: Sequence[SequenceScores | None], *, coefficient: float
 ) -> list[Sample]:
-    """Samples with the advantage of each token plus coefficient (log q - log mu); those without scores unchanged."""
+    """Return samples with the advantage of each token plus coefficient (log q - log mu); those without scores
+    unchanged."""
     return [
         sample if said is None else _with_gaps(sample, said.logprobs, coefficient)
         for sample, said in zip(samples, scores, strict=True)
@@ -140,7 +144,7 @@ def score_gap(teacher: float, sampled: float) -> float:
 
 
 def with_soft_targets(samples: Sequence[Sample], scores: Sequence[SequenceScores | None]) -> list[Sample]:
-    """Samples with the teacher's likeliest tokens as `soft_targets`."""
+    """Return samples with the teacher's likeliest tokens as `soft_targets`."""
     return [
         sample if said is None else replace(sample, soft_targets=said.top)
         for sample, said in zip(samples, scores, strict=True)

@@ -37,7 +37,7 @@ def _gaps(sample: Sample, said: SequenceScores) -> Iterator[float]:
 
 
 def _likeliest(sample: Sample, said: SequenceScores) -> Iterator[tuple[int, tuple[tuple[int, float], ...]]]:
-    """Each trained token with the teacher's likeliest, where these are told."""
+    """Yield each trained token with the teacher's likeliest, where these are told."""
     for trained, id, top in zip(sample.mask, sample.completion_ids, said.top, strict=False):
         if trained and top:
             yield id, top

@@ -62,7 +62,7 @@ def sequence_kl(sample: Sample, reference: Sequence[float]) -> float:
 def with_kl_penalty(
     groups: Sequence[RolloutGroup], kls: Sequence[float], spec: AdvantageConfig, *, coeff: float
 ) -> list[RolloutGroup]:
-    """Groups with advantages -> the same groups with beta (K - baseline) subtracted from them; beta is `coeff`.
+    """Return groups with advantages -> the same groups with beta (K - baseline) subtracted from them; beta is `coeff`.
 
     Rollouts without an advantage are left alone and are in no baseline.
 
@@ -86,7 +86,7 @@ def with_kl_penalty(
 
 
 def _less(rollout: Rollout, penalty: float) -> Rollout:
-    """The rollout with the penalty taken off its advantage, and off those of its turns that have their own."""
+    """Return the rollout with the penalty taken off its advantage, and off those of its turns that have their own."""
     assert rollout.advantage is not None
     turns = tuple(
         turn if turn.advantage is None else replace(turn, advantage=turn.advantage - penalty) for turn in rollout.turns
@@ -109,7 +109,7 @@ def logprob_drop(
 
 
 def kl_metrics(samples: Sequence[Sample], reference: Sequence[Sequence[float]]) -> dict[str, float]:
-    """How far the policy that sampled is from the reference, over the trained tokens.
+    """Return how far the policy that sampled is from the reference, over the trained tokens.
 
     `kl/mean` and `kl/max` are k3 = e^-d + d - 1 with d = log mu - log ref, `kl/tokens` how many tokens that was over;
     nothing without any.
@@ -162,7 +162,7 @@ class AdaptiveKL:
                 raise ConfigError(f"the {name} of the adaptive KL is {value}; it must be {valid}")
 
     def update(self, kl: float) -> float:
-        """The coefficient of the next step, given the KL of this one; one that is not finite changes nothing."""
+        """Return the coefficient of the next step, given the KL of this one; one that is not finite changes nothing."""
         if math.isfinite(kl):
             error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
             low, high = COEFFICIENTS
@@ -170,7 +170,7 @@ class AdaptiveKL:
         return self.coeff
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs; target and horizon come from its configuration."""
+        """Return what a resumed run needs; target and horizon come from its configuration."""
         return {"coeff": self.coeff}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -114,7 +114,7 @@ def select_tokens(logprobs_N: Tensor, inputs: LossInputs, entropy_N: Tensor | No
 
 
 def _counted(row_N: Tensor, rows: int) -> Tensor:
-    """How many tokens each row has; `bincount` would wait for the device to say which row is the last."""
+    """Return how many tokens each row has; `bincount` would wait for the device to say which row is the last."""
     return row_N.new_zeros(rows).index_add_(0, row_N, torch.ones_like(row_N))
 
 

@@ -32,7 +32,7 @@ COUNTS = ("mismatch/dropped_tokens",)
 
 
 def ratio_metrics(t: Tokens, ratio_N: Tensor, log_ratio_N: Tensor, spec: LossSpec, tokens: float) -> dict[str, Tensor]:
-    """The policy ratio before and after its bounds, and shares of tokens at them.
+    """Return the policy ratio before and after its bounds, and shares of tokens at them.
 
     A bound is counted only where the advantage has the sign for which it cuts the gradient.
     """
@@ -57,8 +57,8 @@ def ratio_metrics(t: Tokens, ratio_N: Tensor, log_ratio_N: Tensor, spec: LossSpe
 
 
 def mismatch_metrics(t: Tokens, correction: Correction, spec: LossSpec, tokens: float) -> dict[str, Tensor]:
-    """How far the trainer's snapshot is from what sampled, which should be rounding error while on-policy, and what the
-    correction makes of it."""
+    """Return how far the trainer's snapshot is from what sampled, which should be rounding error while on-policy, and
+    what the correction makes of it."""
     assert t.behaviour_N is not None
     gap_N = (t.old_N - t.behaviour_N).detach()
     metrics = {
@@ -80,7 +80,7 @@ def mismatch_metrics(t: Tokens, correction: Correction, spec: LossSpec, tokens: 
 
 
 def kl_metrics(t: Tokens, tokens: float) -> dict[str, Tensor]:
-    """The distance from the reference as k3, whichever estimator the loss has."""
+    """Return the distance from the reference as k3, whichever estimator the loss has."""
     assert t.reference_N is not None
     d_N = (t.logprobs_N.detach() - t.reference_N).clamp(min=-MAX_LOG_RATIO)
     k3_N = (-d_N).exp() + d_N - 1
@@ -94,7 +94,7 @@ def _spread(name: str, x_N: Tensor, tokens: float) -> dict[str, Tensor]:
 
 
 def as_numbers(told: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
-    """The metrics of micro-batches as numbers, for which the host waits for the device once."""
+    """Return the metrics of micro-batches as numbers, for which the host waits for the device once."""
     every = [value for metrics in told for value in metrics.values()]
     values = iter(torch.stack([value.to(every[0]) for value in every]).tolist() if every else [])
     return [{name: next(values) for name in metrics} for metrics in told]

@@ -55,7 +55,7 @@ class Definition:
     otherwise: str = ""  # what to do where it is not; empty where the health rules say it
 
     def fits(self, metric: str) -> bool:
-        """Whether it defines this metric.
+        """Return whether it defines this metric.
 
         >>> Definition(metric="eval/<mode>/reward", section="training", means="").fits("eval/greedy/reward")
         True
@@ -66,7 +66,7 @@ class Definition:
 
 @cache
 def definitions() -> tuple[Definition, ...]:
-    """What every metric means, in the order of the table, which docs/metrics.md and the web interface show."""
+    """Return what every metric means, in the order of the table, which docs/metrics.md and the web interface show."""
     table = ruamel.yaml.YAML(typ="safe").load(TABLE.read_text("utf-8"))
     return tuple(
         Definition(metric=metric, section=section, **words)
@@ -89,7 +89,7 @@ def rollout_metrics(
     rerolled: int = 0,
     too_long: int = 0,
 ) -> Metrics:
-    """What a step's rollouts were like; the words are in metrics.yaml.
+    """Return what a step's rollouts were like; the words are in metrics.yaml.
 
     Args:
         sampled: the groups drawn for this step, also those that are not trained on; without replayed ones.
@@ -136,12 +136,12 @@ def rollout_metrics(
 
 
 def _words(rollout: Rollout) -> tuple[tuple[int, ...], ...]:
-    """What the policy said, turn by turn."""
+    """Return what the policy said, turn by turn."""
     return tuple(turn.completion.token_ids for turn in rollout.turns)
 
 
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:
-    """What the learner trains on: completions, and tokens that are not masked."""
+    """Return what the learner trains on: completions, and tokens that are not masked."""
     metrics = {"train/samples": float(len(samples)), "train/tokens": float(sum(sum(s.mask) for s in samples))}
     if samples:
         metrics["train/advantage_abs_mean"] = fmean(map(_advantage_size, samples))
@@ -157,7 +157,8 @@ def _advantage_size(sample: Sample) -> float:
 
 
 def time_metrics(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> Metrics:
-    """The times of a step's parts ("step", "rollout", "train", "sync") and what follows from them and its `metrics`.
+    """Return the times of a step's parts ("step", "rollout", "train", "sync") and what follows from them and its
+    `metrics`.
 
     >>> time_metrics({"rollout/tokens": 600.0}, {"step": 3.0, "rollout": 2.0})
     {'time/step_s': 3.0, 'time/rollout_s': 2.0, 'perf/tok_s': 200.0, 'perf/sample_tok_s': 300.0}
@@ -229,7 +230,7 @@ def _noise(groups: Sequence[RolloutGroup], names: Sequence[str]) -> Metrics:
 
 
 def _twins(group: RolloutGroup) -> list[list[Rollout]]:
-    """The rollouts of a group that are the same in what was said and heard, where there are several."""
+    """Return the rollouts of a group that are the same in what was said and heard, where there are several."""
     said: dict[Any, list[Rollout]] = {}
     for rollout in group.rollouts:
         said.setdefault(tuple(turn.completion.token_ids for turn in rollout.turns), []).append(rollout)
@@ -272,7 +273,7 @@ def _lengths(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def _kept(groups: Sequence[RolloutGroup]) -> Metrics:
-    """The mean probability of what tokens were drawn from; nothing where all were drawn from everything."""
+    """Return the mean probability of what tokens were drawn from; nothing where all were drawn from everything."""
     said = [turn.completion for group in groups for rollout in group.rollouts for turn in rollout.turns]
     masses = [
         math.exp(min(whole - kept, 0.0))
@@ -284,7 +285,7 @@ def _kept(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def _versions(rollout: Rollout) -> set[PolicyVersion]:
-    """The versions that drew its tokens."""
+    """Return the versions that drew its tokens."""
     return {version for turn in rollout.turns for version, _ in turn.completion.spans}
 
 
@@ -294,7 +295,8 @@ def _selection(
     advantage: AdvantageConfig | None,
     weights: Mapping[str, float] | None,
 ) -> Metrics:
-    """How the completions that are trained differ from all that could have been: those, and those that were dropped.
+    """Return how the completions that are trained differ from all that could have been: those, and those that were
+    dropped.
 
     Dropped is what has no reward, and what is in a group that has a signal and is not used. Groups of equal rewards are
     neither: whatever their length, they have no gradient.
@@ -325,12 +327,12 @@ def _selection(
 
 
 def _excluded(rollout: Rollout) -> bool:
-    """Whether it cannot be trained: it has no reward, and was not scored by a teacher instead."""
+    """Return whether it cannot be trained: it has no reward, and was not scored by a teacher instead."""
     return _finite(rollout.reward) is None and (rollout.error is not None or not rollout.teacher)
 
 
 def _said(rollout: Rollout) -> Iterator[int]:
-    """The tokens of a rollout's turns, without the one that ends a turn where there are others."""
+    """Yield the tokens of a rollout's turns, without the one that ends a turn where there are others."""
     for turn in rollout.turns:
         ids = turn.completion.token_ids
         yield from ids[:-1] if len(ids) > 1 and turn.completion.finish_reason is FinishReason.STOP else ids
@@ -341,7 +343,7 @@ def _length(rollout: Rollout) -> int:
 
 
 def _total_length(rollout: Rollout) -> int:
-    """Tokens of a rollout's segments: what each begins with, was told and said."""
+    """Return tokens of a rollout's segments: what each begins with, was told and said."""
     total, seen = 0, ()
     for turn in rollout.turns:
         if turn.prompt_ids[: len(seen)] == seen:
@@ -411,7 +413,7 @@ def _credit(sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], ad
 
 
 def _reported(episodes: Sequence[Rollout]) -> dict[str, list[float]]:
-    """The numbers of the episodes' `info` by name, but for those that are metrics under another."""
+    """Return the numbers of the episodes' `info` by name, but for those that are metrics under another."""
     found: dict[str, list[float]] = {}
     for rollout in episodes:
         for name, value in rollout.info.items():
@@ -426,7 +428,7 @@ def _plain(name: str) -> str:
 
 
 def _spreads(by_group: Sequence[Sequence[float]]) -> list[float]:
-    """The standard deviation inside each group that has one."""
+    """Return the standard deviation inside each group that has one."""
     return [_spread(values) for values in by_group if len(values) > 1]
 
 

@@ -43,7 +43,7 @@ class Line:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike. Bisection: slices are compared much faster than tokens."""
+    """Return how many tokens two sequences begin with alike. Bisection: slices are compared much faster than tokens."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -55,7 +55,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def tree_of(samples: Sequence[Sample], rows: Sequence[int]) -> list[Line]:
-    """The prefix tree of these rows; its distinct tokens are the sum of `own`."""
+    """Return the prefix tree of these rows; its distinct tokens are the sum of `own`."""
     lines: list[Line] = []
     before: tuple[int, ...] = ()
     for ids, row in sorted((samples[row].prompt_ids + samples[row].completion_ids, row) for row in rows):
@@ -84,7 +84,8 @@ def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def families(samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Line] | None]]:
-    """All rows in runs of adjacent ones, each with its tree, or None where equal prompts are all that is worth sharing.
+    """Yield all rows in runs of adjacent ones, each with its tree, or None where equal prompts are all that is worth
+    sharing.
 
     Tried first for runs of prompts that begin alike, which may be several groups, then for each of these groups.
     """
@@ -98,7 +99,8 @@ def families(samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Line] 
 
 
 def cut(tree: Sequence[Line], token_budget: int) -> Iterator[tuple[list[int], int]]:
-    """A tree's rows in parts of at most `token_budget` distinct tokens, with their number; a single row may have more.
+    """Yield a tree's rows in parts of at most `token_budget` distinct tokens, with their number; a single row may have
+    more.
 
     Neighbours in the tree, which share most, stay together.
     """
@@ -115,7 +117,7 @@ def cut(tree: Sequence[Line], token_budget: int) -> Iterator[tuple[list[int], in
 
 
 def _worthwhile(samples: Sequence[Sample], rows: Sequence[int]) -> list[Line] | None:
-    """The tree of these rows if it saves enough beside sharing equal prompts."""
+    """Return the tree of these rows if it saves enough beside sharing equal prompts."""
     if len(rows) == 1:
         return None
     tree = tree_of(samples, rows)

@@ -37,7 +37,7 @@ class Segment:
 
 
 def segments_of(turns: Sequence[Turn]) -> list[Segment]:
-    """The segments of an episode in which any turn is trained."""
+    """Return the segments of an episode in which any turn is trained."""
     segments = [_segment(run) for run in _runs(turns)]
     return [segment for segment in segments if segment is not None]
 
@@ -84,7 +84,8 @@ def _segment(run: Sequence[Turn]) -> Segment | None:
 
 
 def _kept(run: Sequence[Turn]) -> SamplingMask | None:
-    """What the tokens of a segment were drawn from; those that were not sampled count as drawn from everything."""
+    """Return what the tokens of a segment were drawn from; those that were not sampled count as drawn from
+    everything."""
     recorded = [each for turn in run if (each := turn.completion.kept) is not None]
     if all(each.is_whole for each in recorded):
         return None
@@ -98,7 +99,7 @@ def _kept(run: Sequence[Turn]) -> SamplingMask | None:
 
 
 def _routed(run: Sequence[Turn], *, tokens: int) -> RoutedExperts | None:
-    """What was chosen for each token when it was first computed; a later turn may have computed it again."""
+    """Return what was chosen for each token when it was first computed; a later turn may have computed it again."""
     recorded = [each for turn in run if (each := turn.completion.routed_experts) is not None]
     if not recorded:
         return None
@@ -113,7 +114,8 @@ def _routed(run: Sequence[Turn], *, tokens: int) -> RoutedExperts | None:
 
 
 def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False, first: int = 0) -> list[Sample]:
-    """The samples of groups that have advantages, one per segment; rollouts without one (unscorable) are left out.
+    """Return the samples of groups that have advantages, one per segment; rollouts without one (unscorable) are left
+    out.
 
     Token ids and behaviour logprobs are those of the engine, untouched. With `mask_truncated`, no token of a completion
     that was cut at its longest is trained, of an episode none of any turn. `first` is the number of the first group in

@@ -15,7 +15,7 @@ TINY = 1e-7  # probabilities that are this near to 0 or 1 count as this far from
 def moved_tokens(
     t: Tokens, ratio_N: Tensor, log_ratio_N: Tensor, spec: LossSpec
 ) -> tuple[Tensor, float | None, float | None]:
-    """How far the policy has moved at each token, and the least and most that the loss lets it.
+    """Return how far the policy has moved at each token, and the least and most that the loss lets it.
 
     The ratio w, within 1 - clip_low and 1 + clip_high; with DPPO the divergence of the token's probability p from the
     anchor's q, as if there were only this token and all others (no gradient), with the sign of p - q and within

@@ -66,7 +66,7 @@ def mcp_tools(
     time_limit_s: float = CALL_LIMIT_S,
     start_limit_s: float = START_LIMIT_S,
 ) -> ToolBox:
-    """The tools of a server, which is connected to if it is not yet.
+    """Return the tools of a server, which is connected to if it is not yet.
 
     Args:
         command: starts the server, which speaks over stdin and stdout; or
@@ -140,7 +140,7 @@ class McpConnection:
         return self._lost or not self._thread.is_alive()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """What the tool answers, from any event loop. Raises ToolError for an error of the tool's own."""
+        """Return what the tool answers, from any event loop. Raises ToolError for an error of the tool's own."""
         client = self._client
         if client is None or self.closed:
             raise ToolError(f"the MCP server {self.address} is gone")
@@ -256,7 +256,7 @@ async def _all_tools(client: Client) -> list[Any]:
 
 
 def _content_of(result: Any) -> str:
-    """The texts of a result; what is no text is named. A result with structure alone is JSON."""
+    """Return the texts of a result; what is no text is named. A result with structure alone is JSON."""
     parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
     if not parts and result.structured_content is not None:
         return to_json(result.structured_content).decode()
@@ -264,7 +264,7 @@ def _content_of(result: Any) -> str:
 
 
 def _lost(error: Exception) -> bool:
-    """Whether an error of a call means that there is no connection any more."""
+    """Return whether an error of a call means that there is no connection any more."""
     from anyio import BrokenResourceError, ClosedResourceError
     from mcp import MCPError
 

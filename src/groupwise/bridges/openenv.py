@@ -123,7 +123,7 @@ class OpenEnvironment(ToolEnv):
 
     # ---- tools ----
     async def _call(self, message: Message) -> StepResult:
-        """The answers to a message's calls. Raises what the client raised in one."""
+        """Return the answers to a message's calls. Raises what the client raised in one."""
         self._results = []
         answered = await super().step(message)
         if self._broken is not None:
@@ -133,7 +133,7 @@ class OpenEnvironment(ToolEnv):
         return dataclasses.replace(answered, reward=sum(rewards) if rewards else None, done=answered.done or over)
 
     async def _listed(self) -> list[CallableTool]:
-        """The server's tools. Raises ConfigError where it has none."""
+        """Return the server's tools. Raises ConfigError where it has none."""
         listing = getattr(self._client, "list_tools", None)
         if listing is not None:
             found: Any = await _finished(listing())
@@ -168,7 +168,7 @@ class OpenEnvironment(ToolEnv):
         return CallableTool(name=name, description=description, parameters=schema, run=run, time_limit_s=math.inf)
 
     def _call_of(self, name: str, arguments: dict[str, Any]) -> Any:
-        """What the client sends as a call."""
+        """Return what the client sends as a call."""
         if getattr(self._client, "list_tools", None) is not None:
             return load_once(CALL)(tool_name=name, arguments=arguments)
         return {"type": "call_tool", "tool_name": name, "arguments": arguments}
@@ -184,7 +184,7 @@ class OpenEnvironment(ToolEnv):
         return fields if self._action is None else self._action(**fields)
 
     def _shown(self, observation: Any) -> Any:
-        """An observation as a text, or as what `show` makes of it."""
+        """Return an observation as a text, or as what `show` makes of it."""
         if self._show is not None:
             return self._show(observation)
         fields = {name: each for name, each in _fields(observation).items() if name not in OF_THE_STEP}
@@ -217,7 +217,7 @@ async def _finished(value: Any) -> Any:
 
 
 def _answer(observation: Mapping[str, Any]) -> Any:
-    """The result in what a server observed of a call. Raises ToolError for an error."""
+    """Return the result in what a server observed of a call. Raises ToolError for an error."""
     if error := observation.get("error"):
         said = _fields(error)
         kind = str(getattr(said.get("error_type"), "value", said.get("error_type")))

@@ -108,7 +108,7 @@ class TextArenaGame:
         return said
 
     def step(self, message: Message) -> StepResult:
-        """The policy's move, and those of the others up to its next turn."""
+        """Return the policy's move, and those of the others up to its next turn."""
         self._move(str(message.get("content") or ""))
         said = self._told()
         if said is None:
@@ -124,7 +124,7 @@ class TextArenaGame:
             self._game.step(action=action)
 
     def _told(self) -> str | None:
-        """What is new to the policy, once it is its turn; None where the game is over."""
+        """Return what is new to the policy, once it is its turn; None where the game is over."""
         while not self._game.state.done:
             player, seen = self._game.get_observation()
             text = self._text(player, seen)
@@ -171,7 +171,7 @@ class _Generators:
 
 
 def _made(name: str, options: Mapping[str, Any]) -> Any:
-    """The game with the wrappers that are about moves; those about observations repeat what was said before."""
+    """Return the game with the wrappers that are about moves; those about observations repeat what was said before."""
     if importlib.util.find_spec("textarena") is None:
         raise ConfigError("textarena is not installed", hint="pip install 'groupwise[textarena]'")
     package: Any = importlib.import_module("textarena")

@@ -336,7 +336,7 @@ def merge(
 
 
 def _server(url: str | None, api_key: str | None, run: str | None, store: Path | None) -> Client | None:
-    """The server that is meant; None where it is a store."""
+    """Return the server that is meant; None where it is a store."""
     if run is not None or store is not None:
         if url is not None:
             raise ConfigError("both a server and a store are given", hint="give --url, or one of --run and --store")
@@ -350,7 +350,7 @@ def _server(url: str | None, api_key: str | None, run: str | None, store: Path |
 
 
 def _answers(client: Client) -> bool:
-    """Whether a server is there, without trying again."""
+    """Return whether a server is there, without trying again."""
     from groupwise.sdk.client import Client
 
     try:
@@ -422,7 +422,8 @@ def _export_model(
 
 
 def _found(name: str, run: str | None, store: Path | None) -> tuple[AdapterStore, PolicyVersion]:
-    """The version that is meant, of a run or a store that is named, or of any run, with the store that it is in."""
+    """Return the version that is meant, of a run or a store that is named, or of any run, with the store that it is
+    in."""
     from groupwise.store.locate import find_policy
 
     if run is not None or store is not None:
@@ -499,7 +500,7 @@ def _history_row(version: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def evaluation_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """What suites measured of a version, a row a metric."""
+    """Return what suites measured of a version, a row a metric."""
     rows = [("evaluated", "metric", "value", "", "samples", "by", "")] if results else []
     for result in results:
         by = f"{result['suite']} {result['release']}"

@@ -97,7 +97,7 @@ def chat(
 
 
 def _grammar(form: Any) -> Grammar | None:
-    """What the replies of a run must be, from what its configuration says."""
+    """Return what the replies of a run must be, from what its configuration says."""
     from groupwise.config.structured import StructuredOutputsConfig
 
     return None if form is None else StructuredOutputsConfig.model_validate(form).as_grammar("structured_outputs")
@@ -106,7 +106,7 @@ def _grammar(form: Any) -> Grammar | None:
 def _meant(
     first: str | None, second: str | None, *, url: str | None, adapter: str | None
 ) -> tuple[TrainedPolicy | None, str | None]:
-    """The policy to load here (None: a server is asked) and the message (None: what is typed).
+    """Return the policy to load here (None: a server is asked) and the message (None: what is typed).
 
     Of two words the first is the run. One word alone is a run if there is one of this name, else a message.
     """
@@ -140,7 +140,7 @@ class Partner(Protocol):
     """Who is talked to."""
 
     def answer(self, messages: Sequence[Any]) -> tuple[dict[str, Any], str]:
-        """The reply as JSON, and its text."""
+        """Return the reply as JSON, and its text."""
         ...
 
     def print_reply(self, messages: Sequence[Any]) -> str:
@@ -160,7 +160,7 @@ def _converse(partner: Partner, messages: list[Any], text: str | None, *, as_jso
 
 
 def _typed() -> Iterator[str]:
-    """What the user types, message by message; or all of stdin where that is no terminal."""
+    """Yield what the user types, message by message; or all of stdin where that is no terminal."""
     if not sys.stdin.isatty():
         yield sys.stdin.read()
         return
@@ -270,7 +270,7 @@ class LocalPartner:
         return "".join(part.text for part in said if part.kind == "content")
 
     def _sample(self, messages: Sequence[Any], hear: Callable[[ReplyPart], object]) -> Completion:
-        """The next turn; `hear` gets its parts, thoughts and content, while it is sampled."""
+        """Return the next turn; `hear` gets its parts, thoughts and content, while it is sampled."""
         from groupwise.model.chat import encode_prompt, opens_thought
         from groupwise.tasks.reply import ReplyParser, TextStream
         from groupwise.tasks.structured import of_reply
@@ -295,7 +295,7 @@ class LocalPartner:
         return completion
 
     def _params(self, prompt: int, context: int) -> SamplingParams:
-        """Raises ContextLengthError if the conversation leaves no room for a reply, ConfigError for a wrong option."""
+        """Raise ContextLengthError if the conversation leaves no room for a reply, ConfigError for a wrong option."""
         from groupwise.types import SamplingParams
 
         if prompt >= context:

@@ -75,7 +75,7 @@ def demo(
 
 
 def _free_port() -> int:
-    """The usual port, or 0 (any that is free) where somebody has it."""
+    """Return the usual port, or 0 (any that is free) where somebody has it."""
     from groupwise.server.listen import StartError, bind
 
     try:

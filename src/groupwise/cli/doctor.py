@@ -50,7 +50,8 @@ DISK_WARN_GIB, DISK_FAIL_GIB = 5.0, 0.5
 
 
 def examine(*, directory: Path = Path(".")) -> Iterator[DoctorCheck]:
-    """Every finding, in the order of the checks; `directory` is where runs would be written. One that raises failed.
+    """Yield every finding, in the order of the checks; `directory` is where runs would be written. One that raises
+    failed.
 
     Of several processes each calls this; what rank 0 is given is about all.
     """
@@ -102,7 +103,7 @@ def check_torch() -> DoctorCheck:
 
 
 def check_torch_build() -> DoctorCheck:
-    """Whether the torch that was installed, for CUDA or for CPUs, fits the machine."""
+    """Return whether the torch that was installed, for CUDA or for CPUs, fits the machine."""
     import torch
 
     size = f"{installed_bytes(Path(torch.__file__).parent.parent) / 1e9:.1f} GB on disk"
@@ -124,7 +125,7 @@ def check_torch_build() -> DoctorCheck:
 
 
 def installed_bytes(packages: Path) -> int:
-    """Bytes on disk of torch and of what only its CUDA build brings, in a directory of installed packages."""
+    """Return bytes on disk of torch and of what only its CUDA build brings, in a directory of installed packages."""
     folders = [packages / name for name in ("torch", "nvidia", "triton")]
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
 
@@ -143,7 +144,7 @@ def check_gpu() -> DoctorCheck:
 
 
 def check_gpu_code() -> DoctorCheck:
-    """How much of this package only a GPU executes: none of it has ever run."""
+    """Return how much of this package only a GPU executes: none of it has ever run."""
     import torch
 
     found = places()
@@ -181,7 +182,7 @@ def check_disk(directory: Path) -> DoctorCheck:
 
 
 def check_starter() -> DoctorCheck:
-    """The embedded model is there, and the packed forward agrees with its own."""
+    """Check that the embedded model is there, and that the packed forward agrees with its own."""
     from groupwise.config.run import STARTER
     from groupwise.model.load import load_model, share_weights
     from groupwise.model.packed_check import packed_forward_gap, packed_tolerance
@@ -202,7 +203,7 @@ def check_starter() -> DoctorCheck:
 
 
 def check_template() -> DoctorCheck:
-    """The starter's chat template: a reply goes to ids and back, and training marks exactly the reply."""
+    """Return the starter's chat template: a reply goes to ids and back, and training marks exactly the reply."""
     from transformers import AutoTokenizer
 
     from groupwise.config.run import STARTER_DIR
@@ -225,7 +226,7 @@ def check_template() -> DoctorCheck:
 
 
 def check_sandbox() -> DoctorCheck:
-    """What untrusted code (rewards that run programs) is kept apart by."""
+    """Return what untrusted code (rewards that run programs) is kept apart by."""
     from groupwise.rewards.sandbox import isolation
 
     level = isolation()

@@ -42,7 +42,7 @@ DEADLINE_S = 60.0
 
 
 def host_findings() -> Iterator[DoctorCheck]:
-    """What other machines would meet here: torch.distributed, the name, the port."""
+    """Yield what other machines would meet here: torch.distributed, the name, the port."""
     there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     yield DoctorCheck(
         "distributed", "ok", f"backends: {', '.join(name for name, is_there in there.items() if is_there)}"
@@ -76,7 +76,8 @@ def _port(port: int) -> DoctorCheck:
 def cluster_findings(
     local: Sequence[DoctorCheck], *, directory: Path, deadline_s: float = DEADLINE_S
 ) -> Iterator[DoctorCheck]:
-    """Every process calls this, with what it found on its own machine; what rank 0 is given is about all of them."""
+    """Yield what is found. Every process calls this, with what it found on its own machine; what rank 0 is given is
+    about all of them."""
     here = world()
     try:
         ranks = join(here, device=_device(here), deadline_s=deadline_s)
@@ -164,7 +165,7 @@ def _clocks(times: Sequence[float]) -> DoctorCheck:
 
 
 def _storage(ranks: Ranks, directory: Path) -> DoctorCheck:
-    """Whether a file that rank 0 writes is seen by the others."""
+    """Return whether a file that rank 0 writes is seen by the others."""
     token = ranks.spread(secrets.token_hex(8), phase="comparing storage")
     probe, error = directory / f".groupwise-doctor-{token}", ""
     try:

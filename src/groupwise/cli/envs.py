@@ -123,7 +123,8 @@ def _of_environment(config: EnvConfig, folder: Path) -> CheckRequest:
 
 
 def _of_run(path: Path, *, given: Mapping[str, Any], overrides: Sequence[str]) -> CheckRequest:
-    """What a run's file says. Raises ConfigError for one without `env`, and for options that it has an answer to."""
+    """Return what a run's file says. Raises ConfigError for one without `env`, and for options that it has an answer
+    to."""
     from groupwise.run.config_file import load_config
     from groupwise.tasks.check.opening import CheckRequest
 
@@ -152,7 +153,7 @@ def _dataset(source: str) -> DatasetConfig:
 
 
 def _config(name: str, *, args: str, deadline: float, overrides: Sequence[str]) -> EnvConfig:
-    """The `env` section of a run. Raises ConfigError."""
+    """Return the `env` section of a run. Raises ConfigError."""
     from pydantic import ValidationError
 
     from groupwise.config.run import EnvConfig

@@ -54,7 +54,7 @@ def _remember(context: typer.Context, parameter: typer.CallbackParam, value: Any
 
 
 def examples(*lines: str) -> str:
-    """A command's epilogue."""
+    """Return a command's epilogue."""
     return "\n\n".join(("Examples:", *lines))
 
 
@@ -76,7 +76,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def open_client(url: str | None, api_key: str | None) -> Client:
-    """The client of the server that is meant; what it waits for is said on stderr."""
+    """Return the client of the server that is meant; what it waits for is said on stderr."""
     from groupwise.sdk.client import Client
 
     return Client(url, api_key=api_key, note=say)

@@ -442,7 +442,7 @@ def _show_untested(as_json: bool) -> None:
 
 # ---- shared ----
 def _load(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None) -> RunConfig:
-    """The run; what of a file comes out otherwise than in the system that it was written for is said first."""
+    """Return the run; what of a file comes out otherwise than in the system that it was written for is said first."""
     loaded = _read(path, overrides, more)
     config = loaded.runnable()
     for note in loaded.differs:
@@ -451,8 +451,8 @@ def _load(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None
 
 
 def _plan(config: RunConfig, make: Callable[[RunConfig], RunPlan]) -> RunPlan | None:
-    """The run's plan, whose mistakes are found before torch is imported, which takes seconds. None under torchrun,
-    where one process of several makes it."""
+    """Return the run's plan, whose mistakes are found before torch is imported, which takes seconds. None under
+    torchrun, where one process of several makes it."""
     plan = make(config) if world().size == 1 else None
     quiet_libraries()
     return plan

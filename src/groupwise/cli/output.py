@@ -17,7 +17,7 @@ from groupwise.tasks.transcript import visible
 
 
 def stdout() -> Console:
-    """A console on stdout as it is now; colours only on a terminal, none with NO_COLOR."""
+    """Return a console on stdout as it is now; colours only on a terminal, none with NO_COLOR."""
     return Console(highlight=False)
 
 

@@ -43,7 +43,8 @@ _TEXT_CHARS = 60  # of a completion in a table
 
 
 def adapter_path(config: RunConfig, result: RunResult) -> Path | None:
-    """Where the trained policy is: an adapter version, or with `train.lora: null` the model; None without a step."""
+    """Return where the trained policy is: an adapter version, or with `train.lora: null` the model; None without a
+    step."""
     if config.train.lora is None:
         return result.run_dir / "model"
     return None if result.version.is_base else AdapterStore(result.run_dir / "adapters").path(result.version)
@@ -101,7 +102,7 @@ def print_run(console: Console, config: RunConfig, result: RunResult, *, extreme
 
 
 def why_untrained(result: RunResult) -> str:
-    """Why no step changed the policy, as its last step tells it."""
+    """Return why no step changed the policy, as its last step tells it."""
     steps = [line for line in read_metrics(result.run_dir / METRICS) if line.get("rollout/groups_trained") is not None]
     if not steps:
         return "no step was finished"
@@ -177,7 +178,8 @@ def changed_first(before: Mapping[str, Evaluation], after: Mapping[str, Evaluati
 
 
 def _asked(prompt: Prompt) -> str:
-    """The prompt as one would read it: its text, or its last message; of an environment that failed, the case."""
+    """Return the prompt as one would read it: its text, or its last message; of an environment that failed, the
+    case."""
     if prompt.messages is None:
         return prompt.text or ", ".join(f"{name}: {value}" for name, value in prompt.columns.items())
     content = prompt.messages[-1].get("content")
@@ -334,7 +336,7 @@ def _teacher(teacher: TeacherConfig, told: Mapping[str, float]) -> str:
 
 
 def _one_step(tried: StepTrial) -> str:
-    """What came of the step that was tried."""
+    """Return what came of the step that was tried."""
     if tried.grad_norm is None:
         return "no completion could be trained on; published, loaded and sampled with"
     how = ", with made-up advantages, since all groups were equal" if tried.made_up else ""
@@ -342,7 +344,7 @@ def _one_step(tried: StepTrial) -> str:
 
 
 def _a_step(config: RunConfig, step: StepSize) -> str:
-    """What is sampled and trained in a step."""
+    """Return what is sampled and trained in a step."""
     parts = {"minibatches": config.train.minibatches, "passes": config.train.passes}
     several = [f"{count} {name}" for name, count in parts.items() if count > 1]
     return (
@@ -355,7 +357,7 @@ def _a_step(config: RunConfig, step: StepSize) -> str:
 
 
 def _time(report: CheckReport) -> str:
-    """How long the run takes, by the trial step."""
+    """Return how long the run takes, by the trial step."""
     low, high = (_duration(each) for each in report.pace.of_run(report.plan.config))
     sampling = " to ".join(dict.fromkeys(f"{each:.2g}" for each in report.pace.sampling))
     each = f"a step samples {sampling} s and trains {report.pace.training:.2g} s"
@@ -378,7 +380,7 @@ def _duration(seconds: float) -> str:
 
 
 def _pace(config: RunConfig) -> str:
-    """How far sampling runs ahead of training."""
+    """Return how far sampling runs ahead of training."""
     interval, staleness = config.rollout.weight_sync_interval, config.rollout.max_staleness
     if config.rollout.on_policy:
         return "on-policy: each step is sampled by the version that it trains"
@@ -413,7 +415,7 @@ def print_origins(console: Console, loaded: LoadedRun) -> None:
 
 
 def _ends(text: str) -> str:
-    """How a text begins and ends, where it is long: what is scored is mostly at its end."""
+    """Return how a text begins and ends, where it is long: what is scored is mostly at its end."""
     half = (_TEXT_CHARS - 3) // 2
     return text if len(text) <= _TEXT_CHARS else f"{text[:half]} … {text[-half:]}"
 

@@ -223,7 +223,7 @@ def wait(
 def _submission(
     path: Path, what: str, settings: Sequence[str] | None, output_name: str | None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The groups or examples of a file, and its config with what the command line says over it."""
+    """Return the groups or examples of a file, and its config with what the command line says over it."""
     from groupwise.config.yaml import Document
 
     rows, config = _rows(path, what)
@@ -236,7 +236,8 @@ def _submission(
 
 
 def _to_submit(group: Any) -> Any:
-    """A group as `rollouts sample --json` printed it, with rewards, as the server takes it; another one as it is."""
+    """Return a group as `rollouts sample --json` printed it, with rewards, as the server takes it; another one as it
+    is."""
     if not isinstance(group, Mapping) or not isinstance(group.get("completions"), list):
         return group
     kept = {key: value for key, value in group.items() if value or key != "tools"}
@@ -251,7 +252,7 @@ def _named(completion: Any) -> Any:
 
 
 def _is_scored(completion: Any) -> bool:
-    """A reward of null says that the completion could not be scored."""
+    """Return whether a completion was scored: a reward of null says that it could not be."""
     return not isinstance(completion, Mapping) or "reward" not in completion or completion["reward"] is not None
 
 

@@ -93,7 +93,8 @@ def lint(
 
 
 def _load(name: str, *, folder: Path, options: dict[str, Any]) -> tuple[Sequence[RewardFunction], dict[str, list[str]]]:
-    """The functions, and by reference the options that those of a module lack without which they cannot be called."""
+    """Return the functions, and by reference the options that those of a module lack without which they cannot be
+    called."""
     from groupwise.config.rewards import RewardConfig
     from groupwise.rewards.base import load_rewards
     from groupwise.rewards.check import needed_options
@@ -141,7 +142,7 @@ def _find(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
 def _rows(
     source: str | None, overrides: Sequence[str], *, folder: Path, gold: str | None, count: int
 ) -> Sequence[ProbePrompt]:
-    """The built-in rows, or the first of a dataset: the wrong answer to one is the right one to another."""
+    """Return the built-in rows, or the first of a dataset: the wrong answer to one is the right one to another."""
     from groupwise.rewards.probes import GOLD, ROWS, ProbePrompt
     from groupwise.tasks.prompts import open_prompts
 
@@ -168,7 +169,7 @@ def _rows(
 
 
 def _dataset(source: str, overrides: Sequence[str], *, limit: int) -> DatasetConfig:
-    """What --data and the overrides behind it say, which are in the words of a run: data.KEY=VALUE."""
+    """Return what --data and the overrides behind it say, which are in the words of a run: data.KEY=VALUE."""
     from pydantic import create_model
 
     from groupwise.config.data import DatasetConfig
@@ -237,7 +238,7 @@ def _print_rewards(reports: Sequence[RewardCheckReport], lacking: Mapping[str, l
 
 
 def _table(report: RewardCheckReport) -> list[list[str]]:
-    """A line a probe, a column a row."""
+    """Return a line a probe, a column a row."""
     count = max(each.row for each in report.tried) + 1
     lines: dict[str, list[str]] = {}
     for each in report.tried:

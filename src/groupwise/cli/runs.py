@@ -114,7 +114,7 @@ def report_(
 
 
 def _config(run_dir: Path) -> RunConfig | None:
-    """The run's configuration; None, and a word about it, where this version cannot read it."""
+    """Return the run's configuration; None, and a word about it, where this version cannot read it."""
     from groupwise.config.run import load_config
 
     try:
@@ -149,7 +149,7 @@ def _row(finding: Finding) -> tuple[str, ...]:
 
 
 def _paragraph(finding: Finding, run_dir: Path, config: RunConfig | None) -> Iterator[str]:
-    """What it means and what to do, with commands to copy."""
+    """Yield what it means and what to do, with commands to copy."""
     yield ""
     yield f"{finding.label}: {finding.says}"
     yield f"  cause  {finding.cause}"

@@ -145,7 +145,7 @@ def serve(
 
 
 def _read_settings(path: Path | None) -> Document:
-    """The settings of --config; what they name is looked for beside the file. Raises ConfigError."""
+    """Return the settings of --config; what they name is looked for beside the file. Raises ConfigError."""
     from groupwise.config.yaml import Document
 
     if path is None:
@@ -167,7 +167,8 @@ def _ask_as_trained(document: Document, run_dir: Path) -> None:
 
 
 def served_run(text: str) -> TrainedPolicy | None:
-    """The run or version that `text` names; None where it names a model. Raises ConfigError for a file of settings."""
+    """Return the run or version that `text` names; None where it names a model. Raises ConfigError for a file of
+    settings."""
     from groupwise.store.locate import UNTRAINED, find_policy
 
     path = Path(text)
@@ -187,7 +188,8 @@ def served_run(text: str) -> TrainedPolicy | None:
 
 
 def start_of(model: str, adapter: str | None, policy: TrainedPolicy | None) -> Start:
-    """The adapter that is active first. One that is named by its version stays chosen when the server begins again."""
+    """Return the adapter that is active first. One that is named by its version stays chosen when the server begins
+    again."""
     from groupwise.server.app import Start
     from groupwise.store.locate import find_adapter
 

@@ -70,8 +70,8 @@ def evaluate_by_suite(
 
 
 def find_target(config: RunConfig | None, adapter: str | None) -> tuple[Target, Located | None]:
-    """What is to be served: the adapter (or "base") over the configuration's model, or over the one that it was trained
-    on. Raises ConfigError where neither is named, and as `find_policy`."""
+    """Return what is to be served: the adapter (or "base") over the configuration's model, or over the one that it was
+    trained on. Raises ConfigError where neither is named, and as `find_policy`."""
     options: list[str] = []
     if config is not None:
         located, model = find_version(adapter), config.model

@@ -47,7 +47,7 @@ def ui(
 
 
 def _directory(text: str) -> Path:
-    """What is a directory is meant; otherwise a name under runs/."""
+    """Return what is a directory is meant; otherwise a name under runs/."""
     from groupwise.store.locate import find_run
 
     return Path(text) if Path(text).is_dir() else find_run(text)

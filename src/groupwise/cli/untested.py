@@ -40,7 +40,7 @@ class Untested:
 
 
 def places(package: Path = PACKAGE) -> list[Untested]:
-    """Every place that only a GPU reaches and none has, by file and line; of nested ones the outer."""
+    """Return every place that only a GPU reaches and none has, by file and line; of nested ones the outer."""
     found: list[Untested] = []
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def places(package: Path = PACKAGE) -> list[Untested]:
 
 
 def unmarked(text: str) -> list[int]:
-    """The lines of a module's source at which statements begin that ask for a GPU and have no mark."""
+    """Return the lines of a module's source at which statements begin that ask for a GPU and have no mark."""
     if not any(word in text for word in (*_KINDS, "pin_memory")):
         return []
     comments, ranges = _comments(text), [(first, last) for first, last, *_ in _marked(text)]
@@ -87,7 +87,7 @@ def _marked(text: str) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _comments(text: str) -> dict[int, str]:
-    """The comment of each line that has one."""
+    """Return the comment of each line that has one."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
 
@@ -105,14 +105,14 @@ def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _header(statement: ast.stmt) -> tuple[int, int]:
-    """The lines of a statement without those of the blocks in it."""
+    """Return the lines of a statement without those of the blocks in it."""
     inner: Sequence[ast.stmt] = getattr(statement, "body", ())
     last = inner[0].lineno - 1 if inner else statement.end_lineno or statement.lineno
     return statement.lineno, max(last, statement.lineno)
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:
-    """What is in a statement and in none of the statements inside."""
+    """Yield what is in a statement and in none of the statements inside."""
     waiting: list[ast.AST] = [statement]
     while waiting:
         node = waiting.pop()
@@ -121,7 +121,8 @@ def _own(statement: ast.stmt) -> Iterator[ast.AST]:
 
 
 def _asks(node: ast.AST) -> bool:
-    """Whether an expression is about a GPU: a comparison with a kind of device, a call of torch.cuda, pinned memory."""
+    """Return whether an expression is about a GPU: a comparison with a kind of device, a call of torch.cuda, pinned
+    memory."""
     if isinstance(node, ast.Compare):
         return any(isinstance(each, ast.Constant) and each.value in _KINDS for each in ast.walk(node))
     if isinstance(node, ast.Attribute):

@@ -64,7 +64,7 @@ class LossConfig(Section):
     """Weight of the entropy bonus."""
 
     def loss_overrides(self) -> dict[str, Any]:
-        """The loss options that are not null, for `resolve_loss(policy_loss, **overrides)`."""
+        """Return the loss options that are not null, for `resolve_loss(policy_loss, **overrides)`."""
         names = LossConfig.model_fields.keys() - {"policy_loss"}
         return {name: value for name, value in self if name in names and value is not None}
 

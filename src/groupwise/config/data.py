@@ -19,7 +19,7 @@ READ = ("args", "split", "prompt_key")  # keys of rows that are read only
 
 
 def _tasks(value: Any) -> Any:
-    """A list of names, or a name without parameters, stands for empty parameters."""
+    """Return a list of names, or a name without parameters, stands for empty parameters."""
     if isinstance(value, str) or not isinstance(value, Mapping | Sequence):
         return value
     if isinstance(value, Mapping):

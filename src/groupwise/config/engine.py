@@ -91,7 +91,7 @@ class VllmConfig(Section):
         return self
 
     def rounds(self, dtype: str) -> bool:
-        """Whether vLLM's weights are rounded ones of a trainer's in `dtype` (`auto`, `float32`, `bfloat16`)."""
+        """Return whether vLLM's weights are rounded ones of a trainer's in `dtype` (`auto`, `float32`, `bfloat16`)."""
         return (
             self.quantization is not None
             or self.dtype not in ("auto", "float32", dtype)

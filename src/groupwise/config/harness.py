@@ -11,7 +11,7 @@ from groupwise.config.section import Section, Text, Texts, conflict
 
 
 def _inside(path: str) -> str:
-    """A path within a workspace."""
+    """Return a path within a workspace."""
     pure = PurePosixPath(path)
     if not pure.parts or pure.is_absolute() or ".." in pure.parts:
         raise ValueError(f"{path!r} is not valid; write a path within the workspace, such as tests/test_a.py")

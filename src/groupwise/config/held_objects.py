@@ -38,7 +38,7 @@ class Named:
 
 
 def named(function: Callable[..., Any], *, what: str) -> Named:
-    """The name of a function. Raises ConfigError for one that is not at the top level of a module."""
+    """Return the name of a function. Raises ConfigError for one that is not at the top level of a module."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<object>")
     if module is None or not name.isidentifier():
         hint = "define it at the top level of a module"
@@ -57,8 +57,8 @@ def named_or_held(function: Callable[..., Any], *, what: str) -> Named:
 
 
 def held(function: Callable[..., Any], *, name: str, of: Any = None) -> str:
-    """A reference, made of `name`, by which this process finds `function` as long as it lives. `of` is what was handed
-    over, where that is something else: the same gets the same reference.
+    """Return a reference, made of `name`, by which this process finds `function` as long as it lives. `of` is what was
+    handed over, where that is something else: the same gets the same reference.
 
     The same names in the same order give the same references, so a script that is run again finds its run.
     """

@@ -31,8 +31,8 @@ _NAMES = (
 
 
 def model_path(name: str) -> str:
-    """What transformers loads for a model's name: the starter's directory, a directory (`~` is the home), or a name on
-    the hub."""
+    """Return what transformers loads for a model's name: the starter's directory, a directory (`~` is the home), or a
+    name on the hub."""
     return str(STARTER_DIR) if name == STARTER else str(Path(name).expanduser()) if name.startswith("~") else name
 
 

@@ -49,7 +49,7 @@ def _adapter(value: Any) -> Any:
 
 
 def _targets_of(saved: Mapping[str, Any]) -> Any:
-    """What PEFT's configuration targets: modules, and parameters of modules."""
+    """Return what PEFT's configuration targets: modules, and parameters of modules."""
     modules, parameters = saved.get("target_modules"), saved.get("target_parameters") or ()
     return [*(modules or ()), *parameters] if parameters and not isinstance(modules, str) else modules
 
@@ -99,8 +99,8 @@ class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target
     """Fixes initialisation, dropout and the order of minibatches."""
 
     def parent(self, store: AdapterStore, *, name: str | None) -> PolicyVersion:
-        """What a job of this output name would continue now; a name alone means its newest healthy version. Raises
-        AdapterNotFoundError."""
+        """Return what a job of this output name would continue now; a name alone means its newest healthy version.
+        Raises AdapterNotFoundError."""
         wanted = self.base_adapter or name
         if wanted in (None, BASE):
             return PolicyVersion.base()
@@ -109,8 +109,8 @@ class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target
         return PolicyVersion.base() if self.base_adapter is None else store.resolve(wanted)
 
     def effective(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What acts where the request says nothing, of the fields for which that can be said: those of a fresh adapter,
-        or of the one that is continued, whose PEFT configuration is `saved`."""
+        """Return what acts where the request says nothing, of the fields for which that can be said: those of a fresh
+        adapter, or of the one that is continued, whose PEFT configuration is `saved`."""
         fresh = LoraSpec()
         own = {"r": fresh.rank, "lora_alpha": fresh.alpha, "target_modules": fresh.targets} if saved is None else saved
         found = {
@@ -159,7 +159,7 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     where they are recorded, which is for rollouts of the local engine; true, or refuse the job; false, never."""
 
     def loss_overrides(self) -> dict[str, Any]:
-        """The loss options, with `clip_epsilon` as the two it stands for and `kl_coeff` with its estimator."""
+        """Return the loss options, with `clip_epsilon` as the two it stands for and `kl_coeff` with its estimator."""
         overrides = super().loss_overrides()
         if self.clip_epsilon is not None:
             overrides = {"clip_low": self.clip_epsilon, "clip_high": self.clip_epsilon, **overrides}
@@ -170,12 +170,12 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
         return overrides
 
     def loss(self, *, recorded: bool) -> LossSpec:
-        """The loss of a job. `recorded`: log-probabilities come with the completions, of whatever policy sampled them;
-        without any, the policy that the job starts from counts as the one that did."""
+        """Return the loss of a job. `recorded`: log-probabilities come with the completions, of whatever policy sampled
+        them; without any, the policy that the job starts from counts as the one that did."""
         return loss_of(self, max_tokens=MAX_TOKENS, stale=recorded, dropout=self.lora_dropout > 0, section="")
 
     def trains_flat(self, *, recorded: bool) -> bool:
-        """Whether groups of equal rewards are trained on too, as a KL or entropy term has a gradient there."""
+        """Return whether groups of equal rewards are trained on too, as a KL or entropy term has a gradient there."""
         return self.loss(recorded=recorded).needs_flat(self.iterations * self.minibatches, stale=recorded)
 
     def effective(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
         return self
 
     def _in_request_terms(self, error: FieldError) -> ValidationError:
-        """An error of the loss as one of the field that the request has for it."""
+        """Return an error of the loss as one of the field that the request has for it."""
         field = error.field
         if field in ("clip_low", "clip_high") and getattr(self, field) is None:
             field, error = "clip_epsilon", error.renamed("clip_epsilon")
@@ -264,7 +264,7 @@ SAMPLED_WITH = {  # what was said when the completions were sampled, before a jo
 
 
 def job_field(key: str, kind: str) -> str | None:
-    """The field of a job's `config` for a run's key; None where it has none.
+    """Return the field of a job's `config` for a run's key; None where it has none.
 
     >>> job_field("train.passes", "grpo"), job_field("train.lora.rank", "sft"), job_field("rollout.refill", "grpo")
     ('iterations', 'lora_rank', None)
@@ -275,7 +275,7 @@ def job_field(key: str, kind: str) -> str | None:
 
 
 def job_name(key: str) -> str:
-    """What a request calls a run's key, for texts.
+    """Return what a request calls a run's key, for texts.
 
     >>> job_name("train.learning_rate"), job_name("rollout.max_tokens")
     ('config.learning_rate', 'max_tokens')
@@ -284,5 +284,5 @@ def job_name(key: str) -> str:
 
 
 def parse_job_config(kind: str, data: Mapping[str, Any]) -> GrpoJobConfig | SftJobConfig:
-    """Raises ConfigError with every problem: key, value, what is valid, what was probably meant."""
+    """Raise ConfigError with every problem: key, value, what is valid, what was probably meant."""
     return validate(Document(dict(data)), MODELS[kind], other_names=JOB_OTHER_NAMES[kind])

@@ -64,7 +64,7 @@ class LearnConfig(Section):
 
 
 def _fraction(value: Any) -> Any:
-    """A share as 0.1, or "10%"."""
+    """Return a share as 0.1, or "10%"."""
     if not isinstance(value, str):
         return value
     try:
@@ -116,7 +116,7 @@ class CanaryConfig(Section):
 
 
 def _share(value: Any) -> Any:
-    """A share alone is a canary, or a shadow, with that share."""
+    """Return the setting; a share alone is a canary, or a shadow, with that share."""
     return value if value is None or isinstance(value, dict | Section | bool) else {"share": value}
 
 

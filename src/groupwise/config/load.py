@@ -56,7 +56,8 @@ class GoneError(AttributeError):
 
 
 def load_object(reference: str, *, folder: str | Path | None = None) -> Callable[..., Any]:
-    """The function or class that `module:attribute`, `package.module.attribute` or `path/to/file.py:attribute` names.
+    """Return the function or class that `module:attribute`, `package.module.attribute` or `path/to/file.py:attribute`
+    names.
 
     Raises LoadError: the reference is malformed, the module is not found or fails to import (with file and line), it
     has no such attribute, or the attribute is not callable.

@@ -170,12 +170,12 @@ class LossSpec:
         return not self.reads_entropy or self.reduction == "token_mean"
 
     def denominator(self, *, tokens: float, rows: float) -> float:
-        """The part of the reduction's divisor that only the whole batch knows: its loss tokens, its rows, or (with
-        `by_prompt`) its prompts, given as `rows`."""
+        """Return the part of the reduction's divisor that only the whole batch knows: its loss tokens, its rows, or
+        (with `by_prompt`) its prompts, given as `rows`."""
         return {"token_mean": max(tokens, 1.0), "sum": 1.0}.get(self.reduction, max(rows, 1.0))
 
     def needs_flat(self, steps_per_batch: int, *, stale: bool = False) -> bool:
-        """Whether samples with advantage 0 have a gradient, so that groups of equal rewards must be trained on.
+        """Return whether samples with advantage 0 have a gradient, so that groups of equal rewards must be trained on.
 
         Every surrogate is a multiple of the advantage. The other terms are not: a KL, an entropy bonus, soft targets,
         and DRO's square, which is flat only where the policy is its anchor: on the first of a batch's optimizer steps,
@@ -187,10 +187,9 @@ class LossSpec:
         return other or (self.surrogate == "dro" and moved)
 
     def off_policy_warnings(self, steps_per_batch: int, *, stale: bool, section: str = "algo.") -> list[str]:
-        """What this loss does not account for where samples are not of the policy that is trained: in the optimizer
-        steps on a batch after the first, and in all of them where samples may be `stale`, of an older policy or
-        one of rounded weights.
-        `section` stands before the names of options."""
+        """Return what this loss does not account for where samples are not of the policy that is trained: in the
+        optimizer steps on a batch after the first, and in all of them where samples may be `stale`, of an older policy
+        or one of rounded weights. `section` stands before the names of options."""
         warnings: list[str] = []
         weigh = f"set {section}correction (tis_token, say), or take a loss with a bounded ratio (grpo, dapo, cispo)"
         if self.surrogate == "reinforce" and self.correction == "none":
@@ -215,7 +214,7 @@ class LossSpec:
         return warnings
 
     def reads(self, knob: str) -> bool:
-        """Whether the loss depends on this field, given the others."""
+        """Return whether the loss depends on this field, given the others."""
         if knob == "anchor":
             return self.reads_anchor
         factor, values = _READ_WITH.get(knob, ("surrogate", get_args(Surrogate)))
@@ -361,7 +360,7 @@ _OTHER_NAMES = {
 
 
 def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
-    """A preset by name, or a function of your own (`module:function`, `path/to/file.py:function`; see
+    """Return a preset by name, or a function of your own (`module:function`, `path/to/file.py:function`; see
     `algo.loss.CustomSurrogate`), with some of its fields overridden.
 
     A field that the preset sets and that the overridden factors no longer read falls away; one they newly read gets its
@@ -419,7 +418,7 @@ def loss_of(
     section: str = "algo.",
     folder: Path | None = None,
 ) -> LossSpec:
-    """The loss that the configuration names.
+    """Return the loss that the configuration names.
 
     Args:
         folder: where modules and files with loss functions are looked for first. None takes presets only.
@@ -459,7 +458,7 @@ def _loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool, dropout: bool) -
 
 
 def _located(reference: str, folder: Path) -> str:
-    """A loss function's reference that holds in any process: by its file, if that is in the folder."""
+    """Return a loss function's reference that holds in any process: by its file, if that is in the folder."""
     load_object(reference, folder=folder)  # its errors now, and not in the first step
     module, _, name = reference.rpartition(":")
     file = folder / (module if module.endswith(".py") else f"{module.replace('.', '/')}.py")

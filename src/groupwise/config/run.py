@@ -191,7 +191,7 @@ class EnvConfig(Section):
         return self
 
     def differing(self, keys: Sequence[str]) -> list[str]:
-        """Those of the keys that ask for something else than the default; `workers: 0` asks for nothing."""
+        """Return those of the keys that ask for something else than the default; `workers: 0` asks for nothing."""
         fields = type(self).model_fields
         nothing = {"workers": 0}
         return [
@@ -382,7 +382,7 @@ class RolloutConfig(Section):
         return not self.on_policy or self.replay.size > 0 or self.dtype is not None
 
     def sampling(self) -> SamplingParams:
-        """The training rollouts' sampling parameters (without a seed)."""
+        """Return the training rollouts' sampling parameters (without a seed)."""
         narrowing = {name: getattr(self, name) for name in NARROWING}
         return SamplingParams(
             max_tokens=self.max_tokens,
@@ -683,12 +683,13 @@ class RunConfig(Section):
             raise conflict("rollout", "stream_groups", message)
 
     def eval_sampling(self) -> SamplingParams:
-        """The sampling parameters of evaluations in mode sampled: the training rollouts', with what `eval` changes."""
+        """Return the sampling parameters of evaluations in mode sampled: the training rollouts', with what `eval`
+        changes."""
         changes = {} if self.eval is None else {key: getattr(self.eval, key) for key in EVAL_SAMPLING}
         return replace(self.rollout.sampling(), **{key: v for key, v in changes.items() if v is not None})
 
     def run_path(self, *, now: datetime) -> Path:
-        """The run directory: `run_dir`, or `output_dir/name-20250131T120000Z` for the UTC time `now`."""
+        """Return the run directory: `run_dir`, or `output_dir/name-20250131T120000Z` for the UTC time `now`."""
         return Path(self.run_dir or f"{self.output_dir}/{self.name}-{now:%Y%m%dT%H%M%SZ}")
 
 
@@ -707,14 +708,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(data: Mapping[str, Any]) -> RunConfig:
-    """The same checks and errors for a mapping made in Python."""
+    """Check a mapping made in Python in the same way, with the same errors."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"the configuration is a {type(data).__name__}; it must be a mapping")
     return validate(Document(dict(data)), RunConfig, other_names=OTHER_NAMES)
 
 
 def identity(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The `resolved` values that must be equal for a run to be resumed: all but where it is kept and on how many
+    """Return the `resolved` values that must be equal for a run to be resumed: all but where it is kept and on how many
     devices it is trained."""
     kept = {key: value for key, value in values.items() if key not in _WHERE}
     train = dict(kept.get("train") or {})
@@ -731,5 +732,5 @@ def dump_resolved(config: RunConfig) -> str:
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
-    """Every effective value."""
+    """Return every effective value."""
     return config.model_dump(mode="json") | {"folder": str(config.folder.resolve())}

@@ -76,7 +76,7 @@ class NullIsAbsent(BaseModel):
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema that takes null too; what describes the field stays outside."""
+    """Return a JSON schema that takes null too; what describes the field stays outside."""
     null = {"type": "null"}
     if null in schema.get("anyOf", ()):
         return schema
@@ -85,7 +85,8 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def conflict(*keys_and_message: str) -> ValidationError:
-    """An error of a model validator that points at one of its keys: pydantic passes on the location of this kind."""
+    """Return an error of a model validator that points at one of its keys: pydantic passes on the location of this
+    kind."""
     *keys, message = keys_and_message
     kind = PydanticCustomError("conflict", "{message}", {"message": message})
     return ValidationError.from_exception_data("conflict", [InitErrorDetails(type=kind, loc=tuple(keys), input=None)])

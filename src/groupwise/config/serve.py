@@ -44,7 +44,7 @@ OTHER_NAMES = {
 
 
 def _secret(value: Any) -> Any:
-    """A secret that is wrong must not be shown in the error either."""
+    """Return a secret that is wrong must not be shown in the error either."""
     if value is None or (isinstance(value, str) and re.fullmatch(r"[!-~]{1,4096}", value)):
         return value
     raise ValueError("a secret is a string of 1 to 4096 printable ASCII characters without spaces (not shown here)")
@@ -259,7 +259,8 @@ class ServeConfig(Section):
         return self.served_model_name or re.sub(r"[^\w.:-]", "-", Path(self.model).name.lower()) or "model"
 
     def public(self) -> dict[str, Any]:
-        """Every setting that may be shown, as JSON. Of a webhook, whose path is often a secret, only the host is."""
+        """Return every setting that may be shown, as JSON. Of a webhook, whose path is often a secret, only the host
+        is."""
         shown = self.model_dump(mode="json")
         if self.webhook_url is not None:
             shown["webhook_url"] = f"{urlsplit(self.webhook_url).hostname}/..."
@@ -267,7 +268,7 @@ class ServeConfig(Section):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address (or "localhost") is reachable from this machine only."""
+    """Return whether an address (or "localhost") is reachable from this machine only."""
     if host == "localhost":
         return True
     try:

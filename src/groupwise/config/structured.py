@@ -41,6 +41,6 @@ class StructuredOutputsConfig(Section):
         return {name: list(each) if name == "choice" else each for name, each in values.items() if each is not None}
 
     def as_grammar(self, path: str) -> Grammar:
-        """The same as a `Grammar`, which errors call by `path` and the key."""
+        """Return the same as a `Grammar`, which errors call by `path` and the key."""
         ((name, given),) = self._given().items()
         return Grammar.of_option(name, given, field=f"{path}.{name}")

@@ -22,7 +22,7 @@ _MAY_END = re.compile(r"""[]}"']\s*(#|$)""")  # the last line of a value of seve
 
 
 def parse_toml(text: str, *, source: str) -> tuple[dict[str, Any] | None, Node]:
-    """What the text says, None if nothing, and its nodes. Raises ConfigError, with line and column."""
+    """Return what the text says, None if nothing, and its nodes. Raises ConfigError, with line and column."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -32,7 +32,7 @@ def parse_toml(text: str, *, source: str) -> tuple[dict[str, Any] | None, Node]:
 
 
 def _lines(text: str) -> dict[Keys, int]:
-    """The line, from 0, on which each key or table was written first."""
+    """Return the line, from 0, on which each key or table was written first."""
     lines: dict[Keys, int] = {}
     tables: dict[Keys, int] = {}  # an array of tables -> the index of its last one
     section: Keys = ()
@@ -49,7 +49,7 @@ def _lines(text: str) -> dict[Keys, int]:
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Each header or assignment with its first line; comments and empty lines are none."""
+    """Yield each header or assignment with its first line; comments and empty lines are none."""
     begun: list[str] = []
     first = 0
     for number, line in enumerate(text.splitlines()):
@@ -68,7 +68,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _path(stated: Mapping[str, Any]) -> Keys:
-    """The keys of a header: `[a.b]` reads as {a: {b: {}}}, `[[a.b]]` as {a: {b: [{}]}}."""
+    """Return the keys of a header: `[a.b]` reads as {a: {b: {}}}, `[[a.b]]` as {a: {b: [{}]}}."""
     keys: Keys = ()
     while stated:
         ((name, inner),) = stated.items()
@@ -78,7 +78,8 @@ def _path(stated: Mapping[str, Any]) -> Keys:
 
 
 def _numbered(names: Keys, tables: dict[Keys, int], *, new: bool) -> Keys:
-    """A header's keys with the indices of the arrays of tables on its way; `new` begins another table of the last."""
+    """Return a header's keys with the indices of the arrays of tables on its way; `new` begins another table of the
+    last."""
     keys: Keys = ()
     for depth, name in enumerate(names):
         keys = (*keys, name)
@@ -90,7 +91,7 @@ def _numbered(names: Keys, tables: dict[Keys, int], *, new: bool) -> Keys:
 
 
 def _inside(value: Any) -> Iterator[Keys]:
-    """The keys of all that an assignment says."""
+    """Yield the keys of all that an assignment says."""
     held = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in held:
         yield (key,)
@@ -98,7 +99,7 @@ def _inside(value: Any) -> Iterator[Keys]:
 
 
 def _node(value: Any, keys: Keys, lines: Mapping[Keys, int], around: int) -> Node:
-    """The nodes of a value; what has no line of its own has that of the section around it."""
+    """Return the nodes of a value; what has no line of its own has that of the section around it."""
     line = lines.get(keys, around)
     mark = StringMark("", 0, line, 0, "", 0)
     if isinstance(value, Mapping):

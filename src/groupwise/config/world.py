@@ -23,8 +23,8 @@ class World:
 
 
 def world() -> World:
-    """The world that torchrun's environment variables describe, or one process. Raises ConfigError if they make no
-    sense."""
+    """Return the world that torchrun's environment variables describe, or one process. Raises ConfigError if they make
+    no sense."""
     names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
     given = {field: os.environ[name] for field, name in names.items() if name in os.environ}
     if "size" not in given:

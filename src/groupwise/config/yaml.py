@@ -58,7 +58,7 @@ def to_yaml(data: Mapping[str, Any]) -> str:
 
 
 def inline(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Return a value as YAML on one line."""
     stream, yaml = io.StringIO(), _yaml()
     yaml.default_flow_style = True
     yaml.dump(value, stream)
@@ -119,12 +119,12 @@ class Document:
         self.overrides.append((keys, text))
 
     def where(self, keys: Keys) -> str:
-        """Where the value at `keys` comes from, as a remark: " (cfg.yaml:14)", or ""."""
+        """Return where the value at `keys` comes from, as a remark: " (cfg.yaml:14)", or ""."""
         origin = self.origin(keys)
         return f" ({origin})" if origin else ""
 
     def origin(self, keys: Keys) -> str:
-        """Where the value at `keys`, or the nearest section around it, was written: "cfg.yaml:14", or ""."""
+        """Return where the value at `keys`, or the nearest section around it, was written: "cfg.yaml:14", or ""."""
         for assigned, text in reversed(self.overrides):
             if keys[: len(assigned)] == assigned:
                 return f"given as {text!r}"
@@ -140,7 +140,7 @@ class Document:
 
 
 def _beside(path: Path) -> str | None:
-    """What a file that cannot be read was probably meant to be."""
+    """Return what a file that cannot be read was probably meant to be."""
     folder = path if path.is_dir() else path.parent
     names = (
         sorted(each.name for each in folder.iterdir() if each.suffix in FILES and each.is_file())
@@ -154,7 +154,7 @@ def _beside(path: Path) -> str | None:
 
 
 def _parse(text: str, *, source: str) -> tuple[Any, Node | None]:
-    """What the text says, and its nodes, which know their lines."""
+    """Return what the text says, and its nodes, which know their lines."""
     yaml = _yaml()
     try:
         root: Node | None = yaml.compose(text)
@@ -187,12 +187,12 @@ def parse_keys(dotted: str) -> Keys:
 
 
 def dotted(keys: Sequence[str | int]) -> str:
-    """Inverse of `parse_keys`."""
+    """Return the inverse of `parse_keys`."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
 
 
 def _get(target: Any, key: str | int, parents: Keys, text: str) -> Any:
-    """What stands at `key`, None where nothing does yet. Raises ConfigError where nothing can."""
+    """Return what stands at `key`, None where nothing does yet. Raises ConfigError where nothing can."""
     if isinstance(key, str) and isinstance(target, dict):
         return target.get(key)
     if isinstance(key, int) and isinstance(target, list) and key <= len(target):
@@ -210,7 +210,7 @@ def _set(target: Any, key: Any, value: Any) -> None:
 
 
 def _entry(node: Node, key: str | int) -> tuple[Node, int] | None:
-    """The value under `key` and the line (from 1) of the key, or of the list's item."""
+    """Return the value under `key` and the line (from 1) of the key, or of the list's item."""
     if isinstance(node, MappingNode):
         for name, value in node.value:
             if isinstance(name, ScalarNode) and name.value == str(key):
@@ -222,8 +222,8 @@ def _entry(node: Node, key: str | int) -> tuple[Node, int] | None:
 
 # ---- validation ----
 def validate(document: Document, model: type[ModelT], *, other_names: Mapping[str, str]) -> ModelT:
-    """The document as a `model`. Raises ConfigError naming every unknown key, wrong value and conflict; its `field` is
-    the first key that is wrong, its `kind` "unknown", "missing", "conflict" or "invalid".
+    """Return the document as a `model`. Raises ConfigError naming every unknown key, wrong value and conflict; its
+    `field` is the first key that is wrong, its `kind` "unknown", "missing", "conflict" or "invalid".
 
     `other_names` maps a key that people know from elsewhere to ours, for the suggestions.
     """
@@ -240,7 +240,7 @@ def validate(document: Document, model: type[ModelT], *, other_names: Mapping[st
 def problems_error(
     document: Document, problems: Sequence[str], *, field: str | None = None, kind: str | None = None
 ) -> ConfigError:
-    """One or several problems as one error; `field` and `kind` are those of the first."""
+    """Return one or several problems as one error; `field` and `kind` are those of the first."""
     if len(problems) == 1:
         return ConfigError(problems[0], field=field, kind=kind)
     name = document.name or "the configuration"
@@ -268,7 +268,7 @@ def _explain(details: ErrorDetails, document: Document, model: type[BaseModel], 
 
 
 def _correction(details: ErrorDetails, keys: Keys, model: type[BaseModel]) -> str:
-    """How a value of the wrong kind is written, where it can be guessed."""
+    """Return how a value of the wrong kind is written, where it can be guessed."""
     given, kind, name = details["input"], details["type"], keys[-1] if keys else ""
     if isinstance(given, str) and kind in ("int_type", "float_type", "bool_type"):
         value, _ = _parse(given, source=str(name))
@@ -285,7 +285,8 @@ def _correction(details: ErrorDetails, keys: Keys, model: type[BaseModel]) -> st
 
 
 def _suggest(keys: Keys, model: type[BaseModel], other_names: Mapping[str, str]) -> str:
-    """The key that was probably meant: the same name elsewhere, a similar one beside it, a similar one anywhere."""
+    """Return the key that was probably meant: the same name elsewhere, a similar one beside it, a similar one
+    anywhere."""
     name, section = str(keys[-1]), [key for key in keys[:-1] if isinstance(key, str)]
     everywhere = list(key_paths(model))
     beside = [path[-1] for path in everywhere if list(path[:-1]) == section]
@@ -302,7 +303,7 @@ def _suggest(keys: Keys, model: type[BaseModel], other_names: Mapping[str, str])
 
 
 def key_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every key of a model and of the models inside it; a list's index is left out."""
+    """Yield the path of every key of a model and of the models inside it; a list's index is left out."""
     for name, info in ((info.alias or name, info) for name, info in model.model_fields.items()):
         yield (*prefix, name)
         for inner in models_in(info.annotation):
@@ -310,7 +311,7 @@ def key_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models in a field's annotation, such as the T of `tuple[T, ...] | None`."""
+    """Yield the models in a field's annotation, such as the T of `tuple[T, ...] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):

@@ -39,7 +39,7 @@ class GoingOn(Admitted):
         return len(self.job.request.prompt_ids) - self.known
 
     def piece(self, start: int, size: int) -> range:
-        """The positions of up to `size` new tokens from the `start`-th on."""
+        """Return the positions of up to `size` new tokens from the `start`-th on."""
         end = len(self.job.request.prompt_ids)
         return range(min(self.known + start, end), min(self.known + start + size, end))
 
@@ -56,7 +56,7 @@ def admitted(job: PendingRequest, n: int, past: tuple[Kept, int] | None) -> Admi
 
 
 def known_of(job: PendingRequest, cache: PrefixCache) -> tuple[Kept, int] | None:
-    """The cached conversation that the prompt continues, and how many tokens are known; None without one."""
+    """Return the cached conversation that the prompt continues, and how many tokens are known; None without one."""
     request = job.request
     return cache.find(job.owner, request.prompt_ids) if request.cache and request.n == 1 else None
 

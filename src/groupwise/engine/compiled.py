@@ -53,7 +53,7 @@ class Weights(NamedTuple):
 
 
 def weights_of(model: Any, products: Products) -> Weights:
-    """The weights of one policy, by layer. `model` is transformers' model without its LM head."""
+    """Return the weights of one policy, by layer. `model` is transformers' model without its LM head."""
 
     def tensors(part: Any) -> Any:
         made = {}
@@ -179,7 +179,7 @@ class Compiled:
         return self._compared(hidden_BH, self._backbone(ids_B, positions_B, layout))
 
     def _step(self, products: Products, rows: int) -> tuple[Step, Any]:
-        """What computes a step of this policy, and its kind: steps of one kind compile, or record, once."""
+        """Return what computes a step of this policy, and its kind: steps of one kind compile, or record, once."""
         if self._policy is None or self._policy.products is not products:
             weights = weights_of(self._own, products)
             pieces = Pieces(self._functions, self._backbone.opening, weights)
@@ -234,5 +234,5 @@ class _Policy:
 
 
 def _two(x: Tensor) -> Tensor:
-    """A single row twice: a size of 1 would be compiled by itself."""
+    """Return a single row twice: a size of 1 would be compiled by itself."""
     return x if len(x) > 1 else torch.cat([x, x])

@@ -95,7 +95,7 @@ class RoundedLayers:
 
     @torch.no_grad()
     def of(self, modules: Sequence[Any]) -> Product:
-        """One product for all of `modules`, with their outputs side by side."""
+        """Return one product for all of `modules`, with their outputs side by side."""
         with self._lock:
             if id(modules[0]) not in self._made:
                 matrix = torch.cat([module.weight.T for module in modules], 1)
@@ -104,16 +104,16 @@ class RoundedLayers:
 
 
 def joined_bias(modules: Sequence[Any]) -> Tensor | None:
-    """The biases of modules side by side, zeros for those without; None if all are."""
+    """Return the biases of modules side by side, zeros for those without; None if all are."""
     if all(module.bias is None for module in modules):
         return None
     return torch.cat([m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules])
 
 
 def lays_out(model: PreTrainedModel) -> bool:
-    """Whether float32 products of large matrices are faster with `Float32Matrix` here: on AMD's CPUs with AVX-512, for
-    which MKL has no kernels of its own. A rule and not a measurement, so that a seeded run is the same on a busy
-    machine."""
+    """Return whether float32 products of large matrices are faster with `Float32Matrix` here: on AMD's CPUs with
+    AVX-512, for which MKL has no kernels of its own. A rule and not a measurement, so that a seeded run is the same on
+    a busy machine."""
     cpu = torch.cpu.get_capabilities()
     there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return (

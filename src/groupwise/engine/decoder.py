@@ -105,7 +105,7 @@ class Decoder(Protocol):
         ...
 
     def hidden(self, ids: Sequence[int], weights: AdapterWeights | None) -> Tensor:
-        """The last hidden states [S, hidden] of one row of tokens."""
+        """Return the last hidden states [S, hidden] of one row of tokens."""
         ...
 
     def hidden_before(
@@ -153,8 +153,8 @@ class RowBudget:
         self._asked = -math.inf  # when an interactive request last had rows
 
     def take(self, job: PendingRequest) -> int:
-        """How many rows a request gets now: all that it misses, or at least an eighth of all, so that a prompt is not
-        run again for every row that falls free; else 0."""
+        """Return how many rows a request gets now: all that it misses, or at least an eighth of all, so that a prompt
+        is not run again for every row that falls free; else 0."""
         with self._lock:
             most, free, missing = self.most, self.free, job.request.n - job.started
             if not job.request.interactive:
@@ -267,7 +267,7 @@ class DecodedRows(ABC):
     def draw(
         self, at: slice | Tensor, owners: Sequence[int] | np.ndarray, places: np.ndarray, logits_SV: Tensor
     ) -> tuple[Tensor, Tensor, KeptRows | None]:
-        """The tokens in these places of the completions in the rows `at`, which on the host are `owners`, their
+        """Return the tokens in these places of the completions in the rows `at`, which on the host are `owners`, their
         log-probabilities, and what they could be where that may not be the whole vocabulary."""
         rows = self.rows
         drawn = uniforms(rows.on_host.seed[at if isinstance(at, slice) else owners], places)
@@ -285,9 +285,9 @@ class DecodedRows(ABC):
         return token_S, logprob_S, kept
 
     def _in_grammar(self, followed: dict[int, int], logits_SV: Tensor, drawn_SV: Tensor | None) -> Tensor:
-        """The logits that are drawn from, those of tokens that a row's grammar does not allow being -inf. Where the
-        grammar allows only what something else has excluded (`min_tokens`) the grammar decides. A request whose matcher
-        fails is settled with its error, and its rows are drawn for the last time."""
+        """Return the logits that are drawn from, those of tokens that a row's grammar does not allow being -inf. Where
+        the grammar allows only what something else has excluded (`min_tokens`) the grammar decides. A request whose
+        matcher fails is settled with its error, and its rows are drawn for the last time."""
         matchers = [self.rows.matchers[i] for i in followed]
         began = time.perf_counter(), time.process_time()  # threads share the work, and others' programs may delay it
         allowed = allowed_tokens(matchers, logits_SV.shape[1])
@@ -332,7 +332,7 @@ class DecodedRows(ABC):
             row.keep(entry, logprob)
 
     def _reshaped(self, owners: Sequence[int] | np.ndarray, places: np.ndarray, logits_SV: Tensor) -> Tensor:
-        """The logits that are drawn from, where some of the rows change theirs."""
+        """Return the logits that are drawn from, where some of the rows change theirs."""
         rows, drawn_SV = self.rows, logits_SV.clone()
         for s, (i, place) in enumerate(zip(owners, places.tolist(), strict=True)):
             if i in rows.reshaped:

@@ -39,12 +39,12 @@ READY, GO = b"ready", b"g"
 
 
 def frame(data: bytes) -> bytes:
-    """A message on a stream: its length in 8 bytes, then itself."""
+    """Return a message on a stream: its length in 8 bytes, then itself."""
     return len(data).to_bytes(8, "big") + data
 
 
 def receive_frame(stream: socket.socket) -> bytes:
-    """Raises EOFError when the other end has closed."""
+    """Raise EOFError when the other end has closed."""
     return _receive(stream, int.from_bytes(_receive(stream, 8), "big"))
 
 
@@ -80,7 +80,7 @@ class ForkServer:
         return (process := self._process) is not None and process.poll() is None
 
     def start(self) -> None:
-        """Raises NotReadyError if it does not start."""
+        """Raise NotReadyError if it does not start."""
         with self._lock:
             if self._closed or self.running:
                 return
@@ -140,8 +140,8 @@ class ForkServer:
 
 # ---- in the process that forks ----
 def receive_setup(descriptor: str) -> tuple[socket.socket, Any]:
-    """The socket to the process that started this one, and what it says first. Ends this process, without an error,
-    where that one is gone."""
+    """Return the socket to the process that started this one, and what it says first. Ends this process, without an
+    error, where that one is gone."""
     channel = socket.socket(fileno=int(descriptor))
     platform.set_oom_score(OOM_SCORE)
     try:

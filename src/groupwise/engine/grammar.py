@@ -112,7 +112,7 @@ class GrammarCompiler:
         return future
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """A compiled grammar, to be copied (`deep_copy`) and not to be used itself. Waits while it is compiled.
+        """Return a compiled grammar, to be copied (`deep_copy`) and not to be used itself. Waits while it is compiled.
 
         Raises:
             GrammarError: it cannot be compiled.
@@ -183,7 +183,7 @@ class GrammarCompiler:
         vetting.start()
 
     def _vet(self, grammar: Grammar) -> None:
-        """Raises GrammarError, NotReadyError."""
+        """Raise GrammarError, NotReadyError."""
         key = digest(grammar)
         with self._lock:
             known, size = key in self._verdicts, self._verdicts.get(key)
@@ -206,7 +206,7 @@ class GrammarCompiler:
 
 
 def digest(grammar: Grammar) -> bytes:
-    """What stands for a grammar, whatever errors call it."""
+    """Return what stands for a grammar, whatever errors call it."""
     parts = [(name, digest(part)) for name, part in grammar.parts]
     said = repr((grammar.kind.value, grammar.source, grammar.thoughts, grammar.lenient, parts))
     return hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
@@ -220,13 +220,13 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def too_slow(grammar: Grammar) -> GrammarError:
-    """The error for a grammar that was not compiled in time."""
+    """Return the error for a grammar that was not compiled in time."""
     message = f"{grammar.field} was not compiled after {COMPILE_S:g} seconds"
     return GrammarError(message, hint="make it smaller", field=grammar.field)
 
 
 def allowed_tokens(matchers: Sequence[LLMatcher], vocabulary: int) -> np.ndarray:
-    """Which tokens may come next: booleans [C, V]. A matcher that failed (`is_error`) allows none."""
+    """Return which tokens may come next: booleans [C, V]. A matcher that failed (`is_error`) allows none."""
     from llguidance import numpy as masks
 
     bits_CW = masks.allocate_token_bitmask(len(matchers), vocabulary)
@@ -260,7 +260,8 @@ class MatchTime:
 
 
 def failed(grammar: Grammar, matcher: LLMatcher) -> GrammarError:
-    """The error for a matcher that ran into a bound while it was used, or whose request took too long (`MatchTime`)."""
+    """Return the error for a matcher that ran into a bound while it was used, or whose request took too long
+    (`MatchTime`)."""
     why = matcher.get_error().partition("\n")[0] or "its tokens take too long"
     return GrammarError(
         f"{grammar.field} is too complex for the next token to be found in time: {why}",
@@ -308,7 +309,7 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _try(grammar: Grammar, tokenizer: LLTokenizer) -> tuple[LLMatcher, str]:
-    """A matcher, and what is wrong with the grammar; nothing is."""
+    """Return a matcher, and what is wrong with the grammar; nothing is."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MOST_STATES, step_lexer_fuel=MOST_FUEL, verbose_errors=False)
@@ -337,7 +338,7 @@ def _definitions(grammar: Grammar, tokenizer: LLTokenizer) -> list[dict[str, Any
 
 
 def lark_text(grammar: Grammar, tokenizer: LLTokenizer) -> str:
-    """A grammar, its parts and its thoughts as one text in llguidance's Lark: vLLM takes no list of grammars.
+    """Return a grammar, its parts and its thoughts as one text in llguidance's Lark: vLLM takes no list of grammars.
 
     Only llguidance reads its first line, by which vLLM tells it from grammars of its other libraries. JSON stands on
     one line, with or without a space between two of its parts: versions of llguidance before 1.9 (vLLM 0.32 asks for
@@ -358,7 +359,7 @@ _REFERENCE = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|@([a-z_0-9]+)') 
 
 
 def _one_source(grammar: Grammar) -> str:
-    """A grammar with its parts, whose thoughts are another's affair, as Lark with a rule `start`."""
+    """Return a grammar with its parts, whose thoughts are another's affair, as Lark with a rule `start`."""
     definition = _definition(grammar, _ONE_LINE)
     if "json_schema" in definition:
         return f"start: %json {json.dumps(definition['json_schema'])}"
@@ -400,7 +401,7 @@ def _lark(grammar: Grammar) -> str:
 
 
 def _with_thought(grammar: Grammar, tokenizer: LLTokenizer) -> str:
-    """A reply in Lark: a thought, which is free, and then the answer."""
+    """Return a reply in Lark: a thought, which is free, and then the answer."""
     opening, closing = marker(THINK_START, tokenizer), marker(THINK_END, tokenizer)
     start = "thought @answer" if grammar.thoughts == "begun" else f"{opening} thought @answer | @answer"
     lines = [f"start: {start}", "thought: ended GAP", "TEXT: /(.|\\n)*/", "GAP: /\\n{0,2}/"]
@@ -409,7 +410,7 @@ def _with_thought(grammar: Grammar, tokenizer: LLTokenizer) -> str:
 
 
 def marker(text: str, tokenizer: LLTokenizer) -> str:
-    """A marker in Lark: the token that it is, or else its text."""
+    """Return a marker in Lark: the token that it is, or else its text."""
     ids = tokenizer.tokenize_str(text, parse_special=True)
     return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else json.dumps(text)
 
@@ -431,7 +432,7 @@ _NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentS
 
 
 def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Schema]]:
-    """The schemas in a schema, and where they are."""
+    """Yield the schemas in a schema, and where they are."""
     for key in _ONE:
         if isinstance(schema.get(key), dict):
             yield (key,), schema[key]
@@ -462,7 +463,7 @@ def _check_schema(grammar: Grammar) -> None:
 
 
 def _is_small(step: float) -> bool:
-    """Whether a multiple of it can be told digit by digit: a state is kept for each remainder."""
+    """Return whether a multiple of it can be told digit by digit: a state is kept for each remainder."""
     if isinstance(step, bool) or (isinstance(step, float) and not math.isfinite(step)):
         return True  # it is refused for what it is
     digits = f"{Decimal(repr(step)):f}".strip("-")
@@ -476,7 +477,7 @@ def _beyond(grammar: Grammar, path: tuple[str | int, ...], said: str, valid: str
 
 
 def _without_formats(schema: Schema) -> Schema:
-    """The schema without values of `format` that only describe, and without options for the library."""
+    """Return the schema without values of `format` that only describe, and without options for the library."""
     pending = [schema]
     while pending:
         each = pending.pop()
@@ -488,7 +489,7 @@ def _without_formats(schema: Schema) -> Schema:
 
 
 def _refused(grammar: Grammar, why: str, tokenizer: LLTokenizer) -> GrammarError:
-    """The error for a grammar that is wrong, with the path to the part that is."""
+    """Return the error for a grammar that is wrong, with the path to the part that is."""
     path = _path(grammar, why, tokenizer) if grammar.kind is GrammarKind.JSON_SCHEMA else ()
     named = dotted((grammar.field, *path))
     lines = [line.strip() for line in _cause(why).splitlines() if line.strip()]
@@ -500,7 +501,7 @@ def _refused(grammar: Grammar, why: str, tokenizer: LLTokenizer) -> GrammarError
 
 
 def _path(grammar: Grammar, why: str, tokenizer: LLTokenizer) -> tuple[str | int, ...]:
-    """The path to the innermost part of a schema that, alone, is wrong for the same reason."""
+    """Return the path to the innermost part of a schema that, alone, is wrong for the same reason."""
     root = _schema(grammar)
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
     found: tuple[str | int, ...] = ()
@@ -517,5 +518,5 @@ def _path(grammar: Grammar, why: str, tokenizer: LLTokenizer) -> tuple[str | int
 
 
 def _cause(why: str) -> str:
-    """An error without where it was met."""
+    """Return an error without where it was met."""
     return why.partition("while processing")[0].strip()

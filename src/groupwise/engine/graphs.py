@@ -81,7 +81,7 @@ class Graphs:
         self._recorded: dict[tuple[Any, int], Recorded] = {}
 
     def step(self, made: Callable[[Any], Step], weights: Any, shapes: Any, rows: int) -> Recorded:
-        """The graph for this number of rows and these weights, recorded from `made` on first use."""
+        """Return the graph for this number of rows and these weights, recorded from `made` on first use."""
         place = self._places.get(shapes)
         if place is None:
             own = mapped(weights, lambda x: x if x.data_ptr() in self._stay else x.clone())
@@ -157,7 +157,7 @@ def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of nested tuples, in order."""
+    """Return the tensors of nested tuples, in order."""
     found: list[Tensor] = []
     mapped(tree, found.append)
     return found

@@ -88,7 +88,8 @@ class _Store:
         self.states.clear()
 
     def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, made on first use in the sizes and types of `key` and `value` [..., K, D]."""
+        """Return the layer's keys and values, made on first use in the sizes and types of `key` and `value` [..., K,
+        D]."""
         if layer not in self.layers:
             keys, values = (x.new_zeros(self.lines, x.shape[-2], self.length, x.shape[-1]) for x in (key, value))
             self.layers[layer] = keys, values
@@ -124,7 +125,7 @@ class CacheNeed:
         return self.rows * self.own + self.slots * self.prompt
 
     def with_rows(self, n: int, *, own: int, prompt: int, slots: int) -> CacheNeed:
-        """The same and `n` rows more, with `slots` prompts that are not there yet."""
+        """Return the same and `n` rows more, with `slots` prompts that are not there yet."""
         return CacheNeed(self.rows + n, max(self.own, own), self.slots + slots, max(self.prompt, prompt))
 
 
@@ -143,7 +144,7 @@ class KeyValueCache:
         self.prefilled: list[Prefilled | None] = []  # and whose prompt it is, from the first token to the last
 
     def fitting(self, need: CacheNeed, n: int, *, own: int, prompt: int, slots: int) -> int:
-        """How many of `n` rows with the given lengths can be added to `need`: 0 to n, and 1 at least to none."""
+        """Return how many of `n` rows with the given lengths can be added to `need`: 0 to n, and 1 at least to none."""
         if self.most_tokens == math.inf:
             return n
         least = 0 if need.rows else 1
@@ -180,7 +181,8 @@ class KeyValueCache:
         return last
 
     def whole(self) -> dict[PromptKey, int]:
-        """Prompts that are completely in a slot, by weights and token ids, so that equal requests can share them."""
+        """Return prompts that are completely in a slot, by weights and token ids, so that equal requests can share
+        them."""
         return {(id(it.owner), it.ids): slot for slot, it in enumerate(self.prefilled) if it is not None}
 
     def forget(self, owner: object) -> None:
@@ -188,7 +190,7 @@ class KeyValueCache:
         self.prefilled = [None if there and there.owner is owner else there for there in self.prefilled]
 
     def opening(self, slot: int) -> Opening:
-        """A copy of a slot's keys and values, made at most once."""
+        """Return a copy of a slot's keys and values, made at most once."""
         opening = self.openings[slot]
         if opening is None:
             opening = Opening(_copies(self.prompts, slot, self.lengths[slot]), self.lengths[slot])
@@ -196,7 +198,7 @@ class KeyValueCache:
         return opening
 
     def slot_of(self, opening: Opening) -> int:
-        """The slot that holds this opening, or a new one into which it is copied."""
+        """Return the slot that holds this opening, or a new one into which it is copied."""
         for slot, there in enumerate(self.openings):
             if there is opening:
                 return slot
@@ -219,7 +221,7 @@ class KeyValueCache:
             self.rows.set_states(kind, rows, states[on_device(slots, states.device)])
 
     def held(self, row: int, count: int) -> Layers:
-        """A copy of the keys and values of the first `count` tokens that a row holds itself."""
+        """Return a copy of the keys and values of the first `count` tokens that a row holds itself."""
         return _copies(self.rows, row, count)
 
     def hold(self, row: int, layers: Layers, count: int) -> None:
@@ -342,7 +344,7 @@ class Apart:
         self.ragged = min(shared) < self.L
 
     def product(self, x_BKRI: Tensor, prompts_PKIJ: Tensor) -> Tensor:
-        """Each row's [K, R, I] times its prompt's [K, I, J] -> [B, K, R, J]."""
+        """Return each row's [K, R, I] times its prompt's [K, I, J] -> [B, K, R, J]."""
         return x_BKRI @ prompts_PKIJ.index_select(0, self.slot_B)
 
 

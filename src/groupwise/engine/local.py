@@ -420,8 +420,8 @@ class LocalEngine:
         top: int = 0,
         temperature: float = 1.0,
     ) -> list[SequenceScores]:
-        """Log-probabilities of the tokens of several completions of one prompt, which is run once for as many of them
-        as one forward may have tokens; with the `top` likeliest in the place of each. Raises as `sample`."""
+        """Return log-probabilities of the tokens of several completions of one prompt, which is run once for as many of
+        them as one forward may have tokens; with the `top` likeliest in the place of each. Raises as `sample`."""
         weights, prompt = self._check(tuple(prompt_ids), version), tuple(prompt_ids)
         longest = max(map(len, completions), default=0)
         if len(prompt) + longest > self.context_length:
@@ -474,7 +474,7 @@ class LocalEngine:
         cells: tuple[Sequence[int], Sequence[int]],
         temperature: float,
     ) -> SequenceScores:
-        """What `score_sequence` tells of `places`, in ascending order, from the hidden states of all tokens."""
+        """Return what `score_sequence` tells of `places`, in ascending order, from the hidden states of all tokens."""
         device = hidden_SH.device
         place_P, id_S = on_device(places, device), on_device(ids, device)
         cell_place_C, cell_id_C = (on_device(each, device, torch.long) for each in cells)
@@ -512,8 +512,8 @@ class LocalEngine:
         return None
 
     def stats(self) -> dict[str, int]:
-        """Completions being decoded, completions waiting for a row, and adapters loaded; with `draft_tokens` also how
-        many tokens were drafted and accepted so far."""
+        """Return completions being decoded, completions waiting for a row, and adapters loaded; with `draft_tokens`
+        also how many tokens were drafted and accepted so far."""
         queued = [job for lane in self._lanes for job in (*lane.urgent, *lane.waiting)]
         stats = {
             "running": sum(lane.decoder.active for lane in self._lanes),
@@ -538,7 +538,7 @@ class LocalEngine:
         return PendingRequest(request, request.version, weights, weights, most, seed, on_token, grammar)
 
     def _check(self, prompt_ids: Sequence[int], version: PolicyVersion) -> AdapterWeights | None:
-        """The weights of `version`. Raises if the prompt cannot be run or the version is not there."""
+        """Return the weights of `version`. Raises if the prompt cannot be run or the version is not there."""
         prompt, context = len(prompt_ids), self.context_length
         if not prompt:
             raise ContextLengthError("the prompt has no tokens", hint="give at least one token id")
@@ -645,11 +645,12 @@ class LocalEngine:
                     self._wakeup.notify_all()  # rows may have been given back, even within this turn
 
     def _somebody_is_answered(self) -> bool:
-        """Whether interactive requests have rows, or may get some now. Where they wait for rows, batches go on."""
+        """Return whether interactive requests have rows, or may get some now. Where they wait for rows, batches go
+        on."""
         return any(lane.load and lane.refused is None for lane in self._interactive.every)
 
     def _has_work(self, lane: DecoderLane) -> bool:
-        """Whether a lane has rows, or requests that may get some now."""
+        """Return whether a lane has rows, or requests that may get some now."""
         return lane.decoder.active > 0 or (bool(lane.urgent or lane.waiting) and self._budget.free != lane.refused)
 
     def _drop_cancelled(self, lane: DecoderLane) -> None:
@@ -680,7 +681,7 @@ class LocalEngine:
 
 
 def _parts(lengths: Sequence[int], *, most: int) -> list[list[int]]:
-    """The places of `lengths` in order, in parts of `most` tokens together, or of one that alone has more."""
+    """Return the places of `lengths` in order, in parts of `most` tokens together, or of one that alone has more."""
     parts: list[list[int]] = []
     used = 0
     for place, length in enumerate(lengths):

@@ -58,7 +58,7 @@ class Lookup:
         self._drafted = self._accepted = 0  # tokens
 
     def drafts(self, rows: Rows) -> list[list[int]] | None:
-        """A draft (maybe empty) for each active row, or None if drafting is not worth it in this step."""
+        """Return a draft (maybe empty) for each active row, or None if drafting is not worth it in this step."""
         most = min(self.most, self.most_run // rows.active - 1)
         if most < 1:
             return None
@@ -115,12 +115,13 @@ class Lookup:
         return lengths, reasons, cut
 
     def stats(self) -> dict[str, int]:
-        """Tokens drafted and accepted; nothing where drafts are off."""
+        """Return tokens drafted and accepted; nothing where drafts are off."""
         return {"drafted": self._drafted, "accepted": self._accepted} if self.most else {}
 
 
 def standing(drawn: Sequence[int], draft: Sequence[int], ends: Collection[int]) -> int:
-    """How many of the drawn tokens are valid: up to the first that differs from the draft, or that is one of `ends`."""
+    """Return how many of the drawn tokens are valid: up to the first that differs from the draft, or that is one of
+    `ends`."""
     for i, token in enumerate(drawn[:-1]):
         if token != draft[i] or token in ends:
             return i + 1

@@ -92,7 +92,8 @@ def read_adapter(directory: Path, *, device: torch.device) -> AdapterWeights:
 
 
 def _halves(tensors: Mapping[str, Tensor], key: str, target: Adapted) -> tuple[Tensor, Tensor]:
-    """A [r, in] and B [out, r] of one pair of tensors; of a parameter of E experts [E, r, in] and [E, out, r]."""
+    """Return a [r, in] and B [out, r] of one pair of tensors; of a parameter of E experts [E, r, in] and [E, out,
+    r]."""
     a, b = (tensors[f"{_PREFIX}{key}.lora_{half}.weight"] for half in "AB")
     return (a, b) if target.name == key else target.unpacked(a, b)
 
@@ -115,8 +116,8 @@ def _transposed(
 
 
 def add_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:
-    """The adapter whose update is the weighted sum of others': their ranks side by side. Raises AdapterError for DoRA,
-    whose update is no product of two matrices."""
+    """Return the adapter whose update is the weighted sum of others': their ranks side by side. Raises AdapterError for
+    DoRA, whose update is no product of two matrices."""
     if any(weights.magnitudes for weights, _ in parts):
         raise AdapterError("an adapter with DoRA cannot be added to others", hint="name one adapter")
     pairs = {}
@@ -246,12 +247,12 @@ class AdapterBank:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def alone(self) -> Products | None:
-        """The products of the one policy that has the whole batch, merged or not; None if several share the batch, or
-        one that is no product beside weights into which nothing is merged."""
+        """Return the products of the one policy that has the whole batch, merged or not; None if several share the
+        batch, or one that is no product beside weights into which nothing is merged."""
         return self._now.alone
 
     def _products(self, weights: AdapterWeights | None) -> Products:
-        """A policy's own, made when it first has a batch to itself and kept while there is room."""
+        """Return a policy's own, made when it first has a batch to itself and kept while there is room."""
         with self._lock:
             if id(weights) not in self._own:
                 while len(self._own) >= self._most:
@@ -291,7 +292,7 @@ class AdapterBank:
         return output
 
     def _router_delta(self, name: str, x: Tensor) -> Tensor | None:
-        """What the adapters of the batch add to a router's logits."""
+        """Return what the adapters of the batch add to a router's logits."""
         added = None
         for weights, rows in self._now.batch:
             if (pair := weights.pairs.get(name)) is not None:
@@ -301,7 +302,7 @@ class AdapterBank:
         return added
 
     def _experts(self, path: str, module: Any, own: Callable[..., Tensor], x: Tensor, *routing: Tensor) -> Tensor:
-        """The forward of experts: the model's own where no adapter of the batch changes them."""
+        """Return the forward of experts: the model's own where no adapter of the batch changes them."""
         acting = [
             (weights, rows) for weights, rows in self._now.batch
             if any(f"{path}.{parameter}" in weights.pairs for parameter in EXPERT_PARAMETERS)
@@ -341,7 +342,7 @@ class BaseProducts(Protocol):
     """What stands for the base's own weights."""
 
     def of(self, modules: Sequence[Any]) -> Product:
-        """One product for all of `modules`, with their outputs side by side."""
+        """Return one product for all of `modules`, with their outputs side by side."""
         ...
 
 
@@ -412,7 +413,7 @@ class Products:
         return multiply(self.of(modules), x)
 
     def of(self, modules: Sequence[Any]) -> Group:
-        """What modules that share an input multiply with; the same tensors each time."""
+        """Return what modules that share an input multiply with; the same tensors each time."""
         made = self._made.get(id(modules[0]))
         if made is None:
             with self._lock:  # threads that decode side by side need it at the same time
@@ -430,8 +431,8 @@ class Products:
         return Group(own, self._side_by_side(modules))
 
     def _side_by_side(self, modules: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
-        """The adapters of modules that share an input as one: A [in, sum of r] and B [sum of r, sum of out], in which
-        each module's has its own columns."""
+        """Return the adapters of modules that share an input as one: A [in, sum of r] and B [sum of r, sum of out], in
+        which each module's has its own columns."""
         pairs = [self._pairs.get(self._names[id(module)]) for module in modules]
         there = [pair for pair in pairs if pair is not None]
         if not there:
@@ -461,7 +462,7 @@ class Products:
 
 
 def _is_large(modules: Sequence[Any]) -> bool:
-    """Whether the matrix of modules that share an input is one that is laid out."""
+    """Return whether the matrix of modules that share an input is one that is laid out."""
     return sum(module.weight.nbytes for module in modules) >= LAID_OUT_BYTES
 
 
@@ -478,7 +479,7 @@ def _in_out(module: nn.Module | None) -> tuple[int, int] | None:
 
 
 def _in_by_out(module: Any) -> Tensor:
-    """The weights of a linear module [in, out], of a quantised one dequantised."""
+    """Return the weights of a linear module [in, out], of a quantised one dequantised."""
     if isinstance(module, QuantizedLinear):
         return module.dequantized(torch.float32).T
     return module.weight if isinstance(module, Conv1D) else module.weight.T

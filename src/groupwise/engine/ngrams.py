@@ -21,7 +21,7 @@ Ngrams = dict[tuple[int, ...], int]  # -> the place behind its latest occurrence
 
 
 def ngrams_of(ids: Sequence[int]) -> Ngrams:
-    """All n-grams of a text that are followed by a token, with the position of that token."""
+    """Return all n-grams of a text that are followed by a token, with the position of that token."""
     found: Ngrams = {}
     for size in SIZES:
         windows = zip(*(ids[start:] for start in range(size)), strict=False)

@@ -96,7 +96,7 @@ class PackedDecoder(DecodedRows):
         return self.lookup.stats()
 
     def hidden(self, ids: Sequence[int], weights: AdapterWeights | None) -> Tensor:
-        """The last hidden states [S, hidden] of one row of tokens."""
+        """Return the last hidden states [S, hidden] of one row of tokens."""
         layout = SharedPrompts([len(ids)], device=self.shared.device)
         return self._forward(ids, range(len(ids)), layout, [weights] * len(ids))
 
@@ -159,7 +159,7 @@ class PackedDecoder(DecodedRows):
         return got
 
     def _need(self) -> CacheNeed:
-        """What the rows that there are will have taken of the cache when they end."""
+        """Return what the rows that there are will have taken of the cache when they end."""
         if not self.rows.active:
             return CacheNeed()
         host, lengths = self.rows.on_host, self.cache.lengths
@@ -167,8 +167,8 @@ class PackedDecoder(DecodedRows):
         return CacheNeed(self.rows.active, int(own.max()), len(lengths), max(lengths, default=0))
 
     def _size(self, job: PendingRequest, *, known: bool, there: bool) -> dict[str, int]:
-        """What a row of a request takes: of its own, and of its prompt, where that is not `there`. A conversation that
-        goes on (`known`) may hold all of its prompt itself."""
+        """Return what a row of a request takes: of its own, and of its prompt, where that is not `there`. A
+        conversation that goes on (`known`) may hold all of its prompt itself."""
         asked = len(job.request.prompt_ids)
         return {"own": job.max_tokens + (asked if known else 0), "prompt": asked, "slots": int(known or not there)}
 
@@ -310,7 +310,7 @@ class PackedDecoder(DecodedRows):
             self._since_sorted = 0
 
     def _places(self, at: slice) -> tuple[list[int], list[int], list[int]]:
-        """The slots of rows, how much of them each has, and the lengths of all slots."""
+        """Return the slots of rows, how much of them each has, and the lengths of all slots."""
         owners = self.rows.owners[at]
         return [row.slot for row in owners], [row.shared for row in owners], self.cache.lengths
 

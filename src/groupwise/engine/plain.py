@@ -82,7 +82,7 @@ class PlainDecoder:
         self._drop_empty()
 
     def hidden(self, ids: Sequence[int], weights: AdapterWeights | None) -> Tensor:
-        """The last hidden states [S, hidden] of one row of tokens."""
+        """Return the last hidden states [S, hidden] of one row of tokens."""
         self.shared.bank.select([weights])
         ids_1T = on_device([list(ids)], self.shared.device)
         return decoder_of(self.shared.model)(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
@@ -203,7 +203,7 @@ class PlainBatch(DecodedRows):
         self._select(on_device(kept[: self.rows.active], self.shared.device))
 
     def _run(self, ids_BT: Tensor) -> Tensor:
-        """The last hidden state [B, hidden] of each row, whose next tokens these are."""
+        """Return the last hidden state [B, hidden] of each row, whose next tokens these are."""
         self.shared.bank.select([self._weights])
         with self.recording():
             if not self._cached:

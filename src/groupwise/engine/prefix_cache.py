@@ -39,7 +39,7 @@ class Kept:
     blocks: list[int] = field(default_factory=list)
 
     def folded(self) -> Kept:
-        """The same with all keys and values in an opening that nobody shares."""
+        """Return the same with all keys and values in an opening that nobody shares."""
         layers = {
             layer: tuple(torch.cat([a[:, : self.shared], b], 1) for a, b in zip(pair, self.own[layer], strict=True))
             for layer, pair in self.opening.layers.items()
@@ -62,7 +62,8 @@ class PrefixCache:
         return len(self._kept)
 
     def find(self, owner: object, ids: Sequence[int]) -> tuple[Kept, int] | None:
-        """The cached conversation with the longest common prefix with `ids[:-1]`, and that length; None without one."""
+        """Return the cached conversation with the longest common prefix with `ids[:-1]`, and that length; None without
+        one."""
         with self._lock:
             found = self._proposed(owner, _blocks(owner, ids))
             if found is None:
@@ -123,7 +124,7 @@ def _bytes(layers: Layers) -> int:
 
 
 def _blocks(owner: object, ids: Sequence[int]) -> Iterator[int]:
-    """The key of each whole block: a hash of the weights and of all tokens up to its end."""
+    """Yield the key of each whole block: a hash of the weights and of all tokens up to its end."""
     key = id(owner)
     for end in range(BLOCK, len(ids) + 1, BLOCK):
         key = hash((key, *ids[end - BLOCK : end]))

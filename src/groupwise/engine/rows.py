@@ -116,7 +116,7 @@ class Row:
         self.kept_logprobs.append(logprob)
 
     def sampling_mask(self, vocabulary: int) -> SamplingMask | None:
-        """What all tokens could be; None where nothing was to be left out, and nothing was."""
+        """Return what all tokens could be; None where nothing was to be left out, and nothing was."""
         if not self.kept:
             return None
         mask = SamplingMask.of_entries(vocabulary, self.kept)
@@ -142,7 +142,7 @@ class OnHost:
         self.seed = np.zeros(most, dtype=np.uint64)
 
     def lengths(self, at: slice | Sequence[int]) -> np.ndarray:
-        """The tokens whose keys and values rows hold themselves once all that was said has been run."""
+        """Return the tokens whose keys and values rows hold themselves once all that was said has been run."""
         return self.held[at] + self.count[at]
 
     def take(self, target: slice | Sequence[int], source: Sequence[int]) -> None:
@@ -206,7 +206,7 @@ class Rows:
         self.routed[row_S, place_S] = chosen_SLK
 
     def routed_experts(self, row: int, count: int) -> RoutedExperts | None:
-        """Those of a row's prompt and of its `count` tokens but the last, which the model has not seen."""
+        """Return those of a row's prompt and of its `count` tokens but the last, which the model has not seen."""
         prompt_PLK = self.owners[row].routed_PLK
         if prompt_PLK is None:
             return None
@@ -243,7 +243,7 @@ class Rows:
         return moved
 
     def params(self, at: slice | Tensor) -> RowParams:
-        """The sampling parameters of some of the rows."""
+        """Return the sampling parameters of some of the rows."""
         columns = (self.temperature[at], self.top_k[at], self.top_p[at], self.min_p[at])
         return RowParams(*columns, truncated=self.truncated, greedy=self.greedy)
 

@@ -46,7 +46,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def completion_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request with `seed`."""
+    """Return the seed of completion `index` of a request with `seed`."""
     with np.errstate(over="ignore"):
         both = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) * _MIX_1 + np.uint64(index)
         return int(_mix(both)[0])
@@ -79,7 +79,7 @@ class KeptRows:
     logprob_B: Tensor
 
     def of(self, rows: Sequence[int]) -> KeptRows:
-        """Those of some of the rows, ascending."""
+        """Return those of some of the rows, ascending."""
         if len(rows) == len(self.logprob_B):
             return self
         at = on_device(rows, self.logprob_B.device)
@@ -112,7 +112,8 @@ def sample_tokens(
 
 
 def mask_entries(kept_SV: Tensor) -> list[MaskEntry]:
-    """The entry of each row in a `SamplingMask`; of a large part only bits leave the device, of others their ids."""
+    """Return the entry of each row in a `SamplingMask`; of a large part only bits leave the device, of others their
+    ids."""
     vocabulary, device = kept_SV.shape[1], kept_SV.device
     count_S = kept_SV.sum(-1).cpu().numpy()
     few_S = count_S <= vocabulary - count_S
@@ -132,7 +133,7 @@ def mask_entries(kept_SV: Tensor) -> list[MaskEntry]:
 def reshape(
     logits_V: Tensor, params: SamplingParams, *, prompt_P: Tensor, said_T: Tensor, ends: Sequence[int]
 ) -> Tensor:
-    """The logits that a row's next token is drawn from, in the order in which vLLM applies them.
+    """Return the logits that a row's next token is drawn from, in the order in which vLLM applies them.
 
         min_tokens            `ends` cannot be drawn before so many tokens
         logit_bias            is added
@@ -161,7 +162,7 @@ def reshape(
 
 
 def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """The tokens at which the cumulative distributions, in the type of `uniform_B`, pass it.
+    """Return the tokens at which the cumulative distributions, in the type of `uniform_B`, pass it.
 
     In two steps, first among blocks of about sqrt(V) tokens and then in one: a running sum is slow, and so is short.
     """
@@ -180,7 +181,7 @@ def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _passed(cumulative_BN: Tensor, target_B1: Tensor) -> Tensor:
-    """The first index above the target; where rounding says none is, the last that adds anything."""
+    """Return the first index above the target; where rounding says none is, the last that adds anything."""
     total_B1 = cumulative_BN[:, -1:].contiguous()
     index_B1 = torch.searchsorted(cumulative_BN, target_B1, right=True)
     last_B1 = torch.searchsorted(cumulative_BN, total_B1)

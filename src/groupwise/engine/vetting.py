@@ -105,7 +105,7 @@ class Vetting:
         return outcome.size
 
     def _stream(self, *, new: bool = False) -> tuple[socket.socket, bool]:
-        """A conversation with a process, and whether it had one before."""
+        """Return a conversation with a process, and whether it had one before."""
         with self._lock:
             if self._closed:
                 raise _closing()
@@ -131,7 +131,8 @@ class Vetting:
         raise NotReadyError("there is no process to compile a grammar", hint="try again", retry_after=5)
 
     def _said(self, stream: socket.socket, grammar: Grammar) -> Vetted | None:
-        """What the process says; None where it ended before, or is ended now: it is at a limit, or this is closed."""
+        """Return what the process says; None where it ended before, or is ended now: it is at a limit, or this is
+        closed."""
         outcome, late = None, False
         try:
             stream.sendall(frame(pickle.dumps(grammar)))
@@ -164,7 +165,7 @@ class Vetting:
 
 
 def too_costly(grammar: Grammar) -> GrammarError:
-    """The error for a grammar that ran into a limit while it was vetted."""
+    """Return the error for a grammar that ran into a limit while it was vetted."""
     return GrammarError(
         f"{grammar.field} takes more than {CPU_S} seconds of a processor or {MOST_BYTES >> 20} MiB of memory to "
         "compile, or is nested too deeply",
@@ -186,7 +187,7 @@ class Debts:
         self._lock = threading.Lock()
 
     def check(self, sender: str) -> None:
-        """Raises OverloadedError while a sender owes too much."""
+        """Raise OverloadedError while a sender owes too much."""
         with self._lock:
             owed = self._now_owed(sender, time.monotonic())
         if owed > MOST_DEBT_S:

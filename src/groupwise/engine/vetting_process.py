@@ -77,7 +77,7 @@ def _vet(conversation: int, most: int, tokenizer: LLTokenizer) -> None:
 
 
 def _outcome(grammar: Grammar, tokenizer: LLTokenizer, stream: socket.socket) -> Vetted:
-    """What becomes of a grammar in a thread of its own, while this one looks whether anybody waits for it."""
+    """Return what becomes of a grammar in a thread of its own, while this one looks whether anybody waits for it."""
     said: list[Vetted] = []
     done, tell = os.pipe()
 

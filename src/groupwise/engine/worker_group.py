@@ -285,5 +285,5 @@ def _cancel(call: WorkerCall) -> None:
 
 
 def times(count: int) -> str:
-    """The count in words: "once", "3 times"."""
+    """Return the count in words: "once", "3 times"."""
     return "once" if count == 1 else f"{count} times"

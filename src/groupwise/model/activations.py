@@ -134,7 +134,7 @@ class PackedShape:
 
     @classmethod
     def even(cls, *, prompts: int, prompt: int, group: int, completion: int) -> PackedShape:
-        """Prompts of one length, each with `group` completions of one length."""
+        """Return prompts of one length, each with `group` completions of one length."""
         completions = prompts * group * completion
         return cls(
             tokens=prompts * prompt + completions,
@@ -174,7 +174,7 @@ class _Layer:
 
 
 def activation_bytes(model: ModelSize, shape: PackedShape, training: Training) -> int:
-    """Bytes at the peak of one micro-batch's forward and backward pass, beside weights and gradients."""
+    """Return bytes at the peak of one micro-batch's forward and backward pass, beside weights and gradients."""
     layer, last = _layer(model, shape, training), _last(model, shape, training)
     kept = kept_bytes(model, shape, training) + _places(model, shape)
     recomputed = layer.attention + layer.mlp if training.checkpointing else 0
@@ -183,7 +183,7 @@ def activation_bytes(model: ModelSize, shape: PackedShape, training: Training) -
 
 
 def kept_bytes(model: ModelSize, shape: PackedShape, training: Training) -> int:
-    """Bytes that the forward pass keeps for the backward pass."""
+    """Return bytes that the forward pass keeps for the backward pass."""
     S, H, value = shape.tokens, model.hidden, model.value_bytes
     kept = _last(model, shape, training) + shape.loss_tokens * LOSS_BYTES + 2 * S * model.head_dim * value  # rotations
     if training.checkpointing:
@@ -202,12 +202,12 @@ def _places(model: ModelSize, shape: PackedShape) -> int:
 
 
 def _last(model: ModelSize, shape: PackedShape, training: Training) -> int:
-    """What is kept behind the last layer: the input of the norm, that of the LM head."""
+    """Return what is kept behind the last layer: the input of the norm, that of the LM head."""
     return shape.tokens * _norm(model, training, model.hidden) + shape.loss_tokens * model.hidden * model.value_bytes
 
 
 def _head(model: ModelSize, shape: PackedShape, training: Training) -> int:
-    """The LM head's tiles and the gradient of its input; of its weight too, twice, where that is trained."""
+    """Return the LM head's tiles and the gradient of its input; of its weight too, twice, where that is trained."""
     most = max(TILE_BYTES_GPU if training.gpu else TILE_BYTES, model.vocabulary * 4)
     tile = min(shape.loss_tokens * model.vocabulary * 4, most)
     weight = 0 if training.rank is not None else 2 * model.vocabulary * model.hidden * model.value_bytes
@@ -238,25 +238,25 @@ def _layer(model: ModelSize, shape: PackedShape, training: Training) -> _Layer:
 
 
 def _norm(model: ModelSize, training: Training, width: int) -> int:
-    """Bytes kept of a norm's input, a token."""
+    """Return bytes kept of a norm's input, a token."""
     value = model.value_bytes if _in_its_type(model, training) else max(4, model.value_bytes)
     return width * value * (2 if training.rank is None else 1)
 
 
 def _in_its_type(model: ModelSize, training: Training) -> bool:
-    """Whether inputs of norms are kept in the type that the model computes in, and not as copies in float32."""
+    """Return whether inputs of norms are kept in the type that the model computes in, and not as copies in float32."""
     return model.value_bytes >= 4 or (model.lean and training.rank is not None)
 
 
 def _input(model: ModelSize, training: Training, width: int, modules: int) -> int:
-    """Bytes kept of the input that `modules` linear modules share, a token."""
+    """Return bytes kept of the input that `modules` linear modules share, a token."""
     if training.rank is None or (_in_its_type(model, training) and not training.dropout):
         return width * model.value_bytes
     return modules * width * 4 * (2 if training.dropout else 1)  # what was dropped, too
 
 
 def _attention(model: ModelSize, shape: PackedShape, training: Training) -> tuple[int, int]:
-    """Bytes kept, and bytes on top in the backward pass."""
+    """Return bytes kept, and bytes on top in the backward pass."""
     S, Q, V, value, exact = shape.tokens, model.query, model.key_value, model.value_bytes, max(4, model.value_bytes)
     if shape.flex:  # padded copies, and what belongs to them; the logarithms of sums
         return S * ((2 * Q + 3 * V) * value + 4 * model.heads), S * (3 * Q * value + 2 * V * exact)

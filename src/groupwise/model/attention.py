@@ -60,7 +60,7 @@ class Scoring:
     sinks: Tensor | None = field(default=None, compare=False)
 
     def scaled(self, query: Tensor) -> Tensor:
-        """The query as it is multiplied with keys."""
+        """Return the query as it is multiplied with keys."""
         return query * self.scaling
 
     def finished(self, products: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Scoring:
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def sinks_of(self, K: int, repeats: int = 1) -> Tensor | None:
-        """The sinks of the R heads of each key-value head, each `repeats` times -> [K, R * repeats, 1]."""
+        """Return the sinks of the R heads of each key-value head, each `repeats` times -> [K, R * repeats, 1]."""
         return None if self.sinks is None else self.sinks.view(K, -1).repeat_interleave(repeats, 1)[..., None]
 
 
@@ -107,8 +107,8 @@ def mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Window | None:
-    """What transformers calls to make a kind of layer's mask: which tokens stand where is the layout's affair, so that
-    only the kind is left. None: causal.
+    """Return what transformers calls to make a kind of layer's mask: which tokens stand where is the layout's affair,
+    so that only the kind is left. None: causal.
 
     transformers gives `local_size` for windows and for chunks, which it reads from the configuration, and has
     `use_vmap` set where a model changes the rule with a function of its own.
@@ -142,7 +142,8 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in each layer: query [1, H, S, D], key and value [1, K, S, D] -> [1, S, H, D].
+    """Compute attention; transformers calls this in each layer: query [1, H, S, D], key and value [1, K, S, D] -> [1,
+    S, H, D].
 
     Raises:
         NotImplementedError: the layer asks for something that a layout does not compute.
@@ -198,13 +199,13 @@ class Lines:
         self._indices: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def place(self, x_THD: Tensor, K: int, *, scale: float = 1.0) -> Tensor:
-        """The tokens' heads, times `scale` -> [P, K, G, R, width, D]."""
+        """Return the tokens' heads, times `scale` -> [P, K, G, R, width, D]."""
         (T, H, D), (there, back, _) = x_THD.shape, self._indices_of(x_THD.shape[1], K)
         out = _Moved.apply(x_THD.reshape(T * H, D), there, back, None, scale)
         return out.view(self.P, K, self.G, H // K, self.width, D)  # type: ignore[union-attr]
 
     def collect(self, x_PKGRCD: Tensor) -> Tensor:
-        """The inverse of `place` -> [T, H, D]."""
+        """Return the inverse of `place` -> [T, H, D]."""
         _, K, _, R, _, D = x_PKGRCD.shape
         there, back, empty = self._indices_of(K * R, K)
         out = _Moved.apply(x_PKGRCD.reshape(-1, D), back, there, empty if len(empty) else None, 1.0)

@@ -35,22 +35,22 @@ Project = Callable[[Sequence[nn.Module], Tensor], Tensor]
 
 
 def project_plainly(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Each module as it is."""
+    """Return each module as it is."""
     outputs = [module(x) for module in modules]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
 def adapter_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The type in which an adapter is multiplied beside a base of this type, in training and in sampling alike: on a
-    GPU bfloat16 where the base has it, as products in float32 would take as long as the base's; else float32 at least
-    (in float16 small gradients would be 0)."""
+    """Return the type in which an adapter is multiplied beside a base of this type, in training and in sampling alike:
+    on a GPU bfloat16 where the base has it, as products in float32 would take as long as the base's; else float32 at
+    least (in float16 small gradients would be 0)."""
     if device.type == "cuda" and dtype == torch.bfloat16:  # gpu-aware
         return dtype
     return torch.promote_types(dtype, torch.float32)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its LM head. Raises NotImplementedError where it cannot be told."""
+    """Return the model without its LM head. Raises NotImplementedError where it cannot be told."""
     for name in (model.base_model_prefix, "model"):  # Llama 4's prefix is that of its vision model
         if isinstance(own := getattr(model, name, None), nn.Module):
             return own
@@ -81,7 +81,8 @@ class Backbone:
         return norm(own.norm, h)
 
     def opening(self, ids_S: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the first layer gets: embeddings [S, hidden], cosines and sines [S, 1, D] as `_rotate` takes them."""
+        """Return what the first layer gets: embeddings [S, hidden], cosines and sines [S, 1, D] as `_rotate` takes
+        them."""
         h = self._own.embed_tokens(ids_S)
         cos, sin = (x[0, :, None] for x in self._own.rotary_emb(h, positions_S[None]))
         half = sin.shape[-1] // 2
@@ -105,7 +106,7 @@ class Before(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> Before:
-        """The modules of one of transformers' layers."""
+        """Return the modules of one of transformers' layers."""
         attention = layer.self_attn
         return cls(
             layer.input_layernorm,
@@ -135,7 +136,7 @@ class After(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> After:
-        """The modules of one of transformers' layers."""
+        """Return the modules of one of transformers' layers."""
         mlp = layer.mlp
         o = (layer.self_attn.o_proj,)
         return cls(o, layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
@@ -166,12 +167,12 @@ def offloaded_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def scoring_of(layer: Any) -> Scoring:
-    """How one of transformers' layers scores."""
+    """Return how one of transformers' layers scores."""
     return Scoring(layer.self_attn.scaling, getattr(layer.self_attn, "sliding_window", None))
 
 
 def is_lean(model: PreTrainedModel) -> bool:
-    """Whether the second way is there for this model."""
+    """Return whether the second way is there for this model."""
     config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     whole = rope.get("partial_rotary_factor", 1.0) == 1.0
@@ -243,7 +244,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """The halves of the last dimension, each in the other's place."""
+    """Return the halves of the last dimension, each in the other's place."""
     half = x.shape[-1] // 2
     if torch.compiler.is_compiling():  # to which `roll` is a gather, element by element
         return torch.cat((x[..., half:], x[..., :half]), -1)

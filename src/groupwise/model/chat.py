@@ -96,7 +96,7 @@ def encode_prompt(
 
 
 def rendered_messages(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Message, ...] | None:
-    """The messages that the chat template renders; None where the model reads the prompt's `text` as it is."""
+    """Return the messages that the chat template renders; None where the model reads the prompt's `text` as it is."""
     return None if prompt.text is not None and not tokenizer.chat_template else prompt.messages
 
 
@@ -108,7 +108,7 @@ def render_prompt(
     template_kwargs: Mapping[str, Any] | None = None,
     continues: bool | None = None,
 ) -> str:
-    """The text whose ids `encode_prompt` gives, special tokens in content as codes. For `encode_rendered` and
+    """Return the text whose ids `encode_prompt` gives, special tokens in content as codes. For `encode_rendered` and
     `bridge_of`. Raises ChatError as `encode_prompt` does."""
     chat = normalised(messages, tokenizer)
     open_turn = chat[-1]["role"] == "assistant" if continues is None else continues
@@ -124,7 +124,7 @@ def render_prompt(
 
 
 def encode_rendered(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids of what `render_prompt` gave. Raises ChatError when there are none."""
+    """Return the ids of what `render_prompt` gave. Raises ChatError when there are none."""
     if not (ids := _encode(text, tokenizer)):
         raise ChatError("the chat template renders the messages as nothing", hint="give them at least one character")
     return tuple(ids)
@@ -147,8 +147,9 @@ def bridge_of(
     *,
     tools: Sequence[dict[str, Any]] = (),
 ) -> Bridge | None:
-    """The bridge behind the assistant's message that ends `history`, so that a conversation goes on without encoding
-    again what was sampled. None if the template now renders differently what was asked, or drops the message's thought.
+    """Return the bridge behind the assistant's message that ends `history`, so that a conversation goes on without
+    encoding again what was sampled. None if the template now renders differently what was asked, or drops the message's
+    thought.
 
     Args:
         asked: `render_prompt` of `history` without that message, as the policy saw it.
@@ -177,13 +178,13 @@ def bridge_of(
 
 
 def _end_of_text(asked: str, said: str, message: Mapping[str, Any]) -> int:
-    """Where the assistant's text ends that no token closes; the template's line end is none of its own."""
+    """Return where the assistant's text ends that no token closes; the template's line end is none of its own."""
     exact = f"{asked}{message.get('content', '')}"
     return len(exact) if said.startswith(exact) else len(said.rstrip())
 
 
 def _keeps_thought(turn: str, message: Message, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a rendered turn has the thought of its message, if that has one."""
+    """Return whether a rendered turn has the thought of its message, if that has one."""
     content = message.get("content")
     if not isinstance(content, str) or THINK_END not in content:
         return True
@@ -199,8 +200,8 @@ def encode_bridge(
     *,
     tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[int, ...] | None:
-    """What follows the end-of-turn token of the assistant's message that ends `history`: the template's own tokens, the
-    messages of `reply`, and all up to where the assistant speaks again; None where `bridge_of` is.
+    """Return what follows the end-of-turn token of the assistant's message that ends `history`: the template's own
+    tokens, the messages of `reply`, and all up to where the assistant speaks again; None where `bridge_of` is.
 
     Raises ChatError as `encode_prompt` does.
     """
@@ -211,7 +212,7 @@ def encode_bridge(
 
 
 def encode_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids of a completion of `prompt` that is known only as text, and the end-of-turn token after it.
+    """Return the ids of a completion of `prompt` that is known only as text, and the end-of-turn token after it.
 
     The text follows the prompt as it is, because that is how it was sampled: the template's rendering of a *finished*
     assistant message may trim it or add to it. Raises ChatError as `encode_prompt` does.
@@ -241,7 +242,7 @@ class CompletionEncoder:
         self._tail = _tail(before, _encode(before, tokenizer), tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a completion, and the end-of-turn token after it."""
+        """Return the ids of a completion, and the end-of-turn token after it."""
         piece = _quote(text, _quotable(self._tokenizer))
         whole = _encode(self._tail.text + piece, self._tokenizer)
         before = len(self._tail.ids)
@@ -253,7 +254,7 @@ class CompletionEncoder:
 def decode(
     token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, *, ends: Collection[int | None] | None = None
 ) -> str:
-    """The text of a completion: the end-of-turn token (and padding) is dropped from its end, all else is kept.
+    """Return the text of a completion: the end-of-turn token (and padding) is dropped from its end, all else is kept.
 
     `ends`: `closing_ids(tokenizer)`, from who decodes much.
     """
@@ -272,9 +273,9 @@ def stopped_text(
     *,
     ends: Collection[int | None] | None = None,
 ) -> str | None:
-    """The text of a completion that its last token has ended by one of `params`' stop strings or ids; None where it has
-    not. What ended it is cut off, unless it is to stay (`include_stop`). A stop string that stands before the end of
-    the first `min_tokens` tokens ends nothing."""
+    """Return the text of a completion that its last token has ended by one of `params`' stop strings or ids; None where
+    it has not. What ended it is cut off, unless it is to stay (`include_stop`). A stop string that stands before the
+    end of the first `min_tokens` tokens ends nothing."""
     if len(token_ids) <= params.min_tokens:
         return None
     by_id = token_ids[-1] in params.stop_ids
@@ -288,7 +289,7 @@ def stopped_text(
 
 
 def closing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, ...]:
-    """The ids that end a completion, and padding."""
+    """Return the ids that end a completion, and padding."""
     return (*stop_ids(tokenizer), cast("int | None", tokenizer.pad_token_id))
 
 
@@ -298,14 +299,15 @@ def remember_ends(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequ
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that end a completion: the generation config's (`remember_ends`), the tokenizer's own, and the token that
-    closes an assistant turn in the chat template (base models often declare another one and would never stop)."""
+    """Return the ids that end a completion: the generation config's (`remember_ends`), the tokenizer's own, and the
+    token that closes an assistant turn in the chat template (base models often declare another one and would never
+    stop)."""
     own = _eos_id(tokenizer), _turn_end_id(tokenizer) if tokenizer.chat_template else None
     return tuple(dict.fromkeys(i for i in (*getattr(tokenizer, ENDS, ()), *own) if i is not None))
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids of the special tokens, which only the template and the policy write."""
+    """Return the ids of the special tokens, which only the template and the policy write."""
     return frozenset(cast("list[int]", tokenizer.convert_tokens_to_ids(list(_special_texts(tokenizer)))))
 
 
@@ -324,12 +326,12 @@ def split_thinking(text: str) -> tuple[str | None, str]:
 
 
 def template_reads(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template, or one of several, mentions a variable of this name."""
+    """Return whether the chat template, or one of several, mentions a variable of this name."""
     return any(re.search(rf"\b{re.escape(name)}\b", text) for text in _templates(tokenizer))
 
 
 def template_thinks(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template, or one of several, has <think> or its end, which `split_thinking` reads."""
+    """Return whether the chat template, or one of several, has <think> or its end, which `split_thinking` reads."""
     return any(tag in text for text in _templates(tokenizer) for tag in (THINK_START, THINK_END))
 
 
@@ -339,12 +341,12 @@ def _templates(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
 
 
 def opens_thought(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a prompt ends with <think>, so that the reply begins inside a thought."""
+    """Return whether a prompt ends with <think>, so that the reply begins inside a thought."""
     return decode(prompt_ids[-8:], tokenizer).rstrip().endswith(THINK_START)
 
 
 def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) -> None:
-    """Raises ContextLengthError unless the prompt and `max_tokens` more tokens fit in `context` tokens."""
+    """Raise ContextLengthError unless the prompt and `max_tokens` more tokens fit in `context` tokens."""
     room = context - len(prompt_ids)
     if room >= max_tokens:
         return
@@ -354,7 +356,8 @@ def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) ->
 
 
 def least_tokens(characters: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens a text of so many characters has at least: no token stands for more than the longest one does."""
+    """Return how many tokens a text of so many characters has at least: no token stands for more than the longest one
+    does."""
     return -(-characters // _longest_token(tokenizer, len(tokenizer)))
 
 
@@ -420,7 +423,7 @@ def render_chat(
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
 ) -> tuple[str, list[Span]]:
-    """The rendered text, and the spans that the template marks as the assistant's (none if it marks nothing)."""
+    """Return the rendered text, and the spans that the template marks as the assistant's (none if it marks nothing)."""
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -469,7 +472,8 @@ def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def end_of_turn(text: str, span: Span, special: re.Pattern[str]) -> int:
-    """Where the assistant's turn really ends: behind its end-of-turn token, before a newline or another special token.
+    """Return where the assistant's turn really ends: behind its end-of-turn token, before a newline or another special
+    token.
 
     That token is the first special one with nothing but space and special tokens behind it, or else the one that
     follows the span at once. Content has no special tokens: they are quoted.
@@ -484,7 +488,7 @@ def end_of_turn(text: str, span: Span, special: re.Pattern[str]) -> int:
 
 @lru_cache(maxsize=8)
 def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
-    """The id of the token that closes an assistant turn; the tokenizer's eos where the template shows none."""
+    """Return the id of the token that closes an assistant turn; the tokenizer's eos where the template shows none."""
     answer = "Groupwise"
     try:
         text, _ = render_chat(
@@ -554,13 +558,14 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 # ---- quoting of special tokens, and tokenisation ----
 def _special_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The texts of the special tokens, longest first, so that none hides behind a prefix of it."""
+    """Return the texts of the special tokens, longest first, so that none hides behind a prefix of it."""
     return _special_texts_of(tokenizer, tuple(tokenizer.all_special_tokens), len(tokenizer))
 
 
 @lru_cache(maxsize=8)
 def _special_texts_of(tokenizer: PreTrainedTokenizerBase, named: tuple[str, ...], _: int) -> tuple[str, ...]:
-    """The last two say whether the tokenizer still has the tokens that it had: it need not list hundreds each time."""
+    """Return the special texts; the last two arguments say whether the tokenizer still has the tokens that it had: it
+    need not list hundreds each time."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return tuple(sorted(added | set(named), key=lambda text: (-len(text), text)))
 
@@ -587,7 +592,7 @@ def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of rendered text: the template has written the special tokens, and codes stand for quoted ones."""
+    """Return the ids of rendered text: the template has written the special tokens, and codes stand for quoted ones."""
     if CODE_START not in text:
         return tokenizer.encode(text, add_special_tokens=False)
     quoted, ids = _quoted_ids(tokenizer, _quotable(tokenizer)), []
@@ -601,7 +606,7 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _quoted_ids(tokenizer: PreTrainedTokenizerBase, quotable: tuple[str, ...]) -> list[list[int]]:
-    """The ids of each quotable text as ordinary characters.
+    """Return the ids of each quotable text as ordinary characters.
 
     From a copy: `split_special_tokens` is a switch in the tokenizer, which other threads encode with at the same time.
     """
@@ -610,14 +615,14 @@ def _quoted_ids(tokenizer: PreTrainedTokenizerBase, quotable: tuple[str, ...]) -
 
 
 def encode_pieces(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The ids of each piece of a text, such that those of the first k pieces never depend on the later ones."""
+    """Return the ids of each piece of a text, such that those of the first k pieces never depend on the later ones."""
     encoded = _encode_by_tails(pieces, tokenizer)
     return _encode_by_prefixes(pieces, tokenizer) if encoded is None else encoded
 
 
 def _encode_by_prefixes(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """What `encode_pieces` means: a piece is what the longer text adds to the ids of the shorter one, or the piece
-    alone where a token would straddle the edge. Quadratic."""
+    """Return what `encode_pieces` means: a piece is what the longer text adds to the ids of the shorter one, or the
+    piece alone where a token would straddle the edge. Quadratic."""
     text, ids, encoded, read = "", [], [], 0
     for piece in pieces:
         text += piece
@@ -631,8 +636,8 @@ def _encode_by_prefixes(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBas
 
 
 def _encode_by_tails(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]] | None:
-    """The same in linear time: a tokenizer splits a text at special tokens, so that what stands before the last one
-    does not matter for what is added. None where this tokenizer shows that it does."""
+    """Return the same in linear time: a tokenizer splits a text at special tokens, so that what stands before the last
+    one does not matter for what is added. None where this tokenizer shows that it does."""
     tail, encoded, read = _Tail("", []), list[list[int]](), 0
     for piece in pieces:
         text = tail.text + piece
@@ -662,7 +667,8 @@ class _Tail:
 
 
 def _tail(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> _Tail:
-    """The tail of a text whose ids are `ids`; the whole where it has no special token, or none that splits it."""
+    """Return the tail of a text whose ids are `ids`; the whole where it has no special token, or none that splits
+    it."""
     start = -1
     for match in special_pattern(tokenizer).finditer(text):
         start = match.start()

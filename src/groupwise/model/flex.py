@@ -83,7 +83,7 @@ class Forest:
         *,
         device: torch.device | str = "cpu",
     ) -> Forest:
-        """Prompts and their completions, given and packed as for `SharedPrompts`."""
+        """Return prompts and their completions, given and packed as for `SharedPrompts`."""
         sizes = list(prompt_lengths)
         for n, prompt in zip(completion_lengths, prompt_of_row, strict=True):
             sizes[prompt] += n
@@ -107,7 +107,7 @@ class Forest:
     def of_tree(
         cls, paths: Sequence[Sequence[int]], own: Sequence[int], *, device: torch.device | str = "cpu"
     ) -> Forest:
-        """Lines of prefix trees, given and packed as for `PrefixTree`: depth-first already."""
+        """Return lines of prefix trees, given and packed as for `PrefixTree`: depth-first already."""
         S = sum(own)
         leave, positions = [S] * S, [0] * S
         before: Sequence[int] = ()
@@ -136,7 +136,7 @@ class Forest:
         return out[0].transpose(0, 1)[: self.S]
 
     def blocks(self, window: int | None) -> BlockMask:
-        """Which tiles are computed, and which of them are masked; the same one each time."""
+        """Return which tiles are computed, and which of them are masked; the same one each time."""
         if window not in self._blocks:
             self._blocks[window] = self._looked_at(window)
         return self._blocks[window]
@@ -174,7 +174,7 @@ def _pairs(visible_RT: Tensor) -> Tensor:
 
 
 def _listed(chosen_nn: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles of each row are chosen, and their numbers, the chosen first: as BlockMask wants them."""
+    """Return how many tiles of each row are chosen, and their numbers, the chosen first: as BlockMask wants them."""
     chosen = chosen_nn[None, None].int()
     return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()
 

@@ -35,8 +35,8 @@ TOLERANCE, TOLERANCE_16_BITS = 5e-3, 3e-2  # of the norm of what is compared
 
 
 def why_not_flex(model: PreTrainedModel, *, checkpointing: bool) -> str | None:
-    """Why FlexAttention cannot be used to train this packed model on its device; None if it can. `checkpointing`: with
-    gradient checkpointing."""
+    """Return why FlexAttention cannot be used to train this packed model on its device; None if it can.
+    `checkpointing`: with gradient checkpointing."""
     if model.device.type != "cuda":  # gpu-seen below: the trial of FlexAttention with a model
         return f"it needs a CUDA GPU, and the model is on {model.device.type!r}"
     if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
@@ -45,7 +45,7 @@ def why_not_flex(model: PreTrainedModel, *, checkpointing: bool) -> str | None:
 
 
 def trouble(model: PreTrainedModel, *, checkpointing: bool) -> str | None:
-    """What goes wrong when it is tried; None if nothing does."""
+    """Return what goes wrong when it is tried; None if nothing does."""
     layout_of, tolerance = partial(_Compared, checkpointing=checkpointing), packed_tolerance(model)
     try:
         gap = packed_forward_gap(model, layout_of=layout_of)
@@ -74,7 +74,7 @@ class _Compared:
 
 
 def _compare(heads: tuple[int, int, int, int], like: Tensor, scoring: Scoring, checkpointing: bool) -> None:
-    """Raises ArithmeticError where outputs or gradients are not those of `SharedPrompts`."""
+    """Raise ArithmeticError where outputs or gradients are not those of `SharedPrompts`."""
     limit = TOLERANCE_16_BITS if like.itemsize == 2 else TOLERANCE
     for times in LENGTHS:
         prompts, completions = ([n * times for n in part] for part in (PROMPTS, COMPLETIONS))
@@ -92,7 +92,7 @@ def _compare(heads: tuple[int, int, int, int], like: Tensor, scoring: Scoring, c
 def _tried(
     layout: Layout, S: int, heads: tuple[int, int, int, int], like: Tensor, scoring: Scoring, checkpointing: bool
 ) -> list[Tensor]:
-    """The output for random queries, keys and values, and their gradients, in float32."""
+    """Return the output for random queries, keys and values, and their gradients, in float32."""
     H, K, D, V = heads
     g = torch.Generator().manual_seed(0)
     shapes = ((H, D), (K, D), (K, V), (H, V))

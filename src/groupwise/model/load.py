@@ -99,14 +99,16 @@ class LoadedModel:
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """Tokens of the longest row: those that the model has positions for, of these as many as `longest_row` admits."""
+    """Return tokens of the longest row: those that the model has positions for, of these as many as `longest_row`
+    admits."""
     text: Any = config.get_text_config()
     positions = int(getattr(text, "max_position_embeddings", 1 << 20))
     return min(positions, longest_row(text) or positions)
 
 
 def longest_row(config: PreTrainedConfig) -> int | None:
-    """Tokens up to which the rotary positions of a text configuration are the same in every row; None: of any length.
+    """Return tokens up to which the rotary positions of a text configuration are the same in every row; None: of any
+    length.
 
     Long rope (Phi-3, arXiv 2402.13753) has other frequencies for all tokens of a row that is longer, dynamic rope other
     ones for each length. There a token has no one log-probability: what was sampled in a row that was still short
@@ -147,7 +149,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """What sums and log-probabilities are kept in: float64, and float32 on Apple's GPUs, which have nothing wider."""
+    """Return what sums and log-probabilities are kept in: float64, and float32 on Apple's GPUs, which have nothing
+    wider."""
     return torch.float32 if device.type == "mps" else torch.float64  # gpu-aware
 
 
@@ -167,7 +170,8 @@ class ModelSettings(Protocol):
 
 
 def load_configured(config: ModelSettings, *, device: str | None = None, dtype: str | None = None) -> LoadedModel:
-    """The model of a configuration, as `load_model`; `device` and `dtype` in the place of the configuration's."""
+    """Return the model of a configuration, as `load_model`; `device` and `dtype` in the place of the
+    configuration's."""
     return load_model(
         config.model,
         device=device or config.device,
@@ -259,7 +263,7 @@ def _not_quantised(config: PreTrainedConfig) -> list[str]:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """The configuration of a model, without its weights. Raises ModelError as `load_model`."""
+    """Return the configuration of a model, without its weights. Raises ModelError as `load_model`."""
     try:
         with reading(path := model_path(name)):
             return AutoConfig.from_pretrained(path)
@@ -268,7 +272,7 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def load_tokenizer(name: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model (of a Hugging Face name at `revision`), without its weights. Raises ModelError as
+    """Return the tokenizer of a model (of a Hugging Face name at `revision`), without its weights. Raises ModelError as
     `load_model`."""
     try:
         with reading(path := model_path(name)):
@@ -287,7 +291,7 @@ def _not_loaded(what: str, name: str, error: Exception) -> ModelError:
 
 
 def wrap_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str) -> LoadedModel:
-    """A model that is already in memory as a `LoadedModel`; turns dropout and gradients off in place."""
+    """Return a model that is already in memory as a `LoadedModel`; turns dropout and gradients off in place."""
     model.eval().requires_grad_(False)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -302,7 +306,7 @@ def wrap_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, na
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A second module tree over the same parameters and buffers: a few kilobytes, whatever the model's size."""
+    """Return a second module tree over the same parameters and buffers: a few kilobytes, whatever the model's size."""
     tensors = [*model.parameters(), *model.buffers()]
     twin: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     twin.set_attn_implementation(ATTENTION)
@@ -311,7 +315,7 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """A fingerprint of the base model: every tensor's name, shape, type and about a thousand of its values."""
+    """Return a fingerprint of the base model: every tensor's name, shape, type and about a thousand of its values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
@@ -364,7 +368,7 @@ class AdaptableModules:
         return cls(type(model).__name__, refused, all_linear, experts, tensors)
 
     def has(self, target: str) -> bool:
-        """Whether there is a module of this name."""
+        """Return whether there is a module of this name."""
         return any(_names(target, name) and self._may_be_meant(target, name) for name in self.refused)
 
     def meant(self, targets: str | Sequence[str]) -> list[str]:
@@ -377,7 +381,7 @@ class AdaptableModules:
         return [name for name in self.refused if name in wanted]
 
     def _named(self, target: str) -> Sequence[str]:
-        """What one target means."""
+        """Return what one target means."""
         if target == ALL_LINEAR:
             if not self.all_linear:
                 raise _target_error(f": {self.architecture} has no linear layer that {ALL_LINEAR} means", hint=None)
@@ -405,8 +409,8 @@ class AdaptableModules:
 
 
 def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
-    """What an adapter with these targets changes: full names of linear modules, of routers, and of the parameters of
-    experts, in the model's order.
+    """Return what an adapter with these targets changes: full names of linear modules, of routers, and of the
+    parameters of experts, in the model's order.
 
     `all-linear` is every linear layer of the text decoder but the LM head: the projections of attention and of dense
     MLPs, shared experts included. It is neither a router nor a routed expert. `experts` is all routed experts. Names
@@ -421,7 +425,8 @@ def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> lis
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is x W^T + b and nothing else; transformers' Conv1D is too, with its weight transposed."""
+    """Return whether a module is x W^T + b and nothing else; transformers' Conv1D is too, with its weight
+    transposed."""
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return plain or isinstance(module, Conv1D | QuantizedLinear) or type(module).__name__ == "FalconLinear"
 
@@ -439,12 +444,13 @@ def _names(target: str, name: str) -> bool:
 
 
 def _is_routed(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module is, or is inside, a router of a mixture of experts or an expert that tokens are routed to."""
+    """Return whether a module is, or is inside, a router of a mixture of experts or an expert that tokens are routed
+    to."""
     return EXPERTS in name.split(".") or is_routing(name, modules)
 
 
 def is_routing(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module is, or is inside, a router of a mixture of experts; `modules` are all of the model."""
+    """Return whether a module is, or is inside, a router of a mixture of experts; `modules` are all of the model."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part == "router" or "Router" in type(modules[".".join(parts[: i + 1])]).__name__:
@@ -455,14 +461,14 @@ def is_routing(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _is_passed_over(model: PreTrainedModel, name: str) -> bool:
-    """Whether the kernels of a state-space layer take this module's weight without calling it, and so without its
-    adapter. PEFT refuses it too."""
+    """Return whether the kernels of a state-space layer take this module's weight without calling it, and so without
+    its adapter. PEFT refuses it too."""
     kernels = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
     return model.config.model_type in kernels and _names("out_proj", name)
 
 
 def _why_not(model: PreTrainedModel, name: str, module: nn.Module) -> str | None:
-    """Why a module takes no adapter; None if it does."""
+    """Return why a module takes no adapter; None if it does."""
     if module is model.get_output_embeddings():
         return "is the LM head, which takes no adapter here"
     if not is_linear(module) and not is_router(module):
@@ -522,13 +528,13 @@ class Head:
 
 
 def _number(config: Any, name: str) -> float:
-    """A factor; 1 where the configuration has none."""
+    """Return a factor; 1 where the configuration has none."""
     value = getattr(config, name, None)
     return float(value) if isinstance(value, int | float) and value else 1.0
 
 
 def plain_implementation(model: PreTrainedModel) -> str:
-    """The name of the attention that the model brings itself."""
+    """Return the name of the attention that the model brings itself."""
     return "sdpa" if model._supports_sdpa else "eager"
 
 

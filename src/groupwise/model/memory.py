@@ -138,7 +138,7 @@ class Load:
 
 
 def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) -> Memory:
-    """The memory of a run at its peak, with micro-batches of `micro_tokens` (None: the configuration's)."""
+    """Return the memory of a run at its peak, with micro-batches of `micro_tokens` (None: the configuration's)."""
     model, lora = load.model, config.train.lora
     weights = model.weights
     if lora is None:
@@ -163,7 +163,7 @@ def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) ->
 
 
 def fitting_tokens(config: RunConfig, load: Load) -> int:
-    """The most of `train.micro_tokens` for which the memory suffices that the run may take.
+    """Return the most of `train.micro_tokens` for which the memory suffices that the run may take.
 
     Raises:
         ConfigError: `train.memory_gb` does not suffice for a single sample; says what would. (What a GPU has free is
@@ -185,8 +185,8 @@ def fitting_tokens(config: RunConfig, load: Load) -> int:
 
 
 def longest_sample(config: RunConfig, load: Load) -> int:
-    """Tokens of the longest sample that `train.memory_gb` suffices for, its prompt as long as the run's longest is; 0
-    where it does not suffice for a completion of one token. At most what the configuration admits."""
+    """Return tokens of the longest sample that `train.memory_gb` suffices for, its prompt as long as the run's longest
+    is; 0 where it does not suffice for a completion of one token. At most what the configuration admits."""
     low, high = 0, config.rollout.max_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -200,14 +200,14 @@ def _fits(config: RunConfig, load: Load, micro_tokens: int) -> bool:
 
 
 def _allowed(config: RunConfig, load: Load) -> float:
-    """Bytes that the run may take."""
+    """Return bytes that the run may take."""
     if config.train.memory_gb is not None:
         return config.train.memory_gb * GIB
     return math.inf if load.free is None else load.free
 
 
 def _too_little(config: RunConfig, load: Load, needed: Memory) -> ConfigError:
-    """The arithmetic, and the smallest changes that would make it fit."""
+    """Return the arithmetic, and the smallest changes that would make it fit."""
     parts = {field.name: getattr(needed, field.name) for field in fields(needed)}
     listed = ", ".join(f"{name.replace('_', ' ')} {_gib(part)}" for name, part in parts.items() if part)
     ways = {
@@ -234,7 +234,7 @@ def _too_little(config: RunConfig, load: Load, needed: Memory) -> ConfigError:
 
 
 def _halved(config: RunConfig, load: Load, section: str, key: str, value: int) -> int | None:
-    """The first of value / 2, value / 4, ... that fits."""
+    """Return the first of value / 2, value / 4, ... that fits."""
     while value := value // 2:
         changed = _with(config, **{section: {key: value}})
         if _fits(changed, load, _longest(changed, load)):
@@ -253,12 +253,12 @@ def _gib(size: int) -> str:
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
 def _longest(config: RunConfig, load: Load) -> int:
-    """Tokens of the longest sample."""
+    """Return tokens of the longest sample."""
     return load.longest_prompt + config.rollout.max_tokens
 
 
 def _longest_sampled(config: RunConfig, load: Load) -> int:
-    """Tokens of the longest that is sampled: evaluations may go on for longer than what is trained on."""
+    """Return tokens of the longest that is sampled: evaluations may go on for longer than what is trained on."""
     evaluated = 0 if config.eval is None else config.eval.max_tokens or 0
     return load.longest_prompt + max(config.rollout.max_tokens, evaluated)
 
@@ -272,12 +272,12 @@ def _is_sharded(config: RunConfig) -> bool:
 
 
 def _is_offloaded(config: RunConfig, load: Load) -> bool:
-    """Whether a rank's parts are elsewhere than the memory that is counted."""
+    """Return whether a rank's parts are elsewhere than the memory that is counted."""
     return _is_sharded(config) and config.train.cpu_offload and load.gpu
 
 
 def _shards(config: RunConfig, load: Load) -> int:
-    """A rank's part of the weights, and what it has gathered of them at once."""
+    """Return a rank's part of the weights, and what it has gathered of them at once."""
     model = load.model
     if not _is_sharded(config):
         return 0
@@ -301,7 +301,7 @@ def _merged(config: RunConfig, model: ModelSize) -> int:
 
 
 def cache_token_bytes(model: ModelSize) -> int:
-    """Bytes of the keys and values of one token, in all layers."""
+    """Return bytes of the keys and values of one token, in all layers."""
     return 2 * model.layers * model.key_value * model.value_bytes
 
 
@@ -342,8 +342,8 @@ def _activations(config: RunConfig, load: Load, micro_tokens: int) -> int:
 
 
 def _worst(config: RunConfig, load: Load, micro_tokens: int) -> tuple[PackedShape, ...]:
-    """The largest micro-batches: all completions as long as they may be, and lengths so uneven that grids are full of
-    holes. Padded rows: every completion with its prompt, which may be of one token."""
+    """Return the largest micro-batches: all completions as long as they may be, and lengths so uneven that grids are
+    full of holes. Padded rows: every completion with its prompt, which may be of one token."""
     prompt, completion, size = load.longest_prompt, config.rollout.max_tokens, config.rollout.group_size
     group = prompt + size * completion
     groups = math.ceil(config.rollout.prompts_per_step / config.train.minibatches)

@@ -33,7 +33,7 @@ from groupwise.recorded import RoutingShape
 
 
 def fused_parameters(module: nn.Module) -> list[str]:
-    """The names of the 3-D parameters of experts whose forward `experts_forward` is; [] for any other module."""
+    """Return the names of the 3-D parameters of experts whose forward `experts_forward` is; [] for any other module."""
     if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed"):
         return []
     own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
@@ -41,7 +41,7 @@ def fused_parameters(module: nn.Module) -> list[str]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module is a router of transformers 5 whose logits are x W^T of its own `weight` [E, hidden]."""
+    """Return whether a module is a router of transformers 5 whose logits are x W^T of its own `weight` [E, hidden]."""
     weight = getattr(module, "weight", None)
     return (
         "Router" in type(module).__name__
@@ -79,7 +79,8 @@ ExpertDelta = Callable[[str, Tensor, Routed], Tensor | None]
 
 
 def experts_forward(experts: Any, x_SH: Tensor, chosen_SK: Tensor, weight_SK: Tensor, delta: ExpertDelta) -> Tensor:
-    """The forward of one of transformers' modules of fused experts, -> [S, H], with `delta` in its two products."""
+    """Return the forward of one of transformers' modules of fused experts, -> [S, H], with `delta` in its two
+    products."""
     expert_N, order_N = chosen_SK.flatten().sort(stable=True)
     routed = Routed(order_N // chosen_SK.shape[-1], expert_N, experts.num_experts)
     h_N = _product(experts, "gate_up_proj" if experts.has_gate else "up_proj", x_SH[routed.token_N], routed, delta)
@@ -124,8 +125,8 @@ def low_rank(x_N: Tensor, a_EIR: Tensor, b_ERO: Tensor, counts: list[int]) -> Te
 
 
 def routing_shape(model: nn.Module) -> RoutingShape | None:
-    """How a model's routers choose; None of one that has none, or whose layers choose so many experts each that nothing
-    is recorded of them."""
+    """Return how a model's routers choose; None of one that has none, or whose layers choose so many experts each that
+    nothing is recorded of them."""
     routers: list[Any] = [module for module in model.modules() if is_router(module)]
     if len(chosen := {int(router.top_k) for router in routers}) != 1:
         return None
@@ -264,7 +265,7 @@ class Routers:
 
 
 def load_balancing(outputs: Sequence[RouterOutput], weight_S: Tensor) -> Tensor:
-    """The auxiliary loss of Switch Transformer (arXiv 2101.03961, equations 4 to 6), for K experts a token, as
+    """Return the auxiliary loss of Switch Transformer (arXiv 2101.03961, equations 4 to 6), for K experts a token, as
     transformers computes it over all layers together:
 
         loss = E sum_e f_e P_e      f_e: share of the tokens that expert e is chosen for, summing to K
@@ -284,5 +285,5 @@ def load_balancing(outputs: Sequence[RouterOutput], weight_S: Tensor) -> Tensor:
 
 
 def balancing_coefficient(model: Any) -> float:
-    """The weight of the auxiliary loss in the model's own loss; 0 where its family has none (DeepSeek-V3)."""
+    """Return the weight of the auxiliary loss in the model's own loss; 0 where its family has none (DeepSeek-V3)."""
     return float(getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0)

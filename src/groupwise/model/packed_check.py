@@ -60,12 +60,13 @@ CPU = torch.device("cpu")
 
 
 def packed_tolerance(model: PreTrainedModel) -> float:
-    """The largest `packed_forward_gap` that rounding explains in the model's dtype (norms are float32 in any)."""
+    """Return the largest `packed_forward_gap` that rounding explains in the model's dtype (norms are float32 in
+    any)."""
     return {torch.float64: 1e-5, torch.float32: 1e-4}.get(model.dtype, 0.1)
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
-    """Why this model, made by `model.load.share_weights`, cannot run packed; None if it can."""
+    """Return why this model, made by `model.load.share_weights`, cannot run packed; None if it can."""
     why = _difference(model, SHORT)
     unsure = why is not None and _may_choose_other_experts(model)
     if why is not None and not unsure:
@@ -81,8 +82,8 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 
 
 def _may_choose_other_experts(model: PreTrainedModel) -> bool:
-    """Whether rounding alone can make a large difference: it chooses other experts for a token whose router hesitates.
-    Then the small model decides, in float32."""
+    """Return whether rounding alone can make a large difference: it chooses other experts for a token whose router
+    hesitates. Then the small model decides, in float32."""
     return model.dtype.itemsize == 2 and any(name.endswith(".experts") for name, _ in model.named_modules())
 
 
@@ -110,7 +111,7 @@ def packed_forward_gap(
     rows: tuple[Sequence[int], Lines] = SHORT,
     layout_of: Callable[..., Layout] = SharedPrompts,
 ) -> float:
-    """The mean difference in log-probability between the packed forward and the model's own, on a small tree.
+    """Return the mean difference in log-probability between the packed forward and the model's own, on a small tree.
 
     Prompts with completions of uneven lengths, against each completion with its prompt alone in a row. At each position
     tokens weigh by their probability: the largest difference of a whole vocabulary is mostly 16-bit rounding of tokens
@@ -149,8 +150,8 @@ def packed_forward_gap(
 
 
 def why_not_cached(model: PreTrainedModel) -> str | None:
-    """Why this model, made by `model.load.share_weights`, cannot decode with its own cache, two rows of one prompt at
-    once; None if it can. Tried on the model and, where lengths matter, on `small_twin` beyond them."""
+    """Return why this model, made by `model.load.share_weights`, cannot decode with its own cache, two rows of one
+    prompt at once; None if it can. Tried on the model and, where lengths matter, on `small_twin` beyond them."""
     try:
         gaps = [cached_forward_gap(model)]
         if list(_lengths(model.config.get_text_config())):
@@ -165,8 +166,8 @@ def why_not_cached(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def cached_forward_gap(model: PreTrainedModel) -> float:
-    """The mean difference in log-probability between decoding with the model's own cache and its forward of the whole
-    row: a prompt that is run once, then two rows of it, of which one is left after half of the tokens."""
+    """Return the mean difference in log-probability between decoding with the model's own cache and its forward of the
+    whole row: a prompt that is run once, then two rows of it, of which one is left after half of the tokens."""
     vocabulary, opening, end = int(model.config.get_text_config().vocab_size), 9, 24
     ids_2T = torch.tensor(
         [[(37 * (i + (50 * row if i >= opening else 0)) + 11) % vocabulary for i in range(end)] for row in range(2)],
@@ -192,9 +193,9 @@ def cached_forward_gap(model: PreTrainedModel) -> float:
 
 @torch.no_grad()
 def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
-    """Bytes that the model's own cache takes of a row: for each of its tokens (keys and values), and whatever its
-    length (recurrent and convolution states). Counted in what it keeps of two short rows; a window that ends what is
-    kept is not seen, so of long rows this is a bound.
+    """Return bytes that the model's own cache takes of a row: for each of its tokens (keys and values), and whatever
+    its length (recurrent and convolution states). Counted in what it keeps of two short rows; a window that ends what
+    is kept is not seen, so of long rows this is a bound.
 
     Raises: what the model raises, or AttributeError where it has no cache.
     """
@@ -248,7 +249,8 @@ def turn_plain(model: PreTrainedModel) -> None:
 
 
 def _causal_gap(model: PreTrainedModel) -> float | None:
-    """How far a model is from causal, on itself and, where lengths matter, on `small_twin` beyond them; None: it is."""
+    """Return how far a model is from causal, on itself and, where lengths matter, on `small_twin` beyond them; None: it
+    is."""
     if not _may_choose_other_experts(model) and (gap := plain_forward_gap(model)) > packed_tolerance(model):
         return gap
     if not list(_lengths(model.config.get_text_config())) and not _may_choose_other_experts(model):
@@ -263,8 +265,8 @@ def _causal_gap(model: PreTrainedModel) -> float | None:
 
 @torch.no_grad()
 def plain_forward_gap(model: PreTrainedModel) -> float:
-    """The mean difference in log-probability, by the model's own forward, between a row alone and the same row with
-    tokens behind it, or with padding as `packing.pad` puts it there."""
+    """Return the mean difference in log-probability, by the model's own forward, between a row alone and the same row
+    with tokens behind it, or with padding as `packing.pad` puts it there."""
     vocabulary, short, long = int(model.config.get_text_config().vocab_size), 17, 30
     ids_T = [(37 * i + 11) % vocabulary for i in range(long)]
     rows = torch.tensor([ids_T, ids_T[:short] + [0] * (long - short)], device=model.device)
@@ -282,8 +284,8 @@ def plain_forward_gap(model: PreTrainedModel) -> float:
 
 @torch.no_grad()
 def head_gap(model: PreTrainedModel) -> float:
-    """The mean difference between the log-probabilities of a model and those of its `Head` on a short row, weighed as
-    above."""
+    """Return the mean difference between the log-probabilities of a model and those of its `Head` on a short row,
+    weighed as above."""
     ids = torch.arange(1, 9, device=model.device)[None]
     with plain_attention(model):
         hidden_TH = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
@@ -321,7 +323,8 @@ class Ways:
 
 
 def ways_of(config: PreTrainedConfig) -> Ways:
-    """What will be found of a model of this configuration, tried on the CPU on a small random one (`small_twin`).
+    """Return what will be found of a model of this configuration, tried on the CPU on a small random one
+    (`small_twin`).
 
     Raises:
         ModelError: as `turn_plain`. Or what transformers raises where it cannot make such a model.
@@ -357,7 +360,7 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _check_size(config: PreTrainedConfig) -> None:
-    """Raises ValueError where a model is too large to be made by the way."""
+    """Raise ValueError where a model is too large to be made by the way."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     if (count := sum(parameter.numel() for parameter in model.parameters())) > _MOST_PARAMETERS:
@@ -368,8 +371,8 @@ def _check_size(config: PreTrainedConfig) -> None:
 
 
 def small_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A random float32 model of the class and configuration of `model`, one layer of each kind, narrow, in which every
-    length is `LENGTH` tokens."""
+    """Return a random float32 model of the class and configuration of `model`, one layer of each kind, narrow, in which
+    every length is `LENGTH` tokens."""
     return _random_model(type(model), _small_config(model.config), model.device)
 
 
@@ -399,7 +402,7 @@ def _random_model(make: Callable[[Any], PreTrainedModel], config: PreTrainedConf
 
 
 def _lengths(config: Any) -> Iterator[tuple[MutableMapping[str, Any], str]]:
-    """The lengths at which attention changes, each as (the settings that have it, its name)."""
+    """Yield the lengths at which attention changes, each as (the settings that have it, its name)."""
     parts: list[MutableMapping[str, Any]] = [vars(config)]
     grows = longest_row(config) is not None
     for settings in parts:

@@ -135,8 +135,8 @@ class MicroBatch:
         return on_device(copies, self.input_ids_S.device)
 
     def routed_experts(self) -> Tensor | None:
-        """What the sampler chose for the tokens that a forward runs, [layers, S, K], -1 where it is not recorded; None
-        where it is for none of the rows."""
+        """Return what the sampler chose for the tokens that a forward runs, [layers, S, K], -1 where it is not
+        recorded; None where it is for none of the rows."""
         recorded = [sample.routed_experts for sample in self.samples]
         if not (known := [each for each in recorded if each is not None]):
             return None
@@ -152,7 +152,7 @@ class MicroBatch:
         return on_device(chosen_SLK.transpose(0, 1).contiguous(), self.input_ids_S.device)
 
     def kept(self) -> KeptRanges | None:
-        """What the sampler could draw for each loss token; None where that is the whole vocabulary for all."""
+        """Return what the sampler could draw for each loss token; None where that is the whole vocabulary for all."""
         known = {sample.kept.vocabulary for sample in self.samples if sample.kept is not None}
         if not known:
             return None
@@ -179,8 +179,8 @@ class MicroBatch:
         return on_device(id_NK, self.row_N.device), on_device(logprob_NK, self.row_N.device)
 
     def per_token(self, values_by_row: Sequence[Sequence[float] | None]) -> Tensor | None:
-        """One value per completion token of each row -> those of loss tokens [N], in the device's `widest_float`; None
-        if one has none."""
+        """Return one value per completion token of each row -> those of loss tokens [N], in the device's
+        `widest_float`; None if one has none."""
         flat: list[float] = []
         for sample, values in zip(self.samples, values_by_row, strict=True):
             if values is None:
@@ -189,11 +189,11 @@ class MicroBatch:
         return on_device(flat, self.row_N.device, widest_float(self.row_N.device))
 
     def per_row(self, values_B: Sequence[float]) -> Tensor:
-        """One value per row -> those of loss tokens [N], in the device's `widest_float`."""
+        """Return one value per row -> those of loss tokens [N], in the device's `widest_float`."""
         return on_device(values_B, self.row_N.device, widest_float(self.row_N.device))[self.row_N]
 
     def of_rows(self, values: Sequence[Sequence[float]] | None) -> Tensor | None:
-        """The same of values for every sample of the list that this was cut from."""
+        """Return the same of values for every sample of the list that this was cut from."""
         return None if values is None else self.per_token([values[row] for row in self.rows])
 
     @property
@@ -246,7 +246,7 @@ def sequence_lengths(samples: Sequence[Sample], *, by_prompt: bool = False) -> l
 
 
 def _sequences(samples: Sequence[Sample], by_prompt: bool) -> Iterator[list[Sample]]:
-    """Samples one by one, the segments of an episode together; or those of a prompt."""
+    """Yield samples one by one, the segments of an episode together; or those of a prompt."""
     if by_prompt and any(sample.group is None for sample in samples):
         raise ConfigError(
             "reduction 'prompt_mean' averages over prompts, and these samples do not say which prompt they are of",
@@ -284,9 +284,9 @@ def side_by_side(
     device: torch.device | str = "cpu",
     layouts: Layouts = MERGED,
 ) -> tuple[int, Iterator[MicroBatch]]:
-    """How many micro-batches, up to `lanes`, are to be run at once, and micro-batches of like sizes that together stay
-    within the budget then. Groups and trees stay whole: where one of them needs much of the budget, and where there is
-    little to do, one after another is run, as `micro_batches` cuts them."""
+    """Return how many micro-batches, up to `lanes`, are to be run at once, and micro-batches of like sizes that
+    together stay within the budget then. Groups and trees stay whole: where one of them needs much of the budget, and
+    where there is little to do, one after another is run, as `micro_batches` cuts them."""
     every = list(families(samples))
     costs = [cost for family in every for cost in _costs(samples, family)]
     lanes = min([lanes, len(costs), sum(costs) // LANE_TOKENS, *(token_budget // cost for cost in costs)])
@@ -299,7 +299,8 @@ def side_by_side(
 
 
 def _even_budget(costs: Sequence[int], batches: int) -> int:
-    """The smallest budget with which `costs`, in ascending order one after another, fill so many batches at most."""
+    """Return the smallest budget with which `costs`, in ascending order one after another, fill so many batches at
+    most."""
 
     def filled(budget: int) -> int:
         count, used = 1, 0
@@ -344,7 +345,7 @@ def pack(
     device: torch.device | str,
     layouts: Layouts = MERGED,
 ) -> MicroBatch:
-    """One micro-batch of these groups of row indices; the rows of a group must have equal prompts."""
+    """Return one micro-batch of these groups of row indices; the rows of a group must have equal prompts."""
     prompts = [samples[group[0]].prompt_ids for group in groups]
     rows = [row for group in groups for row in group]
     prompt_of_row = [p for p, group in enumerate(groups) for _ in group]
@@ -375,7 +376,8 @@ def pack(
 def pack_tree(
     samples: Sequence[Sample], rows: Sequence[int], *, device: torch.device | str, layouts: Layouts = MERGED
 ) -> MicroBatch:
-    """One micro-batch of these rows as prefix trees: every token that any of them have in common stands in it once."""
+    """Return one micro-batch of these rows as prefix trees: every token that any of them have in common stands in it
+    once."""
     lines = tree_of(samples, rows)
     ids: list[int] = []
     positions: list[int] = []
@@ -444,7 +446,7 @@ def padded_batches(
 
 
 def pad(samples: Sequence[Sample], rows: Sequence[int], *, device: torch.device | str) -> MicroBatch:
-    """One micro-batch of these rows, each padded to the longest of them."""
+    """Return one micro-batch of these rows, each padded to the longest of them."""
     whole = [(*samples[row].prompt_ids, *samples[row].completion_ids) for row in rows]
     width = max(map(len, whole))
     ids = [token for line in whole for token in (*line, *(0 for _ in range(width - len(line))))]
@@ -480,7 +482,7 @@ def _batches_of_groups(samples: Sequence[Sample], rows: Sequence[int], token_bud
 
 
 def _batches_of_trees(parts: Sequence[tuple[list[int], int]], token_budget: int) -> Iterator[list[int]]:
-    """Parts of trees (rows, tokens) together up to the budget."""
+    """Yield parts of trees (rows, tokens) together up to the budget."""
     batch: list[int] = []
     used = 0
     for rows, tokens in parts:

@@ -174,7 +174,7 @@ def _gradients(
 
 
 def _spread(x_MHD: Tensor, slots: Tensor | None, height: int, width: int) -> Tensor:
-    """Tokens at `slots` of a zero-padded grid -> [height, width, heads, D]."""
+    """Return tokens at `slots` of a zero-padded grid -> [height, width, heads, D]."""
     if slots is not None:
         x_MHD = x_MHD.new_zeros(height * width, *x_MHD.shape[1:]).index_copy_(0, slots, x_MHD)
     return x_MHD.reshape(height, width, *x_MHD.shape[1:])

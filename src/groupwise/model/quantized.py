@@ -30,7 +30,7 @@ PACKAGE = "bitsandbytes"
 
 
 def bits_config(kind: str, dtype: torch.dtype, *, keep: list[str]) -> BitsAndBytesConfig:
-    """What transformers must be told to load a model so.
+    """Return what transformers must be told to load a model so.
 
     Args:
         kind: `nf4` or `int8`.
@@ -71,7 +71,7 @@ class QuantizedLinear(nn.Linear):
         self.bias = None if layer.bias is None else _frozen(layer.bias)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weights [out, in] that the layer multiplies with."""
+        """Return the weights [out, in] that the layer multiplies with."""
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def take_over(model: PreTrainedModel) -> None:
 
 
 def quantized_layers(model: nn.Module) -> Iterator[QuantizedLinear]:
-    """Those of a model."""
+    """Return those of a model."""
     return (module for module in model.modules() if isinstance(module, QuantizedLinear))
 
 
@@ -187,7 +187,7 @@ def quantization_of(model: nn.Module) -> str | None:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """How many values the model's parameters have, those of quantised layers as before they were."""
+    """Return how many values the model's parameters have, those of quantised layers as before they were."""
     layers = list(quantized_layers(model))
     stored = {id(parameter) for layer in layers for parameter in layer.parameters()}
     plain = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in stored)
@@ -196,7 +196,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def product_bytes(model: PreTrainedModel) -> int:
-    """The most bytes that a quantised layer's weights take while they are multiplied with."""
+    """Return the most bytes that a quantised layer's weights take while they are multiplied with."""
     value = model.dtype.itemsize
     return max(
         (

@@ -47,7 +47,8 @@ class States(Protocol):
     """What runs a packed row's convolutions and recurrences."""
 
     def convolve(self, layer: int, x_SC: Tensor, weight_CW: Tensor) -> Tensor:
-        """Each channel's causal convolution, sum_j weight[W - 1 - j] x[t - j], 0 before the first token -> [S, C]."""
+        """Return each channel's causal convolution, sum_j weight[W - 1 - j] x[t - j], 0 before the first token -> [S,
+        C]."""
         ...
 
     def recur(self, layer: int, rule: Rule, inputs: Sequence[Tensor], idle: Sequence[float]) -> Tensor:
@@ -85,7 +86,7 @@ def segments_of_groups(
 
 
 def segments_of_tree(paths: Sequence[Sequence[int]], own: Sequence[int]) -> list[PackedSegment]:
-    """The lines of prefix trees, as `PrefixTree` has them, cut where others fork off."""
+    """Return the lines of prefix trees, as `PrefixTree` has them, cut where others fork off."""
     before: dict[int, int] = {}  # of each token the one before it in its rows; -1: none
     for path, n in zip(paths, own, strict=True):
         for at in range(len(path) - n, len(path)):
@@ -181,7 +182,8 @@ class Segments:
         return torch.cat(outputs).index_select(0, self._plan.cell_S), first.index_select(0, self._plan.roots)
 
     def last_inputs(self, x_SC: Tensor, W: int) -> Tensor:
-        """The last W - 1 inputs of the segments that continue nothing, zeros before the first -> [B, C, W - 1]."""
+        """Return the last W - 1 inputs of the segments that continue nothing, zeros before the first -> [B, C, W -
+        1]."""
         rows = [
             [s + n + i if n + i >= 0 else -1 for i in range(1 - W, 0)]
             for s, n, parent in self.segments
@@ -191,8 +193,8 @@ class Segments:
         return pad(x_SC, (0, 0, 1, 0)).index_select(0, at_BW.flatten()).view(*at_BW.shape, -1).transpose(1, 2)
 
     def _edges_of(self, W: int) -> tuple[Tensor, Tensor]:
-        """Tokens [E] of which not all of the W - 1 before them stand before them in the packed row, and for each where
-        in the row padded with W - 1 zeros it and those before it stand [E, W]."""
+        """Return tokens [E] of which not all of the W - 1 before them stand before them in the packed row, and for each
+        where in the row padded with W - 1 zeros it and those before it stand [E, W]."""
         if W not in self._edges:
             edges, windows = [], []
             for start, length, parent in self.segments:

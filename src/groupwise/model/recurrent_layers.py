@@ -35,7 +35,7 @@ def pack_recurrent_layers(model: nn.Module) -> None:
 
 
 def is_recurrent(model: nn.Module) -> bool:
-    """Whether some of a model's layers run by `States`."""
+    """Return whether some of a model's layers run by `States`."""
     return any(_tell_layer in module._forward_pre_hooks.values() for module in model.modules())
 
 
@@ -134,7 +134,8 @@ def _state_space(own: Callable[..., Any], names: dict[str, Any]) -> Callable[...
 
 
 def _fused(own: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
-    """A kernel for a whole layer in training, where there is one; None has the layer call the functions above."""
+    """Return a kernel for a whole layer in training, where there is one; None has the layer call the functions
+    above."""
 
     @functools.wraps(own)
     def run(*inputs: Any, layout: LayerStates | None = None, **options: Any) -> Any:

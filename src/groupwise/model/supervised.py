@@ -45,8 +45,9 @@ def encode_supervised(
     template_kwargs: Mapping[str, Any] | None = None,
     context: int | None = None,
 ) -> Sample:
-    """A conversation as a Sample: `prompt_ids` up to the assistant's first word, `completion_ids` from there to the end
-    of its last turn, `mask` 1 on its own tokens, each turn's end-of-turn token included and what follows that not.
+    """Return a conversation as a Sample: `prompt_ids` up to the assistant's first word, `completion_ids` from there to
+    the end of its last turn, `mask` 1 on its own tokens, each turn's end-of-turn token included and what follows that
+    not.
 
     Where the assistant speaks is what the template marks with {% generation %}; without the mark it is found by
     rendering the conversation turn by turn. With `context`, a text that is far longer than that many tokens is refused
@@ -82,7 +83,8 @@ def encode_supervised(
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
-    """What the template adds to a conversation to ask for a reply: "<|im_start|>assistant\\n<think>\\n" with some."""
+    """Return what the template adds to a conversation to ask for a reply: "<|im_start|>assistant\\n<think>\\n" with
+    some."""
     asked = [{"role": "user", "content": "Name?"}]
     try:
         before, _ = render_chat(asked, tokenizer, **options)
@@ -93,7 +95,8 @@ def _opening(tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
 
 
 def _behind(opening: str, text: str, start: int, end: int) -> int:
-    """Where the assistant's own words begin in a marked span: behind the part of the opening that the span holds."""
+    """Return where the assistant's own words begin in a marked span: behind the part of the opening that the span
+    holds."""
     for known in range(len(opening)):  # the longest part first
         if text.startswith(opening[known:], start, end) and text.endswith(opening[:known], 0, start):
             return start + len(opening) - known
@@ -103,7 +106,8 @@ def _behind(opening: str, text: str, start: int, end: int) -> int:
 def _spans_turn_by_turn(
     text: str, chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> list[Span]:
-    """Where the assistant speaks in `text`: from the end of each turn's generation prompt to the end of that turn.
+    """Return where the assistant speaks in `text`: from the end of each turn's generation prompt to the end of that
+    turn.
 
     Every prefix of the conversation is rendered, which is quadratic; of a long one the last turns alone, as far as that
     gives `text` as well.
@@ -140,9 +144,9 @@ def _spans_by_prefixes(
 def _spans_by_windows(
     text: str, chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> list[Span] | None:
-    """The spans, from each turn rendered as the last one of a short conversation: the system message, one message of
-    the user, and the assistant's two turns before it with what lies between. None unless what each turn adds to the one
-    before is what stands in `text`, one after another."""
+    """Return the spans, from each turn rendered as the last one of a short conversation: the system message, one
+    message of the user, and the assistant's two turns before it with what lies between. None unless what each turn adds
+    to the one before is what stands in `text`, one after another."""
     opening = next((i for i, message in enumerate(chat) if message["role"] != "system"), 0)
     turns = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
     asked = [max((j for j in range(a, b) if chat[j]["role"] == "user"), default=None) for a, b in pairwise([0, *turns])]
@@ -164,8 +168,8 @@ def _spans_by_windows(
 
 
 def _turn(chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> tuple[str, str, Span]:
-    """A conversation that the assistant's message ends: rendered up to where it speaks, rendered whole, and the span
-    of what it says in the latter."""
+    """Return a conversation that the assistant's message ends: rendered up to where it speaks, rendered whole, and the
+    span of what it says in the latter."""
     before, _ = render_chat(chat[:-1], tokenizer, **options, add_generation_prompt=True)
     after, _ = render_chat(chat, tokenizer, **options)
     start = len(before)

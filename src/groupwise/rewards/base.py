@@ -61,7 +61,7 @@ class RewardWorkers(Protocol):
     """Other processes that run reward functions: a `RewardPool`, or several of them on a cluster."""
 
     def runs(self, function: RewardFunction) -> bool:
-        """Whether this is one of their functions."""
+        """Return whether this is one of their functions."""
         ...
 
     async def call(
@@ -73,7 +73,7 @@ class RewardWorkers(Protocol):
         prompt_id: str,
         state: TrainerState = AT_START,
     ) -> GroupScores:
-        """What the function answers for one group of `size` completions; failures are values of the answer."""
+        """Return what the function answers for one group of `size` completions; failures are values of the answer."""
         ...
 
     def close(self) -> None:
@@ -128,13 +128,13 @@ class RewardLog:
 
 
 def text_of(completion: Any) -> str:
-    """The text of one entry of `completions`: a string, or the last message's content."""
+    """Return the text of one entry of `completions`: a string, or the last message's content."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 # ---- loading ----
 def load_rewards(specs: Sequence[RewardConfig], *, folder: str | Path | None = None) -> tuple[RewardFunction, ...]:
-    """The functions that the configuration lists, under the names that `reward_names` gives them.
+    """Return the functions that the configuration lists, under the names that `reward_names` gives them.
 
     Raises LoadError for what cannot be imported, and ConfigError for two equal names, a function that does not take
     `completions`, or an option that it does not have.
@@ -149,7 +149,8 @@ def load_rewards(specs: Sequence[RewardConfig], *, folder: str | Path | None = N
 
 
 def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
-    """The name of each in metrics: its own, or its function's. One listed twice without names becomes `x` and `x_2`.
+    """Return the name of each in metrics: its own, or its function's. One listed twice without names becomes `x` and
+    `x_2`.
 
     Raises ConfigError for two equal names.
     """
@@ -215,7 +216,8 @@ async def score(
     log: RewardLog | None = None,
     state: TrainerState = AT_START,
 ) -> list[RolloutGroup]:
-    """The groups with `rewards`, `reward` and `error` set on every rollout; one that has an error already keeps it.
+    """Return the groups with `rewards`, `reward` and `error` set on every rollout; one that has an error already keeps
+    it.
 
     `pool` runs those of the functions that it knows, `log` collects what they log and how they fail, `state` is what
     they get as `trainer_state`. Raises RewardError, with the first cause, when there are completions and all failed.
@@ -310,13 +312,13 @@ def _columns(prompt: Prompt, rollouts: Sequence[Rollout]) -> dict[str, list[Any]
 
 
 def _messages(rollout: Rollout) -> list[dict[str, Any]]:
-    """What was said after the prompt."""
+    """Return what was said after the prompt."""
     said = [dict(message) for message in rollout.messages]
     return said or [{"role": "assistant", "content": rollout.completion.text}]
 
 
 def _combine(rollout: Rollout, functions: Sequence[RewardFunction], values: Sequence[Value]) -> Rollout:
-    """What the functions gave, added to what the rollout has from its environment."""
+    """Return what the functions gave, added to what the rollout has from its environment."""
     rewards, causes = dict(rollout.rewards), list[str]()
     total, counted, excluded = rollout.reward or 0.0, rollout.reward is not None, False
     for function, value in zip(functions, values, strict=True):

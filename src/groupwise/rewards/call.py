@@ -59,7 +59,7 @@ class RewardFunction:
         return [name for name, each in self.parameters().items() if each.default is each.empty and name not in given]
 
     def accepted(self, columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        """The part of `columns` that the function's signature accepts and that no option overrides."""
+        """Return the part of `columns` that the function's signature accepts and that no option overrides."""
         everything = any(each.kind is each.VAR_KEYWORD for each in self._signature.parameters.values())
         names = self.parameters()
         return {
@@ -69,7 +69,7 @@ class RewardFunction:
         }
 
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """The parameters that can be given by name."""
+        """Return the parameters that can be given by name."""
         parameters = self._signature.parameters.values()
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return {each.name: each for each in parameters if each.kind in by_name}
@@ -115,7 +115,7 @@ class GroupScores:
 
     @classmethod
     def failed(cls, cause: str, kind: FailureKind, size: int) -> GroupScores:
-        """The same failure for each of `size` completions."""
+        """Return the same failure for each of `size` completions."""
         return cls(values=[Failure(cause, kind)] * size)
 
 
@@ -151,7 +151,7 @@ class FunctionCall:
         return self.function.function(**self._arguments)
 
     def answer(self, returned: Any) -> GroupScores:
-        """One value per completion, in order: a finite number, None, or why it is neither."""
+        """Return one value per completion, in order: a finite number, None, or why it is neither."""
         try:
             values = returned.tolist() if hasattr(returned, "tolist") else returned  # a NumPy array or a tensor
         except Exception as error:
@@ -167,13 +167,13 @@ class FunctionCall:
         return self._failed(cause, FailureKind.WRONG_TYPE)
 
     def failed(self, error: BaseException) -> GroupScores:
-        """The answer of a function that raised."""
+        """Return the answer of a function that raised."""
         cause = f"reward {self.function.name!r} failed on prompt {self.prompt_id!r}: {_described(error)}"
         form = self._form() if isinstance(error, TypeError | AttributeError) else None
         return self._failed(f"{cause} ({form})" if form else cause, FailureKind.EXCEPTION)
 
     def _form(self) -> str | None:
-        """What a completion is here, for a function that took it for something else."""
+        """Return what a completion is here, for a function that took it for something else."""
         match self._arguments.get("completions"):
             case [list(), *_]:
                 return "completions[i] is a list of messages: its text is completions[i][-1]['content']"
@@ -210,7 +210,7 @@ class FunctionCall:
 
 
 async def call_here(call: FunctionCall) -> GroupScores:
-    """The answer of a function that runs in this process; nothing limits how long it takes."""
+    """Return the answer of a function that runs in this process; nothing limits how long it takes."""
     try:
         returned = call.begin()
         if inspect.isawaitable(returned):
@@ -223,7 +223,7 @@ async def call_here(call: FunctionCall) -> GroupScores:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether this is not the function's doing: Ctrl-C, or the task in which it runs being cancelled."""
+    """Return whether this is not the function's doing: Ctrl-C, or the task in which it runs being cancelled."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0

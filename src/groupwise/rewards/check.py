@@ -88,7 +88,7 @@ async def lint(
 
 
 def judge(name: str, trial: RewardTrial) -> RewardCheckReport:
-    """The findings of a trial, most severe first."""
+    """Return the findings of a trial, most severe first."""
     seconds = sorted(trial.seconds[1:] or trial.seconds)  # the first call starts a process
     p95 = seconds[math.ceil(0.95 * len(seconds)) - 1]
     checks = (_failures, _style, _sameness, _gold, _group, _memory, _junk, _form, _length, _comparison)
@@ -108,7 +108,8 @@ def judge(name: str, trial: RewardTrial) -> RewardCheckReport:
 
 # ---- the contract ----
 def _failures(trial: RewardTrial) -> Iterator[CheckFinding]:
-    """One finding for each way to fail; but where only a whole row fails, the function is not made for such answers."""
+    """Yield one finding for each way to fail; but where only a whole row fails, the function is not made for such
+    answers."""
     foreign = {
         index
         for index in range(len(trial.rows))
@@ -153,7 +154,7 @@ def _sameness(trial: RewardTrial) -> Iterator[CheckFinding]:
 
 
 def _group(trial: RewardTrial) -> Iterator[CheckFinding]:
-    """How a group is scored, against its completions alone."""
+    """Yield how a group is scored, against its completions alone."""
     if failure := next((each for each in (*trial.group, *trial.later) if isinstance(each.value, Failure)), None):
         message = f"fails, now or then, on what it scored alone: {_cause(failure.value)}"
         yield CheckFinding(severity="error", check="group", message=message, probe=failure.probe)
@@ -179,7 +180,7 @@ def _group(trial: RewardTrial) -> Iterator[CheckFinding]:
 
 
 def _memory(trial: RewardTrial) -> Iterator[CheckFinding]:
-    """Whether the same question gets the same answer, and the question is left as it was."""
+    """Yield whether the same question gets the same answer, and the question is left as it was."""
     if not _equal(*trial.twice):
         first, second = next((a, b) for a, b in zip(*trial.twice, strict=True) if not _same(a, b))
         message = (
@@ -200,7 +201,7 @@ def _memory(trial: RewardTrial) -> Iterator[CheckFinding]:
 
 # ---- what it pays for ----
 def _gold(trial: RewardTrial) -> Iterator[CheckFinding]:
-    """What it makes of the expected answer, where it needs one."""
+    """Yield what it makes of the expected answer, where it needs one."""
     if not trial.needs_gold or not trial.numbers:
         return
     if not trial.spans:
@@ -273,7 +274,7 @@ def _length(trial: RewardTrial) -> Iterator[CheckFinding]:
 
 
 def _comparison(trial: RewardTrial) -> Iterator[CheckFinding]:
-    """What a reward that compares gives to a place, to words that say nothing and to those who ask for it."""
+    """Yield what a reward that compares gives to a place, to words that say nothing and to those who ask for it."""
     tried = trial.comparison
     if tried is None or not all(tried.by_place):
         return

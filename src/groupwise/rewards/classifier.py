@@ -52,7 +52,7 @@ def reward_model(
     device: str = "auto",
     dtype: str = "auto",
 ) -> list[float]:
-    """The reward model's score of each completion of its prompt: any finite number, on the model's own scale.
+    """Return the reward model's score of each completion of its prompt: any finite number, on the model's own scale.
 
     `model` is a directory or a Hugging Face name. `max_length` tokens, by default the model's context, hold prompt and
     completion; what is longer is not cut but a failure, nan. `device` is auto (a GPU where there is one) or torch's
@@ -77,7 +77,7 @@ def reward_model(
 
 
 def reward_models(specs: Sequence[RewardConfig]) -> list[RewardConfig]:
-    """The reward models inside `specs`: members of ensembles and the like, whose options name other rewards."""
+    """Return the reward models inside `specs`: members of ensembles and the like, whose options name other rewards."""
     found: dict[str, RewardConfig] = {}
     waiting: list[Any] = [spec.args for spec in specs]
     while waiting:
@@ -114,7 +114,7 @@ def _batches(items: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def _logits(scorer: _Scorer, rows: Sequence[Sequence[int]]) -> list[float]:
-    """The logits of rows padded on the right, where neither attention nor the pooled position reaches."""
+    """Return the logits of rows padded on the right, where neither attention nor the pooled position reaches."""
     import torch
 
     width = max(map(len, rows))

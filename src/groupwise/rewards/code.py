@@ -86,7 +86,7 @@ class CodeBlock:
 
 
 def blocks_of(text: str) -> list[CodeBlock]:
-    """The fenced blocks, in order; the last may never be closed.
+    """Return the fenced blocks, in order; the last may never be closed.
 
     >>> blocks_of("so:\\n```python\\nx = 1\\n```\\n")
     [CodeBlock(language='python', code='x = 1\\n', closed=True)]
@@ -109,7 +109,7 @@ def blocks_of(text: str) -> list[CodeBlock]:
 
 
 def program_of(text: str) -> str | None:
-    """The program in a completion; None where it holds nothing but blocks of other languages, or is blank."""
+    """Return the program in a completion; None where it holds nothing but blocks of other languages, or is blank."""
     blocks = blocks_of(text)
     for languages in (_PYTHON, ("",)):
         for block in reversed(blocks):
@@ -231,7 +231,8 @@ class _Entry:
         return self.named[0] if self.named else self.default
 
     def asked(self, test: str) -> list[str]:
-        """The names in a test that the program defines. Raises BadTestCase if there are none, or more than it may."""
+        """Return the names in a test that the program defines. Raises BadTestCase if there are none, or more than it
+        may."""
         free, rest = undefined(test)
         asked = {*self.named} & free
         if not self.named:
@@ -258,8 +259,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def undefined(code: str) -> tuple[set[str], bool]:
-    """The names that code uses and neither it nor Python defines, and whether it imports more names than it shows (*).
-    Raises SyntaxError or ValueError for what cannot be compiled.
+    """Return the names that code uses and neither it nor Python defines, and whether it imports more names than it
+    shows (*). Raises SyntaxError or ValueError for what cannot be compiled.
 
     >>> undefined("from math import pi\\nassert [f(x, pi) for x in range(3)] == []")
     ({'f'}, False)
@@ -294,7 +295,7 @@ class _Case:
 
 
 def _case(case: Any, *, form: str, entry: _Entry) -> _Case:
-    """Raises BadTestCase."""
+    """Raise BadTestCase."""
     try:
         if form == "call" and isinstance(case, str):
             return _Case(tests=case, asked=entry.asked(case))
@@ -315,7 +316,7 @@ def _case(case: Any, *, form: str, entry: _Entry) -> _Case:
 
 
 def _given(case: Mapping[str, Any], first: str, second: str) -> str:
-    """Which of two keys a case has. Tables (Arrow's) have both, and null in the one that their row had not."""
+    """Return which of two keys a case has. Tables (Arrow's) have both, and null in the one that their row had not."""
     there = [name for name in (first, second) if name in case]
     filled = [name for name in there if case[name] is not None]
     if len(filled) > 1 and case[first] != case[second]:
@@ -362,7 +363,7 @@ class _Examiner:
         self.over = False
 
     def passes(self, case: _Case) -> bool:
-        """Raises SandboxError where the program was not tested, and BadTestCase."""
+        """Raise SandboxError where the program was not tested, and BadTestCase."""
         try:
             if case.tests is not None:
                 return self._passes_tests(case.tests, case.asked)
@@ -389,7 +390,8 @@ class _Examiner:
         return "value" in answer and same(decode(answer["value"]), expected, tolerance=self.options.tolerance)
 
     def _passes_tests(self, test: str, asked: Sequence[str]) -> bool:
-        """The tests' box says which function of the program it wants called; this passes questions and answers on."""
+        """Return whether the tests pass. Their box says which function of the program it wants called; this passes
+        questions and answers on."""
         if self._checking is None:
             self._checking = self._box("check", {})
         self._tell(self._checking, {"test": test, "asked": asked})
@@ -477,8 +479,8 @@ def _lines(text: str) -> list[str]:
 
 
 def same(got: Any, expected: Any, *, tolerance: float) -> bool:
-    """Whether two plain values are equal as test data are: expected floats nearly, integers exactly, tuples as lists,
-    keys as JSON spells them; True is not 1, and 3.0 is 3, as in Python.
+    """Return whether two plain values are equal as test data are: expected floats nearly, integers exactly, tuples as
+    lists, keys as JSON spells them; True is not 1, and 3.0 is 3, as in Python.
 
     >>> same((1, 2.0), [1, 2.0000000001], tolerance=1e-9), same({1: "a"}, {"1": "a"}, tolerance=0)
     (True, True)
@@ -516,7 +518,7 @@ def _near(got: complex, expected: complex, tolerance: float) -> bool:
 
 
 def _exact(value: Any) -> Any:
-    """A key, or an entry of a set, that is equal to another only where `same` says so without a tolerance."""
+    """Return a key, or an entry of a set, that is equal to another only where `same` says so without a tolerance."""
     if isinstance(value, bool):
         return "bool", value
     if isinstance(value, tuple):
@@ -527,5 +529,5 @@ def _exact(value: Any) -> Any:
 
 
 def _spelled(key: Any) -> Any:
-    """A key as JSON's objects have it; as it is where they have none such."""
+    """Return a key as JSON's objects have it; as it is where they have none such."""
     return json.dumps(key) if key is None or isinstance(key, bool | int | float) else _exact(key)

@@ -64,7 +64,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`. Raises ValueError, TypeError or RecursionError for what `encode` does not make."""
+    """Return the inverse of `encode`. Raises ValueError, TypeError or RecursionError for what `encode` does not
+    make."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):
@@ -107,7 +108,7 @@ class Pipe:
 
 
 def raised(error: BaseException) -> list[Any]:
-    """An exception as a message: the names of those of its types that are Python's own, and its text."""
+    """Return an exception as a message: the names of those of its types that are Python's own, and its text."""
     names = [kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind]
     return [names, str(error)[:500]]
 
@@ -188,8 +189,9 @@ class Remote:
         raise error
 
     def _exception(self, names: list[str], message: str) -> Exception:
-        """The exception of the first of the types that can be made. One by which Python's own loops and look-ups are
-        ended is raised only in a test that names it; elsewhere it is a RuntimeError, as in a generator (PEP 479)."""
+        """Return the exception of the first of the types that can be made. One by which Python's own loops and
+        look-ups are ended is raised only in a test that names it; elsewhere it is a RuntimeError, as in a generator
+        (PEP 479)."""
         for name in names:
             kind = getattr(builtins, name, None)
             if not (isinstance(kind, type) and issubclass(kind, Exception)):

@@ -31,7 +31,7 @@ async def ensemble(
     trainer_state: TrainerState | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """One value a completion from the members' `functions`, which must mean the same on the same scale.
+    """Return one value a completion from the members' `functions`, which must mean the same on the same scale.
 
     The mean is weighted by the members' weights, which must be positive. A member that does not apply to a completion,
     or failed on it, is left out there; at least `quorum` members (by default the majority) must be left. Otherwise the
@@ -118,7 +118,7 @@ async def gated(
     trainer_state: TrainerState | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """The value of `function` where `condition` gives at least `threshold`, `closed` where it gives less.
+    """Return the value of `function` where `condition` gives at least `threshold`, `closed` where it gives less.
 
     Where the condition does not apply the value is None; where it failed, nan, a failure. The members' weights count:
     {"function": "...:ideal_length", "weight": 0.3} gives at most 0.3. Logs `open`, the share that passes.

@@ -48,7 +48,7 @@ def _is_tagged(text: str, tags: Sequence[str]) -> bool:
 
 
 def tag_progress(completions: Sequence[Any], *, tags: Sequence[str] = ("think", "answer")) -> list[float]:
-    """The share of the `tags` that is there, in [0, 1], less 0.001 for each character outside of them.
+    """Return the share of the `tags` that is there, in [0, 1], less 0.001 for each character outside of them.
 
     Tags count from the first one on and only in their order. One that is opened, exactly once, counts half; one that
     is closed, exactly once and with something inside, counts whole; behind one that is neither, nothing counts.

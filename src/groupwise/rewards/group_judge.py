@@ -117,7 +117,7 @@ class _Comparison:
         return order[::-1] if vote % 2 and self.shuffle else order
 
     def messages(self, order: Sequence[int]) -> list[dict[str, str]]:
-        """The request's messages, with the texts in this order."""
+        """Return the request's messages, with the texts in this order."""
         count = len(order)
         replies = {f"reply {place}": self.texts[i] for place, i in enumerate(order, 1)}
         parts = {"conversation": self.conversation, **reference(self.gold), **replies}
@@ -131,8 +131,8 @@ class _Comparison:
         return [{"role": "system", "content": system}, {"role": "user", "content": asked}]
 
     def question(self, vote: int, *, structured: bool, key: str) -> Question[_Verdict]:
-        """A vote's requests. One that was not answered as asked is made again in another order, if texts are shuffled:
-        at temperature 0 the same request would get the same answer."""
+        """Return a vote's requests. One that was not answered as asked is made again in another order, if texts are
+        shuffled: at temperature 0 the same request would get the same answer."""
 
         def ask(attempt: int) -> tuple[bytes, Callable[[str], _Verdict]]:
             order = self.order(vote, attempt)
@@ -171,8 +171,8 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_verdict(said: str, key: str, count: int, *, bounds: tuple[float, float] | None = None) -> list[float] | None:
-    """The numbers under `key` in the last JSON object that has it, one for each of `count` replies: by the replies'
-    numbers, or as a list of all. None where one is missing, too many or out of bounds. <think> is not read.
+    """Return the numbers under `key` in the last JSON object that has it, one for each of `count` replies: by the
+    replies' numbers, or as a list of all. None where one is missing, too many or out of bounds. <think> is not read.
 
     >>> read_verdict('{"reason": "2 is right", "scores": {"1": 2, "2": 9}}', "scores", 2)
     [2.0, 9.0]
@@ -222,7 +222,7 @@ async def group_judge(
     folder: str | None = None,
     log_metric: LogMetric | None = None,
 ) -> list[float]:
-    """What the judge makes of each completion beside the others of its group, in [0, 1]: the mean over `votes`.
+    """Return what the judge makes of each completion beside the others of its group, in [0, 1]: the mean over `votes`.
 
     mode `score`  (score - low) / (high - low) on the `scale`, by default [0, 10]
     mode `rank`   (n - 1 - rank) / (n - 1), ties averaged: the share of the others that it beats, where a tie is half
@@ -333,7 +333,7 @@ def _check_size(comparison: _Comparison, limit: int) -> None:
 
 
 def _said(completion: Any) -> str:
-    """The text of a completion; of an episode, all its turns."""
+    """Return the text of a completion; of an episode, all its turns."""
     if isinstance(completion, str) or (len(completion) == 1 and not completion[0].get("tool_calls")):
         return text_of(completion)
     return conversation_text(completion)
@@ -350,7 +350,7 @@ class _Poll:
         self.hits = 0
 
     async def vote(self, http: httpx2.AsyncClient, number: int) -> _Verdict | JudgeFailure:
-        """One vote; or why it is lost."""
+        """Return one vote; or why it is lost."""
         key = f"{self._comparison.digest}/{number}"
         if (known := self._cache.get(key)) is not None:
             self.hits += 1
@@ -386,7 +386,7 @@ def _refuses_schema(failed: JudgeFailure) -> bool:
 
 
 def _values(comparison: _Comparison, verdict: _Verdict, texts: Sequence[str]) -> list[float]:
-    """What a vote gives to each completion of the group, in [0, 1]."""
+    """Return what a vote gives to each completion of the group, in [0, 1]."""
     by_text = dict(zip(comparison.texts, verdict.values, strict=True))
     given = [by_text[text] for text in texts]
     if comparison.bounds is not None:
@@ -401,7 +401,7 @@ def _wins(value: float, other: float) -> float:
 
 
 def _agreement(texts: Sequence[str], verdicts: Sequence[_Verdict]) -> dict[str, float]:
-    """How far the votes are apart, and what they prefer; nothing where there are no pairs to say it of."""
+    """Return how far the votes are apart, and what they prefer; nothing where there are no pairs to say it of."""
     pairs = list(itertools.combinations(range(len(texts)), 2))
     apart = [
         abs(_wins(one.values[i], one.values[j]) - _wins(other.values[i], other.values[j]))
@@ -446,7 +446,7 @@ class _VerdictCache:
                 raise ConfigError(f"cache {path!r} cannot be used: {error}", hint="name another file") from None
 
     def get(self, key: str) -> _Verdict | None:
-        """The verdict that was put under this key, if it is still there."""
+        """Return the verdict that was put under this key, if it is still there."""
         with self._lock:
             if key in self._known or self._file is None:
                 return self._known.get(key)

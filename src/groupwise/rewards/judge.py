@@ -75,7 +75,7 @@ async def judge(
     extra_body: Mapping[str, Any] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float]:
-    """The judge's score of each completion, (score - low) / (high - low) in [0, 1]; nan where there was none.
+    """Return the judge's score of each completion, (score - low) / (high - low) in [0, 1]; nan where there was none.
 
     With an `answer` column, and unless `use_answer` is off, the judge sees it as the reference answer. `extra_body` is
     laid over the request; null takes a key away: {"max_tokens": null, "max_completion_tokens": 512}.

@@ -87,7 +87,7 @@ Question = Callable[[int], tuple[bytes, Callable[[str], _T]]]
 
 
 def configured_server(base_url: str, api_key_env: str | None, *, concurrency: int, **limits: Any) -> JudgeServer:
-    """The server at `base_url`, with the key that the environment has. Raises ConfigError for wrong options."""
+    """Return the server at `base_url`, with the key that the environment has. Raises ConfigError for wrong options."""
     try:
         parts = urlsplit(base_url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -106,7 +106,7 @@ def configured_server(base_url: str, api_key_env: str | None, *, concurrency: in
 
 
 def http_client(server: JudgeServer) -> httpx2.AsyncClient:
-    """A client with the server's headers and time limits, which follows no redirect with the key."""
+    """Return a client with the server's headers and time limits, which follows no redirect with the key."""
     host = urlsplit(server.url).hostname or ""
     here = host == "localhost" or host.startswith("127.") or host == "::1"
     return httpx2.AsyncClient(
@@ -121,7 +121,8 @@ def http_client(server: JudgeServer) -> httpx2.AsyncClient:
 async def ask_judge(
     http: httpx2.AsyncClient, question: Question[_T], *, server: JudgeServer, usage: JudgeUsage
 ) -> _T | JudgeFailure:
-    """What the judge said, read; or why there is nothing. It is asked again while `retries` and `deadline_s` allow."""
+    """Return what the judge said, read; or why there is nothing. It is asked again while `retries` and `deadline_s`
+    allow."""
     async with server.gate:
         end = time.monotonic() + server.deadline_s
         for attempt in itertools.count():
@@ -150,7 +151,7 @@ async def ask_judge(
 
 
 async def _exchange(http: httpx2.AsyncClient, body: bytes, *, server: JudgeServer, usage: JudgeUsage) -> str:
-    """The text of the judge's answer to one request."""
+    """Return the text of the judge's answer to one request."""
     response = await http.post(server.url, content=body)
     if response.status_code != 200:
         said = without_key(server.key, response.text)[:300].strip()
@@ -170,12 +171,12 @@ async def _exchange(http: httpx2.AsyncClient, body: bytes, *, server: JudgeServe
 
 
 def without_key(key: str, text: str) -> str:
-    """The text with the key blotted out."""
+    """Return the text with the key blotted out."""
     return text.replace(key, "***") if key else text
 
 
 def _retry_after(header: str | None) -> float:
-    """Seconds that the server asks for: a number, or a date."""
+    """Return seconds that the server asks for: a number, or a date."""
     if header is None:
         return 0.0
     try:

@@ -44,7 +44,7 @@ def marked(parts: Mapping[str, str], mark: str) -> str:
 
 
 def mark_of(texts: Sequence[str]) -> str:
-    """The same for the same texts, so that scoring is repeatable, and in none of them."""
+    """Return the same for the same texts, so that scoring is repeatable, and in none of them."""
     for number in itertools.count():
         written = json.dumps([number, *texts]).encode()
         mark = hashlib.sha256(written).hexdigest()[:20]
@@ -64,8 +64,8 @@ _ALONE = re.compile(rf"{_NUMBER}(?:\s*/\s*[0-9]+)?")
 
 
 def read_score(said: str) -> float | None:
-    """The number under "score" in the last JSON object that has one, or else behind the last "score:", or else what is
-    all of the answer; thoughts in <think> are not read. None without a finite number.
+    """Return the number under "score" in the last JSON object that has one, or else behind the last "score:", or else
+    what is all of the answer; thoughts in <think> are not read. None without a finite number.
 
     >>> read_score('{"reason": "it says {\\\\"score\\\\": 9}", "score": 2}'), read_score("Score: 7/10"), read_score("8")
     (2.0, 7.0, 8.0)
@@ -80,7 +80,7 @@ def read_score(said: str) -> float | None:
 
 
 def json_objects(said: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, in order; not those inside others or inside their strings."""
+    """Yield the JSON objects in a text, in order; not those inside others or inside their strings."""
     decoder, place = json.JSONDecoder(), 0
     while (place := said.find("{", place)) >= 0:
         try:

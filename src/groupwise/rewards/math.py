@@ -84,7 +84,8 @@ def final_answer(text: str) -> str | None:
 
 
 def final_number(text: str) -> str | None:
-    """The last number of `final_answer`, with its unit: 1,000 and 1000.0 are one answer. None where there is none.
+    """Return the last number of `final_answer`, with its unit: 1,000 and 1000.0 are one answer. None where there is
+    none.
 
     >>> final_number("that makes 1,000"), final_number("1 km"), final_number("#### 1000.0 m"), final_number("many")
     ('1000', '1000 length', '1000 length', None)
@@ -196,7 +197,7 @@ def equation_match(
 
 
 def _equation_value(text: str, used: list[int]) -> Fraction | None:
-    """The value of an expression, whose numbers are added to `used`; None for what is none."""
+    """Return the value of an expression, whose numbers are added to `used`; None for what is none."""
     if len(text) > _LONGEST_EQUATION or not re.fullmatch(r"[0-9+\-*/()\s]+", text):
         return None
     try:
@@ -260,7 +261,7 @@ def _parse_gold(gold: str) -> Any:
 
 
 def _said(text: str, gold: str, require_box: bool) -> str | None:
-    """What math-verify is to read of a completion; None where it is wrong without being read."""
+    """Return what math-verify is to read of a completion; None where it is wrong without being read."""
     inside = boxed(text)
     if inside is None and require_box:
         return None
@@ -279,7 +280,8 @@ def _agreement(gold: Any, said: str) -> float:
 
 
 def _math_verify() -> Any:
-    """The package, without its own time limit: that takes SIGALRM without asking, and fails outside the main thread."""
+    """Return the package, without its own time limit: that takes SIGALRM without asking, and fails outside the main
+    thread."""
     import math_verify  # sympy takes a third of a second to import
     from math_verify import grader, parser
 

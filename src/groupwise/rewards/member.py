@@ -38,8 +38,8 @@ class Values:
 
 
 def load_members(references: Sequence[Reference], *, folder: str | Path | None = None) -> tuple[RewardFunction, ...]:
-    """The rewards that `references` name, loaded at the first call. A module may stand in `folder`, or else in the
-    working directory. Raises ConfigError for a reference that is none, and what `load_rewards` raises."""
+    """Return the rewards that `references` name, loaded at the first call. A module may stand in `folder`, or else in
+    the working directory. Raises ConfigError for a reference that is none, and what `load_rewards` raises."""
     if isinstance(references, str | Mapping) or not references:
         raise ConfigError("`functions` must be a list with at least one reward", hint='as in ["my_rewards:exact"]')
     written = [{"function": each} if isinstance(each, str) else dict(each) for each in references]
@@ -68,8 +68,8 @@ async def values_of(
     log_metric: LogMetric | None = None,
     state: TrainerState | None = None,
 ) -> Values:
-    """The member's values for `size` completions; `columns` are what the contract offers, and the dataset's. What it
-    logs is logged as <member>/<name>."""
+    """Return the member's values for `size` completions; `columns` are what the contract offers, and the dataset's.
+    What it logs is logged as <member>/<name>."""
     if missing := member.missing(columns):
         cause = f"reward {member.name!r} needs {' and '.join(map(repr, missing))} as a column or an option"
         return Values(weight=member.weight, values=(math.nan,) * size, cause=cause)

@@ -86,7 +86,7 @@ class RewardPool:
         self.close()
 
     def runs(self, function: RewardFunction) -> bool:
-        """Whether the pool runs this function."""
+        """Return whether the pool runs this function."""
         return function.spec is not None and self._specs.get(function.name) == function.spec
 
     def warm(self, functions: Sequence[RewardFunction] = ()) -> None:
@@ -105,7 +105,7 @@ class RewardPool:
         prompt_id: str,
         state: TrainerState = AT_START,
     ) -> GroupScores:
-        """What the function answers for one group of `size` completions; failures are values of the answer.
+        """Return what the function answers for one group of `size` completions; failures are values of the answer.
 
         `columns` is what `RewardFunction.accepted` let through. Raises RewardError if the pool is closed.
         """
@@ -178,7 +178,7 @@ class RewardPool:
 
 
 def pickled(function: RewardFunction, columns: Mapping[str, list[Any]]) -> bytes:
-    """The columns of a call, to be sent. Raises RewardError for what pickle does not take."""
+    """Return the columns of a call, to be sent. Raises RewardError for what pickle does not take."""
     try:
         return pickle.dumps(dict(columns))
     except Exception as error:

@@ -102,7 +102,7 @@ class Patience:
         self._until: dict[str, float] = {}
 
     def refusal(self, name: str, deadline_s: float) -> str | None:
-        """Why the function is not called any more; None if it is."""
+        """Return why the function is not called any more; None if it is."""
         with self._lock:
             missed, now = self._missed.get(name, 0), time.monotonic()
             if missed < PATIENCE:

@@ -44,7 +44,7 @@ class ScoreRequest:
 
 
 def encode_answer(number: int, answer: GroupScores) -> bytes:
-    """An answer as JSON; `decode_answer` is the inverse."""
+    """Return an answer as JSON; `decode_answer` is the inverse."""
     values = [[each.kind, each.cause] if isinstance(each, Failure) else each for each in answer.values]
     return json.dumps({"number": number, "values": values, "logged": dict(answer.logged)}).encode()
 

@@ -34,8 +34,8 @@ class Prints:
         sys.stdout, sys.stderr = _Heard(sys.stdout, self._hear), _Heard(sys.stderr, self._hear)
 
     def message(self, by: str, *, whole: str) -> bytes | None:
-        """What was printed since the last time, to be sent: `by` is who said it, `whole` the override with which all of
-        it is shown. None for nothing."""
+        """Return what was printed since the last time, to be sent: `by` is who said it, `whole` the override with which
+        all of it is shown. None for nothing."""
         with self._lock:
             text = "".join(self._parts)
             self._parts.clear()

@@ -50,7 +50,7 @@ _CONNECTORS = "First, because of this, therefore, however, thus, since then, mor
 
 
 def answers(answer: Any, *, thought: str = _THOUGHT) -> dict[str, str]:
-    """Completions that give `answer` in every usual form (bare, boxed, in tags, ...), by the form's name."""
+    """Return completions that give `answer` in every usual form (bare, boxed, in tags, ...), by the form's name."""
     forms = {
         "bare": f"{answer}",
         "a sentence": f"The answer is {answer}.",
@@ -66,7 +66,7 @@ def answers(answer: Any, *, thought: str = _THOUGHT) -> dict[str, str]:
 
 
 def tag_form(tag: str) -> str:
-    """The name of the form that has both tags."""
+    """Return the name of the form that has both tags."""
     return f"<{tag}><answer>"
 
 
@@ -128,7 +128,7 @@ COMPARED_LENGTH = 1000  # characters; longer probes are left out where a group i
 
 
 def _candidates(row: ProbePrompt) -> str:
-    """A list in which the answer is neither first nor last."""
+    """Return a list in which the answer is neither first nor last."""
     text = str(row.gold)
     if text.isdecimal() and len(text) < 10:
         return "It is one of " + ", ".join(str(n) for n in range(max(0, int(text) - 20), int(text) + 21)) + "."

@@ -163,7 +163,8 @@ class Quantity:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """The last number of a text and its unit; None where there is none, or where it cannot be read with certainty.
+    """Return the last number of a text and its unit; None where there is none, or where it cannot be read with
+    certainty.
 
     Parts that follow each other in falling units are one quantity, in the unit of the last.
 
@@ -179,8 +180,8 @@ def last_quantity(text: str) -> Quantity | None:
 
 
 def only_quantity(text: str) -> Quantity | None:
-    """The number of a text that holds one number, with its unit, and no more; None where it holds none or several, or
-    where the number is a term of an expression.
+    """Return the number of a text that holds one number, with its unit, and no more; None where it holds none or
+    several, or where the number is a term of an expression.
 
     >>> str(only_quantity("$1,250.50 in all").value), only_quantity("3 or 5"), only_quantity("x + 2")
     ('2501/2', None, None)
@@ -192,7 +193,7 @@ def only_quantity(text: str) -> Quantity | None:
 
 
 def _last_quantity(text: str) -> tuple[Quantity | None, str, str]:
-    """The last quantity of a text, and what stands before and behind it near by."""
+    """Return the last quantity of a text, and what stands before and behind it near by."""
     end = max(map(text.rfind, _DIGITS))
     for start in (max(0, end - _NEAR), 0):  # near the last digit, mostly; it may also be the 2 of H2O
         plain = _plain(text[start : end + _NEAR], begins=not start)
@@ -224,7 +225,7 @@ def _last_quantity(text: str) -> tuple[Quantity | None, str, str]:
 
 
 def plain_minus(text: str) -> str:
-    """The text with a hyphen for every dash that is written as a minus sign, the em dash left alone."""
+    """Return the text with a hyphen for every dash that is written as a minus sign, the em dash left alone."""
     return text.translate(_MINUS)
 
 
@@ -258,7 +259,7 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def _read(text: str, match: re.Match[str]) -> tuple[Quantity | None, int]:
-    """The quantity that a match begins, and where it ends."""
+    """Return the quantity that a match begins, and where it ends."""
     value = _value(match)
     end = match.end()
     if value is None:

@@ -160,7 +160,7 @@ def isolation() -> Isolation:
 
 
 def _grouped(level: Isolation, reasons: list[str]) -> Isolation:
-    """The level with a control group, if one can be had."""
+    """Return the level with a control group, if one can be had."""
     try:
         candidates = control_groups()
     except OSError as error:
@@ -175,7 +175,8 @@ def _grouped(level: Isolation, reasons: list[str]) -> Isolation:
 
 
 def _why_not(level: Isolation) -> str | None:
-    """What keeps a box from being so separated; None if nothing does. Raises SandboxError where time runs out."""
+    """Return what keeps a box from being so separated; None if nothing does. Raises SandboxError where time runs
+    out."""
     with Box(untrusted([sys.executable, "-c", ""], limits=Limits(wall_s=PROBE_S), level=level)) as box:
         end = box.wait(timeout=PROBE_S + GRACE_S)
     if end.get("exit") == 0:
@@ -226,7 +227,8 @@ def run(
 
 
 def python(script: str) -> tuple[str, ...]:
-    """The command that runs a script of the box's directory: without the user's packages, writing no byte code."""
+    """Return the command that runs a script of the box's directory: without the user's packages, writing no byte
+    code."""
     return (sys.executable, "-s", "-P", "-B", "-X", "utf8", script)
 
 
@@ -250,7 +252,7 @@ def untrusted(
     files: Mapping[str, str] | None = None,
     stdin: str = "",
 ) -> dict[str, Any]:
-    """The keeper's specification of a program that is not trusted."""
+    """Return the keeper's specification of a program that is not trusted."""
     directory = "/tmp" if level.namespaces else tempfile.mkdtemp(prefix="groupwise-box-")
     environment = {"PATH": "/usr/bin:/bin", "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8"}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -283,8 +285,9 @@ def untrusted(
 def trusted(
     argv: Sequence[str], *, env: Mapping[str, str], limits: Mapping[str, Any] | None, output_bytes: int
 ) -> dict[str, Any]:
-    """The keeper's specification of a program of ours: nothing is hidden from it, and it runs where we do. Of what it
-    prints the last `output_bytes` are kept; `limits` are those of the keeper, None without a limit of any kind."""
+    """Return the keeper's specification of a program of ours: nothing is hidden from it, and it runs where we do. Of
+    what it prints the last `output_bytes` are kept; `limits` are those of the keeper, None without a limit of any
+    kind."""
     return {
         "argv": list(argv),
         "env": dict(env),
@@ -315,7 +318,7 @@ def workspace_program(
     shown: Sequence[str] = (),
     port: int | None = None,
 ) -> dict[str, Any]:
-    """The keeper's specification of a program that works in the directory `cwd`, and leaves there what it did.
+    """Return the keeper's specification of a program that works in the directory `cwd`, and leaves there what it did.
 
     With a `level` it is isolated so far: it may write to `cwd` and /tmp, sees `shown` besides, and of the network there
     is 127.0.0.1:`port`, whose listening socket `Box.listener` returns. Without, it runs as `trusted` ones do. `limits`
@@ -338,7 +341,7 @@ def workspace_program(
 
 
 def outcome_of(end: Mapping[str, Any], limits: Limits, level: Isolation) -> ProgramResult:
-    """The keeper's last message as an Outcome. Raises SandboxError if the program was never started."""
+    """Return the keeper's last message as an Outcome. Raises SandboxError if the program was never started."""
     if end.get("setup"):
         raise SandboxError(f"the program could not be started in its box: {end['setup']}")
     number, lines = end["signal"], end["stderr"].rstrip().splitlines()
@@ -378,12 +381,13 @@ class Channel:
         self.longest = longest
 
     def send(self, message: bytes, *, timeout: float | None = None) -> None:
-        """Raises TimeoutError, or OSError where nobody reads any more."""
+        """Raise TimeoutError, or OSError where nobody reads any more."""
         self.socket.settimeout(timeout)
         self.socket.sendall(len(message).to_bytes(LONGEST_LENGTH, "big") + message)
 
     def receive(self, *, timeout: float | None = None) -> bytes:
-        """The next message. Raises TimeoutError, EOFError at the end, ValueError for one longer than `longest`."""
+        """Return the next message. Raises TimeoutError, EOFError at the end, ValueError for one longer than
+        `longest`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         length = int.from_bytes(self._exactly(LONGEST_LENGTH, deadline), "big")
         if length > self.longest:
@@ -458,7 +462,8 @@ class Box:
         return self._keeper.pid
 
     def listener(self, *, timeout: float) -> socket.socket | None:
-        """The socket that listens on the specification's port in the box's own network; None if the box has ended."""
+        """Return the socket that listens on the specification's port in the box's own network; None if the box has
+        ended."""
         assert self._gate is not None  # for a specification with a port
         self._gate.settimeout(timeout)
         with suppress(OSError):
@@ -468,7 +473,7 @@ class Box:
         return None
 
     def output(self, *, timeout: float) -> str:
-        """What the program printed last. For one of which the last output is kept."""
+        """Return what the program printed last. For one of which the last output is kept."""
         self._write(b"t")
         told = self._line(time.monotonic() + timeout)
         return told.get("stdout", "") + told.get("stderr", "")
@@ -480,7 +485,8 @@ class Box:
                 self._keeper.stdin.close()
 
     def wait(self, *, timeout: float) -> dict[str, Any]:
-        """The `end` message of the keeper, once everything in the box is dead. Raises SandboxError after `timeout`."""
+        """Return the `end` message of the keeper, once everything in the box is dead. Raises SandboxError after
+        `timeout`."""
         deadline = time.monotonic() + timeout
         while self._end is None:
             self._end = self._line(deadline).get("end")
@@ -511,7 +517,7 @@ class Box:
                 data = data[self._keeper.stdin.write(data) :]
 
     def _line(self, deadline: float) -> dict[str, Any]:
-        """The keeper's next line."""
+        """Return the keeper's next line."""
         stdout = self._keeper.stdout
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()

@@ -320,7 +320,7 @@ class Keeper:
 
 
 def stdin_of(text: str | None) -> int:
-    """A descriptor from which the program reads `text`, then the end."""
+    """Return a descriptor from which the program reads `text`, then the end."""
     if text is None:
         return os.open("/dev/null", os.O_RDONLY)
     sealed = hasattr(os, "memfd_create")
@@ -341,7 +341,7 @@ def stdin_of(text: str | None) -> int:
 
 
 def _of_status(status: int) -> dict[str, int | None]:
-    """One of the two is None: process 1 reports the program's end, which replaces its own."""
+    """Return the end; one of the two is None: process 1 reports the program's end, which replaces its own."""
     if os.WIFSIGNALED(status):
         return {"exit": None, "signal": os.WTERMSIG(status)}
     return {"exit": os.WEXITSTATUS(status), "signal": None}
@@ -401,8 +401,8 @@ def die_with_parent() -> None:
 
 
 def own_user() -> int:
-    """A user id that nobody else has while this process runs: what it may do, and how many processes it has, are its
-    own. For root only. Some containers have no more than 65536 users."""
+    """Return a user id that nobody else has while this process runs: what it may do, and how many processes it has, are
+    its own. For root only. Some containers have no more than 65536 users."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     many = any(first <= MANY_USERS < first + count for first, _, count in ranges)
@@ -520,9 +520,9 @@ Instructions = list[tuple[int, int, int, int]]  # struct sock_filter: code, jump
 
 
 def filter_of(machine: str, *, program: int, families: tuple[int, ...] = (AF_UNIX,)) -> Instructions:
-    """The filter for a program whose process is `program` and whose sockets are of `families`. That one cannot have
-    itself killed: who asks for a SIGKILL for it, for its group or for everybody, is ended by SIGSYS. A SIGKILL that
-    arrives is then from outside (but for far-fetched ways: timers, a thread's number). Raises OSError for machines
+    """Return the filter for a program whose process is `program` and whose sockets are of `families`. That one cannot
+    have itself killed: who asks for a SIGKILL for it, for its group or for everybody, is ended by SIGSYS. A SIGKILL
+    that arrives is then from outside (but for far-fetched ways: timers, a thread's number). Raises OSError for machines
     whose numbers are not known here."""
     if machine not in MACHINES:
         raise OSError(f"no filter of system calls for {machine}")

@@ -19,7 +19,7 @@ class Scorer:
         self.log, self._state = RewardLog(), TrainerState(max_steps=max_steps)
 
     async def __call__(self, group: RolloutGroup) -> RolloutGroup:
-        """The group with its rewards; what fails is in its rollouts as their error."""
+        """Return the group with its rewards; what fails is in its rollouts as their error."""
         try:
             return await score_group(group, self.functions, pool=self._pool, log=self.log, state=self._state)
         finally:
@@ -27,7 +27,8 @@ class Scorer:
                 self.on_scored(rollout)
 
     def beside(self, functions: Sequence[RewardFunction]) -> Scorer | None:
-        """A scorer by other functions, in the same processes, which are this one's to close; None without any."""
+        """Return a scorer by other functions, in the same processes, which are this one's to close; None without
+        any."""
         other = Scorer(functions, pool=self._pool)
         other._state = self._state
         return other if functions else None

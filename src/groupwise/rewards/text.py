@@ -19,7 +19,7 @@ from groupwise.rewards.base import text_of
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """The text between the last <tag> and the </tag> after it; None without them.
+    """Return the text between the last <tag> and the </tag> after it; None without them.
 
     >>> tagged("<answer>6</answer> no: <answer> 7 </answer>", "answer")
     ' 7 '
@@ -30,7 +30,7 @@ def tagged(text: str, tag: str) -> str | None:
 
 
 def answer_part(text: str, *, tag: str | None = None, after: str | None = None) -> str | None:
-    """What of a completion is looked at: all of it by default; None where `tag` is asked for and is not there.
+    """Return what of a completion is looked at: all of it by default; None where `tag` is asked for and is not there.
 
     With `after` (such as "</think>") it is the text behind its last occurrence, or all where it does not occur; with
     `tag` the text in the last <tag>...</tag> of that.
@@ -41,12 +41,12 @@ def answer_part(text: str, *, tag: str | None = None, after: str | None = None) 
 
 
 def gold_text(answer: Any) -> str | None:
-    """The expected answer as text; None (the reward does not apply) where there is none."""
+    """Return the expected answer as text; None (the reward does not apply) where there is none."""
     return None if answer is None else str(answer).strip() or None
 
 
 def words_of(text: str) -> list[str]:
-    """The words in lower case, without punctuation.
+    """Return the words in lower case, without punctuation.
 
     >>> words_of("Don't panic: it's 42!")
     ["don't", 'panic', "it's", '42']
@@ -158,7 +158,7 @@ def lcs_ratio(
 
 
 def prompt_text(prompt: Any) -> str:
-    """The text of one entry of `prompts`: a string, or what was said before the completion, without roles."""
+    """Return the text of one entry of `prompts`: a string, or what was said before the completion, without roles."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message.get("content") or "") for message in prompt)

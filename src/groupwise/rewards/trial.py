@@ -109,7 +109,7 @@ class RewardTrial:
         return spans
 
     def value(self, row: int, kind: Kind, name: str) -> float | None:
-        """The number that a probe got alone; None without one."""
+        """Return the number that a probe got alone; None without one."""
         return self.numbers.get((row, kind, name))
 
 
@@ -142,7 +142,7 @@ class _Caller:
         self._compares = {"votes", "shuffle"} <= function.parameters().keys()
 
     async def ask(self, texts: Sequence[str], row: ProbePrompt, *, gold: Any, here: bool = False) -> Sequence[Value]:
-        """The values of a group. `here` runs it in this process and looks whether it changes its arguments."""
+        """Return the values of a group. `here` runs it in this process and looks whether it changes its arguments."""
         columns, size, id = self._columns(texts, row, gold=gold), len(texts), "probe"
         before = copy.deepcopy(columns) if here else {}
         started = time.monotonic()
@@ -236,7 +236,7 @@ class _Caller:
                 trial.pleading.append((numbers[1], numbers[2]))
 
     def _columns(self, texts: Sequence[str], row: ProbePrompt, *, gold: Any) -> dict[str, list[Any]]:
-        """What the function is given for these completions."""
+        """Return what the function is given for these completions."""
         held = {**row.columns, **dict.fromkeys((*row.gold_columns, *self.trial.made_up), gold)}
         chat = self.trial.chat
         offered = {
@@ -248,6 +248,6 @@ class _Caller:
 
 
 def numbers_in(values: Sequence[Value]) -> list[float]:
-    """The values, if all of them are numbers; else none."""
+    """Return the values, if all of them are numbers; else none."""
     numbers = [value for value in values if isinstance(value, float)]
     return numbers if len(numbers) == len(values) else []

@@ -59,7 +59,7 @@ class LaneCall(Protocol):
     deadline_s: float
 
     def begins(self) -> bool:
-        """Whether the call is still wanted; False if it has been settled otherwise."""
+        """Return whether the call is still wanted; False if it has been settled otherwise."""
         ...
 
     def answered(self, answer: Any, printed: Callable[[], str]) -> None:
@@ -157,7 +157,7 @@ class Lane(threading.Thread):
             self._lost()
 
     def _patient_for(self) -> float | None:
-        """Seconds until the first of the calls in flight is overdue."""
+        """Return seconds until the first of the calls in flight is overdue."""
         if not self.running:
             return None
         return max(0.001, self._next_overdue() - time.monotonic())
@@ -259,13 +259,13 @@ class WorkerProcess:
         return trusted(argv, env=os.environ, limits=limits, output_bytes=KEPT_BYTES)
 
     def send(self, message: bytes, *, timeout: float | None) -> None:
-        """Raises OSError, TimeoutError among them."""
+        """Raise OSError, TimeoutError among them."""
         if self._box is None or self._box.channel is None:
             raise BrokenPipeError
         self._box.channel.send(message, timeout=timeout)
 
     def receive(self, *, timeout: float) -> tuple[int, Any]:
-        """The next answer; what was printed before it is shown. Raises OSError, EOFError or ValueError."""
+        """Return the next answer; what was printed before it is shown. Raises OSError, EOFError or ValueError."""
         if self._box is None or self._box.channel is None:
             raise EOFError
         while show(message := self._box.channel.receive(timeout=timeout)):
@@ -273,7 +273,7 @@ class WorkerProcess:
         return self._decode(message)
 
     def printed(self) -> str:
-        """The worker's last output, phrased to end an error message."""
+        """Return the worker's last output, phrased to end an error message."""
         try:
             return "" if self._box is None else _quoted(self._box.output(timeout=WAIT_S))
         except SandboxError:
@@ -310,7 +310,7 @@ def _quoted(printed: str) -> str:
 
 
 def boot(path: Sequence[str], module: str) -> str:
-    """The program of a worker, for `python -c`: modules are looked for where the parent looks for them. First it hides
-    the environment that it has from us."""
+    """Return the program of a worker, for `python -c`: modules are looked for where the parent looks for them. First it
+    hides the environment that it has from us."""
     hide = "from groupwise.platform import hide_memory; hide_memory()"
     return f"import sys; sys.path[:] = {list(path)!r}; {hide}; from {module} import main; main(int(sys.argv[1]))"

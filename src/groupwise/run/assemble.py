@@ -163,8 +163,8 @@ def open_components(
 def open_engine(
     config: RunConfig, base: LoadedModel, *, threads: int, say: Callable[[str], None] = lambda text: None
 ) -> Sampler:
-    """What samples. With vLLM the local engine is what versions are checked against; `say` is told while it is waited
-    for."""
+    """Return what samples. With vLLM the local engine is what versions are checked against; `say` is told while it is
+    waited for."""
     own = None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads
     if config.engine == "local":
         return local_engine(config, base, threads=own)
@@ -174,7 +174,7 @@ def open_engine(
 
 
 def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = None) -> LocalEngine:
-    """The local engine, as `rollout` says."""
+    """Return the local engine, as `rollout` says."""
     rollout = config.rollout
     return LocalEngine(
         base,
@@ -257,7 +257,7 @@ def _fitted(
 
 
 def open_envs(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Environments | None:
-    """What makes the environments of episodes, in `env.workers` processes if any; None where none are played."""
+    """Return what makes the environments of episodes, in `env.workers` processes if any; None where none are played."""
     env, config = plan.env, plan.config.env
     if config is None or env is None:
         return None
@@ -267,7 +267,7 @@ def open_envs(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Environ
 
 
 def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environments | None) -> RolloutSource:
-    """How the run's prompts become groups; `envs` is what `open_envs` returned, which the play closes."""
+    """Return how the run's prompts become groups; `envs` is what `open_envs` returned, which the play closes."""
     env, config = plan.env, plan.config.env
     if env is None or config is None:
         return SingleTurnRollouts(engine, base.tokenizer)
@@ -284,7 +284,7 @@ def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environme
 
 
 def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None) -> Learner:
-    """The learner of a run, or, with `ranks`, this process's of several. Raises ConfigError."""
+    """Return the learner of a run, or, with `ranks`, this process's of several. Raises ConfigError."""
     train, algo = config.train, config.algo
     strategy = None
     if ranks is not None:
@@ -311,7 +311,7 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
 
 
 def open_scorer(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Scorer:
-    """The run's rewards, in the processes that `scoring` asks for; to be closed. The processes know those of
+    """Return the run's rewards, in the processes that `scoring` asks for; to be closed. The processes know those of
     `eval.rewards` too (`Scorer.beside`), and reward models are loaded there now.
 
     Raises RewardError for one that cannot be.
@@ -333,7 +333,8 @@ def open_scorer(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Score
 
 
 def _pool(plan: RunPlan, specs: Sequence[RewardConfig], remote: RemoteBackends | None) -> RewardWorkers | None:
-    """The reward workers; none where all functions were handed over as objects, which other processes cannot load."""
+    """Return the reward workers; none where all functions were handed over as objects, which other processes cannot
+    load."""
     scoring = plan.config.scoring
     if not scoring.workers or not specs:
         return None

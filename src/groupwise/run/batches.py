@@ -155,7 +155,7 @@ class Batches:
             self._admit()
 
     async def sample_and_score(self, *, chunk: int = 0) -> AsyncIterator[list[RolloutGroup]]:
-        """The groups of the next step, sampled and scored; all at once, or `chunk` at a time as they come. Then
+        """Yield the groups of the next step, sampled and scored; all at once, or `chunk` at a time as they come. Then
         `collected` is about them.
 
         Raises:
@@ -206,11 +206,11 @@ class Batches:
         self.done = state["done"]
 
     def versions_in_use(self) -> set[PolicyVersion]:
-        """The versions that groups are being sampled by, or were and are being scored."""
+        """Return the versions that groups are being sampled by, or were and are being scored."""
         return {flight.version for flight in self._in_flight if flight.group is None}
 
     def metrics(self) -> dict[str, float]:
-        """What waits to come back, where anything can."""
+        """Return what waits to come back, where anything can."""
         replay = self._replay.metrics(self.done) if self._replay.size else {}
         return replay | (self._reroll.metrics() if self._reroll.max_groups else {}) | self._source.metrics()
 
@@ -237,11 +237,11 @@ class Batches:
         return min(newest + self._pace.staleness, self._pace.steps - 1)
 
     def _capacity_until(self, due: int) -> int:
-        """How many groups this step and those after it, up to the one after `due` steps, can still take."""
+        """Return how many groups this step and those after it, up to the one after `due` steps, can still take."""
         return self._capacity + (due - self.done) * self._pace.prompts_per_step
 
     def _capacity_now(self) -> int:
-        """How many prompts may be begun now."""
+        """Return how many prompts may be begun now."""
         room, concurrency = self._capacity_until(self._due) - len(self._in_flight), self._pace.concurrency
         if self._pace.in_rounds:
             return 0 if self._in_flight else room
@@ -283,7 +283,7 @@ class Batches:
             self._admit()
 
     def _next_done(self) -> _InFlight | None:
-        """The next group to use, if it is there: the oldest that is, whose use makes no older one too late."""
+        """Return the next group to use, if it is there: the oldest that is, whose use makes no older one too late."""
         flights = self._in_flight[:1] if self._pace.in_rounds else self._in_flight
         for older, flight in enumerate(flights):
             if older and flight.due > (due := flights[older - 1].due) and older >= self._capacity_until(due):
@@ -323,7 +323,7 @@ class Batches:
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def _draw(self, count: int) -> list[_DrawnPrompt]:
-        """The next `count` prompts: those to be tried again, new ones."""
+        """Return the next `count` prompts: those to be tried again, new ones."""
         drawn: list[_DrawnPrompt] = []
         most = min(count, self._reroll.max_groups - self._rerolled)
         for id in self._reroll.pop(self.done / self._pace.steps, most=most):
@@ -412,5 +412,5 @@ class _FailureGuard:
 
 
 def _is_answered(rollout: Rollout) -> bool:
-    """Whether a reward that was asked gave a number, or none was asked."""
+    """Return whether a reward that was asked gave a number, or none was asked."""
     return not rollout.rewards or any(reward is not None for reward in rollout.rewards.values())

@@ -155,7 +155,7 @@ class StepPace:
         return cls(sampling=(min(high, sampled_s * step.decode_waves), high), training=training)
 
     def of_run(self, config: RunConfig) -> tuple[float, float]:
-        """Seconds of the run, at least and at most."""
+        """Return seconds of the run, at least and at most."""
         low, high = (config.train.steps * (each + self.training) for each in self.sampling)
         return low, high
 
@@ -269,7 +269,7 @@ def _made_up(number: int, rollout: Rollout) -> Rollout:
 
 
 def _shared(config: RunConfig) -> str | None:
-    """Where versions are written: a run's folder for vLLM, which may see no other, else any temporary one."""
+    """Return where versions are written: a run's folder for vLLM, which may see no other, else any temporary one."""
     if config.engine == "local":
         return None
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
@@ -314,12 +314,14 @@ async def _try_out(
 
 
 def _is_given(value: object) -> bool:
-    """Whether a column has an answer; a numpy array, of which equality is one array more, is asked for its length."""
+    """Return whether a column has an answer; a numpy array, of which equality is one array more, is asked for its
+    length."""
     return value is not None and (len(value) > 0 if isinstance(value, Sized) else True)
 
 
 async def _try_answers(groups: Sequence[RolloutGroup], parts: Components) -> str | None:
-    """Where all completions have one reward: what the dataset's own answer gets, in the forms that answers come in."""
+    """Return what the dataset's own answer gets, in the forms that answers come in, where all completions have one
+    reward."""
     prompt, rewards = groups[0].prompt, {rollout.reward for group in groups for rollout in group.rollouts}
     column = next((name for name in GOLD if _is_given(prompt.columns.get(name))), None)
     if len(rewards) != 1 or column is None:
@@ -339,7 +341,7 @@ async def _try_answers(groups: Sequence[RolloutGroup], parts: Components) -> str
 
 
 async def _try_junk(groups: Sequence[RolloutGroup], plan: RunPlan, parts: Components) -> str | None:
-    """Where what nobody would call an answer is paid like one by the run's rewards together: the first case of it. The
+    """Return the first case in which the run's rewards together pay like an answer what nobody would call one. The
     expected answers of the trial prompts, each also as the wrong one of another, say what an answer gets.
 
     Rewards that wait for something (async ones, as judges are) are not asked: each call may cost money.
@@ -372,7 +374,7 @@ async def _try_junk(groups: Sequence[RolloutGroup], plan: RunPlan, parts: Compon
 
 
 async def _scored(prompt: Prompt, texts: Mapping[str, str], parts: Components) -> dict[str, float | None]:
-    """What the run's rewards give to completions by name."""
+    """Return what the run's rewards give to completions by name."""
     said = [
         Completion(token_ids=(), logprobs=(), text=text, finish_reason=FinishReason.STOP) for text in texts.values()
     ]
@@ -381,7 +383,7 @@ async def _scored(prompt: Prompt, texts: Mapping[str, str], parts: Components) -
 
 
 def _a(value: object) -> str:
-    """The kind of a value with its article, as "an int64"."""
+    """Return the kind of a value with its article, as "an int64"."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
@@ -463,20 +465,20 @@ def _report(
 
 
 def _sampling(config: RunConfig) -> str:
-    """The key that says how much memory sampling takes here, if there is one."""
+    """Return the key that says how much memory sampling takes here, if there is one."""
     if config.engine == "local":
         return "rollout.batch_rows, "
     return "vllm.gpu_memory_utilization, " if config.vllm.mode == "colocate" else ""
 
 
 def _answer_length(rollout: Rollout) -> int:
-    """Tokens behind the prompt, at the longest: of an episode also what was said between its turns."""
+    """Return tokens behind the prompt, at the longest: of an episode also what was said between its turns."""
     longest = max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in rollout.turns), default=0)
     return longest - len(rollout.turns[0].prompt_ids) if rollout.turns else 0
 
 
 def _of_the_rate(config: RunConfig, tried: StepTrial) -> list[str]:
-    """What is suspicious about the step that was tried."""
+    """Return what is suspicious about the step that was tried."""
     if tried.logprob_drop < DESTROYED:
         return []
     rate = config.train.learning_rate
@@ -487,7 +489,7 @@ def _of_the_rate(config: RunConfig, tried: StepTrial) -> list[str]:
 
 
 def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
-    """What is suspicious about the trial completions and their rewards."""
+    """Yield what is suspicious about the trial completions and their rewards."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     count = len(rollouts)
     rewards = {rollout.reward for rollout in rollouts if rollout.reward is not None}
@@ -515,7 +517,7 @@ def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
 
 
 def _of_batch(config: RunConfig) -> Iterator[str]:
-    """What is suspicious about the sizes."""
+    """Yield what is suspicious about the sizes."""
     prompts, minibatches = config.rollout.prompts_per_step, config.train.minibatches
     if prompts == minibatches:
         yield (
@@ -525,7 +527,7 @@ def _of_batch(config: RunConfig) -> Iterator[str]:
 
 
 def _of_data(plan: RunPlan, encoded: Sequence[Prompt], *, context: int) -> Iterator[str]:
-    """What is suspicious about the prompts."""
+    """Yield what is suspicious about the prompts."""
     longest = longest_allowed(plan.config, context=context)
     too_long = sum(len(prompt.token_ids) > longest for prompt in encoded)
     if too_long:
@@ -543,7 +545,8 @@ def _of_data(plan: RunPlan, encoded: Sequence[Prompt], *, context: int) -> Itera
 
 
 def _question(prompt: Prompt) -> str:
-    """What a prompt asks, to be compared with others: its messages or text, or the columns of an environment's case."""
+    """Return what a prompt asks, to be compared with others: its messages or text, or the columns of an environment's
+    case."""
     if prompt.messages is None and prompt.text is not None:
         return prompt.text
     if prompt.messages is not None:
@@ -552,5 +555,5 @@ def _question(prompt: Prompt) -> str:
 
 
 def _plain(value: Any) -> object:
-    """A numpy array or scalar as Python's lists and numbers: its repr leaves out the middle of long ones."""
+    """Return a numpy array or scalar as Python's lists and numbers: its repr leaves out the middle of long ones."""
     return value.tolist() if hasattr(value, "tolist") else value

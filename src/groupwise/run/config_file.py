@@ -55,7 +55,8 @@ class LoadedRun:
         return any(origin == MISSING for _, _, origin in self.origins())
 
     def runnable(self) -> RunConfig:
-        """The configuration. Raises ConfigError if it asks for what is not here, with the overrides that run it."""
+        """Return the configuration. Raises ConfigError if it asks for what is not here, with the overrides that run
+        it."""
         if not self.refused:
             return self.config
         listed = "".join(f"\n  - {note}" for note in self.refused)
@@ -78,7 +79,8 @@ def read_run(path: str | Path, overrides: Sequence[str] = (), *, system: str | N
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a file in any of the spellings describes; warns of what comes out otherwise than in its system.
+    """Return the run that a file in any of the spellings describes; warns of what comes out otherwise than in its
+    system.
 
     Raises ConfigError as `read_run` and `runnable` do.
     """
@@ -90,7 +92,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def understand(document: Document, overrides: Sequence[str], *, folder: Path, system: str | None = None) -> LoadedRun:
-    """A document as a run; relative paths begin in `folder`."""
+    """Return a document as a run; relative paths begin in `folder`."""
     system = system or system_of(document.data)
     if system == GROUPWISE:
         return _native(document, overrides, folder)
@@ -154,7 +156,8 @@ def _complete(t: Translation) -> None:
 
 
 def _count(t: Translation, natives: Sequence[str], folder: Path) -> int | None:
-    """The number of prompts; None while the data is not known, or not valid, which is then found out otherwise."""
+    """Return the number of prompts; None while the data is not known, or not valid, which is then found out
+    otherwise."""
     draft = Document(copy.deepcopy(t.draft.data))
     for text in natives:
         draft.override(text, shorthand=SHORTHAND)
@@ -168,7 +171,7 @@ def _count(t: Translation, natives: Sequence[str], folder: Path) -> int | None:
 
 
 def _count_cases(config: EnvConfig, model: str, folder: Path) -> int | None:
-    """The prompts that an environment makes; None where it cannot, which the run itself will explain."""
+    """Return the prompts that an environment makes; None where it cannot, which the run itself will explain."""
     if config.environment is None:
         return None
     try:
@@ -181,7 +184,7 @@ def _count_cases(config: EnvConfig, model: str, folder: Path) -> int | None:
 
 
 def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
-    """The values that are no sections, with their keys; arguments of functions are one value."""
+    """Yield the values that are no sections, with their keys; arguments of functions are one value."""
     inside = isinstance(value, dict) and keys[-1:] != ("args",)
     if inside:
         for key, each in value.items():
@@ -194,7 +197,7 @@ def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
 
 
 def _is_said(data: Any, keys: Keys) -> bool:
-    """Whether there is a value at `keys`; a string in place of a reward is its function."""
+    """Return whether there is a value at `keys`; a string in place of a reward is its function."""
     for key in keys:
         if isinstance(data, str):
             return key == "function"

@@ -58,7 +58,8 @@ class Curriculum(WrappedStream):
         self._passed_over = 0
 
     def issue(self, n: int) -> list[Issued]:
-        """The next n prompts that are wanted. What was on its way when a run stopped is wanted whatever its rate."""
+        """Return the next n prompts that are wanted. What was on its way when a run stopped is wanted whatever its
+        rate."""
         issued: list[Issued] = []
         while len(issued) < n:
             [each] = self._source.issue(1)
@@ -81,7 +82,8 @@ class Curriculum(WrappedStream):
             self._means[group.prompt.id] = (MOMENTUM * before + (1 - MOMENTUM) * mean, seen + 1)
 
     def rate(self, id: str) -> float | None:
-        """The prompt's pass rate in [0, 1]; None while it was seen too seldom, or no two rewards have differed yet."""
+        """Return the prompt's pass rate in [0, 1]; None while it was seen too seldom, or no two rewards have differed
+        yet."""
         mean, seen = self._means.get(id, (0.0, 0))
         if seen < self._min_seen:
             return None
@@ -115,7 +117,7 @@ class Curriculum(WrappedStream):
         self._means, self._lowest, self._highest, self._passed_over = means, lowest, highest, passed_over
 
     def metrics(self) -> dict[str, float]:
-        """The share of the prompts that were seen at all, and how many were passed over so far."""
+        """Return the share of the prompts that were seen at all, and how many were passed over so far."""
         return {
             "curriculum/seen": len(self._means) / len(self._source),
             "curriculum/passed_over": float(self._passed_over),

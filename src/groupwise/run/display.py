@@ -77,7 +77,7 @@ class Display(Protocol):
 
 
 def open_display(total_steps: int, *, stream: TextIO | None = None) -> Display:
-    """The live display if `stream` (stderr) is a terminal that can move its cursor, else lines."""
+    """Return the live display if `stream` (stderr) is a terminal that can move its cursor, else lines."""
     target: TextIO = sys.stderr if stream is None else stream
     console = Console(file=target, highlight=False)
     # not console.is_terminal: FORCE_COLOR makes that true for a file as well
@@ -220,7 +220,7 @@ class LiveDisplay:
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """One bar a value, from the lowest to the highest; a value that is not finite is a blank.
+    """Return one bar a value, from the lowest to the highest; a value that is not finite is a blank.
 
     >>> sparkline([0, 1, 2, 3]), sparkline([5, 5]), sparkline([])
     ('▁▃▆█', '▁▁', '')
@@ -233,7 +233,7 @@ def sparkline(values: Iterable[float]) -> str:
 
 
 def findings_line(standing: Iterable[Finding]) -> Text:
-    """What is wrong now, in a line: each finding's name and since when, errors in red."""
+    """Return what is wrong now, in a line: each finding's name and since when, errors in red."""
     line = Text("wrong now  ", style="dim")
     return line + Text("  ").join(
         Text.assemble(
@@ -245,7 +245,8 @@ def findings_line(standing: Iterable[Finding]) -> Text:
 
 
 def said(rollout: Rollout) -> str:
-    """What came of a prompt, as text: the completion, or of an episode what was said, shortened, and how it ended."""
+    """Return what came of a prompt, as text: the completion, or of an episode what was said, shortened, and how it
+    ended."""
     if rollout.stop is None:
         return rollout.completion.text
     lines = [_line(message) for message in rollout.messages]
@@ -258,7 +259,7 @@ def said(rollout: Rollout) -> str:
 
 
 def _line(message: Message) -> str:
-    """A message with who says it; tool calls as `name(arguments)`."""
+    """Return a message with who says it; tool calls as `name(arguments)`."""
     content = message.get("content")
     text = (content if isinstance(content, str) else str(content or "")).strip()
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
@@ -269,7 +270,7 @@ def _line(message: Message) -> str:
 
 
 def before_after_table(rows: Iterable[tuple[str, float, float]]) -> Table:
-    """A table of (metric, before, after) with the change."""
+    """Return a table of (metric, before, after) with the change."""
     table = Table("metric", box=None, pad_edge=False)
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
@@ -279,7 +280,7 @@ def before_after_table(rows: Iterable[tuple[str, float, float]]) -> Table:
 
 
 def side_by_side(prompt: str, before: str, after: str, answer: str | None = None) -> Panel:
-    """One prompt with the completions of the untrained and the trained policy beside each other."""
+    """Return one prompt with the completions of the untrained and the trained policy beside each other."""
     columns = Table("before", "after", expand=True, box=None, pad_edge=False)
     columns.columns[0].ratio = columns.columns[1].ratio = 1
     columns.add_row(Text(visible(before)), Text(visible(after)))

@@ -38,9 +38,9 @@ def assess(
     modes: Sequence[str] = (),
     note: Callable[[str], None],
 ) -> list[Assessed]:
-    """The evaluations of each of `adapters` on the same prompts with the same seeds, by one model. An adapter is as
-    `store.locate.find_adapter` takes it; None and "base" are the model alone. `plan` is that of the configuration, if
-    it was made already.
+    """Return the evaluations of each of `adapters` on the same prompts with the same seeds, by one model. An adapter is
+    as `store.locate.find_adapter` takes it; None and "base" are the model alone. `plan` is that of the configuration,
+    if it was made already.
 
     Raises ConfigError for an unknown mode, AdapterNotFoundError or AdapterError, ContextLengthError for a prompt that
     fills the context.

@@ -47,7 +47,7 @@ Answer = Callable[[str], object]  # the text of a completion -> what votes in ma
 
 
 def checked_modes(config: RunConfig, modes: Sequence[str]) -> tuple[str, ...]:
-    """The modes that are named, or without any those of `eval`. Raises ConfigError for an unknown one."""
+    """Return the modes that are named, or without any those of `eval`. Raises ConfigError for an unknown one."""
     modes = tuple(modes) or (MODES if config.eval is None else config.eval.modes)
     if unknown := [mode for mode in modes if mode not in MODES]:
         near = difflib.get_close_matches(unknown[0], MODES, n=1)
@@ -83,7 +83,8 @@ class Evaluation:
         return sum(rollout.error is not None for group in self.groups for rollout in group.rollouts)
 
     def failures(self) -> str | None:
-        """How many completions could not be scored and why the first could not, in a sentence; None if all could."""
+        """Return how many completions could not be scored and why the first could not, in a sentence; None if all
+        could."""
         causes = [rollout.error for group in self.groups for rollout in group.rollouts if rollout.error is not None]
         if not causes:
             return None
@@ -91,23 +92,24 @@ class Evaluation:
         return f"{self.mode}: {len(causes)} of {completions} completions could not be scored; the first: {causes[0]}"
 
     def mean(self, *, column: str | None = None, value: object = None) -> float:
-        """The mean reward, of all prompts or of those whose `column` is `value`; NaN where nothing could be scored."""
+        """Return the mean reward, of all prompts or of those whose `column` is `value`; NaN where nothing could be
+        scored."""
         chosen = [each for each in self.groups if column is None or each.prompt.columns.get(column) == value]
         return _mean(_mean(_rewards(group)) for group in chosen)
 
     def training_mean(self) -> float:
-        """The mean of the rewards that the run is trained by; NaN where the evaluation counts by the same."""
+        """Return the mean of the rewards that the run is trained by; NaN where the evaluation counts by the same."""
         return _mean(_mean(reward for reward in each if reward is not None) for each in self.training)
 
     def said(self) -> str:
-        """The mean in a line, and where there is one that of what the run is trained by."""
+        """Return the mean in a line, and where there is one that of what the run is trained by."""
         beside = self.training_mean()
         mean = _shown(self.mean(), (reward for group in self.groups for reward in _rewards(group)))
         trained = _shown(beside, (reward for each in self.training for reward in each if reward is not None))
         return mean + ("" if math.isnan(beside) else f" (the training reward {trained})")
 
     def values(self, measure: str) -> list[float]:
-        """A measure of each prompt: its mean `reward`, `pass@K` or `maj@K`. NaN where too few completions were
+        """Return a measure of each prompt: its mean `reward`, `pass@K` or `maj@K`. NaN where too few completions were
         scored: pass@K needs K of them, and maj@K all of K = `k`."""
         name, _, size = measure.partition("@")
         if name == "reward":
@@ -130,7 +132,7 @@ class Evaluation:
         return ("reward", "pass@1", f"pass@{self.k}", *voted) if self.k > 1 else ("reward",)
 
     def measured(self, measure: str) -> float:
-        """The mean over prompts of a measure (`values`); NaN without any."""
+        """Return the mean over prompts of a measure (`values`); NaN without any."""
         return _mean(self.values(measure))
 
     def standard_error(self, measure: str = "reward") -> float:
@@ -150,7 +152,7 @@ class Evaluation:
         }
 
     def details(self) -> dict[str, float]:
-        """What else there is to log: standard errors, the failures, and for k > 1 avg@k, pass@k and maj@k."""
+        """Return what else there is to log: standard errors, the failures, and for k > 1 avg@k, pass@k and maj@k."""
         details = {"reward_stderr": self.standard_error(), "failed": float(self.failed)}
         for measure in self.measures[1:]:
             details |= {measure: self.measured(measure), f"{measure}_stderr": self.standard_error(measure)}
@@ -203,7 +205,7 @@ async def evaluate(
 
 
 def _answers(group: RolloutGroup, answer: Answer) -> tuple[str | None, ...]:
-    """What each completion (of an episode its last turn) votes for; None where it was not scored."""
+    """Return what each completion (of an episode its last turn) votes for; None where it was not scored."""
     answers: list[str | None] = []
     for rollout in group.rollouts:
         counts = rollout.reward is not None and rollout.turns
@@ -219,7 +221,7 @@ def _answers(group: RolloutGroup, answer: Answer) -> tuple[str | None, ...]:
 
 
 def majority(answers: Sequence[str | None], solved: Sequence[bool]) -> float:
-    """Whether the answer that most completions give is right, in [0, 1]; 0 where none of them gives one.
+    """Return whether the answer that most completions give is right, in [0, 1]; 0 where none of them gives one.
 
     An answer is as right as the completions that give it: the share of them that are `solved` (all or none, where the
     reward reads the answer alone). Of several answers with the most votes each is as likely as the others, so that
@@ -236,7 +238,8 @@ def majority(answers: Sequence[str | None], solved: Sequence[bool]) -> float:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased estimate of the chance that at least one of k completions succeeds, from c successes among n >= k.
+    """Return the unbiased estimate of the chance that at least one of k completions succeeds, from c successes among n
+    >= k.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 4), pass_at_k(4, 2, 2)
     (0.25, 1.0, 0.8333333333333334)
@@ -247,7 +250,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def _shown(mean: float, rewards: Iterable[float]) -> str:
-    """A mean of rewards: per cent where each of them is between 0 and 1, a number where one is not."""
+    """Return a mean of rewards: per cent where each of them is between 0 and 1, a number where one is not."""
     return f"{mean:.1%}" if all(0 <= reward <= 1 for reward in rewards) else f"{mean:.3f}"
 
 
@@ -268,7 +271,7 @@ class BestVersion:
         return 0 < self.patience <= self.waited
 
     def observe(self, version: PolicyVersion, value: float) -> bool:
-        """Whether this is the best so far; a value that is NaN never is."""
+        """Return whether this is the best so far; a value that is NaN never is."""
         if value > self.value:
             self.version, self.value, self.waited = version, value, 0
             return True
@@ -293,7 +296,7 @@ class BestVersion:
 
 
 def prepare_all(prompts: Sequence[Prompt], play: RolloutSource, *, context: int) -> list[Prompt]:
-    """Prompts as `play` takes them. Raises ContextLengthError for one that fills the model's context."""
+    """Return prompts as `play` takes them. Raises ContextLengthError for one that fills the model's context."""
     prepared = [play.prepare(prompt) for prompt in prompts]
     for prompt in prepared:
         check_length(prompt.token_ids, max_tokens=1, context=context)
@@ -303,7 +306,8 @@ def prepare_all(prompts: Sequence[Prompt], play: RolloutSource, *, context: int)
 def compare(
     before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], *, by: str | None
 ) -> list[tuple[str, float, float]]:
-    """Rows (what, before, after) of the closing table: mean rewards, and with several samples pass@k and maj@k."""
+    """Return rows (what, before, after) of the closing table: mean rewards, and with several samples pass@k and
+    maj@k."""
     rows = []
     for mode, evaluation in after.items():
         first = before[mode].metrics(by=by)
@@ -338,7 +342,8 @@ class PairedTest:
 
 
 def paired(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> PairedTest:
-    """The paired test of two policies' values on the same prompts, in the same order; pairs with a NaN are left out.
+    """Return the paired test of two policies' values on the same prompts, in the same order; pairs with a NaN are left
+    out.
 
     Fisher's sign-flip permutation test: were the policies equally good, each prompt's difference could as well have had
     the other sign. p is the share of signs whose sum is as far from 0 as the sum that was seen. It assumes no
@@ -363,8 +368,8 @@ def paired(first: Sequence[float], second: Sequence[float], *, seed: int = 0) ->
 
 
 def paired_tests(first: Mapping[str, Evaluation], second: Mapping[str, Evaluation]) -> dict[str, PairedTest]:
-    """The test of each mode and measure, by name ("greedy/reward", "sampled/pass@8"), of the first policy against the
-    second. Raises DataError where they were not evaluated on the same prompts."""
+    """Return the test of each mode and measure, by name ("greedy/reward", "sampled/pass@8"), of the first policy
+    against the second. Raises DataError where they were not evaluated on the same prompts."""
     tests: dict[str, PairedTest] = {}
     for mode, one in first.items():
         other = second[mode]
@@ -378,7 +383,7 @@ def paired_tests(first: Mapping[str, Evaluation], second: Mapping[str, Evaluatio
 
 
 def _sign_flips(differences: Sequence[float], *, seed: int) -> float:
-    """The p value of the sign-flip test, of differences that are not 0."""
+    """Return the p value of the sign-flip test, of differences that are not 0."""
     count = len(differences)
     if not count:
         return 1.0
@@ -403,7 +408,7 @@ def _sign_flips(differences: Sequence[float], *, seed: int) -> float:
 
 
 def _without_aborted(group: RolloutGroup) -> RolloutGroup:
-    """An aborted completion says nothing about the policy: it counts as failed."""
+    """Return the groups with aborted completions as failed: they say nothing about the policy."""
     return replace(
         group,
         rollouts=tuple(
@@ -416,7 +421,7 @@ def _without_aborted(group: RolloutGroup) -> RolloutGroup:
 
 
 def _without_rewards(group: RolloutGroup) -> RolloutGroup:
-    """The group without what its environment gave."""
+    """Return the group without what its environment gave."""
     return replace(group, rollouts=tuple(replace(each, rewards={}, reward=None) for each in group.rollouts))
 
 
@@ -429,7 +434,7 @@ def _known(values: Iterable[float]) -> list[float]:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """The mean of the values that are not NaN; NaN without any."""
+    """Return the mean of the values that are not NaN; NaN without any."""
     known = _known(values)
     return math.fsum(known) / len(known) if known else math.nan
 
@@ -450,7 +455,7 @@ def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluat
 
 
 def load_evaluations(run_dir: Path, step: int) -> dict[str, Evaluation]:
-    """Inverse of `save_evaluations`. Raises DataError for a file that is none."""
+    """Return the inverse of `save_evaluations`. Raises DataError for a file that is none."""
     found = {}
     for path in sorted((run_dir / EVALUATIONS).glob(f"step_{step:06d}.*.jsonl")):
         mode = path.name.split(".")[1]

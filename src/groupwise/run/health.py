@@ -182,7 +182,7 @@ class HealthMonitor:
         return [Event(kind="ended", step=step, text=f"{finding.label} is over", finding=finding)]
 
     def _severity(self, rule: Rule, metric: str) -> Severity | None:
-        """How bad it is now; None where the rule does not hold."""
+        """Return how bad it is now; None where the rule does not hold."""
         values = self._of(metric)
         measured: Severity | None = None
         for severity in ("warn", "error"):
@@ -227,7 +227,7 @@ class HealthMonitor:
 
 
 def _text(finding: Finding) -> str:
-    """A finding in a line."""
+    """Return a finding in a line."""
     first = f"; {finding.advice[0]}" if finding.advice else ""
     return f"{finding.severity}: {finding.label}: {finding.says} ({finding.cause}){first}"
 
@@ -242,7 +242,7 @@ def _fits(pattern: str, metric: str) -> bool:
 
 
 def _name(pattern: str, metric: str) -> str:
-    """What `*` stands for; "" where the pattern has none."""
+    """Return what `*` stands for; "" where the pattern has none."""
     match = _pattern(pattern).fullmatch(metric)
     return match[1] if match is not None and match.groups() else ""
 

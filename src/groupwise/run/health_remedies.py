@@ -29,7 +29,7 @@ class Advice:
 
 
 def advise(remedies: Sequence[Remedy], config: RunConfig | None, *, name: str = "") -> tuple[Advice, ...]:
-    """The remedies that apply to a run of this configuration. Without one, all, with the keys to look at."""
+    """Return the remedies that apply to a run of this configuration. Without one, all, with the keys to look at."""
     if config is None:
         return tuple(_in_words(remedy) for remedy in remedies)
     data = config.model_dump(mode="json")
@@ -53,7 +53,7 @@ def _for_this_run(remedy: Remedy, data: Mapping[str, Any], name: str) -> Advice 
 
 
 def changed(now: Any, change: object, name: str) -> Any:
-    """The new value; None where it would be the one that is."""
+    """Return the new value; None where it would be the one that is."""
     if isinstance(change, str):
         change = change.format(name=name)
     if not isinstance(change, Times):
@@ -67,7 +67,7 @@ def changed(now: Any, change: object, name: str) -> Any:
 
 
 def _is_valid(data: Mapping[str, Any], overrides: Sequence[str]) -> bool:
-    """Whether the run would start with them, as far as the configuration can tell."""
+    """Return whether the run would start with them, as far as the configuration can tell."""
     document = Document(copy.deepcopy(dict(data)))
     try:
         for text in overrides:
@@ -80,7 +80,7 @@ def _is_valid(data: Mapping[str, Any], overrides: Sequence[str]) -> bool:
 
 
 def _at(data: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None where there is none."""
+    """Return the value of a dotted key; None where there is none."""
     value: Any = data
     for part in parse_keys(key):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -81,7 +81,7 @@ class Condition:
     threshold: float
 
     def measure(self, values: Sequence[float]) -> float | None:
-        """The aggregate of a metric's values, oldest first; None where there are too few."""
+        """Return the aggregate of a metric's values, oldest first; None where there are too few."""
         recent = values[-self.window :]
         counted = recent if self.of == "not_finite" else [value for value in recent if math.isfinite(value)]
         if len(counted) < (self.window if self.least is None else self.least):
@@ -145,7 +145,7 @@ class Rule:
     remedies: tuple[Remedy, ...]
 
     def condition(self, severity: Severity) -> Condition | None:
-        """What makes a finding of this severity; None if the rule has none."""
+        """Return what makes a finding of this severity; None if the rule has none."""
         threshold = self.warn if severity == "warn" else self.error
         if threshold is None:
             return None
@@ -155,7 +155,7 @@ class Rule:
 
 
 def aggregate(values: Sequence[float], of: Aggregate) -> float:
-    """One number for values in the order in which they came; there is at least one.
+    """Return one number for values in the order in which they came; there is at least one.
 
         zeros        share of them that are 0
         gain         mean of the last few minus mean of the first few (five, or a third of them where that is fewer)
@@ -213,7 +213,8 @@ def aggregate(values: Sequence[float], of: Aggregate) -> float:
 
 
 def _noise(values: Sequence[float]) -> float:
-    """The standard deviation of values around whatever they slowly follow: from the differences of neighbours."""
+    """Return the standard deviation of values around whatever they slowly follow: from the differences of
+    neighbours."""
     steps = [(later - earlier) ** 2 for earlier, later in pairwise(values)]
     return math.sqrt(fmean(steps) / 2) if steps else 0.0
 

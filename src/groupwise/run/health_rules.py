@@ -17,7 +17,7 @@ TABLE = Path(__file__).with_suffix(".yaml")
 
 
 def read_rules(path: Path) -> tuple[Rule, ...]:
-    """The rules of a table, in its order. Raises TypeError or KeyError for a word that a rule does not have."""
+    """Return the rules of a table, in its order. Raises TypeError or KeyError for a word that a rule does not have."""
     table = ruamel.yaml.YAML(typ="safe").load(path.read_text("utf-8"))
     named = {name: _remedy(**raw) for name, raw in table["remedies"].items()}
     return tuple(_rule(raw, named) for raw in table["rules"])
@@ -49,7 +49,7 @@ def _remedy(
 
 
 def _change(value: Any) -> object:
-    """The new value of a key, or by how much the present one is multiplied."""
+    """Return the new value of a key, or by how much the present one is multiplied."""
     if not isinstance(value, Mapping):
         return value
     bounds = dict(value)

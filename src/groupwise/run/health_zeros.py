@@ -44,7 +44,7 @@ def explain_zeros(metrics: Mapping[str, float | None]) -> dict[str, str]:
 
 
 def why_flat(metrics: Mapping[str, float | None]) -> str:
-    """Why no group teaches anything."""
+    """Return why no group teaches anything."""
     if metrics.get("rollout/groups") == 0:
         return "no group was sampled"
     if metrics.get("rollout/excluded_frac") == 1:

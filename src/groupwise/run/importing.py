@@ -47,7 +47,8 @@ def _of_flags(written: ConfigFormat, words: Sequence[str]) -> LoadedRun:
 
 
 def written(loaded: LoadedRun, out: Path | None) -> str:
-    """The file's text, which is also written to `out`. Raises ConfigError if that exists, StorageError if it fails."""
+    """Return the file's text, which is also written to `out`. Raises ConfigError if that exists, StorageError if it
+    fails."""
     text = native_yaml(loaded, folder=Path.cwd() if out is None else out.parent)
     if out is not None:
         try:

@@ -135,7 +135,7 @@ def _open(lease: Lease, place: WorkerContext) -> _Run:
 
 
 def _resumed(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) -> _Run | None:
-    """The job at its last checkpoint; None without one that can be read."""
+    """Return the job at its last checkpoint; None without one that can be read."""
     checkpoints = Checkpoints(place.state_dir, lease.job.id)
     if (newest := checkpoints.newest) is None:
         return None
@@ -156,7 +156,7 @@ def _resumed(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) 
 
 
 def _begun(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) -> _Run:
-    """The job before its first step."""
+    """Return the job before its first step."""
     with _parent(config, place.store, name=lease.job.adapter) as (parent, directory):
         if directory is None:
             asked = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": config.target_modules}
@@ -205,7 +205,7 @@ def _saved(directory: Path) -> dict[str, Any]:
 
 
 def _lora_of_parent(config: JobConfig, parent: PolicyVersion, directory: Path) -> LoraSpec:
-    """The adapter as it is. Raises ConfigError if the request wants another one."""
+    """Return the adapter as it is. Raises ConfigError if the request wants another one."""
     saved = _saved(directory)
     for key, given, own in config.differences(saved):
         raise _differs(key, given, own, parent)
@@ -223,7 +223,7 @@ def _differs(key: str, given: object, own: object, parent: PolicyVersion) -> Con
 def _continued(
     config: JobConfig, lora: LoraSpec, parent: PolicyVersion, directory: Path, place: WorkerContext
 ) -> tuple[Learner, bool]:
-    """A learner at `parent`, and whether it has the moments of the job that made it."""
+    """Return a learner at `parent`, and whether it has the moments of the job that made it."""
     learner = _new_learner(config, lora, place.base)
     try:
         learner.load_adapter(directory, alpha_field="lora_alpha")
@@ -354,14 +354,15 @@ def _is_told(metric: str, value: float) -> bool:
 
 
 def _unhealthy(run: _Run) -> str | None:
-    """What is wrong with the job by its metrics, where that is an error; None where its version may become active."""
+    """Return what is wrong with the job by its metrics, where that is an error; None where its version may become
+    active."""
     report = examine_job(run.place.ledger.metrics(run.lease.job.id))
     errors = [finding for finding in report.standing if finding.severity == "error"]
     return "; ".join(f"{finding.says} ({finding.label})" for finding in errors) or None
 
 
 def _canary(run: _Run) -> dict[str, list[int] | list[float]]:
-    """What a sampler that has loaded the adapter must compute, too."""
+    """Return what a sampler that has loaded the adapter must compute, too."""
     sample = next(sample for sample in run.task.samples if sample.completion_ids)
     ids = sample.completion_ids[:CANARY_TOKENS]
     probe = Sample(prompt_ids=sample.prompt_ids, completion_ids=ids, mask=(1,) * len(ids))

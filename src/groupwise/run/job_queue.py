@@ -83,7 +83,7 @@ class LeaseHeartbeat:
 
     @contextmanager
     def holding(self, lease: Lease) -> Iterator[None]:
-        """Within: the lease is renewed."""
+        """Context manager: the lease is renewed."""
         self._lost, self._lease = None, lease
         try:
             yield
@@ -171,7 +171,7 @@ class Worker:
             smaller = self._attempt(smaller)
 
     def _attempt(self, lease: Lease) -> Lease | None:
-        """One run at the job; the lease to go on with if memory ran out and the job's passes can be smaller."""
+        """Run the job once; return the lease to go on with if memory ran out and the job's passes can be smaller."""
         ledger = self._place.ledger
         try:
             version = run_job(lease, self._place, raise_if_stopped=self._heartbeat.raise_if_stopped)
@@ -243,7 +243,7 @@ class Worker:
 
 
 def is_memory(error: Exception) -> bool:
-    """Whether memory ran out."""
+    """Return whether memory ran out."""
     said = isinstance(error, RuntimeError) and any(each in str(error) for each in _NO_MEMORY)
     return said or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
@@ -283,7 +283,7 @@ def load_base(
     quantization: str | None = None,
     cast_lm_head: str = "auto",
 ) -> tuple[LoadedModel, bool]:
-    """The base model, and whether its weights are those that process `owner` offers at `weights`
+    """Return the base model, and whether its weights are those that process `owner` offers at `weights`
     (`store.mapped_weights`).
 
     They are on a GPU, where the offer can be taken; otherwise this process loads weights of its own.

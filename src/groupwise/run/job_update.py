@@ -68,15 +68,15 @@ class Task:
         return False
 
     def started(self, learner: Learner) -> Task:
-        """The task, with its `start` under the learner's policy as it is."""
+        """Return the task, with its `start` under the learner's policy as it is."""
         return self
 
     def with_start(self, start: Rows) -> Task:
-        """The task, given its `start`."""
+        """Return the task, given its `start`."""
         return replace(self, start=start)
 
     def with_reference(self, learner: Learner) -> Task:
-        """The task with the reference's log-probabilities, where several steps read those of one sample."""
+        """Return the task with the reference's log-probabilities, where several steps read those of one sample."""
         return self
 
     def accumulate(self, learner: Learner, step: int) -> Metrics:
@@ -151,7 +151,7 @@ class SftTask(Task):
 
 
 def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPayload, *, base: LoadedModel) -> Task:
-    """What the job does.
+    """Return what the job does.
 
     Raises:
         TrainingError: there is nothing to learn from.
@@ -202,7 +202,7 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
 
 
 def _rollouts(index: int, group: EncodedGroup) -> RolloutGroup:
-    """The group in the words of the loop; a logprob that nobody recorded is NaN."""
+    """Return the group in the words of the loop; a logprob that nobody recorded is NaN."""
     rollouts = []
     for each in group.completions:
         logprobs = (math.nan,) * len(each.ids) if each.logprobs is None else each.logprobs
@@ -234,7 +234,7 @@ def _sft_task(config: SftJobConfig, payload: SftPayload) -> SftTask:
 
 
 def _epoch(examples: int, parts: int, seed: str) -> Iterator[list[int]]:
-    """All examples in so many parts of about the same size; in an order of its own if there are several."""
+    """Yield all examples in so many parts of about the same size; in an order of its own if there are several."""
     order = list(range(examples))
     if parts > 1:
         random.Random(seed).shuffle(order)
@@ -243,7 +243,7 @@ def _epoch(examples: int, parts: int, seed: str) -> Iterator[list[int]]:
 
 
 def _packed(samples: Sequence[Sample]) -> int:
-    """Tokens of a batch, where neighbours with equal prompts share theirs."""
+    """Return tokens of a batch, where neighbours with equal prompts share theirs."""
     prompts = [prompt for prompt, _ in groupby(sample.prompt_ids for sample in samples)]
     return sum(map(len, prompts)) + sum(len(sample.completion_ids) for sample in samples)
 

@@ -34,7 +34,8 @@ class Launch:
 
 
 def launch_of(config: RunConfig, command: Sequence[str]) -> Launch:
-    """How to start `groupwise *command` (`run`, the file and its overrides) in the processes that `config` asks for.
+    """Return how to start `groupwise *command` (`run`, the file and its overrides) in the processes that `config` asks
+    for.
 
     Raises:
         ConfigError: `train.devices` is not set, or machines cannot share them evenly.
@@ -70,7 +71,7 @@ def _groupwise(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _slurm(config: RunConfig, command: Sequence[str], each: int) -> str:
-    """A batch script. Every machine needs this Python and the configuration, at the same paths."""
+    """Return a batch script. Every machine needs this Python and the configuration, at the same paths."""
     launcher = config.launcher
     wanted = {
         "--job-name": config.name,

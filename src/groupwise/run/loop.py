@@ -110,8 +110,8 @@ def _run(
 
 
 async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) -> RunResult:
-    """The algorithm: sample, score, advantages, train, publish; then log, evaluate, checkpoint. From the beginning, or
-    from the `state` of a checkpoint."""
+    """Return the algorithm: sample, score, advantages, train, publish; then log, evaluate, checkpoint. From the
+    beginning, or from the `state` of a checkpoint."""
     config, batches = run.plan.config, run.parts.batches
     step = await run.begin() if state is None else run.resume(state)
     last = step == config.train.steps or (state is not None and state.finished)

@@ -41,7 +41,7 @@ def load_of(
     teacher: Teacher | None = None,
     engine: Sampler | None = None,
 ) -> Load:
-    """What `model.memory` must know of a run, whose longest prompt has so many tokens."""
+    """Return what `model.memory` must know of a run, whose longest prompt has so many tokens."""
     model, weights = base.model, list(base.model.parameters())
     size = ModelSize.of(
         model.config.get_text_config(),
@@ -69,28 +69,28 @@ def load_of(
 
 
 def _own_cache(model: PreTrainedModel) -> tuple[int, int]:
-    """What a plain decoder's cache takes of a row (`cache_bytes`)."""
+    """Return what a plain decoder's cache takes of a row (`cache_bytes`)."""
     return (0, 0) if why_not_cached(model) is not None else cache_bytes(model)
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of a device's whole memory."""
+    """Return bytes of a device's whole memory."""
     if device.type == "cuda":  # gpu-only: its memory
         return torch.cuda.mem_get_info(device)[1]
     return memory_bytes()
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU that this process has or may still take, less what is lost between its tensors; None: it is no
-    CUDA GPU."""
+    """Return bytes of a GPU that this process has or may still take, less what is lost between its tensors; None: it is
+    no CUDA GPU."""
     if device.type != "cuda":  # gpu-seen below: its memory
         return None
     return int((torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / FRAGMENTED)
 
 
 def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
-    """Bytes that vLLM takes in this process: its share of the device, or on a CPU its weights and the cache that it is
-    told to have. `vllm.sleep` does not count: a step has begun to train before vLLM gives anything back."""
+    """Return bytes that vLLM takes in this process: its share of the device, or on a CPU its weights and the cache that
+    it is told to have. `vllm.sleep` does not count: a step has begun to train before vLLM gives anything back."""
     if config.engine != "vllm" or config.vllm.mode != "colocate":
         return 0
     cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
@@ -100,12 +100,12 @@ def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
 
 
 def longest_allowed(config: RunConfig, *, context: int) -> int:
-    """Tokens of the longest prompt that is not passed over: a completion needs room for one at least."""
+    """Return tokens of the longest prompt that is not passed over: a completion needs room for one at least."""
     return min(context - 1, config.rollout.max_prompt_tokens or context)
 
 
 def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: RolloutSource, *, context: int) -> int:
-    """Tokens of the longest prompt that a run trains on. An environment asks when it is played, and
+    """Return tokens of the longest prompt that a run trains on. An environment asks when it is played, and
     problems that become harder become longer: anything that fits."""
     allowed = longest_allowed(config, context=context)
     if config.env is not None or (config.data is not None and config.data.difficulty):

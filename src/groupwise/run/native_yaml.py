@@ -12,7 +12,7 @@ from groupwise.run.config_file import MISSING, LoadedRun
 
 
 def native_yaml(loaded: LoadedRun, *, folder: Path) -> str:
-    """The file, for a directory `folder`. It loads as the same run; what is not here is said at its head."""
+    """Return the file, for a directory `folder`. It loads as the same run; what is not here is said at its head."""
     values = _ordered(loaded.document.data, loaded.config.model_dump())
     source = Path(values.pop("folder", "."))
     lines = [f"# From {loaded.document.name or 'flags'}, which is in {loaded.system}'s words.", *_notes(loaded)]
@@ -27,7 +27,7 @@ def native_yaml(loaded: LoadedRun, *, folder: Path) -> str:
 
 
 def _ordered(values: Mapping[str, Any], like: Any) -> dict[str, Any]:
-    """The values with the keys of each section in the order of the configuration's fields."""
+    """Return the values with the keys of each section in the order of the configuration's fields."""
     keys = [key for key in like or values if key in values]
     sections = {key for key in keys if isinstance(values[key], Mapping) and key != "args"}
     return {key: _ordered(values[key], (like or {}).get(key)) if key in sections else values[key] for key in keys}
@@ -46,7 +46,7 @@ def _notes(loaded: LoadedRun) -> Iterator[str]:
 
 
 def _section(loaded: LoadedRun, section: Mapping[str, Any], path: tuple[str | int, ...]) -> Iterator[str]:
-    """The lines of a section, each value with its origin."""
+    """Yield the lines of a section, each value with its origin."""
     indent = "  " * len(path)
     if not path:
         yield ""

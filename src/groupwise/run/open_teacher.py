@@ -30,7 +30,7 @@ from groupwise.types import PolicyVersion
 
 
 def open_teacher(plan: RunPlan, base: LoadedModel, engine: Sampler, *, threads: int) -> Teacher | None:
-    """The run's teacher; to be closed. None where the run has none.
+    """Return the run's teacher; to be closed. None where the run has none.
 
     Raises:
         ConfigError: it has another tokenizer, or no room for the run's prompts and completions; or it cannot be asked.

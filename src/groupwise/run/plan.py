@@ -125,8 +125,8 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
 
 
 def _with_teacher(loss: LossSpec, teacher: TeacherConfig, prompts: Sequence[Prompt] | None) -> LossSpec:
-    """The loss with the teacher's term. Raises ConfigError where no prompt has the column of its context, ModelError
-    where its model cannot be loaded."""
+    """Return the loss with the teacher's term. Raises ConfigError where no prompt has the column of its context,
+    ModelError where its model cannot be loaded."""
     column = teacher.context
     if prompts and column not in (None, BEST_COMPLETION) and not any(prompt.columns.get(column) for prompt in prompts):
         held = ", ".join(map(repr, dict.fromkeys(name for prompt in prompts for name in prompt.columns))) or "none"
@@ -141,13 +141,13 @@ def _with_teacher(loss: LossSpec, teacher: TeacherConfig, prompts: Sequence[Prom
 
 
 def _with_columns(prompts: Sequence[Prompt], added: Sequence[str]) -> list[Prompt]:
-    """The prompts with the columns that what plays the episodes adds."""
+    """Return the prompts with the columns that what plays the episodes adds."""
     new = dict.fromkeys(added)
     return [replace(prompt, columns={**prompt.columns, **new}) for prompt in prompts] if new else list(prompts)
 
 
 def _env(config: RunConfig) -> EnvKind | None:
-    """What plays the episodes, if the configuration names something."""
+    """Return what plays the episodes, if the configuration names something."""
     if config.env is None:
         return None
     env = load_env_kind(config.env, folder=Path(config.folder), model=config.model, scored=bool(config.rewards))
@@ -173,7 +173,7 @@ def _check_self_play(config: RunConfig, env: EnvKind) -> None:
 
 
 def _source(config: RunConfig, env: EnvKind | None) -> PromptSource:
-    """The prompts to train on: the configuration's, or the environment's own cases."""
+    """Return the prompts to train on: the configuration's, or the environment's own cases."""
     if config.data is not None:
         if env is not None and env.makes_prompts:
             method = env.case_methods[0].partition("(")[0]
@@ -193,12 +193,12 @@ def _source(config: RunConfig, env: EnvKind | None) -> PromptSource:
 
 
 def _takes_cases(env: EnvKind | None) -> bool:
-    """Whether a row needs no prompt: what the policy is asked, this says."""
+    """Return whether a row needs no prompt: what the policy is asked, this says."""
     return env is not None and env.takes_cases
 
 
 def _held_out(config: RunConfig, env: EnvKind | None) -> list[Prompt]:
-    """The prompts to evaluate on."""
+    """Return the prompts to evaluate on."""
     if config.eval is None:
         return []
     if config.eval.data is not None:
@@ -215,7 +215,8 @@ def _held_out(config: RunConfig, env: EnvKind | None) -> list[Prompt]:
 
 
 def _eval_rewards(config: RunConfig) -> tuple[RewardFunction, ...]:
-    """The functions of `eval.rewards`, under names that no reward of the run has: both run in the same processes."""
+    """Return the functions of `eval.rewards`, under names that no reward of the run has: both run in the same
+    processes."""
     if config.eval is None:
         return ()
     own = config.eval.rewards
@@ -225,7 +226,7 @@ def _eval_rewards(config: RunConfig) -> tuple[RewardFunction, ...]:
 
 
 def _answer(config: RunConfig) -> Callable[[str], object]:
-    """What `eval.answer` names: what a completion's text votes for in maj@k."""
+    """Return what `eval.answer` names: what a completion's text votes for in maj@k."""
     name = (config.eval and config.eval.answer) or "final"
     if name in ANSWERS:
         return ANSWERS[name]
@@ -269,7 +270,7 @@ def plan_or_all_problems(config: RunConfig) -> RunPlan:
 
 
 def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
-    """One error that names what is wrong with each part that can be opened by itself; `first` if there is only
+    """Return one error that names what is wrong with each part that can be opened by itself; `first` if there is only
     that."""
     attempts: list[Callable[[], object]] = [
         lambda: load_rewards(config.rewards, folder=config.folder),

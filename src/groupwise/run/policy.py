@@ -92,7 +92,7 @@ class Policy:
 
     @contextmanager
     def held(self, version: PolicyVersion) -> Iterator[None]:
-        """Within: a version that is on disk is in the engine, too."""
+        """Context manager: a version that is on disk is in the engine, too."""
         there = version.is_base or version in self._loaded
         if not there:
             self._sampler.load(version, self._store.path(version))

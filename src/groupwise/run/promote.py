@@ -107,7 +107,7 @@ class Promotion:
             return divergence(engine, said, version, self._against, temperature=self._temperature)
 
     def _name(self) -> str:
-        """What versions are compared with, in words."""
+        """Return what versions are compared with, in words."""
         if self._config.against not in OWN:
             return self._config.against
         return "the base model" if self._against.is_base else str(self._against)

@@ -26,7 +26,8 @@ R = TypeVar("R")
 
 
 def on_all_ranks(config: RunConfig, lead: Callable[[Ranks | None], R]) -> R:
-    """What `lead` returns, at every rank, though rank 0 alone calls it; in one process it is just called, with None.
+    """Return what `lead` returns, at every rank, though rank 0 alone calls it; in one process it is just called, with
+    None.
 
     Raises:
         ConfigError: the configuration is for another number of processes, or none of them could do it.

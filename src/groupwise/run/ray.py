@@ -66,7 +66,7 @@ class Roles:
         return [*[self.each] * (self.learners + self.engines), *together]
 
     def places(self, group: Any, folder: str) -> Places:
-        """Where they go in the group."""
+        """Return where they go in the group."""
         place, alone = partial(Place, group=group, folder=folder), self.learners + self.engines
         first = [place(index=index, share=self.each) for index in range(alone)]
         last_engine = alone - 1
@@ -89,7 +89,7 @@ class Roles:
 
 
 def _together(worker: Bundle, count: int) -> Bundle:
-    """What so many workers need; empty if that is nothing."""
+    """Return what so many workers need; empty if that is nothing."""
     return {kind: n * count for kind, n in worker.items() if n * count}
 
 
@@ -105,7 +105,7 @@ class Places:
 
 
 def roles_of(config: RunConfig, *, gpus_there: float = 0.0) -> Roles:
-    """The actors of a run, on a cluster with so many GPUs.
+    """Return the actors of a run, on a cluster with so many GPUs.
 
     Raises ConfigError for what does not go with Ray, LoadError for an environment that cannot be imported here.
     """
@@ -142,15 +142,15 @@ def roles_of(config: RunConfig, *, gpus_there: float = 0.0) -> Roles:
 
 
 def _has_environments(config: RunConfig) -> bool:
-    """Whether there is something for environment workers to do: agents and `score_episode` ask the policy themselves,
-    and are where that is. Raises LoadError, ConfigError."""
+    """Return whether there is something for environment workers to do: agents and `score_episode` ask the policy
+    themselves, and are where that is. Raises LoadError, ConfigError."""
     if config.env is None or config.env.environment is None or not config.launcher.env_workers:
         return False
     return load_env_kind(config.env, folder=Path(config.folder), model=config.model, scored=False).in_workers
 
 
 def supervise(config: RunConfig, run: Run[R], *, say: Callable[[str], None] = lambda text: None) -> R:
-    """What `run` returns, on Ray. Ctrl-C is a clean stop, as it is of a run without.
+    """Return what `run` returns, on Ray. Ctrl-C is a clean stop, as it is of a run without.
 
     Raises:
         ConfigError: Ray is not installed, or the configuration does not go with it.
@@ -196,7 +196,7 @@ def _attempt(config: RunConfig, run: Run[R], places: Places, stop: StopRequest) 
 
 
 def _worlds(learners: Sequence[Actor], timeout_s: float) -> list[dict[str, str]]:
-    """The environment of each rank, as torchrun would make it; nothing for a single one."""
+    """Return the environment of each rank, as torchrun would make it; nothing for a single one."""
     if len(learners) == 1:
         return [{}]
     try:
@@ -209,7 +209,7 @@ def _worlds(learners: Sequence[Actor], timeout_s: float) -> list[dict[str, str]]
 
 
 def _outcome(running: Sequence[Future[Any]], ask_to_stop: Callable[[], object], stop: StopRequest) -> Any:
-    """What rank 0 returned, once all have; what the first of them raised."""
+    """Return what rank 0 returned, once all have; what the first of them raised."""
     told, left = False, set(running)
     while left:
         done, left = wait(left, timeout=INTERRUPT_CHECK_S, return_when=FIRST_COMPLETED)
@@ -230,14 +230,14 @@ class LearnerActor:
         self._stop = StopRequest()
 
     def meeting(self) -> dict[str, str]:
-        """Where the ranks can meet: on this machine, of rank 0."""
+        """Return where the ranks can meet: on this machine, of rank 0."""
         with socket.socket() as free:
             free.bind(("", 0))
             port = str(free.getsockname()[1])
         return {"MASTER_ADDR": ray_module().util.get_node_ip_address(), "MASTER_PORT": port}
 
     def run(self, config: RunConfig, run: Run[Any], places: Places, environment: dict[str, str]) -> Any:
-        """The run, as rank 0 or as another."""
+        """Run as rank 0 or as another."""
         enter(places.learners[0].folder)
         os.environ.update(environment)
         remote = RemoteBackends(

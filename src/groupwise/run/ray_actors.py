@@ -28,7 +28,7 @@ Bundle = Mapping[str, float]  # of a placement group: {"CPU": 1.0, "GPU": 1.0}
 
 
 def ray_module() -> Any:
-    """The package. Raises ConfigError where it is not installed."""
+    """Return the package. Raises ConfigError where it is not installed."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -39,8 +39,8 @@ def ray_module() -> Any:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Within: Ray's cluster at this address is reached; None is RAY_ADDRESS or the one that runs on this machine, and
-    "local" starts one. A process that has reached one already stays with it. Raises ClusterError."""
+    """Context manager: Ray's cluster at this address is reached; None is RAY_ADDRESS or the one that runs on this
+    machine, and "local" starts one. A process that has reached one already stays with it. Raises ClusterError."""
     ray = ray_module()
     if ray.is_initialized():
         yield
@@ -60,7 +60,8 @@ def connected(address: str | None) -> Iterator[None]:
 
 @contextmanager
 def placed(bundles: Sequence[Bundle], *, timeout_s: float, say: Callable[[str], None]) -> Iterator[Any]:
-    """Within: Ray has reserved the bundles; gives the placement group. Raises ClusterError if it does not in time."""
+    """Context manager: Ray has reserved the bundles; gives the placement group. Raises ClusterError if it does not in
+    time."""
     ray, groups = ray_module(), importlib.import_module("ray.util.placement_group")
     wanted, there = _total(bundles), ray.cluster_resources()
     short = [f"{kind}: {n:g} of {there.get(kind, 0.0):g}" for kind, n in wanted.items() if n > there.get(kind, 0.0)]
@@ -99,7 +100,7 @@ class Place:
     folder: str
 
     def start(self, kind: type, **options: Any) -> Any:
-        """A new actor; returns Ray's handle at once."""
+        """Return a new actor; returns Ray's handle at once."""
         ray, strategies = ray_module(), importlib.import_module("ray.util.scheduling_strategies")
         here = strategies.PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.index)
         return (
@@ -138,7 +139,7 @@ def seen_here(directory: Path) -> None:
 
 
 def this_machine() -> str:
-    """How an error names where an actor is."""
+    """Return how an error names where an actor is."""
     return f"the machine {platform.node()}"
 
 
@@ -170,7 +171,7 @@ def _settle(answer: Future[Any], done: Future[Any]) -> None:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What an actor's method raised, or WorkerLost where there is no actor any more."""
+    """Return what an actor's method raised, or WorkerLost where there is no actor any more."""
     exceptions = importlib.import_module("ray.exceptions")
     if isinstance(error, exceptions.RayTaskError):
         return getattr(error, "cause", None) or error

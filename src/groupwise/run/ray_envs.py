@@ -48,11 +48,11 @@ class EnvActor:
         return await made.reset(case, seed)
 
     async def step(self, episode: int, *said: Any) -> StepResult | MoveResult:
-        """The answer to what the policy said."""
+        """Return the answer to what the policy said."""
         return await self._of(episode).step(*said)
 
     async def score(self, episode: int, said: Any) -> float | dict[str, float] | None:
-        """What `score` returns; None where there is no such method."""
+        """Return what `score` returns; None where there is no such method."""
         return await self._of(episode).score(said)
 
     async def close(self, episode: int) -> None:
@@ -91,7 +91,7 @@ class RayEnvs:
         self._held = dict.fromkeys(self._workers_of, 0)  # episodes
 
     def make(self) -> RemoteEnv:
-        """An environment, in the actor with the fewest episodes."""
+        """Return an environment, in the actor with the fewest episodes."""
         with self._lock:
             number = min(self._held, key=self._held.__getitem__)
             self._held[number] += 1

@@ -45,7 +45,7 @@ def read_run(directory: Path, *, label: str | None = None) -> RunRecord:
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
-    """The runs, labelled by the shortest ends of their paths that tell them apart."""
+    """Return the runs, labelled by the shortest ends of their paths that tell them apart."""
     paths = [directory.resolve() for directory in directories]
     if len(set(paths)) < len(paths):
         raise ConfigError("the same run is named twice", hint="compare a run with others, each named once")
@@ -58,7 +58,7 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a configuration that is not a section, under its dotted name."""
+    """Yield every value of a configuration that is not a section, under its dotted name."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")

@@ -73,7 +73,8 @@ class ReplayBuffer:
         self._evict()
 
     def quota(self, fresh: int) -> int:
-        """How many replayed groups may join a batch of `fresh` new ones: the largest r with r <= share (fresh + r).
+        """Return how many replayed groups may join a batch of `fresh` new ones: the largest r with r <= share (fresh +
+        r).
 
         >>> [ReplayBuffer(8, share=0.25).quota(fresh) for fresh in (2, 3, 24, 240)]
         [0, 1, 8, 8]
@@ -102,7 +103,7 @@ class ReplayBuffer:
         return drawn
 
     def metrics(self, step: int) -> dict[str, float]:
-        """How many groups are kept, and how old they are on average (steps)."""
+        """Return how many groups are kept, and how old they are on average (steps)."""
         ages = [entry.age(step) for entry in self._entries.values()]
         return {"replay/size": float(len(ages)), "replay/age_mean": sum(ages) / max(1, len(ages))}
 
@@ -148,20 +149,20 @@ def signal(group: RolloutGroup) -> float:
 
 
 def _size(rollout: Rollout) -> float:
-    """How large its advantages are: its own, or the mean of its turns'."""
+    """Return how large its advantages are: its own, or the mean of its turns'."""
     own = [abs(turn.advantage) for turn in rollout.turns if turn.advantage is not None]
     return statistics.fmean(own) if own else abs(rollout.advantage or 0.0)
 
 
 def _identity(group: RolloutGroup) -> Hashable:
-    """The prompt, and what was sampled by which version."""
+    """Return the prompt, and what was sampled by which version."""
     turns = [turn.completion for rollout in group.rollouts for turn in rollout.turns]
     return group.prompt.id, tuple((completion.version, completion.token_ids) for completion in turns)
 
 
 # ---- prompts ----
 def total_reward(rollout: Rollout) -> float | None:
-    """The weighted sum of the rewards."""
+    """Return the weighted sum of the rewards."""
     return rollout.reward
 
 
@@ -230,11 +231,11 @@ class RerollQueue:
         return popped
 
     def tries(self, id: str) -> int:
-        """How often a prompt was handed out, the present time included."""
+        """Return how often a prompt was handed out, the present time included."""
         return self._tries.get(id, 0)
 
     def metrics(self) -> dict[str, float]:
-        """How many prompts wait."""
+        """Return how many prompts wait."""
         return {"reroll/size": float(len(self._waiting))}
 
     def state_dict(self) -> dict[str, Any]:

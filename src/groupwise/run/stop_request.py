@@ -13,9 +13,9 @@ from groupwise.run.display import STOPPING
 
 
 class StopRequest:
-    """Within: SIGINT and SIGTERM set `requested`; a second one raises KeyboardInterrupt, and so does the first while
-    not `graceful`, when nothing has been begun that could be finished. For the main thread only. `announce` is called
-    in the signal handler when a clean stop was asked for."""
+    """Context manager: SIGINT and SIGTERM set `requested`; a second one raises KeyboardInterrupt, and so does the first
+    while not `graceful`, when nothing has been begun that could be finished. For the main thread only. `announce` is
+    called in the signal handler when a clean stop was asked for."""
 
     def __init__(self, *, graceful: bool = True, announce: Callable[[], None] | None = None) -> None:
         self.requested, self.graceful, self.announce = False, graceful, announce

@@ -101,7 +101,7 @@ class SuiteResult:
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def as_json(self) -> dict[str, Any]:
-        """What is kept with the version."""
+        """Return what is kept with the version."""
         metrics = {
             name: {key: value for key, value in vars(metric).items() if value is not None}
             for name, metric in self.metrics.items()
@@ -220,8 +220,8 @@ SUITES: Mapping[str, Suite] = {"lm-eval": LmEval(), "inspect": Inspect()}
 
 
 def check_suite(run: SuiteRun) -> str:
-    """The version of the suite that the run's Python has. Raises ConfigError for an unknown suite, no tasks, options
-    that the suite does not have, and packages that are missing; before any model is loaded."""
+    """Return the version of the suite that the run's Python has. Raises ConfigError for an unknown suite, no tasks,
+    options that the suite does not have, and packages that are missing; before any model is loaded."""
     if run.suite not in SUITES:
         raise ConfigError(f"--suite {run.suite!r} does not exist; valid: {', '.join(SUITES)}")
     if not run.tasks:
@@ -313,7 +313,7 @@ def serving(target: Target, *, state: Path) -> Iterator[ServedVersion]:
 
 
 def _ready(process: subprocess.Popen[Any], said: Path) -> str:
-    """The address of a server, once it answers."""
+    """Return the address of a server, once it answers."""
     deadline = time.monotonic() + STARTS_S
     while time.monotonic() < deadline:
         ended = process.poll()
@@ -328,7 +328,7 @@ def _ready(process: subprocess.Popen[Any], said: Path) -> str:
 
 
 def _context(url: str, key: str) -> int:
-    """Tokens that prompt and completion may have together."""
+    """Return tokens that prompt and completion may have together."""
     request = urllib.request.Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return int(json.load(answer)["data"][0]["max_model_len"])
@@ -350,7 +350,7 @@ def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Raises DataError for a file that is no object of JSON."""
+    """Raise DataError for a file that is no object of JSON."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -166,7 +166,8 @@ class EndpointTeacher:
         """Does nothing: connections are closed with each group."""
 
     def _gate(self) -> asyncio.Semaphore:
-        """What lets `concurrency` requests through at once, whichever groups they are of; one for each event loop."""
+        """Return what lets `concurrency` requests through at once, whichever groups they are of; one for each event
+        loop."""
         return self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._config.concurrency))
 
     def _client(self) -> httpx2.AsyncClient:
@@ -174,7 +175,7 @@ class EndpointTeacher:
         return httpx2.AsyncClient(headers=headers, timeout=self._config.timeout_s, follow_redirects=False)
 
     async def _ask(self, http: httpx2.AsyncClient, ids: Ids) -> list[Any]:
-        """An entry for each token. Raises EngineError."""
+        """Return an entry for each token. Raises EngineError."""
         body = {"model": self._config.model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0}
         body["prompt_logprobs"] = max(self._config.top_k, 1)
         failed = ""
@@ -229,7 +230,7 @@ class Teacher:
         return self.backend.weights
 
     async def __call__(self, group: RolloutGroup) -> RolloutGroup:
-        """The group with `Rollout.teacher` of those that have no error and something to be taught by."""
+        """Return the group with `Rollout.teacher` of those that have no error and something to be taught by."""
         asked: dict[tuple[Ids, PolicyVersion], list[tuple[int, int, Ids]]] = {}
         found: list[dict[int, SequenceScores]] = [{} for _ in group.rollouts]  # of each rollout, by segment
         errors: dict[int, str] = {}
@@ -292,7 +293,7 @@ class Teacher:
         return backend.engine.submit(requests)
 
     def prompt_with(self, prompt: Prompt, context: str) -> Ids:
-        """The ids of the prompt with the context in its last user message."""
+        """Return the ids of the prompt with the context in its last user message."""
         return encode_prompt(with_context(prompt, context, template=self.config.template), self._tokenizer).token_ids
 
     def close(self) -> None:
@@ -346,7 +347,7 @@ class Demonstrator:
         self._score, self._least, self._alone = score, config.teacher.least_reward, config.teacher_samples
 
     async def __call__(self, group: RolloutGroup) -> RolloutGroup:
-        """The group with its rewards."""
+        """Return the group with its rewards."""
         scored = await self._score(group)
         if self._alone:
             own = tuple(replace(each, teacher=_own_scores(each)) for each in scored.rollouts)
@@ -364,18 +365,18 @@ class Demonstrator:
 
 
 def _own_scores(rollout: Rollout) -> tuple[SequenceScores, ...]:
-    """What a teacher that sampled a completion says of it: that is known."""
+    """Return what a teacher that sampled a completion says of it: that is known."""
     return tuple(SequenceScores(logprobs=turn.completion.logprobs, top=()) for turn in rollout.turns)
 
 
 def context_of(prompt: Prompt, config: TeacherConfig) -> str | None:
-    """What the column has for a prompt; None where that is nothing."""
+    """Return what the column has for a prompt; None where that is nothing."""
     value = prompt.columns.get(config.context or "")
     return None if value is None or value == "" else str(value)
 
 
 def with_context(prompt: Prompt, context: str, *, template: str) -> Prompt:
-    """The prompt with its last user message, or its text, put into `template` with the context; not encoded.
+    """Return the prompt with its last user message, or its text, put into `template` with the context; not encoded.
 
     Raises:
         DataError: that message is no text.
@@ -399,7 +400,7 @@ def with_context(prompt: Prompt, context: str, *, template: str) -> Prompt:
 
 
 def taught(score: Score, teacher: Teacher | None, config: RunConfig) -> Score:
-    """What scores a group by rewards, and then has the teacher score it, or add what it says itself."""
+    """Return what scores a group by rewards, and then has the teacher score it, or add what it says itself."""
     if teacher is None:
         return score
     if teacher.config.loss == "sft":

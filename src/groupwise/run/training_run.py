@@ -122,8 +122,8 @@ class TrainingRun:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     async def sample_and_score(self, step: int) -> AsyncIterator[list[RolloutGroup]]:
-        """The groups of a step, sampled by the policy and scored as soon as their completions are there: all at once,
-        or `rollout.stream_groups` at a time. Whoever iterates trains on them before the next are waited for."""
+        """Yield the groups of a step, sampled by the policy and scored as soon as their completions are there: all at
+        once, or `rollout.stream_groups` at a time. Whoever iterates trains on them before the next are waited for."""
         self._started, self._sampling_s = time.monotonic(), 0.0
         self.parts.scorer.begin_step(step)
         waits_since = self._started
@@ -161,7 +161,7 @@ class TrainingRun:
         return metrics | time_metrics(metrics, seconds)
 
     def publish(self, metrics: Mapping[str, float], *, sync: bool) -> PolicyVersion:
-        """The policy as it is now, as a version; with `sync` the one that samples from now on."""
+        """Return the policy as it is now, as a version; with `sync` the one that samples from now on."""
         if not self.updates.changed:
             return self.policy.newest
         kept = {key: value for key, value in metrics.items() if key == "reward/mean"}
@@ -247,8 +247,8 @@ class TrainingRun:
             self.display.health([event], self.health.standing)
 
     def conclude(self) -> tuple[PolicyVersion, Evaluations, Evaluations]:
-        """The run's policy, which is made active unless `promote` decides what is, the evaluations before the run and
-        of that policy."""
+        """Return the run's policy, which is made active unless `promote` decides what is, the evaluations before the
+        run and of that policy."""
         version = self._best.version or self.policy.newest
         if self.parts.learner.lora is None:
             self.parts.learner.save_adapter(self._model_dir())

@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 
 def learner_thread(threads: int) -> ThreadPoolExecutor:
-    """The one thread that all training runs in, with `threads` of torch: by itself it would have as many as whoever set
-    them last."""
+    """Return the one thread that all training runs in, with `threads` of torch: by itself it would have as many as
+    whoever set them last."""
     return ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
 
 
@@ -61,11 +61,11 @@ class PolicyUpdates:
         self._thread = learner_thread(learner.threads)
 
     def begin(self, step: int) -> StepUpdate:
-        """The update of this step, from 1."""
+        """Return the update of this step, from 1."""
         return StepUpdate(self, step)
 
     async def in_learner_thread(self, work: Callable[[], T]) -> T:
-        """What `work` returns; all that uses the learner runs there."""
+        """Return what `work` returns; all that uses the learner runs there."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class StepUpdate:
     async def advantages(
         self, groups: Sequence[RolloutGroup], *, sampled: Sequence[RolloutGroup]
     ) -> list[RolloutGroup]:
-        """The scored groups with the advantage of each rollout, less the KL where that is in the reward.
+        """Return the scored groups with the advantage of each rollout, less the KL where that is in the reward.
 
         `sampled` are all groups that were sampled for the step, also those that are not trained: they count in
         statistics of the batch (`batch_std`). A streamed step has none: its batch is not known yet.
@@ -130,7 +130,7 @@ class StepUpdate:
             await self._updates.in_learner_thread(lambda: stream.accumulate(samples))
 
     async def train(self) -> Metrics:
-        """The optimizer steps on all groups; nothing but counts where no token is trained."""
+        """Take the optimizer steps on all groups; return nothing but counts where no token is trained."""
         metrics = sample_metrics(self.samples)
         if (teacher := self._plan.config.teacher) is not None and teacher.loss == "sft":
             shown = demonstration_metrics(self.groups)
@@ -147,7 +147,7 @@ class StepUpdate:
     # -- in the learner's thread ---------------------------------------------------------------------------------------
 
     def _prepare(self, groups: Sequence[RolloutGroup], beside: Sequence[RolloutGroup]) -> _Part:
-        """Groups -> the same with advantages, and what the learner gets of them."""
+        """Return groups -> the same with advantages, and what the learner gets of them."""
         plan, algo, teacher = self._plan, self._plan.config.algo, self._plan.config.teacher
         weighed = with_advantages(
             groups, plan.config.algo, weights=plan.reward_weights, beside=beside, algorithm=plan.algorithm
@@ -173,7 +173,8 @@ class StepUpdate:
         return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher), kl=kl)
 
     def _train(self) -> Metrics:
-        """The optimizer steps, and the divergence from the reference, which the policy is weighed by next time."""
+        """Take the optimizer steps, and measure the divergence from the reference, which the policy is weighed by next
+        time."""
         train, samples, adaptive = self._plan.config.train, self.samples, self._updates.adaptive_kl
         rate = learning_rate_at(
             self._step - 1,

@@ -55,12 +55,12 @@ class Measured:
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Measured:
-        """Inverse of `as_dict`; other keys do no harm."""
+        """Return the inverse of `as_dict`; other keys do no harm."""
         return cls(rewards=[math.nan if each is None else each for each in kept["rewards"]], length=kept["length"])
 
 
 def measured(evaluation: Evaluation) -> Measured:
-    """What the evaluated version did."""
+    """Return what the evaluated version did."""
     said = [
         sum(len(turn.completion.token_ids) for turn in rollout.turns)
         for group in evaluation.groups
@@ -79,7 +79,7 @@ class Verdict:
 
 
 def resampled_means(values: Sequence[float], *, seed: int = SEED) -> np.ndarray:
-    """The means of RESAMPLES samples, each as many as `values` drawn from them with replacement; [RESAMPLES]."""
+    """Return the means of RESAMPLES samples, each as many as `values` drawn from them with replacement; [RESAMPLES]."""
     import numpy as np
 
     known = np.asarray(values, dtype=np.float64)
@@ -88,7 +88,7 @@ def resampled_means(values: Sequence[float], *, seed: int = SEED) -> np.ndarray:
 
 
 def lower_bound(differences: Sequence[float], *, confidence: float, seed: int = SEED) -> float:
-    """The one-sided lower confidence bound of the mean of paired differences, by the percentile bootstrap."""
+    """Return the one-sided lower confidence bound of the mean of paired differences, by the percentile bootstrap."""
     import numpy as np
 
     return float(np.quantile(resampled_means(differences, seed=seed), 1.0 - confidence))
@@ -132,9 +132,9 @@ def judge(
     other: str = "the active version",
     prompts: str = "held-out",
 ) -> Verdict:
-    """Whether `new` may take the place of `old`, which messages call `other`, on what they call `prompts`. `kl` is in
-    nats a token; None was not measured. `best` is the best version that ever passed, by its name, if that is not `old`:
-    `new` must be non-inferior to both. `key` is where the bounds stand in the configuration."""
+    """Return whether `new` may take the place of `old`, which messages call `other`, on what they call `prompts`. `kl`
+    is in nats a token; None was not measured. `best` is the best version that ever passed, by its name, if that is not
+    `old`: `new` must be non-inferior to both. `key` is where the bounds stand in the configuration."""
     found = margin_between(new, old, confidence=bounds.confidence)
     beside = margin_between(new, best[1], confidence=bounds.confidence) if best else None
     if found is None or (best is not None and beside is None):
@@ -173,7 +173,8 @@ def within_bounds(
     key: str = "gate",
     other: str = "the active version",
 ) -> tuple[list[str], dict[str, float]]:
-    """What is wrong with `new` that needs no reward, its KL and its length, and the numbers; arguments as `judge`."""
+    """Return what is wrong with `new` that needs no reward, its KL and its length, and the numbers; arguments as
+    `judge`."""
     ratio, problems = new.length / old.length if old.length else 1.0, list[str]()
     if kl is not None and bounds.max_kl is not None and not kl <= bounds.max_kl:
         problems.append(f"its KL from {other} is {kl:.4f} nats a token; {key}.max_kl is {bounds.max_kl:g}")
@@ -187,7 +188,7 @@ def within_bounds(
 def divergence(
     engine: Scores, evaluation: Evaluation, new: PolicyVersion, old: PolicyVersion, *, temperature: float
 ) -> float:
-    """The mean over the tokens that `new` sampled of log p_new - log p_old, at `temperature`: an estimate of
+    """Return the mean over the tokens that `new` sampled of log p_new - log p_old, at `temperature`: an estimate of
     KL(new || old) in nats a token, 0 without tokens. Both versions must be loaded. Blocks; for a thread."""
     gaps = list[float]()
     for group in evaluation.groups:

@@ -98,7 +98,7 @@ def _work(options: argparse.Namespace, parent: int) -> None:
 
 
 def _load(options: argparse.Namespace, heartbeat: LeaseHeartbeat, parent: int) -> LoadedModel:
-    """The base model; over the server's own weights, this process ends with the server at once."""
+    """Return the base model; over the server's own weights, this process ends with the server at once."""
     from groupwise.run.job_queue import load_base
 
     base, is_shared = load_base(
@@ -143,7 +143,7 @@ def _die_with_parent(parent: int | None, *, by: signal.Signals = signal.SIGTERM)
 
 @contextmanager
 def _alone(state: Path, heartbeat: LeaseHeartbeat) -> Iterator[None]:
-    """Within: no other worker is on `state`. One whose server was killed may still be in its last step.
+    """Context manager: no other worker is on `state`. One whose server was killed may still be in its last step.
 
     Raises NotReadyError if it does not end. The kernel gives the lock back, however a process ends.
     """

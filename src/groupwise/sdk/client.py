@@ -448,7 +448,7 @@ def _conversation(messages: Conversation) -> list[Message]:
 
 
 def _known(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """The options that are set; a chat route would ignore one that it does not know."""
+    """Return the options that are set; a chat route would ignore one that it does not know."""
     names = kind.__annotations__.keys() | SamplingOptions.__annotations__.keys()
     for name in options.keys() - names:
         close = get_close_matches(name, names, n=1)
@@ -460,7 +460,7 @@ def _known(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
 
 
 def _deltas(data: str, answer: HttpAnswer) -> Iterator[ChatPiece]:
-    """What one event of a streamed chat adds."""
+    """Yield what one event of a streamed chat adds."""
     event = _loads(data, answer)
     if isinstance(event, Mapping) and "error" in event:
         raise refusal(replace(answer, status=500, body=data.encode()))
@@ -484,7 +484,7 @@ def _loads(data: str, answer: HttpAnswer) -> Any:
 def _grouped(
     completions: Sequence[BatchCompletion], conversations: Sequence[list[Message]], tools: Sequence[Any]
 ) -> list[SampledGroup]:
-    """Completions in any order as one group a conversation."""
+    """Return completions in any order as one group a conversation."""
     by_prompt: dict[int, list[BatchCompletion]] = {index: [] for index in range(len(conversations))}
     for completion in sorted(completions, key=lambda each: each.completion_index):
         by_prompt.setdefault(completion.prompt_index, []).append(completion)
@@ -502,7 +502,7 @@ def _job_path(what: str, job_id: str) -> str:
 
 
 def _bear(error: RemoteError, place: _EventCursor) -> str:
-    """What to say of a server that is away for now. Raises the error if it is another one, or lasts too long."""
+    """Return what to say of a server that is away for now. Raises the error if it is another one, or lasts too long."""
     if error.status in REFUSED:  # it is there, and loading or draining
         place.heard_at = time.monotonic()
     if error.status not in (0, *TRANSIENT) or time.monotonic() - place.heard_at > OUTAGE_S:

@@ -86,7 +86,8 @@ class LikeLoopConfig(Protocol):
 
 
 def loop_config(config: LoopConfig | LikeLoopConfig) -> LoopConfig:
-    """A recipe's configuration as a loop's; what the service calls a model is the one whose tokenizer is named."""
+    """Return a recipe's configuration as a loop's; what the service calls a model is the one whose tokenizer is
+    named."""
     if not isinstance(config, LoopConfig):
         shared = [each.name for each in fields(LoopConfig) if hasattr(config, each.name)]
         config = LoopConfig(**{name: getattr(config, name) for name in shared})

@@ -149,7 +149,7 @@ class Datum:
         return sum(bool(trained and weight) for trained, weight in zip(self.mask, weights, strict=True))
 
     def having(self, **values: Sequence[float] | None) -> Datum:
-        """A copy of the datum with some of its `loss_fn_inputs` replaced; None removes one."""
+        """Return a copy of the datum with some of its `loss_fn_inputs` replaced; None removes one."""
         inputs = {**self.loss_fn_inputs, **values}
         present = {name: each for name, each in inputs.items() if each is not None}
         return replace(self, loss_fn_inputs=present)
@@ -160,7 +160,7 @@ class Datum:
         return self.mask.index(1) if 1 in self.mask else 0
 
     def sample(self, weights: str) -> Sample:
-        """The datum as a `types.Sample` for the learner; `weights` names the entry that weighs its tokens. With
+        """Return the datum as a `types.Sample` for the learner; `weights` names the entry that weighs its tokens. With
         "weights", those of cross-entropy, `kept` and `routed_experts` are left out: what is imitated is the text,
         whatever drew it.
 
@@ -180,7 +180,8 @@ class Datum:
         )
 
     def whole(self) -> Sample:
-        """The datum as a sample whose first token is the prompt, to get log-probabilities of all N - 1 targets."""
+        """Return the datum as a sample whose first token is the prompt, to get log-probabilities of all N - 1
+        targets."""
         ids = self.tokens
         return Sample(
             prompt_ids=ids[:1],
@@ -199,7 +200,7 @@ def datum_of(
     kept: SamplingMask | None = None,
     routed_experts: RoutedExperts | None = None,
 ) -> Datum:
-    """A datum of N tokens whose `weights` are 0 on the first `prompt_len` tokens (the prompt) and 1 on the
+    """Return a datum of N tokens whose `weights` are 0 on the first `prompt_len` tokens (the prompt) and 1 on the
     completion, whose tokens were drawn from what was `kept`. `routed_experts` are of the first N - 1 tokens."""
     ids = tuple(tokens)
     weights = [float(j + 1 >= prompt_len) for j in range(len(ids) - 1)]
@@ -210,8 +211,8 @@ def datum_of(
 
 
 def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8, ddof: int = 1) -> list[float | None]:
-    """The rewards of one group -> (r - mean) / (std + eps) each; std has n - ddof in its denominator. A reward that is
-    None, or beyond 1e100, counts as missing: it enters no statistic and its advantage is None.
+    """Return the rewards of one group -> (r - mean) / (std + eps) each; std has n - ddof in its denominator. A reward
+    that is None, or beyond 1e100, counts as missing: it enters no statistic and its advantage is None.
 
     Raises:
         DataError: a reward is no number.
@@ -283,7 +284,7 @@ def _spoken(datum: Datum, prompt_len: int) -> list[float]:
 
 
 def _plain(values: Any, name: str) -> tuple[Any, ...]:
-    """A list, tensor or array as a tuple of Python numbers."""
+    """Return a list, tensor or array as a tuple of Python numbers."""
     plain = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(plain, str | bytes) or not isinstance(plain, Iterable):
         raise DataError(f"{name} is a {type(values).__name__}; give a list of numbers, a tensor or an array")

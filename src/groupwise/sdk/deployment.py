@@ -54,7 +54,7 @@ class Deployment:
             self._let_go(version)
 
     def backlog(self) -> float:
-        """Completions waiting in the engine's queue, divided by those being decoded."""
+        """Return completions waiting in the engine's queue, divided by those being decoded."""
         stats = self.engine.stats()
         return stats["waiting"] / max(stats["running"], 1)
 
@@ -101,12 +101,12 @@ _RUNNING: OpenedOnce[Deployment] = OpenedOnce()
 
 
 def find_deployment(name: str) -> Deployment | None:
-    """The long-lived deployment of this name, if it runs in this process."""
+    """Return the long-lived deployment of this name, if it runs in this process."""
     return _RUNNING.find(name)
 
 
 def attach_deployment(name: str, open_it: Callable[[], Deployment], *, model: str) -> tuple[Deployment, bool]:
-    """The deployment of this name, and whether it was opened just now.
+    """Return the deployment of this name, and whether it was opened just now.
 
     Raises:
         ConfigError: it runs, and over another model.

@@ -44,7 +44,7 @@ class _Walk(Generic[T]):
         self.failure: Exception | None = None
 
     def step(self) -> Step[Any] | None:
-        """What is to be done next; None at the end."""
+        """Return what is to be done next; None at the end."""
         outcome, failure = self.outcome, self.failure
         self.outcome = self.failure = None
         try:
@@ -67,14 +67,14 @@ class Blocking:
         self._http.close()
 
     def run(self, flow: Flow[T]) -> T:
-        """The flow's result."""
+        """Return the flow's result."""
         walk = _Walk(flow)
         with closing(self._walk(walk)) as items:
             deque(items, maxlen=0)
         return walk.result
 
     def iterate(self, flow: Flow[Any]) -> Generator[Any, None, None]:
-        """What the flow emits. Dropping the iterator closes what is open."""
+        """Return what the flow emits. Dropping the iterator closes what is open."""
         return self._walk(_Walk(flow))
 
     def _walk(self, walk: _Walk[Any]) -> Generator[Any, None, None]:
@@ -123,7 +123,7 @@ class Awaiting:
         await self._http.aclose()
 
     async def run(self, flow: Flow[T]) -> T:
-        """The flow's result. A function that it emits to may be a coroutine function."""
+        """Return the flow's result. A function that it emits to may be a coroutine function."""
         walk = _Walk(flow)
         async with aclosing(self._walk(walk)) as items:
             async for _ in items:
@@ -131,7 +131,7 @@ class Awaiting:
         return walk.result
 
     def iterate(self, flow: Flow[Any]) -> AsyncGenerator[Any, None]:
-        """What the flow emits. `aclose()` closes what is open."""
+        """Return what the flow emits. `aclose()` closes what is open."""
         return self._walk(_Walk(flow))
 
     async def _walk(self, walk: _Walk[Any]) -> AsyncGenerator[Any, None]:
@@ -262,7 +262,7 @@ def server_url(url: str | None) -> str:
 
 
 def connection(url: str, api_key: str | None) -> dict[str, Any]:
-    """What both kinds of httpx2 client are made with."""
+    """Return what both kinds of httpx2 client are made with."""
     from groupwise import __version__
 
     key = (os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key).strip()

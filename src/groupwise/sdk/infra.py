@@ -218,8 +218,8 @@ class _Opening:
             raise
 
     def _all(self, parts: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-        """All parts, opened at the same time. Raises once all are done: one error as it is, several as one; the same
-        one, met by several, is one."""
+        """Return all parts, opened at the same time. Raises once all are done: one error as it is, several as one; the
+        same one, met by several, is one."""
         threads = torch.get_num_threads()  # which a new thread would not have by itself
         with ThreadPoolExecutor(len(parts), "groupwise-setup", torch.set_num_threads, (threads,)) as pool:
             opening = {part: pool.submit(self._timed, part, open_it) for part, open_it in parts.items()}
@@ -300,7 +300,7 @@ class _Opening:
         return opened
 
     def _model(self) -> LoadedModel:
-        """The base model of trainer and engine, loaded once, or failed once."""
+        """Return the base model of trainer and engine, loaded once, or failed once."""
         with self._lock:
             if self._failed is not None:
                 raise self._failed
@@ -313,7 +313,7 @@ class _Opening:
             return self._base
 
     def _running_base(self) -> LoadedModel | None:
-        """The base of what will be attached to, if it is the one to load otherwise."""
+        """Return the base of what will be attached to, if it is the one to load otherwise."""
         policy = _POLICIES.find(self.config.policy_job_id or "")
         engine = find_deployment(self.config.deployment.deployment_id or "")
         for base in [each.base for each in (policy and policy.service, engine) if each]:
@@ -323,7 +323,7 @@ class _Opening:
         return None
 
     def _attached(self, running: OpenedOnce[Client], name: str | None, open_it: Callable[[], Client]) -> Client:
-        """What runs under `name`; without a name, or if nothing does, it is opened, and closed with the rest."""
+        """Return what runs under `name`; without a name, or if nothing does, it is opened, and closed with the rest."""
         client, is_new = (open_it(), True) if name is None else running.attach(name, open_it)
         if is_new:
             self._closeables.append(client.service.close)
@@ -388,7 +388,7 @@ class _Opening:
 
 
 def _is_shape(name: str, profile: HardwareProfile, *, option: str = "training_shape_id") -> bool:
-    """Whether this is the name of a training shape of the service's, for which `profile` is taken; says so."""
+    """Return whether this is the name of a training shape of the service's, for which `profile` is taken; says so."""
     if name.startswith(SERVICE):
         what = f"infra.{option}={name!r} is a shape of the service's; here it is the profile {profile.name}"
         warnings.warn(what, stacklevel=4)
@@ -396,7 +396,7 @@ def _is_shape(name: str, profile: HardwareProfile, *, option: str = "training_sh
 
 
 def _client(service: TrainingService, **options: Any) -> TrainingClient:
-    """A client of a service that is closed if there is none."""
+    """Return a client of a service that is closed if there is none."""
     try:
         return service.create_training_client(**options)
     except BaseException:

@@ -57,7 +57,7 @@ LossFn = Callable[[Sequence[Datum], Sequence[Tensor]], tuple[Tensor, dict[str, f
 
 
 def built_in(name: str, config: Mapping[str, float] | None = None) -> LossSpec:
-    """A built-in loss. Thresholds are ratios, .8 and 1.2, not distances from 1.
+    """Return a built-in loss. Thresholds are ratios, .8 and 1.2, not distances from 1.
 
     Raises:
         ConfigError: an unknown name or knob, or a value that the knob cannot have.
@@ -85,7 +85,7 @@ def built_in(name: str, config: Mapping[str, float] | None = None) -> LossSpec:
 
 
 def weights_of(loss: str | LossSpec) -> str:
-    """The values that weigh the tokens of this loss."""
+    """Return the values that weigh the tokens of this loss."""
     return "weights" if loss == CROSS_ENTROPY else "advantages"
 
 
@@ -109,7 +109,7 @@ def check_inputs(data: Sequence[Datum], spec: LossSpec, *, weights: str) -> None
 
 
 def rows_of(data: Sequence[Datum], name: str) -> list[tuple[float, ...]] | None:
-    """One row a datum of what its sample calls its completion [T]; None without these values."""
+    """Return one row a datum of what its sample calls its completion [T]; None without these values."""
     if name not in data[0].loss_fn_inputs:
         return None
     return [tuple(datum.loss_fn_inputs[name][datum.skipped :]) for datum in data]
@@ -126,7 +126,7 @@ def datum_loss(
     *,
     counted: Sequence[Sequence[bool]] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """A loss over given log-probabilities, [N - 1] for each datum -> (scalar with its graph, metrics).
+    """Return a loss over given log-probabilities, [N - 1] for each datum -> (scalar with its graph, metrics).
 
     `counted`: the targets that are read, in place of the datums' masks.
 
@@ -164,7 +164,7 @@ def datum_loss(
 
 
 def checked_custom(returned: Any) -> tuple[Tensor, dict[str, float]]:
-    """What a function of one's own returned, as its loss and its metrics.
+    """Return what a function of one's own returned, as its loss and its metrics.
 
     Raises:
         ConfigError: it is no scalar tensor with a gradient and a mapping of numbers.
@@ -241,7 +241,7 @@ def grpo_loss(
 
 
 def importance_sampling_loss(*, tis_cap: float = 5.0) -> LossSpec:
-    """The ratio, unclipped."""
+    """Return the ratio, unclipped."""
     return _recipe("importance_sampling", tis_cap)
 
 
@@ -263,12 +263,12 @@ def dro_loss(*, beta: float = 0.05, tis_cap: float = 5.0) -> LossSpec:
 
 
 def gspo_loss(*, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, tis_cap: float = 5.0) -> LossSpec:
-    """The sequence's ratio, clipped; the mean of its logarithm is over trained tokens only."""
+    """Return the sequence's ratio, clipped; the mean of its logarithm is over trained tokens only."""
     return _recipe("gspo", tis_cap, clip_low=clip_ratio_low, clip_high=clip_ratio_high)
 
 
 def cispo_loss(*, eps_low: float = 0.2, eps_high: float = 0.28, tis_cap: float = 5.0) -> LossSpec:
-    """The clipped ratio as a constant weight of the log-probability."""
+    """Return the loss with the clipped ratio as a constant weight of the log-probability."""
     return _recipe("cispo", tis_cap, clip_low=eps_low, clip_high=eps_high)
 
 

@@ -17,7 +17,7 @@ class OpenedOnce(Generic[T]):
         self._by_name: dict[str, T] = {}
 
     def attach(self, name: str, open_it: Callable[[], T]) -> tuple[T, bool]:
-        """The object named `name`, and whether this call opened it. Raises what `open_it` raises."""
+        """Return the object named `name`, and whether this call opened it. Raises what `open_it` raises."""
         with self._lock:
             if (found := self._by_name.get(name)) is not None:
                 return found, False
@@ -25,7 +25,7 @@ class OpenedOnce(Generic[T]):
             return opened, True
 
     def find(self, name: str) -> T | None:
-        """The object named `name`, or None."""
+        """Return the object named `name`, or None."""
         with self._lock:
             return self._by_name.get(name)
 

@@ -26,7 +26,7 @@ class Pending(Generic[T]):
         return self._future.result(timeout)
 
     def done(self) -> bool:
-        """Whether the result is there."""
+        """Return whether the result is there."""
         return self._future.done()
 
     def __await__(self) -> Generator[Any, None, T]:

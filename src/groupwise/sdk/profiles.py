@@ -39,11 +39,11 @@ class HardwareProfile:
     gradient_checkpointing: bool = False
 
     def fits(self, machine: Machine) -> bool:
-        """Whether this machine has the device and the memory."""
+        """Return whether this machine has the device and the memory."""
         return self.device in machine.memory_gb and machine.memory_gb[self.device] >= SLACK * self.memory_gb
 
     def trains_with(self, *, lora: bool) -> bool:
-        """Whether the profile is for training an adapter (`lora`), or all parameters."""
+        """Return whether the profile is for training an adapter (`lora`), or all parameters."""
         return self.trains in ("any", "lora" if lora else "full")
 
 
@@ -55,7 +55,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """The machine this runs on. Loads torch."""
+        """Return the machine this runs on. Loads torch."""
         import torch
 
         memory = {"cpu": memory_bytes() / 1e9}
@@ -107,7 +107,7 @@ PROFILES: Mapping[str, HardwareProfile] = MappingProxyType({profile.name: profil
 
 
 def find_profile(name: str, *, machine: Machine, option: str = "training_shape_id") -> HardwareProfile:
-    """The profile of this name, for `option` of a configuration.
+    """Return the profile of this name, for `option` of a configuration.
 
     Raises:
         ConfigError: there is none, or this machine does not hold it.
@@ -127,7 +127,7 @@ def find_profile(name: str, *, machine: Machine, option: str = "training_shape_i
 
 
 def choose_profile(*, lora: bool, machine: Machine) -> HardwareProfile:
-    """The largest profile for this training that the machine holds, a GPU's before a CPU's."""
+    """Return the largest profile for this training that the machine holds, a GPU's before a CPU's."""
     fitting = [each for each in _ALL if each.trains_with(lora=lora) and each.fits(machine)]
     best = max(fitting, key=lambda each: (each.device == "cuda", each.memory_gb), default=None)  # gpu-aware
     return best or PROFILES["cpu-small"]

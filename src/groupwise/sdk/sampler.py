@@ -89,8 +89,8 @@ class SampledCompletion:
         return self.completion_len > 0
 
     def datum(self) -> Datum:
-        """The prompt and completion as a datum whose `weights` mark the completion. Raises DataError if nothing was
-        sampled."""
+        """Return the prompt and completion as a datum whose `weights` mark the completion. Raises DataError if nothing
+        was sampled."""
         if not self.sampled:
             raise DataError(
                 f"the entry is {self.status} and has no completion: {self.error}", hint="leave it out: entry.sampled"
@@ -218,7 +218,7 @@ class DeploymentSampler:
         return (None, *await asyncio.to_thread(score, ids[:1], ids[1:], version, temperature=temperature))
 
     async def _one(self, request: SamplingRequest, before: tuple[float | None, ...]) -> SampledCompletion:
-        """One request and its status; only being cancelled is raised."""
+        """Return one request and its status; only being cancelled is raised."""
         try:
             async with self.concurrency.slot():
                 completion = await asyncio.wait_for(self._outbox.send(request), self.timeout_s)
@@ -233,7 +233,7 @@ class DeploymentSampler:
 
 
 def _token_ids(given: Any) -> tuple[int, ...]:
-    """A list, tensor or array of token ids."""
+    """Return a list, tensor or array of token ids."""
     ids = given.tolist() if hasattr(given, "tolist") else given
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, Integral):
@@ -268,7 +268,7 @@ def _empty(status: Status, prompt_ids: tuple[int, ...], version: PolicyVersion, 
 
 
 def _tokenizer(name: str, revision: str | None, deployment: Deployment) -> PreTrainedTokenizerBase:
-    """The tokenizer of this name, checked against that of the model that samples."""
+    """Return the tokenizer of this name, checked against that of the model that samples."""
     own = deployment.base.tokenizer
     if name == deployment.base.name and revision is None:
         return own

@@ -136,7 +136,8 @@ SERVICE_ONLY = {
 
 
 def idle_notes(section: Any, reasons: Mapping[str, str]) -> list[str]:
-    """A line for each of the reasons why fields of `section` (dotted) that are not as by default change nothing."""
+    """Return a line for each of the reasons why fields of `section` (dotted) that are not as by default change
+    nothing."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         value, default = section, type(section)
@@ -148,14 +149,15 @@ def idle_notes(section: Any, reasons: Mapping[str, str]) -> list[str]:
 
 
 def _default(section: Any, name: str) -> Any:
-    """A field's default; of a section its class, whose fields have theirs."""
+    """Return a field's default; of a section its class, whose fields have theirs."""
     (field,) = (each for each in fields(section) if each.name == name)
     made = field.default if field.default_factory is MISSING else field.default_factory()
     return type(made) if is_dataclass(made) else made
 
 
 def model_of(base_model: str, deployment: DeployConfig) -> str:
-    """The model: `base_model`, or where that is the service's own name what `deployment.tokenizer_model` says."""
+    """Return the model: `base_model`, or where that is the service's own name what `deployment.tokenizer_model`
+    says."""
     if not base_model.startswith(SERVICE):
         return base_model
     if not deployment.tokenizer_model:

@@ -54,7 +54,7 @@ def save(learner: Learner, directory: Path, *, extra: Mapping[str, Any]) -> None
 
 
 def load(learner: Learner, directory: Path) -> dict[str, Any]:
-    """Inverse of `save`, on a learner made with the same arguments -> `extra`.
+    """Return the inverse of `save`, on a learner made with the same arguments -> `extra`.
 
     Raises:
         StorageError: there is no such state, or it is damaged.
@@ -96,7 +96,7 @@ def remove(directory: Path) -> None:
 
 
 def _shape(learner: Learner) -> dict[str, Any]:
-    """What two policies must have in common."""
+    """Return what two policies must have in common."""
     lora = learner.lora
     return {
         "base": learner.base.hash,

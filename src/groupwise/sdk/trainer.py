@@ -117,7 +117,8 @@ class TrainingService:
     def create_training_client(
         self, *, name: str | None = None, lora: LoraSpec | None = LoraSpec(), seed: int = 0, temperature: float = 1.0
     ) -> TrainingClient:
-        """A new policy over the base model; `lora=None` trains all parameters. Raises ConfigError as `Learner`."""
+        """Return a new policy over the base model; `lora=None` trains all parameters. Raises ConfigError as
+        `Learner`."""
         learner = self.submit(lambda: self._learner(lora, seed)).result()
         return TrainingClient(
             learner, service=self, name=name or f"policy-{next(self._numbers)}", temperature=temperature
@@ -165,7 +166,7 @@ class TrainingClient:
     # -- the verbs -----------------------------------------------------------------------------------------------------
 
     def forward(self, data: Sequence[Datum], loss_fn: str = CROSS_ENTROPY) -> Pending[ForwardBackwardOutput]:
-        """Log-probabilities (nats) of all N - 1 targets of each datum; changes nothing.
+        """Return log-probabilities (nats) of all N - 1 targets of each datum; changes nothing.
 
         Raises:
             DataError, ContextLengthError: the model cannot read a datum. At once, as all that is refused.
@@ -239,7 +240,7 @@ class TrainingClient:
         return self.service.submit(lambda: self.save_now(Path(path), dict(extra or {})))
 
     def load_state(self, path: str | Path) -> Pending[dict[str, Any]]:
-        """Inverse of `save_state` -> `extra`; what was accumulated is forgotten. Raises as `state.load`."""
+        """Return the inverse of `save_state` -> `extra`; what was accumulated is forgotten. Raises as `state.load`."""
         _check_kind("path", path, str | os.PathLike, "give the name of a directory")
         return self.service.submit(lambda: self.load_now(Path(path)))
 
@@ -248,7 +249,8 @@ class TrainingClient:
         return self.service.submit(self.forget_now)
 
     def create_base_reference(self) -> ReferenceClient:
-        """A reference that needs no memory: this policy with its adapter off. Raises ConfigError without an adapter."""
+        """Return a reference that needs no memory: this policy with its adapter off. Raises ConfigError without an
+        adapter."""
         if self.learner.lora is None:
             raise ConfigError(
                 "all parameters are trained: there is no adapter to switch off",
@@ -368,7 +370,7 @@ class TrainingClient:
 
 
 def _reduction(spec: LossSpec | None) -> str:
-    """What decides the divisor: of a custom loss, that it is a sum."""
+    """Return what decides the divisor: of a custom loss, that it is a sum."""
     return "sum" if spec is None else spec.reduction
 
 

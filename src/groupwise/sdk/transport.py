@@ -64,7 +64,7 @@ class HttpAnswer:
     url: str
 
     def json(self) -> Any:
-        """The body. Raises RemoteError if it is not JSON."""
+        """Return the body. Raises RemoteError if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -195,7 +195,7 @@ def _until_answered(step: Send, *, repeatable: bool, retries: int, url: str) -> 
 
 
 def refusal(answer: HttpAnswer) -> RemoteError:
-    """The error that an answer above 299 says."""
+    """Return the error that an answer above 299 says."""
     field = None
     try:
         said = json.loads(answer.body)["error"]
@@ -217,7 +217,7 @@ def refusal(answer: HttpAnswer) -> RemoteError:
 
 
 def breakdown(broken: httpx2.RequestError, step: Send, *, url: str) -> RemoteError:
-    """The error for an exchange that had no whole answer."""
+    """Return the error for an exchange that had no whole answer."""
     asked = f"{step.method} {url}{step.path}"
     hint = None
     if _never_sent(broken):
@@ -239,7 +239,7 @@ def _never_sent(broken: httpx2.RequestError) -> bool:
 
 
 def _delay(answer: HttpAnswer | None, attempt: int, *, repeatable: bool) -> float | None:
-    """Seconds until a call may go again, None if it may not. `answer` is None where there was none."""
+    """Return seconds until a call may go again, None if it may not. `answer` is None where there was none."""
     backoff = min(FIRST_DELAY_S * 2**attempt, LONGEST_DELAY_S) * random.uniform(0.75, 1.25)
     if answer is None:
         return backoff
@@ -256,7 +256,7 @@ def _delay(answer: HttpAnswer | None, attempt: int, *, repeatable: bool) -> floa
 
 # ---- bodies ----
 def encode(body: Mapping[str, Any]) -> bytes:
-    """A request's JSON. Raises RequestError for what JSON cannot say, such as a reward that is NaN."""
+    """Return a request's JSON. Raises RequestError for what JSON cannot say, such as a reward that is NaN."""
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
@@ -275,7 +275,7 @@ class EventReader:
         self._data: list[str] = []
 
     def push(self, piece: bytes) -> Iterator[str]:
-        """The data of each event that `piece` completes."""
+        """Yield the data of each event that `piece` completes."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             name, _, value = line.rstrip(b"\r").decode(errors="replace").partition(":")

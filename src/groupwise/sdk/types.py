@@ -45,7 +45,7 @@ def _is_none(value: Any) -> bool:
 
 
 def absent() -> Any:
-    """The default of an answer's field that is left out when it is None."""
+    """Return the default of an answer's field that is left out when it is None."""
     return Field(default=None, exclude_if=_is_none)
 
 
@@ -55,7 +55,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def read(kind: type[T], data: Any) -> T:
-    """A server's JSON as a `kind`. Raises RemoteError if it is not one."""
+    """Return a server's JSON as a `kind`. Raises RemoteError if it is not one."""
     try:
         return _adapter(kind).validate_python(data)
     except ValidationError as error:
@@ -70,7 +70,7 @@ def read(kind: type[T], data: Any) -> T:
 
 
 def as_json(value: Any) -> Any:
-    """Inverse of `read`: what the server sent, without what this client does not know."""
+    """Return what the server sent, the inverse of `read`, without what this client does not know."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", by_alias=True)
     if isinstance(value, Mapping):
@@ -138,7 +138,7 @@ class SampledGroup(Answer):
         return [completion.text for completion in self.completions]
 
     def scored(self, rewards: Sequence[float | None], *, text_only: bool = False) -> dict[str, Any]:
-        """The group with its rewards, as `train_grpo` takes it.
+        """Return the group with its rewards, as `train_grpo` takes it.
 
         Rollouts are named by id, so that exactly what was sampled is trained; with `text_only` their texts are sent
         instead. A reward of None (or NaN) says that a completion could not be scored: it is left out.

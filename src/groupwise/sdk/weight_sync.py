@@ -145,7 +145,7 @@ class WeightSyncer:
         return directory
 
     def _saved(self) -> list[Path]:
-        """The states, oldest first."""
+        """Return the states, oldest first."""
         there = {*self.states.glob("step-*"), *files.set_aside(self.states, "step-*")}
         found = [path for path in there if _STEP.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))

@@ -166,7 +166,7 @@ def _size(info: AdapterInfo) -> int:
 
 
 def _versions(server: Server, text: str) -> tuple[PolicyVersion, ...]:
-    """What a path names: one version, or all of an adapter. Raises AdapterError for what cannot be a name."""
+    """Return what a path names: one version, or all of an adapter. Raises AdapterError for what cannot be a name."""
     name, at, _ = text.partition("@")
     files.check_name(name)
     versions = () if at else server.store.versions(name)
@@ -227,7 +227,7 @@ async def roll_back(request: Request) -> AdapterLoaded:
 
 
 async def _activate(server: Server, text: str) -> PolicyVersion:
-    """A name alone means its newest version that is not unhealthy."""
+    """Activate a version; a name alone means its newest version that is not unhealthy."""
     if text != BASE:
         files.check_name(text.partition("@")[0])
     version = server.store.newest(text) or server.policies.resolve(adapter=text)
@@ -332,7 +332,8 @@ def _check_made_for(directory: Path, base: LoadedModel) -> None:
 
 
 def _model_name(text: str) -> str:
-    """The last part of "owner/name" or of a path; of "models--owner--name/snapshots/revision" in a cache: name."""
+    """Return the last part of "owner/name" or of a path; of "models--owner--name/snapshots/revision" in a cache:
+    name."""
     *_, last = parts = re.split(r"[/\\]+", text.strip().rstrip("/\\")) or [""]
     cached = [part for part in parts if part.startswith("models--")]
     return cached[-1].split("--")[-1] if cached else last

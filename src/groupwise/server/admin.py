@@ -86,7 +86,7 @@ def _health(server: Server) -> Health:
 
 
 def _checks(server: Server) -> Iterator[Check]:
-    """What must be so for all to be well."""
+    """Yield what must be so for all to be well."""
     worker = server.supervisor.status
     ended = None if worker.state in WORKER_LIVES else f"it ended ({worker.last_exit}) and will be started again"
     problems = {
@@ -144,7 +144,7 @@ async def ready(request: Request) -> Ready:
 
 
 def _problem(server: Server) -> str | None:
-    """Why the server cannot do all that it should."""
+    """Return why the server cannot do all that it should."""
     problem = _ledger_problem(server) or server.storage.problem() or _disk_problem(server)
     return problem or server.engine.unavailable_reason
 
@@ -163,7 +163,7 @@ async def metrics(request: Request) -> Response:
 
 
 def gauges(server: Server) -> Iterator[Sample]:
-    """What is asked for when metrics are read."""
+    """Yield what is asked for when metrics are read."""
     name = {"model_name": server.config.served_name}
     stats = server.engine.stats()
     yield "num_requests_running", name, stats["running"]

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 # ---- the application ----
 def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
-    """Every route over these parts, behind the guard. Without a `gate` it is ready."""
+    """Return every route over these parts, behind the guard. Without a `gate` it is ready."""
     from fastapi import FastAPI
     from starlette.middleware.cors import CORSMiddleware
 
@@ -355,7 +355,7 @@ class _ServerProcess:
 
 
 def _open_state(config: ServeConfig, announce: Callable[[str], None], *, repair: bool) -> tuple[Ledger, AdapterStore]:
-    """The store and the ledger, which was read from its first byte to its last. Raises LedgerDamagedError."""
+    """Return the store and the ledger, which was read from its first byte to its last. Raises LedgerDamagedError."""
     from groupwise.store import ledger_repair
     from groupwise.store.adapters import AdapterStore
     from groupwise.store.ledger import Ledger

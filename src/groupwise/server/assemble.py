@@ -126,7 +126,7 @@ def begin_with(server: Server, adapter: Located, *, always: bool) -> PolicyVersi
 
 
 def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:
-    """What samples. Raises EngineError, ConfigError."""
+    """Return what samples. Raises EngineError, ConfigError."""
     if config.engine == "vllm":
         from groupwise.engine.vllm.live import open_live
 

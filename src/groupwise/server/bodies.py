@@ -51,7 +51,8 @@ _NAMED = "a name is 1 to 64 of A-Z a-z 0-9 . _ - starting with a letter or digit
 
 
 async def read_body(request: HTTPRequest, model: type[M], *, optional: bool = False) -> M:
-    """The body as a `model`; with `optional`, an empty one counts as `{}`. The raw bytes stay in `request.body()`.
+    """Return the body as a `model`; with `optional`, an empty one counts as `{}`. The raw bytes stay in
+    `request.body()`.
 
     Raises:
         MediaTypeError: the content type is not JSON.
@@ -147,7 +148,7 @@ def _invalid_json(what: str) -> RequestError:
 
 # ---- what the model refuses ----
 def _explain(error: ValidationError, raw: bytes, model: type[BaseModel]) -> RequestError:
-    """The first problems in words; the first of them gives `param`, `code` and `hint`."""
+    """Return the first problems in words; the first of them gives `param`, `code` and `hint`."""
     every = error.errors(include_url=False, include_input=False)  # `data` has it already
     problems = [each for each in every if each["type"] != "default_factory_not_called"]  # only follows from another
     if problems[0]["type"] == "json_invalid":
@@ -167,7 +168,7 @@ def _explain(error: ValidationError, raw: bytes, model: type[BaseModel]) -> Requ
 
 
 def _path(problem: ErrorDetails, data: Any) -> Path:
-    """Where in the body the problem is. Pydantic's location also names members of unions, which nobody wrote."""
+    """Return where in the body the problem is. Pydantic's location also names members of unions, which nobody wrote."""
     path: list[str | int] = []
     for i, key in enumerate(problem["loc"]):
         last = i == len(problem["loc"]) - 1
@@ -185,7 +186,7 @@ def _path(problem: ErrorDetails, data: Any) -> Path:
 
 
 def _tell(path: Path, problem: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[str, str | None]:
-    """A problem in words, and what to do."""
+    """Return a problem in words, and what to do."""
     place = dotted([printable(key) if isinstance(key, str) else key for key in path]) or "the body"
     kind, message = problem["type"], problem["msg"]
     if kind == "extra_forbidden":
@@ -205,7 +206,7 @@ def _tell(path: Path, problem: ErrorDetails, model: type[BaseModel], data: Any) 
 
 
 def _in_words(pattern: str) -> str | None:
-    """What an adapter's name, or what selects a policy, looks like."""
+    """Return what an adapter's name, or what selects a policy, looks like."""
     if not pattern.startswith(_ADAPTER):
         return None
     return f"write 'base', a name, or a version as in 'math@3'; {_NAMED}" if "@" in pattern else _NAMED
@@ -218,7 +219,8 @@ def _value(path: Path, data: Any) -> Any:
 
 
 def _suggest(path: Path, model: type[BaseModel]) -> str:
-    """Where an unknown field goes: what its users are known to mean, the same name elsewhere, or a similar one."""
+    """Return where an unknown field goes: what its users are known to mean, the same name elsewhere, or a similar
+    one."""
     name, section = str(path[-1]), [key for key in path[:-1] if isinstance(key, str)]
     if meant := getattr(model, "elsewhere", {}).get(name):
         moved = re.fullmatch(r"config\.\w+", meant) is not None and "config" not in section

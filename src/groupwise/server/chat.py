@@ -94,7 +94,7 @@ async def chat_completions(http: Request) -> Response:
 
 # ---- the prompt ----
 def read_chat(raw: bytes, base: TextModel, config: ServeConfig, *, context: int) -> tuple[ChatRequest, ChatPrompt]:
-    """A body and its prompt. Raises RequestError, ChatError, ContextLengthError, GrammarError."""
+    """Return a body and its prompt. Raises RequestError, ChatError, ContextLengthError, GrammarError."""
     body = parse_body(raw, ChatRequest, config)
     is_cut = body.truncate_prompt_tokens is not None
     return body, chat_prompt(body, base.tokenizer, config, context=None if is_cut else context)
@@ -142,7 +142,7 @@ def chat_prompt(
 def _grammar(
     body: ChatRequest, form: ToolCallFormat, tokenizer: PreTrainedTokenizerBase, config: ServeConfig
 ) -> Grammar | None:
-    """The grammar of the reply, but for its thoughts."""
+    """Return the grammar of the reply, but for its thoughts."""
     answer = body.answer_grammar
     if not body.forms and body.response_format is None and config.structured_outputs is not None:
         answer = config.structured_outputs.as_grammar("structured_outputs")
@@ -160,7 +160,7 @@ def _grammar(
 
 
 def said_last(messages: Sequence[ChatMessage]) -> str:
-    """The text of the last message."""
+    """Return the text of the last message."""
     content = messages[-1].content or ""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
@@ -186,7 +186,7 @@ class ChoiceStream:
         return self._deltas(self._parser.finish())
 
     def message(self) -> AnsweredMessage:
-        """All deltas so far, together."""
+        """Return all deltas so far, together."""
         content = "".join(delta.content or "" for delta in self._said)
         reasoning = [delta.reasoning_content for delta in self._said if delta.reasoning_content]
         calls = [call.model_copy(update={"index": None}) for call in self.calls]
@@ -249,7 +249,7 @@ class _Chat:
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The chunks; the first waits for the first token."""
+        """Yield the chunks; the first waits for the first token."""
         n = self._body.n or 1
         said, replies = (
             [self._asked.said() for _ in range(n)],
@@ -278,7 +278,7 @@ class _Chat:
     def _added(
         self, index: int, said: StreamedCompletion, deltas: Sequence[ChatDelta], *, finish_reason: Any = None
     ) -> bytes:
-        """A chunk for each delta; the first has the tokens that came since the last one."""
+        """Return a chunk for each delta; the first has the tokens that came since the last one."""
         chunks = []
         for delta in deltas:
             tokens = said.take_tokens()

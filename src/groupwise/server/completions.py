@@ -79,7 +79,7 @@ async def completions(http: Request) -> Response:
 def read_completions(
     raw: bytes, base: TextModel, config: ServeConfig, *, context: int
 ) -> tuple[CompletionRequest, list[tuple[int, ...]]]:
-    """A body and its prompts. Raises RequestError, ContextLengthError."""
+    """Return a body and its prompts. Raises RequestError, ContextLengthError."""
     body = parse_body(raw, CompletionRequest, config)
     is_cut = body.truncate_prompt_tokens is not None
     return body, encode_raw(body.prompt, base, context=None if is_cut else context)
@@ -125,7 +125,7 @@ class _Choice:
         self._at = len(self.echoed) - len(decoded)  # what the tokenizer puts in front by itself is not shown
 
     def offset(self, token_id: int) -> int:
-        """Where in the choice's text the next token, `token_id`, begins."""
+        """Return where in the choice's text the next token, `token_id`, begins."""
         at = self._at
         self._at += len(self._detokenizer.push(token_id))
         return max(0, at)
@@ -159,7 +159,7 @@ class _Answer:
         return self._answer(choices, usage=self._asked.usage(groups))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The chunks; the first waits for the first token."""
+        """Yield the chunks; the first waits for the first token."""
         scored = await self._scored()
         tokens = await self._asked.next()
         opening = [self._chunk(c, c.echoed, [], rows=scored[c.index // self._n], opens=True) for c in self._choices]
@@ -188,7 +188,7 @@ class _Answer:
         return [[empty] * self._n for _ in self._asked.requests]
 
     async def _scored(self) -> list[list[_Row]]:
-        """The tokens of each prompt, where they are to be shown with their log-probabilities."""
+        """Return the tokens of each prompt, where they are to be shown with their log-probabilities."""
         if not self._body.echo or self._body.logprobs is None:
             return [[] for _ in self._asked.requests]
         engine, version = self._asked.server.engine, self._asked.version

@@ -164,7 +164,7 @@ class Connection(H11Protocol):
             self._held.let_go(full=self.cycle is not None and len(self.cycle.body) > HIGH_WATER_LIMIT)
 
     def _has_length(self) -> bool:
-        """Whether a body is arriving whose length was said."""
+        """Return whether a body is arriving whose length was said."""
         if self.conn.their_state is not h11.SEND_BODY:
             return False
         names = {name for name, _ in self.headers}
@@ -184,11 +184,11 @@ class Connection(H11Protocol):
                 idle[self] = None
 
     def is_idle(self) -> bool:
-        """Whether no request is being received or answered."""
+        """Return whether no request is being received or answered."""
         return self.waiting() is not None or (self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE)
 
     def waiting(self) -> tuple[str, int] | None:
-        """Which of the three waits this is in, if any; the number tells one request from the next."""
+        """Return which of the three waits this is in, if any; the number tells one request from the next."""
         request = id(self.cycle)
         if self.transport.is_closing():
             return "to close", request
@@ -213,7 +213,7 @@ class Connection(H11Protocol):
 
 
 def connection_class(config: ServeConfig) -> type[Connection]:
-    """The class for `uvicorn.Config(http=...)`; takes as many file descriptors as this process may have.
+    """Return the class for `uvicorn.Config(http=...)`; takes as many file descriptors as this process may have.
 
     Raises StartError where that leaves room for hardly any connection.
     """

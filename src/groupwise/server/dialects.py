@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 def read_form(
     asked: DialectRequest, form: dict[str, Any], base: TextModel, config: ServeConfig, *, context: int
 ) -> tuple[ChatRequest, ChatPrompt]:
-    """The chat `form` of the body `asked` as a checked request, and its prompt. Raises RequestError in the dialect's
-    words, ChatError, ContextLengthError."""
+    """Return the chat `form` of the body `asked` as a checked request, and its prompt. Raises RequestError in the
+    dialect's words, ChatError, ContextLengthError."""
     thinks = form.get("chat_template_kwargs", {}).get("enable_thinking")
     if thinks and not template_reads("enable_thinking", base.tokenizer):
         del form["chat_template_kwargs"]  # it thinks if it does, whoever asks
@@ -129,14 +129,14 @@ class Spoken:
         self.finish_reason = ""
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         self._open()
         self._writer.push(parts_of([*self._reply.push(completion.text), *self._reply.finish()]))
         self._close(completion)
         return self._writer.answer
 
     async def events(self, keep: Callable[[dict[str, Any]], None]) -> AsyncGenerator[bytes, None]:
-        """The stream; its first event waits for the first token."""
+        """Yield the stream; its first event waits for the first token."""
         said, tokens = self._asked.said(), await self._asked.next()
         yield bytes_of(self._open())
         while tokens is not None:
@@ -155,7 +155,7 @@ class Spoken:
         yield bytes_of(events)
 
     def fail(self, error: GroupwiseError) -> bytes:
-        """The stream ends before the reply does."""
+        """End the stream before the reply does."""
         return bytes_of(self._writer.fail(error))
 
     def _open(self) -> list[StreamEvent]:
@@ -177,7 +177,7 @@ class Spoken:
 
 
 def parts_of(deltas: Sequence[ChatDelta]) -> list[ReplyPart]:
-    """What the chat route would send, as parts of a reply."""
+    """Return what the chat route would send, as parts of a reply."""
     parts = []
     for delta in deltas:
         if delta.reasoning_content:

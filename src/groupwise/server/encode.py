@@ -39,7 +39,7 @@ ROUNDING = 1e-4  # nats that a log-probability may be above 0
 def template_options(
     options: TemplateOptions | None, tokenizer: PreTrainedTokenizerBase, at: str = "chat_template_kwargs"
 ) -> dict[str, Any]:
-    """What the chat template is told besides the messages. Raises RequestError for what it does not read."""
+    """Return what the chat template is told besides the messages. Raises RequestError for what it does not read."""
     given = {} if options is None else options.model_dump(exclude_none=True)
     for name, value in given.items():
         where = f"{at}.{name}"
@@ -56,7 +56,7 @@ def template_options(
 def encode_group(
     group: ScoredGroup, at: str, records: Mapping[str, RolloutRecord], base: TextModel
 ) -> job_payload.EncodedGroup:
-    """The prompt that all completions of a group share, and the completions, as they are trained."""
+    """Return the prompt that all completions of a group share, and the completions, as they are trained."""
     texts = _Texts(group, at, base)
     shared, source = (None, "") if texts.prompt is None else (texts.prompt.token_ids, f"{at}.messages")
     completions = []
@@ -78,7 +78,7 @@ def encode_group(
 
 
 def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload.EncodedExample:
-    """A conversation, with a mask of what is trained."""
+    """Return a conversation, with a mask of what is trained."""
     try:
         sample = encode_supervised(
             as_messages(example.messages),
@@ -122,7 +122,7 @@ class _Texts:
         return chat.CompletionEncoder(self.prompt, self._base.tokenizer, template_kwargs=self._options)
 
     def encode(self, text: str, at: str) -> Ids:
-        """The ids of a completion."""
+        """Return the ids of a completion."""
         try:
             chat.check_text(text, self._base.tokenizer, self._base.context_length)
         except ContextLengthError as error:
@@ -137,7 +137,7 @@ def _encode_completion(
     records: Mapping[str, RolloutRecord],
     base: TextModel,
 ) -> tuple[Ids | None, job_payload.EncodedCompletion]:
-    """The prompt's ids as this completion knows them, if it does, and the completion."""
+    """Return the prompt's ids as this completion knows them, if it does, and the completion."""
     if completion.rollout_id is not None:
         record = records[completion.rollout_id]
         if max((*record.prompt_ids, *record.completion_ids)) >= base.vocabulary or not _routes(record, base):
@@ -161,7 +161,7 @@ def _encode_completion(
 
 
 def _routes(record: RolloutRecord, base: TextModel) -> bool:
-    """Whether the experts that are recorded, if any are, can be those of this model."""
+    """Return whether the experts that are recorded, if any are, can be those of this model."""
     return record.routed_experts is None or (base.routing is not None and base.routing.has(record.routed_experts))
 
 
@@ -183,7 +183,7 @@ def _scored(ids: Ids, logprobs: tuple[float, ...] | None, reward: float) -> job_
 def _taught(
     encoded: job_payload.EncodedCompletion, completion: ScoredCompletion, at: str
 ) -> job_payload.EncodedCompletion:
-    """The completion with the log-probabilities of a teacher that came with it, if any did."""
+    """Return the completion with the log-probabilities of a teacher that came with it, if any did."""
     field = f"{at}.teacher_logprobs"
     teacher = _checked_logprobs(completion.teacher_logprobs, len(encoded.ids), field)
     if teacher is None:
@@ -242,5 +242,5 @@ def _dicts(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
 
 
 def at_field(error: GroupwiseError, field: str) -> RequestError:
-    """An error of the parts below as one of this field."""
+    """Return an error of the parts below as one of this field."""
     return RequestError(f"{field}: {error.message}", hint=error.hint, field=field, kind=error.kind, code=error.code)

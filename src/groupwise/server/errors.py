@@ -82,7 +82,7 @@ class ShuttingDownError(NotReadyError):
 
 # ---- errors to answers ----
 def echo(value: Any) -> str:
-    """A value of a request as a message may show it: short, printable, and never a whole structure."""
+    """Return a value of a request as a message may show it: short, printable, and never a whole structure."""
     if isinstance(value, dict | list | tuple):
         kind = "an object with" if isinstance(value, dict) else "a list of"
         return f"{kind} {len(value)} {'entry' if len(value) == 1 else 'entries'}"
@@ -95,7 +95,7 @@ def echo(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """A name that a request made up: short, and without control characters."""
+    """Return a name that a request made up: short, and without control characters."""
     text = text if len(text) <= ECHO else text[: ECHO - 3] + "..."
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 
@@ -106,7 +106,7 @@ Paths = Mapping[str, str]  # an absolute path of this machine -> what stands in 
 
 @lru_cache(maxsize=8)
 def private_paths(state_dir: FilePath, model: str) -> Paths:
-    """The directories of this machine that errors may name, and that clients have no use for."""
+    """Return the directories of this machine that errors may name, and that clients have no use for."""
     places = [(state_dir, "<state_dir>"), (FilePath(__file__).parents[1], "<groupwise>"), (FilePath.cwd(), "<cwd>")]
     places += [(FilePath(model), "<model>")] if FilePath(model).is_dir() else []
     places += [(FilePath.home(), "~")]
@@ -138,7 +138,7 @@ def hidden(value: Shown, paths: Paths) -> Shown:
 
 
 def envelope(error: GroupwiseError) -> tuple[int, dict[str, str], bytes]:
-    """The status, the headers that the status asks for, and the body."""
+    """Return the status, the headers that the status asks for, and the body."""
     status = error.status if 400 <= error.status < 600 else 500
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     body = ErrorBody(message=error.message, type=kind, param=error.field, code=error.code, hint=error.hint)
@@ -155,7 +155,7 @@ def envelope(error: GroupwiseError) -> tuple[int, dict[str, str], bytes]:
 
 
 def respond(error: GroupwiseError, *, without: Paths | None = None) -> Response:
-    """The envelope as a response, in which the paths `without` are hidden."""
+    """Return the envelope as a response, in which the paths `without` are hidden."""
     return _ErrorResponse(without_paths(error, without or {}))
 
 
@@ -176,7 +176,7 @@ class _ErrorResponse(Response):
 
 
 def without_paths(error: GroupwiseError, paths: Paths) -> GroupwiseError:
-    """The same error as it may be shown."""
+    """Return the same error as it may be shown."""
     message, hint = hidden(error.message, paths), error.hint and hidden(error.hint, paths)
     if (message, hint) == (error.message, error.hint):
         return error
@@ -223,7 +223,7 @@ def add_handlers(app: FastAPI, *, without: Paths | None = None) -> None:
 
 
 def _parameter_error(problems: Sequence[Mapping[str, Any]]) -> RequestError:
-    """The first wrong parameter of the path or the query."""
+    """Return the first wrong parameter of the path or the query."""
     where, *names = problems[0]["loc"]
     name = printable(".".join(map(str, names)))
     if problems[0]["type"] == "missing":
@@ -248,7 +248,7 @@ def _http_error(request: Request, error: HTTPException) -> GroupwiseError:
 
 
 def _methods(request: Request) -> list[str]:
-    """Every method that some route has for this path."""
+    """Return every method that some route has for this path."""
     found: set[str] = set()
     for template, operations in request.app.openapi()["paths"].items():
         if compile_path(template)[0].fullmatch(request.url.path):

@@ -55,7 +55,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 async def while_connected(http: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away or whoever waits here is cancelled.
+    """Return the result of `work`, which is cancelled when the client goes away or whoever waits here is cancelled.
 
     Raises:
         ClientGone: the client closed the connection first.
@@ -78,20 +78,20 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 # ---- server-sent events ----
 def sse(data: str, *, id: str | int | None = None, event: str | None = None) -> bytes:
-    """One event. `data` is JSON on one line; `id` is what a client that comes back sends as Last-Event-ID."""
+    """Return one event. `data` is JSON on one line; `id` is what a client that comes back sends as Last-Event-ID."""
     named = (("id", id), ("event", event))
     head = "".join(f"{name}: {value}\n" for name, value in named if value is not None)
     return f"{head}data: {data}\n\n".encode()
 
 
 def failure(error: GroupwiseError) -> bytes:
-    """The event that says what went wrong."""
+    """Return the event that says what went wrong."""
     _, _, body = envelope(error)
     return sse(body.decode())
 
 
 def following(events: AsyncGenerator[bytes, None]) -> Response:
-    """The answer as server-sent events without a last one. An empty event is a look that found nothing: where
+    """Return the answer as server-sent events without a last one. An empty event is a look that found nothing: where
     HEARTBEAT_S passed without another, it becomes a ping."""
     return StreamingResponse(_with_pings(events), media_type="text/event-stream", headers=HEADERS)
 
@@ -180,7 +180,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": self._fail(error) + self._done, "more_body": False})
 
     async def _told(self) -> AsyncIterator[bytes]:
-        """The events, and one that says how they failed."""
+        """Yield the events, and one that says how they failed."""
         try:
             async for event in self._events:
                 yield event

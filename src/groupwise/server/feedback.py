@@ -98,7 +98,7 @@ async def give_feedback(request: Request, idempotency_key: IdempotencyKey = None
 
 
 def _keep(server: Server, body: FeedbackRequest, key: str | None, fingerprint: str) -> tuple[Feedback, bool]:
-    """Raises RolloutNotFoundError, RequestError, IdempotencyConflictError."""
+    """Raise RolloutNotFoundError, RequestError, IdempotencyConflictError."""
     if key is not None and (known := server.feedback.by_key(key, fingerprint)) is not None:
         return known, False  # also where the rollout has been forgotten since
     named = [id for id in (body.rollout_id, body.better_than) if id is not None]
@@ -155,7 +155,7 @@ async def list_feedback(
 
 
 def shown(rating: Feedback) -> FeedbackAnswer:
-    """A rating as it is answered."""
+    """Return a rating as it is answered."""
     return FeedbackAnswer(
         id=rating.id,
         rollout_id=rating.rollout,

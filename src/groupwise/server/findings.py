@@ -71,7 +71,7 @@ def _judged(server: Server, job_id: str) -> JobHealth:
 
 
 def told(report: Report, remedies: Callable[[Finding], Sequence[str]]) -> list[JobFinding]:
-    """The findings of a report, each with its remedies."""
+    """Return the findings of a report, each with its remedies."""
     return [
         JobFinding(
             id=finding.id,

@@ -61,7 +61,7 @@ clock = time.monotonic
 
 # ---- the trials ----
 def failing(requests: tuple[int, int], errors: tuple[int, int], *, max_errors: int) -> str | None:
-    """Why a version on trial fails too often, (under the new, under the old); None if it does not."""
+    """Return why a version on trial fails too often, (under the new, under the old); None if it does not."""
     shares = [failed / asked if asked else 0.0 for failed, asked in zip(errors, requests, strict=True)]
     if errors[0] < max_errors or shares[0] <= shares[1]:
         return None
@@ -69,7 +69,7 @@ def failing(requests: tuple[int, int], errors: tuple[int, int], *, max_errors: i
 
 
 def judge_shadow(trial: Trial, *, config: ShadowConfig, scored: bool) -> tuple[Outcome, Verdict]:
-    """What becomes of a shadow, and why. `scored`: its pairs have rewards."""
+    """Return what becomes of a shadow, and why. `scored`: its pairs have rewards."""
     requests, errors = ((each[True], each[False]) for each in (trial.requests, trial.errors))
     if why := failing(requests, errors, max_errors=config.max_errors):
         return "roll back", Verdict(passed=False, reason=why)
@@ -109,7 +109,7 @@ def judge_trial(
     requests: tuple[int, int] = (0, 0),
     errors: tuple[int, int] = (0, 0),
 ) -> tuple[Outcome, str]:
-    """What becomes of a canary, and why. `new` and `old` are the ratings that both versions got since it began;
+    """Return what becomes of a canary, and why. `new` and `old` are the ratings that both versions got since it began;
     `requests` and `errors` are (under the new, under the old)."""
     if why := failing(requests, errors, max_errors=config.max_errors):
         return "roll back", why
@@ -217,7 +217,7 @@ class Gatekeeper:
     # --- the best version that went live ---
 
     async def _best(self, active: PolicyVersion) -> tuple[str, Measured] | None:
-        """The best version, by its name, and what it did; None if it is the active one, or nothing is known."""
+        """Return the best version, by its name, and what it did; None if it is the active one, or nothing is known."""
         kept = await asyncio.to_thread(self._server.feedback.setting, BEST)
         if kept is None or kept["fingerprint"] != self._fingerprint or str(active) not in kept["live"]:
             return None
@@ -225,8 +225,8 @@ class Gatekeeper:
         return None if best["version"] == str(active) else (best["version"], Measured.from_dict(best))
 
     def _best_after(self, trial: Mapping[str, Any], *, by_hand: bool = False) -> dict[str, Any]:
-        """The setting BEST when a version that passed is swapped in: the better of it and the best before; by hand, it.
-        Until the swap has ended either version of `live` may be active."""
+        """Return the setting BEST when a version that passed is swapped in: the better of it and the best before; by
+        hand, it. Until the swap has ended either version of `live` may be active."""
         new, before = trial["measured"], trial["best"]
         better = by_hand or not Measured.from_dict(new).reward < Measured.from_dict(before).reward
         live = [str(self._server.policies.active), trial["version"]]
@@ -250,7 +250,8 @@ class Gatekeeper:
         return self.trial
 
     async def decide(self, job: Job, version: PolicyVersion) -> tuple[Decision, str]:
-        """What the supervisor does with a published version. What fails for now raises GroupwiseError: ask again."""
+        """Return what the supervisor does with a published version. What fails for now raises GroupwiseError: ask
+        again."""
         server, store = self._server, self._server.store
         if self.trial is not None:
             return (
@@ -304,7 +305,7 @@ class Gatekeeper:
         return verdict, {"version": str(version), **new.as_dict()}, {"version": name, **best_so_far.as_dict()}
 
     async def _evaluated(self, version: PolicyVersion) -> Evaluation:
-        """Raises RewardError if nothing could be scored."""
+        """Raise RewardError if nothing could be scored."""
         server, config = self._server, self._config
         params = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens)
         async with server.policies.lease(adapter=str(version), patience_s=server.config.request_timeout_s) as leased:

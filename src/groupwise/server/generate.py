@@ -95,7 +95,7 @@ class Generation:
             future.cancel()
 
     async def completions(self) -> list[list[Completion]]:
-        """All completions of each request, once they are there.
+        """Return all completions of each request, once they are there.
 
         Raises:
             DeadlineError: they took too long.
@@ -110,7 +110,8 @@ class Generation:
             self.cancel()
 
     async def next(self, patience_s: float) -> list[Token] | None:
-        """The tokens since the last call, as soon as there are any; none when `patience_s` passed; None at the end.
+        """Return the tokens since the last call, as soon as there are any; none when `patience_s` passed; None at the
+        end.
 
         Raises:
             DeadlineError, GroupwiseError: as `completions`.
@@ -195,17 +196,17 @@ class StreamedCompletion:
         return tokens
 
     def finish(self, completion: Completion) -> str:
-        """The rest of the text."""
+        """Return the rest of the text."""
         return self.take_text() + self._stream.finish(completion.text)
 
 
 def tokens_of(completion: Completion) -> list[Token]:
-    """A completion's tokens, as a stream would have brought them."""
+    """Return a completion's tokens, as a stream would have brought them."""
     alternatives = completion.top_logprobs or ((),) * len(completion.token_ids)
     rows = zip(completion.token_ids, completion.logprobs, alternatives, strict=True)
     return [Token(0, 0, token_id, logprob, top) for token_id, logprob, top in rows]
 
 
 def sendable(logprob: float) -> float:
-    """A log-probability as JSON can have it."""
+    """Return a log-probability as JSON can have it."""
     return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB

@@ -278,8 +278,8 @@ class Guard:
         return AuthenticationError(what, hint=hint)
 
     def _taking(self, scope: Scope, held: AsyncExitStack, *, size: int) -> Take:
-        """What takes the request's place, until `held` ends. Writing, reading and watching do not take each other's
-        places, nor do uploads; health takes none. `size`: bytes that its body will have, if it is long."""
+        """Return what takes the request's place, until `held` ends. Writing, reading and watching do not take each
+        other's places, nor do uploads; health takes none. `size`: bytes that its body will have, if it is long."""
         kind = self._reads if scope["method"] in READS else self._writes
         places = self._watches if scope["path"].startswith(WATCHED) else kind
         places = {POLLED: self._polls, UPLOAD: self._uploads}.get(scope["path"], places)
@@ -293,7 +293,7 @@ class Guard:
         return take
 
     def _limit(self, path: str) -> tuple[int, str]:
-        """The largest body of a route, and the setting that says so."""
+        """Return the largest body of a route, and the setting that says so."""
         prompts = path.removeprefix(OPENAI_PREFIX) in PROMPTS
         name = "chat_body_bytes" if prompts or path.startswith(TINKER) else "small_body_bytes"
         if path in TRAIN:
@@ -313,7 +313,7 @@ def _log_access(path: str, method: str, status: int, seconds: float, request_id:
 
 
 def _shown(path: str) -> str:
-    """A path for the log, without the secret that a link ends with."""
+    """Return a path for the log, without the secret that a link ends with."""
     return f"{LINKS}..." if path.startswith(LINKS) else printable(path)
 
 
@@ -332,7 +332,7 @@ def _brings_body(headers: Headers) -> bool:
 
 
 def _declared(headers: Headers, *, most: int) -> int:
-    """How many bytes a body will have, as far as its head says."""
+    """Return how many bytes a body will have, as far as its head says."""
     said = headers.get("content-length", "")
     return min(int(said[:20]), most) if said.isdigit() else most
 

@@ -115,8 +115,8 @@ class RatedGroup:
 def rated_groups(
     ratings: Sequence[Feedback], records: Mapping[str, RolloutRecord], *, scored: bool
 ) -> tuple[list[RatedGroup], list[int]]:
-    """The groups that can be trained on, newest rating first, and the ratings whose answers are not kept any more.
-    `scored`: there are rewards for further completions."""
+    """Return the groups that can be trained on, newest rating first, and the ratings whose answers are not kept any
+    more. `scored`: there are rewards for further completions."""
     lost = [each.seq for each in ratings if not {each.rollout, each.worse or each.rollout} <= records.keys()]
     known = [each for each in ratings if each.seq not in set(lost)]
     said, failures = opinions(known), {each.seq: each.failures for each in known}
@@ -166,19 +166,20 @@ class Completed:
 
 
 def ratings_in(groups: Iterable[RatedGroup]) -> list[int]:
-    """The ratings of these groups, each once: a comparison may be in several."""
+    """Return the ratings of these groups, each once: a comparison may be in several."""
     return sorted({seq for group in groups for seq in group.seqs})
 
 
 def temperature_of(groups: Sequence[RatedGroup]) -> float:
-    """What a job of these groups is trained at: the temperature of most rated answers; 1 where all are greedy."""
+    """Return what a job of these groups is trained at: the temperature of most rated answers; 1 where all are
+    greedy."""
     sampled = Counter(record.temperature for group in groups for record in group.records if record.temperature > 0)
     return sampled.most_common(1)[0][0] if sampled else 1.0
 
 
 def scored_completion(record: RolloutRecord, reward: float, *, temperature: float) -> dict[str, Any]:
-    """A completion as /v1/train/grpo takes it. One that was drawn from another distribution than is trained goes by its
-    tokens: the version that the job begins from counts as its sampler."""
+    """Return a completion as /v1/train/grpo takes it. One that was drawn from another distribution than is trained goes
+    by its tokens: the version that the job begins from counts as its sampler."""
     if record.temperature == temperature and not unrecorded(record.reshaped, record.kept):
         return {"rollout_id": record.id, "reward": reward}
     tokens = {"token_ids": list(record.completion_ids), "prompt_token_ids": list(record.prompt_ids)}
@@ -186,13 +187,13 @@ def scored_completion(record: RolloutRecord, reward: float, *, temperature: floa
 
 
 def automatic_jobs(server: Server) -> list[Job]:
-    """Those among the newest jobs, and those that have not ended, that the server made by itself."""
+    """Return those among the newest jobs, and those that have not ended, that the server made by itself."""
     found = {job.id: job for job in (*server.ledger.jobs(limit=NEWEST), *server.ledger.jobs(states=ACTIVE))}
     return [job for job in found.values() if job.summary.get("automatic")]
 
 
 def open_scorer(rewards: Sequence[RewardConfig], scoring: ScoringConfig, *, folder: Path) -> Scorer:
-    """The rewards, in processes of their own if there are to be any. Raises ConfigError, LoadError."""
+    """Return the rewards, in processes of their own if there are to be any. Raises ConfigError, LoadError."""
     functions = load_rewards(rewards, folder=folder)
     if not scoring.workers:
         return Scorer(functions)
@@ -265,7 +266,7 @@ class FeedbackTrainer:
         return await self._make_job(groups[: self._config.max_groups], version)
 
     def _continued(self) -> PolicyVersion:
-        """What a job would continue. In a thread."""
+        """Return what a job would continue. In a thread."""
         server, active = self._server, self._server.policies.active
         if self._config.base == "active":
             return active
@@ -275,12 +276,12 @@ class FeedbackTrainer:
             return active
 
     def _promising(self, groups: Sequence[RatedGroup]) -> list[RatedGroup]:
-        """The groups that have something to learn or were not completed yet; forgets what came of others."""
+        """Return the groups that have something to learn or were not completed yet; forgets what came of others."""
         self._done = {group.seqs: self._done[group.seqs] for group in groups if group.seqs in self._done}
         return [group for group in groups if group.seqs not in self._done or self._done[group.seqs].useful]
 
     def _groups(self) -> list[RatedGroup]:
-        """What waits and can be trained on, as groups; drops ratings of which nothing can come. In a thread."""
+        """Return what waits and can be trained on, as groups; drops ratings of which nothing can come. In a thread."""
         book, ratings = self._server.feedback, self._drop_outdated(self._server.feedback.waiting())
         ids = dict.fromkeys(id for each in ratings for id in (each.rollout, each.worse) if id is not None)
         groups, lost = rated_groups(ratings, book.rollouts(list(ids)), scored=bool(self._config.rewards))
@@ -289,7 +290,7 @@ class FeedbackTrainer:
         return groups
 
     def _drop_outdated(self, ratings: Sequence[Feedback]) -> list[Feedback]:
-        """Those of the ratings that are not about answers of versions long replaced; drops the others."""
+        """Return those of the ratings that are not about answers of versions long replaced; drops the others."""
         book, most = self._server.feedback, self._config.max_behind
         if most is None:
             return list(ratings)
@@ -302,7 +303,7 @@ class FeedbackTrainer:
         return [each for each in ratings if each.version not in outdated]
 
     def _why_not(self) -> str | None:
-        """What keeps it from making a job, however many ratings there are."""
+        """Return what keeps it from making a job, however many ratings there are."""
         if self.paused:
             return "paused"
         if (trial := self._server.policies.trial) is not None:
@@ -368,8 +369,8 @@ class FeedbackTrainer:
     async def _completed(
         self, group: RatedGroup, temperature: float, version: PolicyVersion
     ) -> Completed | RewardError:
-        """The group with the completions that it lacks, and scored. They are sampled from the version that answered,
-        and from `version` where nothing came of these, or it is gone."""
+        """Return the group with the completions that it lacks, and scored. They are sampled from the version that
+        answered, and from `version` where nothing came of these, or it is gone."""
         records, scores = list(group.records), list(group.scores)
         if not group.complete:
             try:
@@ -400,7 +401,7 @@ class FeedbackTrainer:
         return records
 
     async def _scored(self, group: RatedGroup, records: Sequence[RolloutRecord]) -> list[float | None]:
-        """The rewards of completions. Raises RewardError if none could be scored."""
+        """Return the rewards of completions. Raises RewardError if none could be scored."""
         tokenizer = self._server.base.tokenizer
         columns = {} if group.correction is None else {"answer": group.correction}
         prompt = as_asked(records[0].id, group.prompt_ids, tokenizer, columns=columns)
@@ -440,7 +441,7 @@ class FeedbackTrainer:
 def as_asked(
     id: str, prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, *, columns: Mapping[str, Any] | None = None
 ) -> Prompt:
-    """A request's prompt as rewards get it: one user message with the conversation as text."""
+    """Return a request's prompt as rewards get it: one user message with the conversation as text."""
     said: Message = {"role": "user", "content": plain_text(prompt_ids, tokenizer)}
     return Prompt(id=id, messages=(said,), columns=columns or {}, token_ids=tuple(prompt_ids))
 
@@ -546,7 +547,7 @@ def _shown(server: Server) -> LearnAnswer:
 
 
 def transition_shown(transition: Transition) -> LearnTransition:
-    """A transition as it is answered."""
+    """Return a transition as it is answered."""
     return LearnTransition(
         seq=transition.seq,
         at=str(utc(transition.at)),

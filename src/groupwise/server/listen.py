@@ -60,7 +60,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The base URL of a listening socket."""
+    """Return the base URL of a listening socket."""
     host, port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -84,7 +84,7 @@ async def _follow(request: Request) -> AsyncGenerator[bytes, None]:
 
 
 def _steady(data: Any) -> Any:
-    """What is compared: `data` without the clocks in it."""
+    """Return what is compared: `data` without the clocks in it."""
     if isinstance(data, list):
         return [_steady(each) for each in data]
     return {k: v for k, v in data.items() if k not in ALWAYS_NEW} if isinstance(data, dict) else data
@@ -151,7 +151,7 @@ class _Jobs:
         return told
 
     def _changed(self) -> tuple[list[Job], dict[str, Job]]:
-        """The jobs that are not what they were, and all that are looked at."""
+        """Return the jobs that are not what they were, and all that are looked at."""
         before = self._known or {}
         jobs = {job.id: job for job in (*self._ledger.jobs(limit=NEWEST), *self._ledger.jobs(states=ACTIVE))}
         left = [self._ledger.job(id) for id in before.keys() - jobs.keys() if not before[id].state.is_final]

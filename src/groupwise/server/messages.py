@@ -59,6 +59,6 @@ async def count_tokens(http: Request) -> InputTokens:
 def read_messages(
     raw: bytes, base: TextModel, config: ServeConfig, *, context: int, model: type[R]
 ) -> tuple[ChatRequest, ChatPrompt]:
-    """A body in the chat form, and its prompt. Raises RequestError, ChatError, ContextLengthError."""
+    """Return a body in the chat form, and its prompt. Raises RequestError, ChatError, ContextLengthError."""
     asked = parse_body(raw, model, config)
     return read_form(asked, asked.chat(), base, config, context=context)

@@ -52,7 +52,7 @@ async def metric_definitions() -> MetricDefinitions:
 
 
 def defined_metrics() -> MetricDefinitions:
-    """The answer of GET /v1/metrics/definitions."""
+    """Return the answer of GET /v1/metrics/definitions."""
     return MetricDefinitions(
         definitions=[
             MetricDefinition(

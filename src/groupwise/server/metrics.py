@@ -149,8 +149,8 @@ class Recorder:
         prompt: str = "",
         streamed: bool = False,
     ) -> RequestRecord:
-        """A request was admitted. `route` is its template, `id` its answer's, `request_id` what its answer's header and
-        the log call it, `adapter` the version that answers it."""
+        """Count a request as admitted. `route` is its template, `id` its answer's, `request_id` what its answer's
+        header and the log call it, `adapter` the version that answers it."""
         self._in_progress.labels(self._model_name).inc()
         preview = _preview(prompt, PROMPT_PREVIEW)
         return RequestRecord(
@@ -217,12 +217,12 @@ class Recorder:
         )
 
     def recent(self) -> list[dict[str, Any]]:
-        """The latest requests that sampled, newest first."""
+        """Return the latest requests that sampled, newest first."""
         return list(self._recent)
 
     def decode_stats(self) -> dict[str, float | int]:
-        """The last minute: tokens a second over all requests, and the gaps between the tokens of a stream; all 0 where
-        `sample_count` is."""
+        """Return the last minute: tokens a second over all requests, and the gaps between the tokens of a stream; all 0
+        where `sample_count` is."""
         now = time.monotonic()
         while self._window and self._window[0].at < now - WINDOW_S:
             self._window.popleft()

@@ -111,7 +111,7 @@ def _complete(operation: dict[str, Any], path: str, *, keyed: bool) -> None:
 
 
 def _headers(status: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """The headers of an answer with this status."""
+    """Yield the headers of an answer with this status."""
     sent = {"RequestId": True, "RetryAfter": status in ("429", "503"), "ShouldRetry": int(status) in NO_RETRY}
     for key, (name, *_) in HEADERS.items():
         if sent[key]:

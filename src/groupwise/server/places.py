@@ -88,5 +88,5 @@ def give_back(held: Counter[str], sender: str) -> None:
 
 
 def _share(places: int) -> int:
-    """How many of so many places one sender may have."""
+    """Return how many of so many places one sender may have."""
     return places - places // KEPT

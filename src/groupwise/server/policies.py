@@ -156,7 +156,8 @@ class Trial:
             ]
 
     def takes(self, key: str) -> bool:
-        """Whether the request, or the session, of this key is answered by the version on trial: always the same."""
+        """Return whether the request, or the session, of this key is answered by the version on trial: always the
+        same."""
         digest = hashlib.blake2b(f"{self.version}\n{key}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.share * 2**64
 
@@ -242,8 +243,8 @@ class Policies:
         return len(self._waiting)
 
     def resolve(self, *, model: str | None = None, adapter: str | None = None) -> PolicyVersion:
-        """The version that a request means: the active one, "base", "name@12", or "name" (active if it is of that name,
-        else the newest).
+        """Return the version that a request means: the active one, "base", "name@12", or "name" (active if it is of
+        that name, else the newest).
 
         Raises:
             ModelError: there is no such `model`.
@@ -307,7 +308,7 @@ class Policies:
             yield version
 
     def _compose(self, parts: Sequence[ComposedAdapter]) -> tuple[PolicyVersion, Callable[[], None]]:
-        """A version that spells out its sum, as in "0.5*math@3+1.0*sql@1", and what loads it."""
+        """Return a version that spells out its sum, as in "0.5*math@3+1.0*sql@1", and what loads it."""
         terms = sorted((self._named(part.name), float(part.scale)) for part in parts)
         if any(version.is_base for version, _ in terms):
             raise RequestError("adapters names the base model, which is always in the sum", field="adapters")
@@ -454,7 +455,7 @@ class Policies:
             self._leave(entry)
 
     def _may_enter(self, version: PolicyVersion) -> bool:
-        """Whether a request for it need not wait."""
+        """Return whether a request for it need not wait."""
         if version == self._active or version in self._loaded:
             return version not in self._leaving
         return not self._waiting and self._has_room()
@@ -516,11 +517,11 @@ class Policies:
         self._leaving = set(others[: len(wanted)])
 
     def _is_next(self, waiting: _Waiting) -> bool:
-        """Whether it is the first in the queue, and there is a place for its adapter or that is still loaded."""
+        """Return whether it is the first in the queue, and there is a place for its adapter or that is still loaded."""
         return waiting is self._waiting[0] and (waiting.version in self._loaded or self._has_room())
 
     def _has_room(self) -> bool:
-        """Whether one more can be loaded; unloads what nobody uses for it."""
+        """Return whether one more can be loaded; unloads what nobody uses for it."""
         self._unload_idle(room=1)
         return len(self._others()) < self._max_loaded
 
@@ -584,5 +585,5 @@ class Policies:
 
 
 def canary_tolerance(base: LoadedModel) -> float:
-    """How far engine and trainer may be apart, in nats a token: rounding in the model's type."""
+    """Return how far engine and trainer may be apart, in nats a token: rounding in the model's type."""
     return 1e-3 if base.model.dtype in (torch.float32, torch.float64) else 0.1

@@ -181,7 +181,7 @@ class Reader:
         return self._threads.submit(work, *args, **kwargs)
 
     async def read_json(self, http: Request, read: Read[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `read` makes of a request's body, which is JSON.
+        """Return what `read` makes of a request's body, which is JSON.
 
         Raises:
             MediaTypeError: the content type is another.
@@ -229,7 +229,8 @@ class Reader:
         return outcome.result
 
     async def _fork(self, body: RawBody, task: bytes) -> ReadResult | None:
-        """What a new process makes of the task; None where it ended before it said so. It ends when this does."""
+        """Return what a new process makes of the task; None where it ended before it said so. It ends when this
+        does."""
         loop, file = asyncio.get_running_loop(), body.file
         ours, theirs = socket.socketpair()
         ours.setblocking(False)

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _most_bytes(size: int, config: ServeConfig) -> int:
-    """The memory that a body of so many bytes may take: a list of numbers, as objects, takes twenty times its text."""
+    """Return the memory that a body of so many bytes may take: a list of numbers, as objects, takes twenty times its
+    text."""
     return min(config.reading_bytes, ROOM + FACTOR * size)
 
 

@@ -84,8 +84,8 @@ def read_responses(
     context: int,
     history: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[ResponsesRequest, tuple[ChatRequest, ChatPrompt] | None]:
-    """A body, and its chat form and prompt; None for these while its `history` is not known. Raises RequestError,
-    ChatError, ContextLengthError."""
+    """Return a body, and its chat form and prompt; None for these while its `history` is not known. Raises
+    RequestError, ChatError, ContextLengthError."""
     asked = parse_body(raw, ResponsesRequest, config)
     if asked.previous_response_id is not None and history is None:
         return asked, None

@@ -52,15 +52,16 @@ def surplus(infos: Iterable[AdapterInfo], *, keep: int | None) -> set[PolicyVers
 
 
 def needed(jobs: Iterable[Job]) -> set[PolicyVersion]:
-    """The versions that these jobs name: the one they begin from, the one they made. A bare name means the newest,
-    which stays in any case; while a job reads it, it is held (`AdapterStore.held`), also where a newer one comes."""
+    """Return the versions that these jobs name: the one they begin from, the one they made. A bare name means the
+    newest, which stays in any case; while a job reads it, it is held (`AdapterStore.held`), also where a newer one
+    comes."""
     named = [text for job in jobs for text in (job.config.get("base_adapter"), job.version)]
     return {PolicyVersion.parse(text) for text in named if text is not None and "@" in text}
 
 
 def needing(jobs: Iterable[Job], versions: Collection[PolicyVersion], store: AdapterStore) -> Job | None:
-    """One of `jobs` that cannot do without `versions`. One that names an adapter, and no version, needs any one version
-    that is as healthy as the one that it would begin from now."""
+    """Return one of `jobs` that cannot do without `versions`. One that names an adapter, and no version, needs any one
+    version that is as healthy as the one that it would begin from now."""
     return next((job for job in jobs if needed([job]) & set(versions) or _has_no_other(job, versions, store)), None)
 
 
@@ -113,7 +114,7 @@ class Retention:
         return removed
 
     def _free(self) -> set[PolicyVersion]:
-        """What is surplus and no job needs."""
+        """Return what is surplus and no job needs."""
         old: set[PolicyVersion] = set()
         for name in self._store.names():
             versions = self._store.versions(name)

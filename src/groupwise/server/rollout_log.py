@@ -194,7 +194,7 @@ _ORDERS: dict[Sort, str] = {
 
 
 def _recent(server: Server, wanted: _Wanted, after: int | None, since: int | None, limit: int) -> RolloutPage:
-    """The cursor is the last row's number where rows go by time, else how many rows are behind."""
+    """Return a page. The cursor is the last row's number where rows go by time, else how many rows are behind."""
     by_time, forward = wanted.sort in ("newest", "oldest"), wanted.sort == "oldest"
     tests: dict[str, Any] = {"finish_reason = ?": wanted.finish_reason, "version = ?": wanted.version, "seq > ?": since}
     if by_time:
@@ -227,7 +227,7 @@ def _recent(server: Server, wanted: _Wanted, after: int | None, since: int | Non
 
 
 def _prompt_of(db: sqlite3.Connection, id: str) -> bytes:
-    """The prompt of a rollout, as the ledger has it. Raises RolloutNotFoundError."""
+    """Return the prompt of a rollout, as the ledger has it. Raises RolloutNotFoundError."""
     one = db.execute("SELECT prompt_ids FROM rollout WHERE id = ?", (id,)).fetchone()
     if one is None:
         raise RolloutNotFoundError(f"there is no rollout {id[:64]!r}", hint="rollouts are kept for 7 days")
@@ -314,7 +314,7 @@ def _tokens(ids: Sequence[int], logprobs: bytes | Sequence[float] | None, tokeni
 
 
 def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text in as many pieces as there are tokens; a character of several stands with the last of them."""
+    """Return the text in as many pieces as there are tokens; a character of several stands with the last of them."""
     ends, stream = stop_ids(tokenizer), Detokenizer(tokenizer)
     pieces = [stream.push(id) for id in ids]
     last = len(ids)
@@ -386,7 +386,7 @@ def _posted(ledger: Ledger, job_id: str) -> _Posted:
 
 
 def _of_job(server: Server, job_id: str, wanted: _Wanted, after: int | None, limit: int) -> RolloutPage:
-    """The cursor is how many completions, in their order, are behind."""
+    """Return a page. The cursor is how many completions, in their order, are behind."""
     posted, tokenizer, rows = _posted(server.ledger, job_id), server.base.tokenizer, list[RolloutRow]()
     alike = None if wanted.like is None else posted.groups[_place_in(posted, wanted.like)].prompt_ids
     places, begin = _sorted(server.ledger, job_id, wanted.sort), after or 0
@@ -408,7 +408,7 @@ def _of_job(server: Server, job_id: str, wanted: _Wanted, after: int | None, lim
 
 @lru_cache(maxsize=4)
 def _sorted(ledger: Ledger, job_id: str, sort: Sort) -> Sequence[tuple[int, int]]:
-    """A job's completions in order; as they were posted where it is not by reward or length."""
+    """Return a job's completions in order; as they were posted where it is not by reward or length."""
     posted = _posted(ledger, job_id)
     if sort in ("best", "worst"):
         return sorted(posted.places, key=posted.reward, reverse=sort == "best")
@@ -437,7 +437,7 @@ def _group_of_job(server: Server, id: str) -> tuple[list[RolloutDetail], Sequenc
 
 
 def _place_in(posted: _Posted, id: str) -> int:
-    """The group that an id names. Raises RolloutNotFoundError."""
+    """Return the group that an id names. Raises RolloutNotFoundError."""
     job_id, _, place = id.partition(".")
     number = place.partition(".")[0]
     if not (job_id == posted.job.id and number.isascii() and number.isdigit() and int(number[:9]) < len(posted.groups)):

@@ -105,14 +105,15 @@ def messages(prompt: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def columns(prompt: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The prompt's other columns as text."""
+    """Return the prompt's other columns as text."""
     return tuple((str(key), _short(value)) for key, value in (prompt["columns"] or {}).items())
 
 
 def completion(
     raw: Mapping[str, Any], prompt_ids: Sequence[int], tokenizer: Tokenizer | None, *, budget: int
 ) -> ShownCompletion:
-    """A rollout, at most `budget` tokens of it. It has no turns where the environment failed before the first."""
+    """Return a rollout, at most `budget` tokens of it. It has no turns where the environment failed before the
+    first."""
     turns = raw["turns"]
     texts = [_pieces(turn, tokenizer) for turn in turns]
     said = [
@@ -143,8 +144,8 @@ def completion(
 
 
 def _transcript(raw: Mapping[str, Any], said: Sequence[Block], told: Sequence[str]) -> list[Block]:
-    """What was said by whom. `told` is what the policy heard before each turn and after the one before, as its tokens
-    say: that is shown where there are no messages for it."""
+    """Return what was said by whom. `told` is what the policy heard before each turn and after the one before, as its
+    tokens say: that is shown where there are no messages for it."""
     if raw.get("stop") is None:
         pieces = [piece for heard, block in zip(told, said, strict=True) for piece in (*_given(heard), *block.pieces)]
         return [Block(pieces=tuple(pieces))]
@@ -163,7 +164,8 @@ def _transcript(raw: Mapping[str, Any], said: Sequence[Block], told: Sequence[st
 
 
 def _told(turns: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
-    """What each turn saw beyond the turn before and what that said; "" where the tokens do not go on from there."""
+    """Return what each turn saw beyond the turn before and what that said; "" where the tokens do not go on from
+    there."""
     texts: list[str] = []
     seen: list[int] | None = None
     for turn in turns:
@@ -176,7 +178,7 @@ def _told(turns: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], tokeniz
 
 
 def _forks(turns: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int]) -> list[bool]:
-    """Whether each turn does not go on from the one before."""
+    """Return whether each turn does not go on from the one before."""
     forks: list[bool] = []
     seen: list[int] = []
     for turn in turns:
@@ -200,7 +202,7 @@ def _who(message: Mapping[str, Any]) -> str:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    """A message's text, its tool calls behind it."""
+    """Return a message's text, its tool calls behind it."""
     content = message.get("content")
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     if message.get("tool_calls"):
@@ -209,7 +211,7 @@ def _said(message: Mapping[str, Any]) -> str:
 
 
 def _pieces(turn: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[Piece] | None:
-    """A piece a token; tokens that share a character are one, whose log-probability is their sum."""
+    """Return a piece a token; tokens that share a character are one, whose log-probability is their sum."""
     texts = token_texts(turn["token_ids"], tokenizer, text=turn["text"])
     if texts is None:
         return None
@@ -227,7 +229,7 @@ def _pieces(turn: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[Piece]
 
 
 def _whole(turn: Mapping[str, Any]) -> Piece:
-    """A turn in one, with the means over its tokens."""
+    """Return a turn in one, with the means over its tokens."""
     logprobs = [value for value in _numbers(turn["logprobs"]) if value is not None]
     gaps = [abs(value) for value in _gaps(turn) if value is not None]
     return Piece(
@@ -238,7 +240,8 @@ def _whole(turn: Mapping[str, Any]) -> Piece:
 
 
 def _bounded(blocks: Sequence[Block], budget: int) -> list[Block]:
-    """The beginning and the end of what is longer than `budget` tokens; what others said counts by its characters."""
+    """Return the beginning and the end of what is longer than `budget` tokens; what others said counts by its
+    characters."""
     placed = [(place, piece) for place, block in enumerate(blocks) for piece in block.pieces]
     sizes = [len(piece.text) // _TOKEN_CHARS + 1 if piece.kind == "given" else 1 for _, piece in placed]
     if sum(sizes) <= budget:
@@ -253,7 +256,7 @@ def _bounded(blocks: Sequence[Block], budget: int) -> list[Block]:
 
 
 def _fitting(sizes: Sequence[int], most: int) -> int:
-    """How many of the first fit."""
+    """Return how many of the first fit."""
     return sum(total <= most for total in itertools.accumulate(sizes))
 
 
@@ -275,7 +278,7 @@ def _numbers(values: Sequence[Any]) -> list[float | None]:
 
 
 def finite(value: Any) -> float | None:
-    """A finite number; a rollout's file has the others as strings."""
+    """Return a finite number; a rollout's file has the others as strings."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 

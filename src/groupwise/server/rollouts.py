@@ -76,7 +76,7 @@ async def batch(http: Request) -> Response:
 def read_batch(
     raw: bytes, base: TextModel, config: ServeConfig, *, context: int
 ) -> tuple[BatchRequest, list[tuple[int, ...]]]:
-    """A body and its prompts. Raises RequestError."""
+    """Return a body and its prompts. Raises RequestError."""
     body = parse_body(raw, BatchRequest, config)
     options = {"tools": body.tools, "options": body.chat_template_kwargs, "context": context}
     return body, encode_conversations(body.prompts, base.tokenizer, **options, field="prompts")
@@ -107,7 +107,7 @@ def encode_conversations(
 
 
 def _records(asked: Admission, groups: Sequence[Sequence[Completion]]) -> list[RolloutRecord]:
-    """What is kept of each completion, by prompt, then by completion, under ids of their own."""
+    """Return what is kept of each completion, by prompt, then by completion, under ids of their own."""
     return [replace(each, id=f"rollout-{secrets.token_hex(12)}") for each in asked.records(groups)]
 
 
@@ -145,7 +145,7 @@ def _answer(
 
 
 def _reasoning(text: str, *, thinks: bool) -> str | None:
-    """The thought in a reply, if there is one."""
+    """Return the thought in a reply, if there is one."""
     parser = ReplyParser(thinks=thinks)
     parts = [*parser.push(text), *parser.finish()]
     return "".join(part.text for part in parts if part.kind == "reasoning") or None

@@ -74,7 +74,7 @@ class MetricsFile:
         self._last: dict[str, float] = {}
 
     def since(self, after: str | None = None) -> RecordPage:
-        """What came behind `after`; all without one. Raises RequestError for what is no cursor."""
+        """Return what came behind `after`; all without one. Raises RequestError for what is no cursor."""
         if after is not None and not _CURSOR.fullmatch(after):
             raise RequestError(
                 f"after is {after[:64]!r}; it must be the `next` of an answer, or left out", field="after"
@@ -87,14 +87,14 @@ class MetricsFile:
             return RecordPage(records=records, next=f"{self._inode}-{self._offset}", anew=not goes_on)
 
     def standing(self) -> RunProgress:
-        """How far it is."""
+        """Return how far it is."""
         with self._lock:
             self._read_on()
             started = self._lines[0][1]["time"] if self._lines else None
             return RunProgress(step=self._step, last=dict(self._last), started=started, damaged=self._damaged)
 
     def by_step(self) -> list[dict[str, Any]]:
-        """A record a step; what was written twice counts as it was written last."""
+        """Return a record a step; what was written twice counts as it was written last."""
         found: dict[int, dict[str, Any]] = {}
         for record in self.since().records:
             found[record["step"]] = {**found.get(record["step"], {}), **record}
@@ -129,7 +129,7 @@ class MetricsFile:
 
 
 def _record(line: bytes) -> Record | None:
-    """A line as it may be sent: a number that is not finite is null. None for what is not a line of metrics."""
+    """Return a line as it may be sent: a number that is not finite is null. None for what is not a line of metrics."""
     try:
         raw = json.loads(line)
         record = {"step": int(raw["step"]), "time": str(raw["time"])}
@@ -152,7 +152,7 @@ class RunFiles:
         self.metrics = MetricsFile(directory / METRICS)
 
     def config(self) -> tuple[Mapping[str, Any], str | None]:
-        """The configuration, and why it cannot be read, if so."""
+        """Return the configuration, and why it cannot be read, if so."""
         path = self.directory / CONFIG
         try:
             stat = path.stat()
@@ -161,11 +161,11 @@ class RunFiles:
             return {}, f"{CONFIG} cannot be read: {getattr(error, 'message', error)}"
 
     def values(self) -> dict[str, Any]:
-        """The configuration as JSON has it, under dotted names."""
+        """Return the configuration as JSON has it, under dotted names."""
         return plain(dict(leaves(self.config()[0])))
 
     def summary(self) -> RunSummary:
-        """How far it is."""
+        """Return how far it is."""
         config, now = self.config()[0], self.metrics.standing()
         steps = _at(config, "train.steps", int)
         evaluated = ((_EVALUATED.fullmatch(key), value) for key, value in now.last.items())
@@ -193,7 +193,7 @@ class RunFiles:
         return RunDetail(**summary.model_dump(), config=self.values(), versions=self._versions(), notes=notes)
 
     def health(self) -> Report:
-        """What is wrong, or was; with overrides for this configuration, if it is one of this version."""
+        """Return what is wrong, or was; with overrides for this configuration, if it is one of this version."""
         config = self.config()[0]
         try:
             known = parse_config(config)
@@ -202,7 +202,7 @@ class RunFiles:
         return examine(self.metrics.by_step(), config=known)
 
     def kept_step(self) -> int | None:
-        """The step of the version that the run keeps as its best (`eval.best`); None where it keeps the last."""
+        """Return the step of the version that the run keeps as its best (`eval.best`); None where it keeps the last."""
         mode = _at(self.config()[0], "eval.best", str)
         values = {line["step"]: line.get(f"eval/{mode}/reward") for line in self.metrics.by_step()}
         scored = {step: value for step, value in values.items() if value is not None}
@@ -218,7 +218,7 @@ class RunFiles:
         return "finished" if whole else "stopped" if step else "empty"
 
     def _is_locked(self) -> bool:
-        """Whether a process of this machine trains in the directory, as far as the kernel says."""
+        """Return whether a process of this machine trains in the directory, as far as the kernel says."""
         return is_locked(self.directory / _LOCK)
 
     def _touched(self) -> float:
@@ -243,7 +243,7 @@ def _config(path: Path, changed: int, size: int) -> Mapping[str, Any]:
 
 
 def _at(config: Mapping[str, Any], dotted: str, kind: type) -> Any:
-    """A value of the configuration; None where it has none of this kind."""
+    """Return a value of the configuration; None where it has none of this kind."""
     value: Any = config
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -251,12 +251,12 @@ def _at(config: Mapping[str, Any], dotted: str, kind: type) -> Any:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether it is, or is about to become, the directory of a run."""
+    """Return whether it is, or is about to become, the directory of a run."""
     return (directory / METRICS).is_file() or (directory / CONFIG).is_file()
 
 
 def open_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
-    """The runs by id: the shortest ends of their paths that tell them apart, with `~` for the slashes.
+    """Return the runs by id: the shortest ends of their paths that tell them apart, with `~` for the slashes.
 
     Raises ConfigError for what is no run, and for one that is named twice.
     """

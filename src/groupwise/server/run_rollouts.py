@@ -143,7 +143,7 @@ def _in_order(
 
 
 def facets(run: RunFiles) -> RolloutFacets:
-    """What the completions can be filtered by, counted in the newest files, as far as one page reads."""
+    """Return what the completions can be filtered by, counted in the newest files, as far as one page reads."""
     versions, reasons, tags = Counter[str](), Counter[str](), dict[str, Counter[str]]()
     counted = read = 0
     places = _files(run)
@@ -172,14 +172,14 @@ def _counts(values: Counter[str]) -> list[FacetCount]:
 
 
 def prompt_id(run: RunFiles, id: str) -> str:
-    """The id of the prompt of a rollout, the same at every step. Raises RolloutNotFoundError."""
+    """Return the id of the prompt of a rollout, the same at every step. Raises RolloutNotFoundError."""
     found = group(run, id)  # which says what is wrong with the id
     step, number = map(int, found.group.split("."))
     return str(dict(_lines(_file(run, step)))[number]["prompt"]["id"])
 
 
 def group(run: RunFiles, id: str) -> RunRolloutGroup:
-    """The group of a rollout. Raises RolloutNotFoundError."""
+    """Return the group of a rollout. Raises RolloutNotFoundError."""
     match = _ID.fullmatch(id)
     step, number = (int(match[1]), int(match[2])) if match else (0, 0)
     path = _file(run, step)
@@ -195,15 +195,15 @@ def group(run: RunFiles, id: str) -> RunRolloutGroup:
 
 
 def steps_of(run: RunFiles) -> list[int]:
-    """The steps whose completions were written, oldest first."""
+    """Return the steps whose completions were written, oldest first."""
     return [step for step, _ in reversed(_files(run))]
 
 
 def groups_of(
     run: RunFiles, step: int, *, tokens: int = MOST_TOKENS, left_out: Callable[[str], object] = log.warning
 ) -> Iterator[RunRolloutGroup]:
-    """Every group of a step as `group` gives it, at most so many tokens of each completion. What is damaged is not
-    among them; `left_out` is told of it."""
+    """Yield every group of a step as `group` gives it, at most so many tokens of each completion. What is damaged is
+    not among them; `left_out` is told of it."""
     path = _file(run, step)
     for number, raw in _lines(path, left_out):
         try:
@@ -222,7 +222,7 @@ def _damaged(path: Path, number: int, error: Exception) -> str:
 
 
 def _files(run: RunFiles) -> list[tuple[int, Path]]:
-    """The newest step first."""
+    """Return the newest step first."""
     named = ((_STEP.fullmatch(path.name), path) for path in (run.directory / ROLLOUTS).glob("step_*.jsonl"))
     return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
 
@@ -251,7 +251,7 @@ class FoundRow(NamedTuple):
 
 
 def _rows(run: RunFiles, step: int, path: Path) -> tuple[Sequence[FoundRow], int]:
-    """Every completion of a step, and the file's size."""
+    """Return every completion of a step, and the file's size."""
     changed, size = _stat(path)
     return (_parsed(run, step, path, changed, size), size) if size else ((), 0)
 
@@ -300,7 +300,7 @@ class _Line:
         ]
 
     def text(self, i: int) -> str:
-        """What the policy said, turn by turn."""
+        """Return what the policy said, turn by turn."""
         return "\n".join(turn["text"] for turn in self.raw["rollouts"][i]["turns"])
 
     def fields(self, i: int, prompt: str, text: str) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def _part(block: Block) -> RolloutPart:
 
 
 def _params(rollout: object) -> SamplingParams:
-    """How a run of this configuration samples, as far as it says."""
+    """Return how a run of this configuration samples, as far as it says."""
     given = rollout if isinstance(rollout, Mapping) else {}
     names = ("temperature", "top_p", "top_k", "min_p")
     return SamplingParams(**{name: given[name] for name in names if isinstance(given.get(name), int | float)})
@@ -389,8 +389,8 @@ _EVALUATION = re.compile(r"step_(\d+)\.(.+)\.jsonl")
 
 
 def change_of(run: RunFiles) -> RunEvaluations:
-    """The first evaluation beside the last, or beside that of the version which the run keeps (`eval.best`); greedy if
-    that was evaluated.
+    """Return the first evaluation beside the last, or beside that of the version which the run keeps (`eval.best`);
+    greedy if that was evaluated.
 
     Nothing (`mode` is None) where there are not two, or where they cannot be read or are not of the same prompts.
     """
@@ -432,7 +432,7 @@ def change_of(run: RunFiles) -> RunEvaluations:
 
 
 def _evaluations(run: RunFiles) -> dict[str, dict[int, Path]]:
-    """The file of each step, by mode."""
+    """Return the file of each step, by mode."""
     found: dict[str, dict[int, Path]] = {}
     for path in sorted((run.directory / EVALUATIONS).glob("step_*.jsonl")):
         if match := _EVALUATION.fullmatch(path.name):
@@ -458,7 +458,8 @@ class _Changes:
 
 
 def _compare(first: Path, last: Path) -> tuple[int, _Changes, _Changes]:
-    """How many prompts there are, and which of them got better and worse. ValueError if they are not the same."""
+    """Return how many prompts there are, and which of them got better and worse. ValueError if they are not the
+    same."""
     prompts, better, worse = 0, _Changes(), _Changes()
     for before, after in zip(_evaluated(first), _evaluated(last), strict=True):
         if before["prompt"]["id"] != after["prompt"]["id"]:
@@ -471,7 +472,7 @@ def _compare(first: Path, last: Path) -> tuple[int, _Changes, _Changes]:
 
 
 def _evaluated(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The groups of an evaluation that have a completion; the head of its file is none."""
+    """Yield the groups of an evaluation that have a completion; the head of its file is none."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             raw = json.loads(line)

@@ -94,7 +94,7 @@ async def run_health(request: Request, run: str) -> RunHealth:
 
 
 def judged(run: RunFiles) -> RunHealth:
-    """The answer of .../health."""
+    """Return the answer of .../health."""
     report = run.health()
     return RunHealth(run=run.id, status=report.status, findings=told(report, lambda found: [*map(str, found.advice)]))
 
@@ -212,7 +212,8 @@ async def follow(
 
 
 def _look(run: RunFiles, after: str | None) -> tuple[bool, RecordPage]:
-    """The state is read first: if the run has ended by then, the lines are all there will be."""
+    """Return state and lines. The state is read first: if the run has ended by then, the lines are all there will
+    be."""
     return run.is_running(), run.metrics.since(after)
 
 

@@ -97,7 +97,7 @@ class Admission:
         return tokens
 
     def usage(self, groups: Sequence[Sequence[Completion]]) -> Usage:
-        """Each prompt counts once, and every sampled token, also the one that ended a turn."""
+        """Return the token counts: each prompt counts once, and every sampled token, also the one that ended a turn."""
         prompt = sum(len(request.prompt_ids) for request in self.requests)
         completion = sum(len(completion.token_ids) for group in groups for completion in group)
         known = [group[0].cached_tokens for group in groups]
@@ -105,8 +105,8 @@ class Admission:
         return usage(prompt, completion).model_copy(update={"prompt_tokens_details": cached})
 
     def records(self, groups: Sequence[Sequence[Completion]]) -> list[RolloutRecord]:
-        """What is kept of each completion, by prompt, then by completion. The first has the answer's own id, the others
-        the id, a hyphen and their index."""
+        """Return what is kept of each completion, by prompt, then by completion. The first has the answer's own id, the
+        others the id, a hyphen and their index."""
         flat = [(request, each) for request, group in zip(self.requests, groups, strict=True) for each in group]
         return [
             RolloutRecord(
@@ -156,7 +156,8 @@ class Admission:
         self.server.recorder.finished(self.record, finish_reason=reason, prompt_tokens=prompt)
 
     def _is_the_clients(self, error: Exception) -> bool:
-        """Whether the client caused an error: it left, asked for what is refused, or for a grammar that takes long."""
+        """Return whether the client caused an error: it left, asked for what is refused, or for a grammar that takes
+        long."""
         if isinstance(error, ClientGone | SlowReaderError):
             return True
         slow = isinstance(error, DeadlineError) and any(each.params.grammar is not None for each in self.requests)
@@ -284,8 +285,8 @@ def _one_more(under_way: Counter[str], sender: str) -> Iterator[None]:
 
 
 def _session(http: Request, body: Sampling) -> str:
-    """What has the same answerer while a version is on trial: the header x-session-id, the body's `user`, or else the
-    request alone."""
+    """Return what has the same answerer while a version is on trial: the header x-session-id, the body's `user`, or
+    else the request alone."""
     user = (body.model_extra or {}).get("user")
     return http.headers.get("x-session-id") or (str(user) if user else secrets.token_hex(8))
 
@@ -305,7 +306,7 @@ async def compiled(engine: LiveEngine, grammars: Sequence[Grammar | None], *, se
 def sampling_params(
     body: Sampling, prompt_ids: Sequence[int], *, context: int, most_tokens: int, index: int = 0, top_logprobs: int = 0
 ) -> SamplingParams:
-    """How `body` wants its `index`-th prompt sampled.
+    """Return how `body` wants its `index`-th prompt sampled.
 
     Without `max_tokens` a completion may have `most_tokens`, or as many as fit into the context.
 
@@ -345,7 +346,7 @@ def sampling_params(
 
 
 def truncated(body: Sampling, prompt_ids: Sequence[int], *, context: int) -> Sequence[int]:
-    """The last of the prompt's tokens, as many as the body wants to keep."""
+    """Return the last of the prompt's tokens, as many as the body wants to keep."""
     most = body.truncate_prompt_tokens
     if most == -1:
         most = max(1, context - max(1, body.most_tokens or 1))
@@ -361,7 +362,8 @@ def _check_biased(body: Sampling, vocabulary: int) -> None:
 
 
 def prompt_seed(seed: int, index: int) -> int:
-    """The seed of a request's `index`-th prompt: its own for the first, so that a batch of one is like a chat."""
+    """Return the seed of a request's `index`-th prompt: its own for the first, so that a batch of one is like a
+    chat."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed},{index}".encode(), digest_size=8).digest(), "little") >> 1

@@ -30,7 +30,7 @@ Raw = str | tuple[int, ...]
 
 
 def _prompts(value: Any) -> tuple[Raw, ...]:
-    """A prompt in any of OpenAI's four forms as a tuple of texts and ids."""
+    """Return a prompt in any of OpenAI's four forms as a tuple of texts and ids."""
     several = isinstance(value, list) and bool(value) and not any(type(item) is int for item in value[:1])
     return tuple(_prompt(item) for item in (value if several else [value]))
 

@@ -128,7 +128,7 @@ Conversation = Annotated[
 
 
 def as_messages(messages: Sequence[ChatMessage]) -> tuple[types.Message, ...]:
-    """A conversation as `types.Prompt` wants it."""
+    """Return a conversation as `types.Prompt` wants it."""
     return tuple(message.as_message() for message in messages)
 
 
@@ -268,6 +268,6 @@ class StructuredOutputs(NullIsAbsent, Part):
         return given | {name: value for name in rest if (value := getattr(self, name))}
 
     def as_grammar(self, field: str) -> types.Grammar:
-        """The same as a `Grammar`, which errors call by `field`."""
+        """Return the same as a `Grammar`, which errors call by `field`."""
         ((name, given),) = self._given().items()
         return types.Grammar.of_option(name, given, field=f"{field}.{name}")

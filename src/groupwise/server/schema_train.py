@@ -20,7 +20,7 @@ RolloutId = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 def _at_least(count: int) -> Any:
-    """The document's `minItems`; `submit` refuses less, in better words."""
+    """Return the document's `minItems`; `submit` refuses less, in better words."""
     return Field(json_schema_extra={"minItems": count})
 
 
@@ -28,7 +28,7 @@ SampledIds = Annotated[TokenIds, _at_least(1)]
 
 
 def _under_config(kind: str) -> dict[str, str]:
-    """Where options go that people write beside `config`."""
+    """Return where options go that people write beside `config`."""
     return {name: f"config.{ours}" for name, ours in JOB_OTHER_NAMES[kind].items()} | {
         name: f"config.{name}" for name in MODELS[kind].model_fields
     }

@@ -88,7 +88,7 @@ class Shadow:
             self._task = asyncio.create_task(self._answer_all())
 
     def _is_busy(self) -> bool:
-        """Whether completions wait for a row, or half of the rows are in use."""
+        """Return whether completions wait for a row, or half of the rows are in use."""
         stats = self._server.engine.stats()
         return stats["waiting"] > 0 or stats["running"] >= max(1, self._server.config.batch_rows // 2)
 
@@ -101,7 +101,7 @@ class Shadow:
                 self._server.recorder.shadowed(result, tokens=tokens)
 
     async def _outcome(self, asked: _Offered) -> tuple[str, int]:
-        """What became of one request, and how many tokens were sampled for it; never raises."""
+        """Return what became of one request, and how many tokens were sampled for it; never raises."""
         trial, new = asked.trial, None
         if self._is_busy():
             return "dropped", 0
@@ -123,7 +123,8 @@ class Shadow:
         return "answered", len(new.token_ids)
 
     async def _answered(self, asked: _Offered) -> tuple[Completion, float | None]:
-        """The version's own answer to the request, and the sum of its log p_new - log p_old where there is a max_kl."""
+        """Return the version's own answer to the request, and the sum of its log p_new - log p_old where there is a
+        max_kl."""
         server, params = self._server, replace(asked.request.params, top_logprobs=0)
         patience_s = server.config.request_timeout_s
         async with server.policies.lease(adapter=str(asked.trial.version), patience_s=patience_s) as version:

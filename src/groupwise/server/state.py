@@ -101,5 +101,5 @@ class Server:
 
 
 def server_of(request: Request) -> Server:
-    """The parts of the server that answers `request`."""
+    """Return the parts of the server that answers `request`."""
     return cast("Server", request.app.state.server)

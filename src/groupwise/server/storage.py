@@ -31,7 +31,8 @@ class StorageProbe:
         self._failed_at, self._failure = -FAILED_S, ""
 
     def problem(self) -> str | None:
-        """Why something could not be written just now; None where all could. For threads: a disk takes its time."""
+        """Return why something could not be written just now; None where all could. For threads: a disk takes its
+        time."""
         with self._lock:
             if time.monotonic() - self._asked_at >= PROBE_S:
                 self._problem = self._ask()
@@ -55,7 +56,7 @@ class StorageProbe:
 
 
 def room_problem(directory: Path, least: int) -> str | None:
-    """What is wrong where fewer than `least` bytes are free, or nobody can say how many are."""
+    """Return what is wrong where fewer than `least` bytes are free, or nobody can say how many are."""
     try:
         free = shutil.disk_usage(directory).free
     except OSError as error:

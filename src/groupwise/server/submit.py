@@ -70,7 +70,7 @@ class Submission:
 def read_grpo(
     raw: bytes, base: TextModel, config: ServeConfig, *, store: AdapterStore, ledger: Path, pending: Collection[str]
 ) -> Submission:
-    """The job that a body of /v1/train/grpo asks for. `ledger`: where the rollouts are. Raises RequestError."""
+    """Return the job that a body of /v1/train/grpo asks for. `ledger`: where the rollouts are. Raises RequestError."""
     request = parse_body(raw, GrpoRequest, config)
     return prepare_grpo(request, base=base, store=store, rollouts=partial(kept_rollouts, ledger), pending=pending)
 
@@ -78,7 +78,7 @@ def read_grpo(
 def read_sft(
     raw: bytes, base: TextModel, config: ServeConfig, *, store: AdapterStore, pending: Collection[str]
 ) -> Submission:
-    """The job that a body of /v1/train/sft asks for. Raises RequestError."""
+    """Return the job that a body of /v1/train/sft asks for. Raises RequestError."""
     return prepare_sft(parse_body(raw, SftRequest, config), base=base, store=store, pending=pending)
 
 
@@ -187,7 +187,7 @@ def prepare_sft(
 
 
 def _named(kind: str, config: JobConfig, store: AdapterStore) -> tuple[str, str]:
-    """An id for the job, and what its adapter is called: a name that is made up begins as the id does."""
+    """Return an id for the job, and what its adapter is called: a name that is made up begins as the id does."""
     while True:
         id = uuid4().hex
         name = config.output_name or f"{kind}-{id[:8]}"
@@ -249,7 +249,7 @@ def _check_completion(completion: ScoredCompletion, at: str, *, has_messages: bo
 
 
 def _reward_stderr(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """The standard error of the mean reward over groups, whose completions are not independent of each other."""
+    """Return the standard error of the mean reward over groups, whose completions are not independent of each other."""
     means = [fmean(completion.reward for completion in group.completions) for group in groups]
     return {"reward_stderr": stdev(means) / math.sqrt(len(means))} if len(means) > 1 else {}
 
@@ -291,8 +291,8 @@ def _check_warmup(config: JobConfig, steps: int) -> None:
 def _continued(
     config: JobConfig, *, base: TextModel, store: AdapterStore, pending: Collection[str]
 ) -> tuple[PolicyVersion | None, dict[str, Any]]:
-    """The version from which the job would start now, None if a job ahead of it decides that; and what then acts where
-    the request says nothing.
+    """Return the version from which the job would start now, None if a job ahead of it decides that; and what then acts
+    where the request says nothing.
 
     A bare name is left as it is: it means the newest version when the job runs, so that queued rounds add up.
     """
@@ -339,7 +339,8 @@ def _check_shape(config: JobConfig, version: PolicyVersion, saved: Mapping[str, 
 
 
 def _targeted(config: JobConfig, base: TextModel) -> list[str] | None:
-    """The modules that `target_modules` means; None where it is left out and those of an adapter may be meant."""
+    """Return the modules that `target_modules` means; None where it is left out and those of an adapter may be
+    meant."""
     given = config.target_modules
     for i, target in enumerate(given if isinstance(given, tuple) else ()):
         try:
@@ -358,7 +359,7 @@ def _completions(groups: Sequence[ScoredGroup]) -> Iterator[tuple[str, ScoredCom
 
 
 def _found(groups: Sequence[ScoredGroup], rollouts: FindRollouts) -> Mapping[str, RolloutRecord]:
-    """The records of the rollouts that the request names. Raises RequestError if some are not kept."""
+    """Return the records of the rollouts that the request names. Raises RequestError if some are not kept."""
     where = {c.rollout_id: at for at, c in _completions(groups) if c.rollout_id is not None}
     records = rollouts(list(where)) if where else {}
     missing = [id for id in where if id not in records]
@@ -375,7 +376,7 @@ def _found(groups: Sequence[ScoredGroup], rollouts: FindRollouts) -> Mapping[str
 
 
 def _temperature(config: GrpoJobConfig, groups: Sequence[ScoredGroup], records: Mapping[str, RolloutRecord]) -> float:
-    """What the completions were sampled at: log-probabilities are computed at it, and it must be one for all."""
+    """Return what the completions were sampled at: log-probabilities are computed at it, and it must be one for all."""
     first: tuple[str, float] | None = None
     for at, completion in _completions(groups):
         if completion.rollout_id is None:

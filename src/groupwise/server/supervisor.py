@@ -66,7 +66,8 @@ class Admits(Protocol):
     async def decide(
         self, job: Job, version: PolicyVersion
     ) -> tuple[Literal["activate", "refused", "trial", "wait"], str]:
-        """What is to be done with a published version, and why. Raises GroupwiseError for what passes by itself."""
+        """Return what is to be done with a published version, and why. Raises GroupwiseError for what passes by
+        itself."""
         ...
 
 
@@ -92,7 +93,8 @@ def worker_command(
     weights: Path | None = None,
     worker: str = WORKER,
 ) -> list[str]:
-    """The command line of `groupwise.run.worker`, as a child of this process. `weights` is where it offers its own."""
+    """Return the command line of `groupwise.run.worker`, as a child of this process. `weights` is where it offers its
+    own."""
     command = [sys.executable, "-m", "groupwise.run.worker", "--state", str(state_dir), "--model", model]
     command += ["--dtype", dtype, "--device", device, "--worker", worker, "--parent", str(os.getpid())]
     command += ["--cast-lm-head", cast_lm_head]
@@ -137,7 +139,7 @@ class Supervisor:
         return self._status
 
     def last_words(self, job_id: str) -> str | None:
-        """The end of what the worker said before it died with this job, if it did."""
+        """Return the end of what the worker said before it died with this job, if it did."""
         with suppress(OSError):
             return self._words_path(job_id).read_text(encoding="utf-8")
         return None
@@ -270,7 +272,7 @@ class Supervisor:
                 await self._finish(job)
 
     async def _admitted(self, job: Job) -> bool:
-        """Whether the job's version is to be swapped in now; the gate's other decisions are carried out here."""
+        """Return whether the job's version is to be swapped in now; the gate's other decisions are carried out here."""
         if self.gate is None:
             return True
         version = PolicyVersion.parse(str(job.version))
@@ -305,7 +307,7 @@ class Supervisor:
                     self._ledger.put_off_swap(job.id)
 
     async def _end(self, job: Job) -> bool:
-        """Whether the swap ended, well or not; it is tried again if it did not."""
+        """Return whether the swap ended, well or not; it is tried again if it did not."""
         version = PolicyVersion.parse(str(job.version))
         faults.point("swap:before-load")
         try:
@@ -360,7 +362,7 @@ async def _guarded(work: Callable[[], Awaitable[None]]) -> bool:
 
 
 def _tail(path: Path, offset: int) -> str:
-    """The last lines of what was written to `path` behind `offset`."""
+    """Return the last lines of what was written to `path` behind `offset`."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(offset, size - LAST_BYTES))

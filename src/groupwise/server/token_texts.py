@@ -24,7 +24,7 @@ _FILE = "tokenizer.json"
 
 
 def find_tokenizer(model: str | None) -> Tokenizer | None:
-    """The tokenizer of a configuration's `model`; None where there is none here."""
+    """Return the tokenizer of a configuration's `model`; None where there is none here."""
     path = _find_file(model) if model else None
     if path is None:
         return None
@@ -36,8 +36,8 @@ def find_tokenizer(model: str | None) -> Tokenizer | None:
 
 
 def token_texts(token_ids: Sequence[int], tokenizer: Tokenizer | None, *, text: str) -> list[str] | None:
-    """The text of each token, "" for one whose characters end in a later token. None without a tokenizer, and where
-    the ids do not give `text`: then the model on this machine is another one."""
+    """Return the text of each token, "" for one whose characters end in a later token. None without a tokenizer, and
+    where the ids do not give `text`: then the model on this machine is another one."""
     if tokenizer is None:
         return None
     stream = DecodeStream(skip_special_tokens=False)

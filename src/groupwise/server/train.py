@@ -85,15 +85,15 @@ async def train_sft(request: Request, idempotency_key: IdempotencyKey = None) ->
 
 
 def pending(server: Server) -> frozenset[str]:
-    """The adapters that jobs ahead will make the next version of."""
+    """Return the adapters that jobs ahead will make the next version of."""
     return frozenset(job.adapter for job in server.ledger.jobs(states=ACTIVE))
 
 
 async def _receive(
     request: Request, read: Callable[[RawBody, frozenset[str]], Awaitable[Submission]], key: str | None
 ) -> TrainSubmitted:
-    """The job that a body asks for, queued. One that was accepted before gets the same answer, whatever has changed
-    since: a full disk, other adapters."""
+    """Return the job that a body asks for, queued. One that was accepted before gets the same answer, whatever has
+    changed since: a full disk, other adapters."""
     server = server_of(request)
     async with receive_body(request, server.reader) as body:
         fingerprint = hashlib.sha256(f"{request.url.path}\n{body.digest}".encode()).hexdigest()
@@ -192,7 +192,7 @@ async def metrics(request: Request, job_id: str) -> JobMetrics:
 
 
 def _ordered(server: Server, limit: int = MOST_JOBS) -> list[Job]:
-    """A job whose version is being swapped in runs too; it comes behind the one that trains."""
+    """Return a job whose version is being swapped in runs too; it comes behind the one that trains."""
     active, ended = server.ledger.jobs(states=ACTIVE), server.ledger.jobs(states=ENDED, limit=limit)
     known = {job.id for job in ended}  # one that ended between the two reads is in both
     turn = sorted(active, key=lambda job: (job.position or 0, job.version is not None, job.created_at))
@@ -297,7 +297,8 @@ def _event_id(text: str | None, *, default: int) -> int:
 
 
 def _look(server: Server, job_id: str, after: int) -> tuple[Job, list[Event]]:
-    """The job is read first: if it has ended by then, the events behind are all there will be."""
+    """Return job and events. The job is read first: if it has ended by then, the events behind are all there will
+    be."""
     return server.ledger.job(job_id), server.ledger.events(job_id, after=after, limit=PAGE)
 
 

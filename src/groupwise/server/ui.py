@@ -116,7 +116,7 @@ def _safe(answer: Response) -> Response:
 
 @cache
 def built_files() -> dict[str, WebFile]:
-    """Every built file by its path under /ui/; empty where the interface has not been built."""
+    """Return every built file by its path under /ui/; empty where the interface has not been built."""
     paths = (path for path in sorted(BUILT.rglob("*")) if path.is_file())
     return {path.relative_to(BUILT).as_posix(): _read(path) for path in paths}
 

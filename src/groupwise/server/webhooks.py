@@ -151,7 +151,7 @@ class Webhooks:
         self._write_record(self._settled)
 
     def _read_record(self) -> tuple[set[str] | None, dict[str, float]]:
-        """The settled jobs, None where nobody knows, and for how many seconds others have been tried."""
+        """Return the settled jobs, None where nobody knows, and for how many seconds others have been tried."""
         try:
             record = json.loads(self._record.read_bytes())
             tried = {id: float(seconds) for id, seconds in record["tried_s"].items() if 0 <= seconds <= KEEP_TRYING_S}
@@ -182,7 +182,7 @@ class Webhooks:
             await asyncio.to_thread(self._write_record, self._settled or ())
 
     async def _attempt(self, client: httpx2.AsyncClient, delivery: _Delivery) -> bool:
-        """Whether it is settled now."""
+        """Return whether it is settled now."""
         job = delivery.job
         delay = min(LONGEST_DELAY_S, self._first_delay_s * 2 ** min(delivery.attempts, 30))
         delivery.attempts += 1
@@ -215,7 +215,7 @@ class Webhooks:
             await asyncio.to_thread(self._book.set, TOLD, told)
 
     async def _tell(self, client: httpx2.AsyncClient, transition: Transition) -> bool:
-        """Whether the transition is settled: taken, or given up."""
+        """Return whether the transition is settled: taken, or given up."""
         if self._transition is None or self._transition.seq != transition.seq:
             self._transition = _Pending(transition.seq, since=elapsed())
         pending = self._transition
@@ -234,7 +234,7 @@ class Webhooks:
         return True
 
     async def _post(self, client: httpx2.AsyncClient, delivery: str, said: Mapping[str, Any]) -> str | None:
-        """One attempt; None if it was taken, else why not."""
+        """Return one attempt; None if it was taken, else why not."""
         body = json.dumps(said, allow_nan=False).encode()
         headers = {"content-type": "application/json", "user-agent": "groupwise", "x-groupwise-delivery": delivery}
         if self._secret:
@@ -260,7 +260,7 @@ class Webhooks:
 
 
 def payload(job: Job, *, path: Path | None) -> dict[str, Any]:
-    """What is posted for a finished job. `path` is the directory of the version that it made."""
+    """Return what is posted for a finished job. `path` is the directory of the version that it made."""
     error = job.error or {}
     return {
         "job_id": job.id,
@@ -283,7 +283,8 @@ def payload(job: Job, *, path: Path | None) -> dict[str, Any]:
 
 
 def warnings_of(job: Job) -> list[str]:
-    """What is legal and perhaps not meant, what the job did not do as it was asked to, and what to do about it."""
+    """Return what is legal and perhaps not meant, what the job did not do as it was asked to, and what to do about
+    it."""
     warnings = list(job.summary.get("warnings", ()))
     if job.micro_tokens is not None:
         warnings.append(
@@ -306,8 +307,8 @@ def _why(job: Job) -> str:
 
 
 def signature(secret: str, *, timestamp: int, body: bytes) -> str:
-    """The value of x-groupwise-signature. A receiver computes it too, compares with `hmac.compare_digest`, and refuses
-    timestamps that are minutes old."""
+    """Return the value of x-groupwise-signature. A receiver computes it too, compares with `hmac.compare_digest`, and
+    refuses timestamps that are minutes old."""
     return "sha256=" + hmac.new(secret.encode(), f"{timestamp}.".encode() + body, hashlib.sha256).hexdigest()
 
 

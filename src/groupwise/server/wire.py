@@ -95,7 +95,7 @@ class OwnPart(Strict):
 
 # ---- problems with a code of their own ----
 def fault(code: str, message: str, **context: Any) -> PydanticCustomError:
-    """What a validator raises. `{name}` in the message stands for `context[name]`.
+    """Return what a validator raises. `{name}` in the message stands for `context[name]`.
 
     Of the context, `hint` becomes the error's hint. `param` names the field inside the model that is at fault; the
     message is then a whole sentence. Without it the sentence begins with the field: "n", "is 500; ...".
@@ -125,7 +125,7 @@ class FailFast:
 
 # ---- limits ----
 def limits_of(info: core_schema.ValidationInfo) -> ServeConfig:
-    """The configuration whose limits a body is checked against; the defaults where nobody named one."""
+    """Return the configuration whose limits a body is checked against; the defaults where nobody named one."""
     return info.context or _DEFAULTS
 
 
@@ -152,7 +152,7 @@ class AtMost:
 
 
 def with_limits(schema: Any, config: ServeConfig) -> Any:
-    """A JSON schema in which `x-limit` has become the configured maximum."""
+    """Return a JSON schema in which `x-limit` has become the configured maximum."""
     if isinstance(schema, list):
         return [with_limits(item, config) for item in schema]
     if not isinstance(schema, dict):
@@ -178,7 +178,7 @@ class Unsupported:
         return {"enum": list(self.neutral), "description": _NOT_SUPPORTED, "x-unsupported": True}
 
     def is_neutral(self, value: Any) -> bool:
-        """Whether it changes nothing."""
+        """Return whether it changes nothing."""
         return any(type(value) is type(same) and value == same for same in self.neutral)
 
     def _check(self, value: Any) -> Any:
@@ -262,7 +262,7 @@ def documented(
 
 
 def _codes_of(schema: Mapping[str, Any]) -> list[str]:
-    """The codes of what can be wrong with a body, as its schema shows it."""
+    """Return the codes of what can be wrong with a body, as its schema shows it."""
     text = json.dumps(schema)
     signs = {"limit_exceeded": '"x-limit"', "unsupported_parameter": '"x-unsupported"'}
     return [code for code, sign in signs.items() if sign in text]

@@ -145,18 +145,18 @@ class Adapted(NamedTuple):
     experts: int  # 1 where it is no parameter of experts
 
     def unpacked(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The pair as in the file, A [E r, in] and B [out, r E], as A [E, r, in] and B [E, out, r]. PEFT has the rows
-        of A expert by expert, and the columns of B rank by rank."""
+        """Return the pair as in the file, A [E r, in] and B [out, r E], as A [E, r, in] and B [E, out, r]. PEFT has the
+        rows of A expert by expert, and the columns of B rank by rank."""
         return a.view(self.experts, -1, a.shape[1]), b.view(b.shape[0], -1, self.experts).permute(2, 0, 1)
 
 
 def packed(a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
-    """A [E, r, in] and B [E, out, r] as PEFT's files have them: the inverse of `Adapted.unpacked`."""
+    """Return a [E, r, in] and B [E, out, r] as PEFT's files have them: the inverse of `Adapted.unpacked`."""
     return a_ERI.flatten(0, 1), b_EOR.permute(1, 2, 0).flatten(1)
 
 
 def is_expert_parameter(name: str) -> bool:
-    """Whether this full name is that of a fused parameter of experts."""
+    """Return whether this full name is that of a fused parameter of experts."""
     module, _, parameter = name.rpartition(".")
     return parameter in EXPERT_PARAMETERS and module.rpartition(".")[2] == EXPERTS
 
@@ -170,13 +170,13 @@ class ExpertTargets:
         self._wanted = frozenset(name for name in config.get("target_parameters") or () if not name.endswith(_WEIGHT))
 
     def of(self, module: str) -> list[str]:
-        """The full names of those of a module, in that order."""
+        """Return the full names of those of a module, in that order."""
         every = [f"{module}.{parameter}" for parameter in EXPERT_PARAMETERS] if self._wanted else []
         named = (name for name in every if is_expert_parameter(name))
         return [name for name in named if any(name[start:] in self._wanted for start in _starts(name))]
 
     def name(self, key: str) -> str:
-        """What the tensors `<key>.lora_A.weight` change: the module `key`, or a parameter of experts. Raises
+        """Return what the tensors `<key>.lora_A.weight` change: the module `key`, or a parameter of experts. Raises
         AdapterError where PEFT would have no place for them."""
         module, depth = key, 0
         while module.endswith(_NESTED):
@@ -193,7 +193,7 @@ class ExpertTargets:
         return parameters[-1 - depth]
 
     def key(self, name: str) -> str:
-        """The inverse of `name`."""
+        """Return the inverse of `name`."""
         module = name.rpartition(".")[0]
         if not is_expert_parameter(name) or name not in (parameters := self.of(module)):
             return name
@@ -268,7 +268,7 @@ class _Matching:
         self._left = MATCHING_S
 
     def fullmatch(self, expression: str, text: str, key: str) -> bool:
-        """Raises AdapterError, which names the option `key`, if it is none or takes too long."""
+        """Raise AdapterError, which names the option `key`, if it is none or takes too long."""
         if self._left <= 0:
             _refuse(key, f"takes too long to match with the names of all modules, as {_shown(expression)}; {_NAMES}")
         began = time.thread_time()
@@ -309,7 +309,7 @@ class _Patterns(Generic[T]):
             _refuse(option, f"has more than {limits}")
 
     def first(self, module: str, default: T) -> T:
-        """The value of the first key that matches."""
+        """Return the value of the first key that matches."""
         found = [hit for start in _starts(module) for hit in self._hits(module[start:], whole=start == 0)]
         found += [hit for key, hit in self._expressions if self._matching.fullmatch(key, module, self._option)]
         return min(found, key=lambda hit: hit[0])[1] if found else default
@@ -326,7 +326,7 @@ class _Patterns(Generic[T]):
 
 
 def _starts(module: str) -> list[int]:
-    """Where a name begins, and what follows each of its dots."""
+    """Return where a name begins, and what follows each of its dots."""
     return [0, *(i + 1 for i, letter in enumerate(module) if letter == ".")]
 
 
@@ -343,7 +343,7 @@ class _Targets:
         self._matching = matching
 
     def refusal(self, module: str) -> str | None:
-        """Why it is not adapted."""
+        """Return why it is not adapted."""
         if not self._has_weight_named(module):
             return self._refusal_by_name(module)
         if self._refusal_by_name(module) is None:
@@ -351,7 +351,7 @@ class _Targets:
         return None
 
     def pattern_key(self, module: str) -> str:
-        """What PEFT matches the patterns of ranks and alphas with."""
+        """Return what PEFT matches the patterns of ranks and alphas with."""
         return module + _WEIGHT if self._has_weight_named(module) else module
 
     def _has_weight_named(self, module: str) -> bool:
@@ -372,7 +372,8 @@ class _Targets:
         return self._matching.fullmatch(names, module, key)
 
     def _layer(self, module: str) -> int | None:
-        """The number of its layer: the first one in its name, or the one that follows a name of `layers_pattern`."""
+        """Return the number of its layer: the first one in its name, or the one that follows a name of
+        `layers_pattern`."""
         if not self._patterns:
             found = regex.match(r".*?\.[^.]*\.(\d+)\.", module)
         else:

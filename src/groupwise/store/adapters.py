@@ -74,12 +74,12 @@ class AdapterStore:
     # --- reading ---
 
     def names(self) -> tuple[str, ...]:
-        """The adapters that have a version, sorted. Raises StorageError if the store cannot be read."""
+        """Return the adapters that have a version, sorted. Raises StorageError if the store cannot be read."""
         with files.writing(f"reading the adapter store {self.root}"):
             return tuple(sorted(entry.name for entry in self.root.iterdir() if self.versions(entry.name)))
 
     def versions(self, name: str) -> tuple[PolicyVersion, ...]:
-        """The versions of one adapter, oldest first; empty if there is no such adapter. Raises as `names`."""
+        """Return the versions of one adapter, oldest first; empty if there is no such adapter. Raises as `names`."""
         if not files.is_name(name):
             return ()
         with files.writing(f"reading the adapter {name!r}"):
@@ -91,7 +91,7 @@ class AdapterStore:
             return tuple(sorted(version for version in found if self._directory(version).exists()))
 
     def list(self) -> tuple[AdapterInfo, ...]:
-        """Every version with its provenance, by name, then number. A damaged one is quarantined and left out."""
+        """Return every version with its provenance, by name, then number. A damaged one is quarantined and left out."""
         infos = []
         for name in self.names():
             for version in self.versions(name):
@@ -102,8 +102,8 @@ class AdapterStore:
         return tuple(infos)
 
     def info(self, version: PolicyVersion) -> AdapterInfo:
-        """Where a version came from; `unhealthy` as of `unhealthy`. Raises AdapterNotFoundError, or AdapterError if it
-        is damaged."""
+        """Return where a version came from; `unhealthy` as of `unhealthy`. Raises AdapterNotFoundError, or AdapterError
+        if it is damaged."""
         directory = self._require(version)
         try:
             with files.writing(f"reading {version}"):
@@ -113,7 +113,7 @@ class AdapterStore:
             raise self._set_aside(version, error.message) from error
 
     def path(self, version: PolicyVersion) -> Path:
-        """The version's directory, in PEFT's layout. Its sha256s are checked the first time this process asks.
+        """Return the version's directory, in PEFT's layout. Its sha256s are checked the first time this process asks.
 
         Raises AdapterNotFoundError, or AdapterError if the version is damaged; it is then in quarantine.
         """
@@ -138,7 +138,7 @@ class AdapterStore:
             yield self.path(version)
 
     def unhealthy(self, version: PolicyVersion) -> str | None:
-        """Why a version is not continued by its name: what was wrong at the end of the job that made it
+        """Return why a version is not continued by its name: what was wrong at the end of the job that made it
         (`Provenance.unhealthy`), or why it was refused since (`refuse`). None where all was well,
         and where the version cannot be read: whoever loads it is told."""
         if version not in self._health:
@@ -149,7 +149,7 @@ class AdapterStore:
         return self._health[version] or self.refused(version)
 
     def refused(self, version: PolicyVersion) -> str | None:
-        """Why `refuse` was called; None where it was not. Another process may just have called it."""
+        """Return why `refuse` was called; None where it was not. Another process may just have called it."""
         try:
             return self._refusal(version).read_text(encoding="utf-8") or None
         except OSError:
@@ -164,8 +164,8 @@ class AdapterStore:
             files.replace(self._refusal(version), reason)
 
     def notes(self) -> Mapping[PolicyVersion, str]:
-        """What users wrote about versions; a version without a note is not in it. Raises AdapterError if `.notes.json`
-        cannot be read."""
+        """Return what users wrote about versions; a version without a note is not in it. Raises AdapterError if
+        `.notes.json` cannot be read."""
         try:
             with files.writing(f"reading {self._notes_path}"):
                 found = self._notes_path.stat() if self._notes_path.exists() else None
@@ -178,15 +178,16 @@ class AdapterStore:
         return self._notes[1]
 
     def newest(self, name: str) -> PolicyVersion | None:
-        """The version that an adapter's name stands for: the newest that is not unhealthy, or the active one where that
-        is newer (somebody activated it by hand). None if there is none."""
+        """Return the version that an adapter's name stands for: the newest that is not unhealthy, or the active one
+        where that is newer (somebody activated it by hand). None if there is none."""
         active = self.active
         found = (each for each in reversed(self.versions(name)) if each == active or self.unhealthy(each) is None)
         return next(found, None)
 
     def resolve(self, text: str | None) -> PolicyVersion:
-        """What a user's word means now: None the active version, "base", "name@12", or "name": the active version if
-        it is of that name, else the newest that is not unhealthy. Raises AdapterNotFoundError listing what there is."""
+        """Return what a user's word means now: None the active version, "base", "name@12", or "name": the active
+        version if it is of that name, else the newest that is not unhealthy. Raises AdapterNotFoundError listing what
+        there is."""
         if text is None or text == BASE:
             return self.active if text is None else PolicyVersion.base()
         if "@" in text:
@@ -242,7 +243,7 @@ class AdapterStore:
                 return self._admit(staging, name=name, number=number) if instead is None else instead
 
     def version_of_job(self, name: str, job: str) -> PolicyVersion | None:
-        """The version of `name` that this job published. May be called while publishing."""
+        """Return the version of `name` that this job published. May be called while publishing."""
         for version in reversed(self.versions(name)):
             with suppress(AdapterError), files.writing(f"reading {version}"):  # damaged: whoever wants it will be told
                 if files.read_info(self._directory(version), version=version).job == job:
@@ -262,8 +263,8 @@ class AdapterStore:
         return self.publish(name, lambda directory: _copy_adapter(source, directory), info=info)
 
     def adopt(self, source: Path, version: PolicyVersion, *, info: Provenance) -> tuple[PolicyVersion, bool]:
-        """A copy of another store's version, under its name and, where that is free, its number. Returns what it is
-        called here, and whether it is new: one with the same weights that is here already is taken. Raises as
+        """Return a copy of another store's version, under its name and, where that is free, its number. Returns what it
+        is called here, and whether it is new: one with the same weights that is here already is taken. Raises as
         `import_`."""
         digest = files.sha256(source / files.WEIGHTS)
         for here in reversed(self.versions(version.name)):
@@ -304,12 +305,13 @@ class AdapterStore:
         return self._read_state().activations[-1:] == (PolicyVersion.base(),)
 
     def was_active(self, version: PolicyVersion) -> bool:
-        """Whether the version is active, or was and can be rolled back to."""
+        """Return whether the version is active, or was and can be rolled back to."""
         return version in self._read_state().activations
 
     def live_since(self, version: PolicyVersion) -> int:
-        """How many activations came after the last one of `version`, or, where it never was active, of the version that
-        it was trained from. Of a version that is gone at least so many: those of newer versions of its name."""
+        """Return how many activations came after the last one of `version`, or, where it never was active, of the
+        version that it was trained from. Of a version that is gone at least so many: those of newer versions of its
+        name."""
         line = (PolicyVersion.base(), *self._read_state().activations)
         while version not in line:
             try:
@@ -377,7 +379,7 @@ class AdapterStore:
             files.replace(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
 
     def evaluations(self, version: PolicyVersion) -> tuple[Mapping[str, Any], ...]:
-        """What was measured of a version, oldest first. Raises AdapterError if it cannot be read."""
+        """Return what was measured of a version, oldest first. Raises AdapterError if it cannot be read."""
         path = self._evaluations_path(version)
         try:
             with files.writing(f"reading {path}"):
@@ -473,7 +475,8 @@ class AdapterStore:
                 return
 
     def _find_damage(self, version: PolicyVersion) -> str | None:
-        """Why the files are not those that were published, or None. This process reads every byte of a version once."""
+        """Return why the files are not those that were published, or None. This process reads every byte of a version
+        once."""
         if version in self._verified:
             return None
         damage = files.find_damage(self._directory(version), version=version, hashes=True)

@@ -135,7 +135,7 @@ class _Reader:
         return data
 
     def chunks(self, size: int) -> Iterator[bytes]:
-        """A member's data; what fills up its last record is dropped."""
+        """Yield a member's data; what fills up its last record is dropped."""
         left = size
         while left:
             data = self.read(min(left, _CHUNK))
@@ -155,7 +155,8 @@ def _new_member() -> Any:
 
 
 def _members(reader: _Reader) -> Iterator[Member]:
-    """The files, directories and special files, each under its long name. The consumer reads or skips the data."""
+    """Yield the files, directories and special files, each under its long name. The consumer reads or skips the
+    data."""
     long_name = ""
     for _ in range(MAX_HEADERS):
         header = reader.read(_BLOCK)
@@ -205,13 +206,13 @@ def _text(field: bytes) -> str:
 
 
 def _octal(field: bytes) -> int | None:
-    """A number of a header; None if it is no octal number (base 256, for files over 8 GiB, is none)."""
+    """Return a number of a header; None if it is no octal number (base 256, for files over 8 GiB, is none)."""
     digits = field.strip(b" \0")
     return int(digits or b"0", 8) if re.fullmatch(rb"[0-7]*", digits) else None
 
 
 def _pax_path(text: bytes) -> str | None:
-    """The `path` of an extended header: lines of "<length> <key>=<value>"."""
+    """Return the `path` of an extended header: lines of "<length> <key>=<value>"."""
     while text:
         length, _, _ = text.partition(b" ")
         if not re.fullmatch(rb"[0-9]{1,5}", length) or not len(length) < int(length) <= len(text):
@@ -224,7 +225,8 @@ def _pax_path(text: bytes) -> str | None:
 
 
 def _wanted(member: Member, found: dict[str, str]) -> str | None:
-    """Which of the two files `member` is, if any; notes it in `found`. Raises AdapterError if it must not be there."""
+    """Return which of the two files `member` is, if any; notes it in `found`. Raises AdapterError if it must not be
+    there."""
     shown = repr(member.name[:120])
     parts = [part for part in member.name.split("/") if part not in ("", ".")]
     if member.name.startswith("/") or ".." in parts or "\\" in member.name or "\0" in member.name:
@@ -265,7 +267,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def stream_archive(directory: Path, *, top: str) -> Iterator[bytes]:
-    """The tar.gz of an adapter directory, its two files under `top`/. The same version gives the same bytes.
+    """Return the tar.gz of an adapter directory, its two files under `top`/. The same version gives the same bytes.
 
     The files are opened at once: the version may be deleted while it is sent.
     """

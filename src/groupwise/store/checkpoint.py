@@ -73,13 +73,13 @@ def remove_torn(root: Path) -> None:
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The checkpoint with the highest step, if there is one."""
+    """Return the checkpoint with the highest step, if there is one."""
     found = max(_saved(run_dir / CHECKPOINTS), key=_step_of, default=None)
     return None if found is None else files.whole_directory(found)
 
 
 def _saved(root: Path) -> set[Path]:
-    """Every checkpoint that is whole, by its name."""
+    """Return every checkpoint that is whole, by its name."""
     return {*root.glob(f"{STEP}*"), *files.set_aside(root, f"{STEP}*")}
 
 
@@ -88,7 +88,7 @@ def _step_of(path: Path) -> int:
 
 
 def read(checkpoint: Path) -> RunState:
-    """Raises StorageError if it is damaged."""
+    """Raise StorageError if it is damaged."""
     try:
         return RunState.parse((checkpoint / _STANDING).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -49,11 +49,12 @@ class Transport(Protocol):
     """How memory gets into another process."""
 
     def export(self, tensor: Tensor) -> Handle:
-        """What another process needs to have this very memory. Raises RuntimeError."""
+        """Return what another process needs to have this very memory. Raises RuntimeError."""
         ...
 
     def attach(self, handle: Handle) -> Tensor:
-        """The tensor of a handle that another process exported. Raises RuntimeError, or TypeError for another one's."""
+        """Return the tensor of a handle that another process exported. Raises RuntimeError, or TypeError for another
+        one's."""
         ...
 
 

@@ -74,7 +74,7 @@ def export_model(policy: TrainedPolicy, dest: Path, *, format: str, dtype: str =
 
 
 def merged_model(policy: TrainedPolicy, *, dtype: str) -> LoadedModel:
-    """The policy as one model on the CPU, without an adapter and nothing quantised."""
+    """Return the policy as one model on the CPU, without an adapter and nothing quantised."""
     base = load_model(policy.model, device="cpu", dtype=dtype, quantization=policy.quantization)
     if policy.adapter is not None:
         _check_base(policy.adapter, base)
@@ -101,8 +101,8 @@ class AdapterMerge:
         dequantize(self._model, self._model.dtype)
 
     def __call__(self, adapter: Path | None) -> PreTrainedModel:
-        """The base with the adapter in this directory, in PEFT's layout, merged into it; None is the base itself, only
-        to be read. Raises AdapterError."""
+        """Return the base with the adapter in this directory, in PEFT's layout, merged into it; None is the base
+        itself, only to be read. Raises AdapterError."""
         if adapter is None:
             return self._model
         files.check_adapter(adapter)

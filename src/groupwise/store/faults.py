@@ -39,7 +39,7 @@ class _Fault:
 
 
 def parse(text: str) -> dict[str, list[_Fault]]:
-    """The faults by point. Raises ConfigError if `text` is not a list of faults."""
+    """Return the faults by point. Raises ConfigError if `text` is not a list of faults."""
     faults: dict[str, list[_Fault]] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         point, colon, what = entry.rpartition(":")

@@ -101,7 +101,7 @@ class FeedbackLog:
             return _read(db.execute(f"{_ROWS} WHERE feedback.id = ?", (rating.id,)).fetchone()), True
 
     def by_key(self, key: str, fingerprint: str) -> Feedback | None:
-        """What this idempotency key made. Raises IdempotencyConflictError."""
+        """Return what this idempotency key made. Raises IdempotencyConflictError."""
         with self._db.reading("looking for an idempotency key") as db:
             return self._by_key(db, key, fingerprint)
 
@@ -132,14 +132,14 @@ class FeedbackLog:
             return [_read(row) for row in db.execute(query, (*given.values(), limit))]
 
     def counts(self) -> dict[str, int]:
-        """How many ratings are in each state."""
+        """Return how many ratings are in each state."""
         with self._db.reading("counting feedback") as db:
             rows = db.execute(f"SELECT state, count(*) AS n FROM ({_ROWS}) GROUP BY state").fetchall()
         return {"waiting": 0, "training": 0, "trained": 0, "dropped": 0} | {row["state"]: row["n"] for row in rows}
 
     def rated(self, version: str, *, after: int) -> list[float]:
-        """The votes that answers of a version got behind the rating of number `after`: one of each author for each
-        answer (`votes`), however often it was rated and whatever the clock says."""
+        """Return the votes that answers of a version got behind the rating of number `after`: one of each author for
+        each answer (`votes`), however often it was rated and whatever the clock says."""
         query = f"""
             {_ROWS} LEFT JOIN rollout AS lost ON lost.id = feedback.worse
             WHERE feedback.seq > ? AND (feedback.version = ? OR lost.version = ?)
@@ -176,7 +176,7 @@ class FeedbackLog:
         return row["newest"], row["waiting"]
 
     def newest(self) -> tuple[int, int]:
-        """The numbers of the newest rating and of the newest transition; 0 without any."""
+        """Return the numbers of the newest rating and of the newest transition; 0 without any."""
         query = """
             SELECT (SELECT coalesce(max(seq), 0) FROM feedback) AS rating,
                    (SELECT coalesce(max(seq), 0) FROM transition) AS transition
@@ -186,7 +186,7 @@ class FeedbackLog:
         return row["rating"], row["transition"]
 
     def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
-        """Those of the rollouts that are still kept, read without making anybody wait."""
+        """Return those of the rollouts that are still kept, read without making anybody wait."""
         with self._ledger.reader("reading rated rollouts") as db:
             return read_rollouts(db, ids)
 
@@ -203,7 +203,7 @@ class FeedbackLog:
             raise FeedbackTakenError(message, hint="this job is not queued; the others go on")
 
     def give_back(self) -> int:
-        """The ratings of jobs that failed or were cancelled wait again; returns how many."""
+        """Return the ratings of jobs that failed or were cancelled wait again; returns how many."""
         query = f"""
             UPDATE feedback SET trained_by = NULL, failures = failures + 1
             WHERE trained_by IN (SELECT id FROM job WHERE state IN {ENDED_BADLY})
@@ -257,13 +257,13 @@ class FeedbackLog:
         return [_transition(row) for row in rows]
 
     def next_transition(self, after: int) -> Transition | None:
-        """The oldest transition behind `after`."""
+        """Return the oldest transition behind `after`."""
         with self._db.reading("reading transitions") as db:
             row = db.execute("SELECT * FROM transition WHERE seq > ? ORDER BY seq LIMIT 1", (after,)).fetchone()
         return None if row is None else _transition(row)
 
     def transition_counts(self) -> dict[str, int]:
-        """How many transitions of each kind are kept."""
+        """Return how many transitions of each kind are kept."""
         with self._db.reading("counting transitions") as db:
             rows = db.execute("SELECT kind, count(*) AS n FROM transition GROUP BY kind ORDER BY kind").fetchall()
         return {row["kind"]: row["n"] for row in rows}
@@ -274,7 +274,7 @@ class FeedbackLog:
             db.execute("INSERT OR REPLACE INTO setting (key, value) VALUES (?, ?)", (key, dump(value)))
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """A setting that `note` kept."""
+        """Return a setting that `note` kept."""
         with self._db.reading("reading a setting") as db:
             row = db.execute("SELECT value FROM setting WHERE key = ?", (key,)).fetchone()
         return default if row is None else json.loads(row["value"])
@@ -285,7 +285,7 @@ def _transition(row: sqlite3.Row) -> Transition:
 
 
 def new_id() -> str:
-    """An id that no feedback has."""
+    """Return an id that no feedback has."""
     return f"feedback-{uuid4().hex[:24]}"
 
 
@@ -333,8 +333,8 @@ def votes(ratings: Iterable[Feedback]) -> dict[tuple[str, str | None], float]:
 
 
 def opinions(ratings: Iterable[Feedback]) -> dict[str, Opinion]:
-    """What each rollout got: of one author the last of each kind counts. A comparison is a score of 1 for the better
-    rollout and of 0 for the worse one."""
+    """Return what each rollout got: of one author the last of each kind counts. A comparison is a score of 1 for the
+    better rollout and of 0 for the worse one."""
     found: dict[str, Opinion] = {}
     for (_, _, kind), rating in _last_said(ratings).items():
         opinion = found.setdefault(rating.rollout, Opinion())

@@ -102,7 +102,7 @@ class AdapterInfo(Provenance):
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` can name an adapter, and therefore a directory."""
+    """Return whether `text` can name an adapter, and therefore a directory."""
     return text != BASE and _NAME.fullmatch(text) is not None
 
 
@@ -175,8 +175,8 @@ def _read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def adapted_names(directory: Path) -> list[str]:
-    """The modules, and the parameters of experts, that a checked adapter changes: the names of its tensors say which,
-    whatever patterns its configuration has."""
+    """Return the modules, and the parameters of experts, that a checked adapter changes: the names of its tensors say
+    which, whatever patterns its configuration has."""
     before, after = "base_model.model.", ".lora_A.weight"
     targets = ExpertTargets(json.loads((directory / CONFIG).read_bytes()))
     keys = [key for key in _read_header(directory / WEIGHTS) if key.endswith(after)]
@@ -263,8 +263,8 @@ def seal(directory: Path, *, provenance: Provenance) -> None:
 
 
 def read_info(directory: Path, *, version: PolicyVersion) -> AdapterInfo:
-    """The sidecar of a published version. Raises AdapterError if it is missing or garbled, GroupwiseError if it is of a
-    newer format."""
+    """Return the sidecar of a published version. Raises AdapterError if it is missing or garbled, GroupwiseError if it
+    is of a newer format."""
     try:
         raw = json.loads((directory / SIDECAR).read_bytes())
         if raw["format"] > FORMAT:  # not damage, so not an AdapterError: a downgrade must not quarantine everything
@@ -293,14 +293,16 @@ def read_info(directory: Path, *, version: PolicyVersion) -> AdapterInfo:
 
 
 def whole_number(value: Any) -> int:
-    """A number from a JSON file, which may be damaged. Raises ValueError: 1e400 is infinite, and 1.5 is no size."""
+    """Return a number from a JSON file, which may be damaged. Raises ValueError: 1e400 is infinite, and 1.5 is no
+    size."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{str(value)[:80]!r} is not a whole number")
     return value
 
 
 def find_damage(directory: Path, *, version: PolicyVersion, hashes: bool) -> str | None:
-    """Why `directory` is not what was published, or None. `hashes` reads every byte, otherwise only the sizes."""
+    """Return why `directory` is not what was published, or None. `hashes` reads every byte, otherwise only the
+    sizes."""
     try:
         info = read_info(directory, version=version)
     except AdapterError as error:
@@ -340,7 +342,7 @@ def copy_file(source: Path, target: Path, *, limit: int) -> None:
 
 
 def has_pickles(directory: Path) -> bool:
-    """Whether some file of `directory` is in a format that is loaded by unpickling."""
+    """Return whether some file of `directory` is in a format that is loaded by unpickling."""
     return any(entry.suffix in _PICKLES for entry in directory.iterdir())
 
 
@@ -379,9 +381,10 @@ def replace(path: Path, text: str) -> None:
 
 @contextmanager
 def new_directory(target: Path, *, fault: str) -> Iterator[Path]:
-    """Within: a directory to write into, which becomes `target` at the end, in place of one that is there; if the block
-    raises, `target` is as it was. Everything in it is on the disk before it has that name: what can be seen is whole
-    (`whole_directory`, should a crash come between). One writer at a time; `fault` names its `faults.point`s."""
+    """Context manager: a directory to write into, which becomes `target` at the end, in place of one that is there; if
+    the block raises, `target` is as it was. Everything in it is on the disk before it has that name: what can be seen
+    is whole (`whole_directory`, should a crash come between). One writer at a time; `fault` names its
+    `faults.point`s."""
     staging = target.with_name(f"{STAGING}{target.name}")
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(staging, ignore_errors=True)  # what a crash left
@@ -412,13 +415,13 @@ def replace_directory(staging: Path, target: Path) -> None:
 
 
 def whole_directory(target: Path) -> Path:
-    """Where the content of `target` is: there, or set aside if a crash interrupted its replacement."""
+    """Return where the content of `target` is: there, or set aside if a crash interrupted its replacement."""
     aside = _aside(target)
     return aside if aside.exists() and not target.exists() else target
 
 
 def set_aside(root: Path, pattern: str) -> list[Path]:
-    """The directories that were to be replaced in `root` when a crash came, by the names that they had."""
+    """Return the directories that were to be replaced in `root` when a crash came, by the names that they had."""
     return [root / path.name.removeprefix(_ASIDE) for path in root.glob(f"{_ASIDE}{pattern}")]
 
 
@@ -427,7 +430,7 @@ def _aside(target: Path) -> Path:
 
 
 def staging_path(root: Path) -> Path:
-    """A new name that `sweep` will remove unless what has it is renamed, or locked by a living process."""
+    """Return a new name that `sweep` will remove unless what has it is renamed, or locked by a living process."""
     return root / f"{STAGING}{uuid4().hex}"
 
 

@@ -183,7 +183,8 @@ def _write_tensors(writer: Any, base: LoadedModel, arch: Any, dtype: str) -> Non
 
 
 def _kind(shape: torch.Size, dtype: str) -> Any:
-    """What a tensor is written as: vectors in float32, rows that are no whole blocks in float16 instead of q8_0."""
+    """Return what a tensor is written as: vectors in float32, rows that are no whole blocks in float16 instead of
+    q8_0."""
     import gguf  # pyright: ignore[reportMissingImports]
 
     kinds = gguf.GGMLQuantizationType
@@ -211,8 +212,8 @@ def _tensors(base: LoadedModel, arch: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _neighbours(rows: Tensor, heads: int) -> Tensor:
-    """Rows of a query or key projection [heads * D, ...], of each head the feature i beside i + D/2, which rotate
-    together."""
+    """Return rows of a query or key projection [heads * D, ...], of each head the feature i beside i + D/2, which
+    rotate together."""
     halves = rows.detach().reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 

@@ -107,12 +107,12 @@ class Checkpoints:
 
 
 def read_standing(checkpoint: Path) -> JobProgress:
-    """Raises OSError, ValueError, KeyError or TypeError if the checkpoint is damaged."""
+    """Raise OSError, ValueError, KeyError or TypeError if the checkpoint is damaged."""
     return JobProgress.parse((checkpoint / _JOB_STATE).read_text(encoding="utf-8"))
 
 
 def read_start(checkpoint: Path, *, lengths: Sequence[int]) -> list[tuple[float, ...]] | None:
-    """The log-probabilities that were saved, as rows of these lengths; None if none were."""
+    """Return the log-probabilities that were saved, as rows of these lengths; None if none were."""
     path = checkpoint / _START
     if not path.exists():
         return None
@@ -123,7 +123,7 @@ def read_start(checkpoint: Path, *, lengths: Sequence[int]) -> list[tuple[float,
 
 
 def find_moments(state_dir: Path, version: PolicyVersion) -> Path | None:
-    """The directory to `Learner.load` when training goes on from `version`, if it is there."""
+    """Return the directory to `Learner.load` when training goes on from `version`, if it is there."""
     path = _moments(state_dir) / str(version)
     return path if path.is_dir() else None
 

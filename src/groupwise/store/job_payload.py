@@ -109,7 +109,7 @@ PAYLOADS: Mapping[str, type[GrpoPayload] | type[SftPayload]] = {"grpo": GrpoPayl
 
 
 def parse_payload(kind: str, data: bytes) -> GrpoPayload | SftPayload:
-    """The spooled payload of a job. Raises DataError if it is not one."""
+    """Return the spooled payload of a job. Raises DataError if it is not one."""
     try:
         return PAYLOADS[kind].model_validate_json(data)
     except ValidationError as error:
@@ -119,7 +119,7 @@ def parse_payload(kind: str, data: bytes) -> GrpoPayload | SftPayload:
 
 
 def dump_payload(payload: GrpoPayload | SftPayload) -> bytes:
-    """Inverse of `parse_payload`."""
+    """Return the inverse of `parse_payload`."""
     return payload.model_dump_json().encode()
 
 

@@ -211,20 +211,20 @@ class Ledger:
             return read_job(db, row["id"])
 
     def by_key(self, key: str, fingerprint: str) -> Job | None:
-        """The job that this idempotency key of the last 24 hours stands for. Raises IdempotencyConflictError."""
+        """Return the job that this idempotency key of the last 24 hours stands for. Raises IdempotencyConflictError."""
         with self._db.reading("looking for an idempotency key") as db:
             return self._find_known(db, key, fingerprint)
 
     def job(self, id: str) -> Job:
-        """One job. Raises JobNotFoundError."""
+        """Return one job. Raises JobNotFoundError."""
         with self._db.reading("reading a job") as db:
             return read_job(db, id)
 
     def jobs(
         self, *, states: Collection[JobState] | None = None, limit: int = 1024, before: str | None = None
     ) -> list[Job]:
-        """The jobs in these states (all of them without), newest first; with `before`, those that were submitted before
-        that job. Raises JobNotFoundError where it is not known."""
+        """Return the jobs in these states (all of them without), newest first; with `before`, those that were submitted
+        before that job. Raises JobNotFoundError where it is not known."""
         wanted = list(JobState if states is None else states)
         query = f"{JOBS} WHERE state IN ({marks(wanted)}) AND seq < ? ORDER BY seq DESC LIMIT ?"
         with self._db.reading("listing the jobs") as db:
@@ -232,7 +232,7 @@ class Ledger:
             return [to_job(row) for row in db.execute(query, (*wanted, end, limit))]
 
     def ended(self) -> list[str]:
-        """The ids of all jobs that have ended, in the order in which they did."""
+        """Return the ids of all jobs that have ended, in the order in which they did."""
         with self._db.reading("listing the jobs that have ended") as db:
             return [
                 row["id"]
@@ -240,7 +240,8 @@ class Ledger:
             ]
 
     def payload(self, id: str) -> bytes:
-        """What the job was submitted with. Raises JobNotFoundError, or DamagedPayloadError where it is not that."""
+        """Return what the job was submitted with. Raises JobNotFoundError, or DamagedPayloadError where it is not
+        that."""
         job = self.job(id)
         with storing(f"reading the payload of job {id}", at=self.path):
             try:
@@ -250,7 +251,7 @@ class Ledger:
                 raise DamagedPayloadError(message, hint="submit the job again") from None
 
     def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
-        """The job's events with a `seq` above `after`, oldest first. Raises JobNotFoundError."""
+        """Return the job's events with a `seq` above `after`, oldest first. Raises JobNotFoundError."""
         query = "SELECT * FROM event WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?"
         with self._db.reading("reading a job's events") as db:
             rows = db.execute(query, (read_row(db, id)["seq"], after, limit)).fetchall()
@@ -423,7 +424,7 @@ class Ledger:
         return [row["id"] for row in rows]
 
     def overdue(self, worker: str) -> list[str]:
-        """The jobs whose lease this worker has let expire, oldest first: it hangs, or is dead."""
+        """Return the jobs whose lease this worker has let expire, oldest first: it hangs, or is dead."""
         with self._db.reading("looking for expired leases") as db:
             rows = db.execute(f"{_TRAINING} AND worker = ? ORDER BY seq", (worker,)).fetchall()
         return [row["id"] for row in rows if not is_live(row)]
@@ -431,7 +432,7 @@ class Ledger:
     # --- the server's half ---
 
     def published_jobs(self) -> list[Job]:
-        """The jobs whose version waits to be swapped in, oldest first."""
+        """Return the jobs whose version waits to be swapped in, oldest first."""
         query = f"{JOBS} WHERE state = 'running' AND version IS NOT NULL ORDER BY seq"
         with self._db.reading("listing the published jobs") as db:
             return [to_job(row) for row in db.execute(query)]
@@ -461,20 +462,21 @@ class Ledger:
             update_job(db, row["seq"], swaps_begun=max(0, row["swaps_begun"] - 1))
 
     def complete(self, id: str, *, message: str = "") -> Job:
-        """The job's version is active (or need not be). Again is harmless. Raises JobNotFoundError."""
+        """Complete a job whose version is active (or need not be). Again is harmless. Raises JobNotFoundError."""
         faults.point("swap:before-complete")
         job = self._end_swap(id, JobState.COMPLETED, message=message or "completed")
         faults.point("swap:after-complete")
         return job
 
     def refuse_version(self, id: str, reason: str) -> Job:
-        """The version exists and is not to become active by itself (a gate): the job is completed, and `unhealthy` says
-        why. Raises JobNotFoundError."""
+        """Record that the version exists and is not to become active by itself (a gate): the job is completed, and
+        `unhealthy` says why. Raises JobNotFoundError."""
         message = f"completed, and its version was not made active: {reason}"
         return self._end_swap(id, JobState.COMPLETED, message=message, unhealthy=reason)
 
     def refuse_swap(self, id: str, error: Mapping[str, Any]) -> Job:
-        """The version exists but was not activated: the job failed in phase "swapping". Raises JobNotFoundError."""
+        """Record that the version exists but was not activated: the job failed in phase "swapping". Raises
+        JobNotFoundError."""
         return self._end_swap(id, JobState.FAILED, message=str(error.get("message", "swap refused")), error=error)
 
     def _end_swap(
@@ -506,7 +508,7 @@ class Ledger:
             forget_rollouts(db, now=self._now(), keep_bytes=self._rollout_bytes)
 
     def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
-        """Those of the rollouts that are still kept, by id."""
+        """Return those of the rollouts that are still kept, by id."""
         with self._db.reading("reading rollouts") as db:
             return read_rollouts(db, ids)
 
@@ -604,15 +606,15 @@ class Ledger:
     # --- inside ---
 
     def _now(self) -> float:
-        """The time for how old things are. A clock that jumps a month ahead while the ledger is open makes nothing a
-        month old: then it is the time without that jump."""
+        """Return the time for how old things are. A clock that jumps a month ahead while the ledger is open makes
+        nothing a month old: then it is the time without that jump."""
         return min(time.time(), self._began + elapsed())
 
     def _payload_path(self, id: str) -> Path:
         return self._spool / f"{id}{SPOOLED}"
 
     def _find_known(self, db: sqlite3.Connection, key: str | None, fingerprint: str) -> Job | None:
-        """The job that this idempotency key made, if the key still counts."""
+        """Return the job that this idempotency key made, if the key still counts."""
         query = "SELECT idempotency.*, job.id FROM idempotency JOIN job ON job.seq = idempotency.job WHERE key = ?"
         row = db.execute(query, (key,)).fetchone()
         if row is None:

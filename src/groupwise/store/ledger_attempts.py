@@ -42,17 +42,18 @@ class Cause(StrEnum):
 
 # ---- the lease ----
 def is_live(row: sqlite3.Row) -> bool:
-    """Whether the lease still holds. More time left than was ever given means that the clock began anew: a reboot."""
+    """Return whether the lease still holds. More time left than was ever given means that the clock began anew: a
+    reboot."""
     return 0 < row["lease_until"] - time.monotonic() <= row["lease_seconds"] + 1  # 1: for rounding
 
 
 def until(seconds: float) -> dict[str, float]:
-    """The columns of a lease for `seconds` from now."""
+    """Return the columns of a lease for `seconds` from now."""
     return {"lease_until": time.monotonic() + seconds, "lease_seconds": seconds}
 
 
 def held_by(db: sqlite3.Connection, lease: Lease) -> sqlite3.Row:
-    """The row of the leased job. Raises LeaseLostError unless the lease is the one that holds it."""
+    """Return the row of the leased job. Raises LeaseLostError unless the lease is the one that holds it."""
     row = db.execute(_HELD, (lease.job.id, lease.worker, lease.attempt)).fetchone()
     if row is None:
         now = db.execute("SELECT state, attempt FROM job WHERE id = ?", (lease.job.id,)).fetchone()
@@ -134,7 +135,7 @@ def _server_died(db: sqlite3.Connection, row: sqlite3.Row) -> None:
 
 
 def server_deaths(count: int, what: str) -> dict[str, str]:
-    """The error of a job that is given up because it seems to kill the server."""
+    """Return the error of a job that is given up because it seems to kill the server."""
     hint = "see `dmesg` and the server's log; if memory ran out, lower micro_tokens or post fewer completions"
     return {"code": "server_died_repeatedly", "message": f"the server died {count} times {what}", "hint": hint}
 
@@ -168,5 +169,5 @@ def shrink(db: sqlite3.Connection, row: sqlite3.Row) -> int | None:
 
 
 def in_passes(tokens: int | None) -> str:
-    """How large the passes are, in words."""
+    """Return how large the passes are, in words."""
     return "passes of any size" if tokens is None else f"at most {tokens} tokens in a pass"

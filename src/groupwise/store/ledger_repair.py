@@ -155,7 +155,7 @@ def _build(path: Path, repaired: Path, find: FindVersion) -> str:
 
 
 def _open_source(path: Path, opened: ExitStack) -> sqlite3.Connection | None:
-    """A ledger to read from; None where it does not even say which tables it has."""
+    """Return a ledger to read from; None where it does not even say which tables it has."""
     with suppress(sqlite3.DatabaseError):
         connection = opened.enter_context(closing(open_to_read(path)))
         connection.execute("SELECT name FROM sqlite_master").fetchall()
@@ -184,8 +184,8 @@ def _bring_over(source: sqlite3.Connection, db: sqlite3.Connection, table: str) 
 
 
 def _rows(db: sqlite3.Connection, table: str, last: int) -> Iterator[sqlite3.Row]:
-    """The rows up to number `last` that can be read, in order. Where SQLite stumbles it is asked for half as many; a
-    table of which nothing can be read, wherever one looks, is given up."""
+    """Yield the rows up to number `last` that can be read, in order. Where SQLite stumbles it is asked for half as
+    many; a table of which nothing can be read, wherever one looks, is given up."""
     query = f"SELECT rowid AS number, * FROM {table} WHERE rowid BETWEEN ? AND ? AND ({READABLE[table]}) ORDER BY rowid"
 
     def read(low: int, high: int) -> list[sqlite3.Row] | None:
@@ -207,7 +207,7 @@ def _rows(db: sqlite3.Connection, table: str, last: int) -> Iterator[sqlite3.Row
 
 
 def _last(db: sqlite3.Connection, table: str) -> int | None:
-    """The highest number that a row can have, if the file says it."""
+    """Return the highest number that a row can have, if the file says it."""
     for query in (f"SELECT seq FROM sqlite_sequence WHERE name = '{table}'", f"SELECT max(rowid) FROM {table}"):
         with suppress(sqlite3.DatabaseError):
             row = db.execute(query).fetchone()
@@ -260,7 +260,7 @@ def _change(db: sqlite3.Connection, seq: int, state: JobState, phase: str, **col
 
 # ---- files ----
 def _repaired(path: Path) -> Path:
-    """A new ledger that is whole and has only to be moved into place."""
+    """Return a new ledger that is whole and has only to be moved into place."""
     return path.with_name(f"{path.name}.repaired")
 
 

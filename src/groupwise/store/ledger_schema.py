@@ -397,13 +397,14 @@ def storing(what: str, *, at: Path) -> Iterator[None]:
 
 
 def temporary_failure(error: sqlite3.Error) -> bool:
-    """Whether SQLite could not read the file for now, and so cannot say whether it is whole."""
+    """Return whether SQLite could not read the file for now, and so cannot say whether it is whole."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code in _DISK or code in _WAITING
 
 
 def _asked(path: Path) -> OSError | None:
-    """What the file system says to a page more behind the ledger's files: SQLite tells a failure, and not which."""
+    """Return what the file system says to a page more behind the ledger's files: SQLite tells a failure, and not
+    which."""
     probe = path.parent / f".staging-{uuid4().hex}"
     try:
         at = max((file.stat().st_size for file in (path, Path(f"{path}-wal")) if file.exists()), default=0)
@@ -435,7 +436,7 @@ def check_integrity(db: sqlite3.Connection, path: Path) -> None:
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """A connection to a ledger, made or brought up to date if need be."""
+    """Return a connection to a ledger, made or brought up to date if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _keep_private(path)
     connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
@@ -462,7 +463,7 @@ def _keep_private(path: Path) -> None:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing. Raises sqlite3.OperationalError if there is no such file."""
+    """Return a connection that changes nothing. Raises sqlite3.OperationalError if there is no such file."""
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
     db.row_factory = sqlite3.Row
     return db
@@ -509,7 +510,7 @@ def _user_version(connection: sqlite3.Connection) -> int:
 
 
 def read_row(db: sqlite3.Connection, id: str) -> sqlite3.Row:
-    """A job's row. Raises JobNotFoundError."""
+    """Return a job's row. Raises JobNotFoundError."""
     row = db.execute(f"{JOBS} WHERE id = ?", (id,)).fetchone()
     if row is None:
         raise JobNotFoundError(
@@ -519,12 +520,12 @@ def read_row(db: sqlite3.Connection, id: str) -> sqlite3.Row:
 
 
 def read_job(db: sqlite3.Connection, id: str) -> JobRecord:
-    """One job. Raises JobNotFoundError."""
+    """Return one job. Raises JobNotFoundError."""
     return to_job(read_row(db, id))
 
 
 def to_job(row: sqlite3.Row) -> JobRecord:
-    """A row of JOBS as the record."""
+    """Return a row of JOBS as the record."""
     values: dict[str, Any] = {key: row[key] for key in JobRecord.__dataclass_fields__}
     with _readable("job", row["seq"]):
         values |= {key: json.loads(row[key]) for key in ("config", "summary", "metrics", "effective")}
@@ -535,7 +536,7 @@ def to_job(row: sqlite3.Row) -> JobRecord:
 
 
 def to_event(row: sqlite3.Row, job_id: str) -> LedgerEvent:
-    """A row of the events as the record."""
+    """Return a row of the events as the record."""
     with _readable("event", row["seq"]):
         data = json.loads(row["data"])
     return LedgerEvent(row["seq"], job_id, row["at"], row["kind"], row["level"], row["message"], data)
@@ -597,7 +598,7 @@ def write_rollouts(db: sqlite3.Connection, records: Iterable[RolloutRecord]) -> 
 
 
 def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, RolloutRecord]:
-    """Those of the rollouts that there are, by id."""
+    """Return those of the rollouts that there are, by id."""
     found: dict[str, RolloutRecord] = {}
     for begin in range(0, len(ids), 1000):
         some = list(ids[begin : begin + 1000])
@@ -634,12 +635,13 @@ def forget_rollouts(db: sqlite3.Connection, *, now: float, keep_bytes: int) -> i
 
 
 def elapsed() -> float:
-    """Seconds on a clock that nobody sets, and which goes on while the machine sleeps where there is such a one."""
+    """Return seconds on a clock that nobody sets, and which goes on while the machine sleeps where there is such a
+    one."""
     return time.clock_gettime(_CLOCK)
 
 
 def marks(values: Collection[Any]) -> str:
-    """The question marks for `values` in a statement."""
+    """Return the question marks for `values` in a statement."""
     return ", ".join("?" * len(values))
 
 
@@ -661,7 +663,8 @@ def write_payload(path: Path, payload: bytes, *, row: Mapping[str, Any], key: Ma
 
 
 def read_payload(path: Path) -> bytes:
-    """Inverse of `write_payload`. Raises DamagedPayloadError unless it is what was written, FileNotFoundError."""
+    """Return the inverse of `write_payload`. Raises DamagedPayloadError unless it is what was written,
+    FileNotFoundError."""
     head, _, rest = path.read_bytes().partition(b"\n")
     digest = hashlib.sha256(rest).hexdigest()
     if head != _SPOOL_HEAD + digest.encode():
@@ -674,7 +677,7 @@ def read_payload(path: Path) -> bytes:
 
 
 def read_accepted(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-    """The row and the idempotency key of the job whose payload this is; None where they cannot be read."""
+    """Return the row and the idempotency key of the job whose payload this is; None where they cannot be read."""
     try:
         with path.open("rb") as file:
             file.readline(len(_SPOOL_HEAD) + 65)

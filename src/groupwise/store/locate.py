@@ -100,7 +100,8 @@ class TrainedPolicy:
 
 
 def find_run(text: str) -> Path:
-    """The directory of the run that is meant: a path, a directory under runs/, or the newest run of a name there.
+    """Return the directory of the run that is meant: a path, a directory under runs/, or the newest run of a name
+    there.
 
     Raises DataError if there is none.
     """
@@ -118,7 +119,8 @@ def find_run(text: str) -> Path:
 
 
 def newest_run(root: Path = RUNS, *, adapter: str = "*") -> Path:
-    """The run under `root` with the newest version of an adapter. Raises AdapterNotFoundError when there is none."""
+    """Return the run under `root` with the newest version of an adapter. Raises AdapterNotFoundError when there is
+    none."""
     versions = list(root.glob(f"*/{STORE}/{adapter}/v[0-9]*"))
     if not versions:
         raise AdapterNotFoundError(
@@ -129,7 +131,7 @@ def newest_run(root: Path = RUNS, *, adapter: str = "*") -> Path:
 
 
 def open_store(*, run: Path | str | None = None, store: Path | None = None) -> AdapterStore:
-    """The store of `run`, or the one at `store`, or the newest run's. Nothing is created: it must be there."""
+    """Return the store of `run`, or the one at `store`, or the newest run's. Nothing is created: it must be there."""
     if run is not None and store is not None:
         raise AdapterNotFoundError("both a run and a store are given", hint="give --run RUN_DIR or --store DIR")
     if run is not None:
@@ -143,7 +145,8 @@ def open_store(*, run: Path | str | None = None, store: Path | None = None) -> A
 
 
 def find_adapter(text: str) -> Located:
-    """The adapter that is meant. Raises AdapterNotFoundError, or AdapterError for a damaged or unfit directory."""
+    """Return the adapter that is meant. Raises AdapterNotFoundError, or AdapterError for a damaged or unfit
+    directory."""
     path = Path(text)
     if (path / files.CONFIG).exists():
         return _directory(path)
@@ -177,7 +180,7 @@ def find_version(text: str | None) -> Located | None:
 
 
 def find_policy(text: str) -> TrainedPolicy:
-    """The trained policy that is meant: as `find_adapter`, and runs that trained all parameters.
+    """Return the trained policy that is meant: as `find_adapter`, and runs that trained all parameters.
 
     Raises AdapterNotFoundError or AdapterError as that does, AdapterError where the base model is not known.
     """
@@ -195,7 +198,7 @@ def find_policy(text: str) -> TrainedPolicy:
 
 
 def _run_with(patterns: Sequence[str], text: str) -> Path | None:
-    """The run of this directory or name that has a file of one of the `patterns`."""
+    """Return the run of this directory or name that has a file of one of the `patterns`."""
     if not text:
         return None
     for path in (Path(text), RUNS / text):
@@ -212,7 +215,7 @@ def _run_with(patterns: Sequence[str], text: str) -> Path | None:
 
 
 def _model_of_run(run_dir: Path) -> str | None:
-    """The `model` of a run's configuration; only this key is read, so that the run may be of another version."""
+    """Return the `model` of a run's configuration; only this key is read, so that the run may be of another version."""
     try:
         return str(YAML(typ="safe").load((run_dir / CONFIG).read_text(encoding="utf-8"))["model"])
     except (OSError, YAMLError, ValueError, TypeError, KeyError):
@@ -220,9 +223,9 @@ def _model_of_run(run_dir: Path) -> str | None:
 
 
 def manner_of(run_dir: Path) -> dict[str, Any]:
-    """What a run's prompts and completions had besides the messages, as far as it is there: `system`, the message
-    before them, and `structured_outputs`, what completions had to be. Only these keys are read, whatever version wrote
-    them."""
+    """Return what a run's prompts and completions had besides the messages, as far as it is there: `system`, the
+    message before them, and `structured_outputs`, what completions had to be. Only these keys are read, whatever
+    version wrote them."""
     try:
         said = YAML(typ="safe").load((run_dir / CONFIG).read_text(encoding="utf-8"))
         data, rollout = said.get("data") or {}, said.get("rollout") or {}
@@ -266,7 +269,7 @@ def _in_store(store: AdapterStore, name: str | None) -> Located:
 
 
 def _directory(path: Path) -> Located:
-    """A PEFT directory; one that a store published is also checked against its sidecar."""
+    """Return a PEFT directory; one that a store published is also checked against its sidecar."""
     try:
         files.check_adapter(path)
     except AdapterError as error:

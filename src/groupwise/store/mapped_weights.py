@@ -50,7 +50,7 @@ def map_weights(base: LoadedModel, directory: Path) -> bool:
 
 
 def is_mapped(model: nn.Module) -> bool:
-    """Whether every parameter is a view of a file; False where the system does not say."""
+    """Return whether every parameter is a view of a file; False where the system does not say."""
     if (lines := mapped_files()) is None:
         return False
     of_files = [line.split(maxsplit=5)[0] for line in lines if ".safetensors" in line]

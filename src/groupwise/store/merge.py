@@ -164,7 +164,7 @@ def _ties(parts: Sequence[tuple[Tensor, Tensor, float]], density: float, rank: i
 
 
 def _trim(update: Tensor, density: float) -> Tensor:
-    """The `density` largest entries by magnitude, at least one; the others 0."""
+    """Return the `density` largest entries by magnitude, at least one; the others 0."""
     kept = max(1, int(density * update.numel()))
     magnitude = update.abs()
     smallest = magnitude.flatten().kthvalue(update.numel() - kept + 1).values
@@ -172,7 +172,7 @@ def _trim(update: Tensor, density: float) -> Tensor:
 
 
 def _singular(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The leading singular triplets of `matrix`, `rank` of them and some more."""
+    """Return the leading singular triplets of `matrix`, `rank` of them and some more."""
     width = min(rank + _OVERSAMPLING, *matrix.shape)
     noise = torch.randn(matrix.shape[1], width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     basis = torch.linalg.qr(matrix @ noise.to(matrix.dtype)).Q
@@ -183,7 +183,7 @@ def _singular(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _leading(u: Tensor, s: Tensor, vh: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """A and B of the first `rank` singular triplets, the root of each singular value on either side."""
+    """Return a and B of the first `rank` singular triplets, the root of each singular value on either side."""
     root = s[:rank].sqrt()
     return _pad(root[:, None] * vh[:rank], 0, rank), _pad(u[:, :rank] * root, 1, rank)
 
@@ -231,7 +231,8 @@ class _Adapter:
         return 8 if any(self._shape(key)[3] == "F64" for key, _ in self.modules.values()) else 4
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
-        """A [E, r, in] and s B [E, out, r], in float32 or, if they were saved so, float64; E is 1 but of experts."""
+        """Return a [E, r, in] and s B [E, out, r], in float32 or, if they were saved so, float64; E is 1 but of
+        experts."""
         key, target = self.modules[module]
         a, b = (self._file.get_tensor(f"{_PREFIX}{key}.lora_{half}.weight") for half in "AB")
         exact = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
@@ -280,9 +281,9 @@ def _check_result(adapters: Sequence[_Adapter], modules: Sequence[str], *, rank:
 
 
 def _config(sources: Sequence[dict[str, Any]], modules: Sequence[str], rank: int) -> dict[str, Any]:
-    """The scale is 1 (alpha = r): each source's own is in its B. Targets are the modules' full names, which say exactly
-    what is there whatever patterns the sources used; of a module that a source names by its weight, the weight's, and
-    of experts their parameters'."""
+    """Return the configuration. The scale is 1 (alpha = r): each source's own is in its B. Targets are the modules'
+    full names, which say exactly what is there whatever patterns the sources used; of a module that a source names by
+    its weight, the weight's, and of experts their parameters'."""
     first = sources[0]
     named = tuple(f".{name}" for source in sources for name in source.get("target_parameters") or ())
     by_weight = [f"{module}.weight" for module in modules if f".{module}.weight".endswith(named)]

@@ -27,7 +27,7 @@ from groupwise.types import (
 
 
 def group_to_json(group: RolloutGroup) -> dict[str, Any]:
-    """What `json.dumps(..., allow_nan=False)` takes, whatever the columns hold."""
+    """Return what `json.dumps(..., allow_nan=False)` takes, whatever the columns hold."""
     prompt = group.prompt
     return {
         "prompt": {
@@ -61,7 +61,7 @@ def _rollout_to_json(rollout: Rollout, prompt: Prompt) -> dict[str, Any]:
 
 
 def group_from_json(raw: Any) -> RolloutGroup:
-    """Inverse of `group_to_json`. Raises DataError for what is not a group."""
+    """Return the inverse of `group_to_json`. Raises DataError for what is not a group."""
     try:
         fields = raw["prompt"]
         prompt = Prompt(
@@ -95,7 +95,7 @@ def plain(value: Any) -> Any:
 
 
 def _episode_to_json(rollout: Rollout) -> dict[str, Any]:
-    """What only an episode in an environment has."""
+    """Return what only an episode in an environment has."""
     if rollout.stop is None:
         return {}
     raw = {"messages": plain(rollout.messages), "stop": rollout.stop, "info": plain(rollout.info)}

@@ -57,7 +57,7 @@ def open_run_dir(
 
 
 def reserve_run_dir(config: RunConfig, *, note: Callable[[str], None] = lambda text: None) -> Path:
-    """The directory of the run that goes on, or of a new one, which is made here and given to nobody else.
+    """Return the directory of the run that goes on, or of a new one, which is made here and given to nobody else.
 
     Raises as `open_run_dir`, but for the lock.
     """
@@ -117,7 +117,7 @@ def owned(directory: Path) -> Iterator[None]:
 
 
 def _made(path: Path) -> Path:
-    """A new directory: `path`, or path-2, path-3, ... if other runs of that name began in the same second."""
+    """Return a new directory: `path`, or path-2, path-3, ... if other runs of that name began in the same second."""
     for number in itertools.count(1):
         numbered = path if number == 1 else path.with_name(f"{path.name}-{number}")
         with suppress(FileExistsError):
@@ -154,8 +154,8 @@ def _check_free(run_dir: Path, config: RunConfig) -> None:
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
-    """The newest run of this configuration in `output_dir` that was not finished; else why the newest of this name does
-    not go on, which is "" where there is none."""
+    """Return the newest run of this configuration in `output_dir` that was not finished; else why the newest of this
+    name does not go on, which is "" where there is none."""
     pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
     matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]
     begun = [(match[1], int(match[2] or 1), path) for match, path in matches if match]
@@ -174,7 +174,7 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
 
 
 def _changes(saved: Path, config: RunConfig) -> list[str]:
-    """The keys in which a saved configuration differs from this one."""
+    """Return the keys in which a saved configuration differs from this one."""
     yaml = YAML(typ="safe")
     try:
         before = identity(dict(yaml.load(saved.read_text(encoding="utf-8"))))
@@ -185,7 +185,7 @@ def _changes(saved: Path, config: RunConfig) -> list[str]:
 
 
 def _differing(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
-    """The dotted keys whose values differ."""
+    """Yield the dotted keys whose values differ."""
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)
         if _text(old) == _text(new):
@@ -197,7 +197,8 @@ def _differing(before: Mapping[str, object], now: Mapping[str, object]) -> Itera
 
 
 def _text(value: object) -> str:
-    """A value of a configuration for comparison: 1, 1.0 and true differ, and a number that is none equals itself."""
+    """Return a value of a configuration for comparison: 1, 1.0 and true differ, and a number that is none equals
+    itself."""
     return json.dumps(value, default=str)
 
 
@@ -219,7 +220,7 @@ def _wind_back(run_dir: Path, name: str, standing: checkpoint.RunState | None) -
 
 
 def _is_of(line: str, step: int) -> bool:
-    """Whether a record is of this step or an earlier one; a torn line is of none."""
+    """Return whether a record is of this step or an earlier one; a torn line is of none."""
     try:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):

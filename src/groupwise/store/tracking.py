@@ -167,8 +167,8 @@ def open_trackers(
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl`, one record a step: training and evaluation each write a line of the same step. What
-    was written twice, because a step was done again after a crash, counts as it was written last.
+    """Return the lines of `metrics.jsonl`, one record a step: training and evaluation each write a line of the same
+    step. What was written twice, because a step was done again after a crash, counts as it was written last.
 
     A last line that a crash tore is left out. Raises DataError if another line is not JSON.
     """
@@ -248,7 +248,7 @@ class WandbTracker:
 
 
 def _has_key(wandb: ModuleType) -> bool:
-    """Whether W&B knows who runs this, without asking anybody."""
+    """Return whether W&B knows who runs this, without asking anybody."""
     try:
         return bool(wandb.login(prompt=False, verify=False))
     except TypeError:  # before 0.31 it asks, and has this instead
@@ -318,7 +318,8 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 # --- rollouts as JSON ---
 def read_rollouts(path: Path) -> tuple[RolloutGroup, ...]:
-    """The groups that `Tracking.rollouts` wrote, equal to what they were (columns: as far as JSON has their types).
+    """Return the groups that `Tracking.rollouts` wrote, equal to what they were (columns: as far as JSON has their
+    types).
 
     Raises DataError naming the line that is not a group.
     """

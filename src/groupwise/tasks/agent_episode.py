@@ -48,7 +48,7 @@ class AgentEpisode:
     scored: bool
 
     async def play(self) -> tuple[Rollout, FirstRequest | None]:
-        """The rollout, and what the policy was first asked, if anything.
+        """Return the rollout, and what the policy was first asked, if anything.
 
         Raises EnvError if the agent fails and `env.on_error` is stop, and what the engine raised if that failed.
         """
@@ -96,7 +96,7 @@ class AgentEpisode:
         )
 
     async def _outcome(self, key: str) -> AgentResult:
-        """What the agent returns. Raises EnvError for all that is its fault."""
+        """Return what the agent returns. Raises EnvError for all that is its fault."""
         limit_s, failed = self.session.config.timeout_s + self.agent.extra_s, asyncio.wrap_future(self.session.failed)
         agent = asyncio.ensure_future(self._call(key))
         try:
@@ -118,7 +118,7 @@ class AgentEpisode:
                 agent.exception()  # seen
 
     async def _call(self, key: str) -> AgentResult:
-        """One call of the agent. SystemExit is its failure too, not the end of the process."""
+        """Call the agent once. SystemExit is its failure too, not the end of the process."""
         name, thread = self.agent.name, OwnThread(self.agent.name)
         offered = {
             "case": dict(self.case),

@@ -106,8 +106,8 @@ class AgentSession:
     async def answer(
         self, request: AgentChatRequest, *, id: str = "", ignored: Sequence[str] = (), hear: Hear | None = None
     ) -> AgentReply:
-        """The policy's next turn in the conversation that `request` shows, under the answer's `id`. `ignored` are
-        parameters that change nothing, as the client calls them. `hear` is told of the answer's parts as they are
+        """Return the policy's next turn in the conversation that `request` shows, under the answer's `id`. `ignored`
+        are parameters that change nothing, as the client calls them. `hear` is told of the answer's parts as they are
         sampled, where the engine streams, and otherwise when it is whole; all of them, and before this returns.
 
         Raises:
@@ -170,12 +170,12 @@ class AgentSession:
         self._conversations.reward(node, value)
 
     def count(self, request: AgentChatRequest) -> int:
-        """How many tokens the policy would be shown. Raises as `answer`."""
+        """Return how many tokens the policy would be shown. Raises as `answer`."""
         self._check_open()
         return len(self._ask(request.conversation, request).transcript.prompt_ids)
 
     def new_id(self, kind: str) -> str:
-        """An id for the next answer: `kind` and numbers."""
+        """Return an id for the next answer: `kind` and numbers."""
         self._named += 1
         return f"{kind}{self.number}-{self._named}"
 
@@ -214,7 +214,7 @@ class AgentSession:
             )
 
     def _ask(self, messages: tuple[Message, ...], request: AgentChatRequest) -> AgentRequest:
-        """What the policy sees."""
+        """Return what the policy sees."""
         try:
             return self._conversations.ask(messages, request.offered_tools)
         except ChatError as error:
@@ -225,7 +225,7 @@ class AgentSession:
             raise self._at("template", message) from error
 
     def _params(self, asked: AgentRequest, request: AgentChatRequest) -> SamplingParams:
-        """How the answer is drawn: as the run says, no longer than everything allows."""
+        """Return how the answer is drawn: as the run says, no longer than everything allows."""
         room = self.sampler.context_length - len(asked.transcript.prompt_ids)
         if room <= 0:
             self.stop = self.stop or "context"
@@ -277,7 +277,7 @@ class AgentSession:
             self._tasks.discard(task)
 
     async def _draw(self, request: SamplingRequest, said: Callable[[int], None] | None) -> list[Completion]:
-        """The completion; `said` hears of its tokens in this event loop, where the engine streams."""
+        """Return the completion; `said` hears of its tokens in this event loop, where the engine streams."""
         grammar, prepare = request.params.grammar, getattr(self.sampler, "prepare", None)
         if grammar is not None and prepare is not None:  # in a thread: others are answered meanwhile
             episode = f"{self.seed}/{self.number}"

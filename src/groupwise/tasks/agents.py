@@ -78,7 +78,7 @@ class Agent(EnvKind):
     on_close: Callable[[], None] = lambda: None
 
     def bound(self, **offered: Any) -> Callable[[], Any]:
-        """The call of one episode, without arguments; a coroutine function where the agent is async."""
+        """Return the call of one episode, without arguments; a coroutine function where the agent is async."""
         given = {**self.args, **{name: offered[name] for name in self.takes}}
         if not is_async(self.function):
             return lambda: self.function(**given)
@@ -89,7 +89,7 @@ class Agent(EnvKind):
         return play
 
     def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
-        """The dataset that it brings, as `EnvFactory.cases`; None if it brings none."""
+        """Return the dataset that it brings, as `EnvFactory.cases`; None if it brings none."""
         found = EnvFactory(name=self.name, make_one=lambda: self.function, args={}).cases(held_out=held_out)
         return None if found is None else self.check(found, self.name)
 
@@ -138,7 +138,7 @@ class AgentResult:
 
 
 def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> EnvKind:
-    """The agent that the configuration names. A class is made here; one that is an `EnvKind` plays as that.
+    """Return the agent that the configuration names. A class is made here; one that is an `EnvKind` plays as that.
 
     Raises LoadError for what cannot be imported, ConfigError for what cannot be called as agents are, EnvError for a
     class that fails.
@@ -186,7 +186,7 @@ def _turn_rewards(value: Any, agent: str) -> tuple[float | None, ...]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine; an object is asked for its `__call__`."""
+    """Return whether calling it gives a coroutine; an object is asked for its `__call__`."""
     called = function if inspect.isroutine(function) else type(function).__call__
     return inspect.iscoroutinefunction(called)
 
@@ -210,7 +210,7 @@ def _instance(made: type, name: str, args: Mapping[str, Any], reference: str) ->
 
 
 def _takes(function: Callable[..., Any], args: Mapping[str, Any], reference: str) -> tuple[str, ...]:
-    """Those of `OFFERED` that it has parameters for. Raises ConfigError where it cannot be called so."""
+    """Return those of `OFFERED` that it has parameters for. Raises ConfigError where it cannot be called so."""
     parameters = inspect.signature(function).parameters
     anything = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     takes = tuple(name for name in OFFERED if name in parameters or (anything and name not in (CLIENT, EPISODE)))

@@ -43,7 +43,7 @@ class BlockingPolicy:
             return futures
 
     def wait(self, futures: Sequence[Future[list[Completion]]]) -> list[list[Completion]]:
-        """The answers to what was submitted. Raises CancelledError if it is over before they are there."""
+        """Return the answers to what was submitted. Raises CancelledError if it is over before they are there."""
         try:
             return [future.result() for future in futures]
         finally:

@@ -105,7 +105,7 @@ class Conversations:
         return AgentRequest(transcript=transcript, key=(offered, said), before=None)
 
     def reply(self, asked: AgentRequest, *, one_call: bool = False) -> Reply:
-        """The reply to a request, to be told its text. `one_call` keeps the first call only."""
+        """Return the reply to a request, to be told its text. `one_call` keeps the first call only."""
         seen = asked.transcript
         thinks = opens_thought(seen.prompt_ids, self._tokenizer)
         parser = ReplyParser(thinks=thinks, calls=self._format if seen.tools else None, tools=seen.tools)
@@ -125,8 +125,8 @@ class Conversations:
         id: str = "",
         state: str | None = None,
     ) -> dict[str, Any]:
-        """The policy answered, under this id and in this state; returns its message as the client gets it. `reply` has
-        been told all of its text."""
+        """Record that the policy answered, under this id and in this state; return its message as the client gets it.
+        `reply` has been told all of its text."""
         if reply is None:
             reply = self.reply(asked)
             reply.push(completion.text)
@@ -149,8 +149,8 @@ class Conversations:
         node.transcript.reward((node.turn.reward or 0.0) + value)
 
     def turns(self, *, only_first: bool = False) -> tuple[Turn, ...]:
-        """The turns branch by branch, with their numbers in time where that is another order; with `only_first` none is
-        trained but the one that was answered first."""
+        """Return the turns branch by branch, with their numbers in time where that is another order; with `only_first`
+        none is trained but the one that was answered first."""
         ordered: list[Answered] = []
         waiting = self._begun[::-1]
         while waiting:
@@ -166,7 +166,7 @@ class Conversations:
 
 
 def _copy(transcript: Transcript) -> Transcript:
-    """One that goes on by itself. Of the turns it needs the last."""
+    """Return one that goes on by itself. Of the turns it needs the last."""
     other = copy.copy(transcript)
     other.messages, other.turns, other.forks = list(transcript.messages), transcript.turns[-1:], 0
     return other

@@ -102,7 +102,7 @@ def reverse_text(
 def _rows(
     source: str, split: str, folder: str, columns: tuple[str, ...], *, config: str | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each row with its id. Raises DataError for one without one of the columns; `config` is the hub's name."""
+    """Yield each row with its id. Raises DataError for one without one of the columns; `config` is the hub's name."""
     wanted = DatasetConfig(source=source)
     if wanted.kind == "dataset":
         wanted = DatasetConfig(source=source, split=split, args={"name": config} if config and "/" in source else {})

@@ -114,7 +114,8 @@ class Endpoint:
         return await asyncio.wrap_future(self._submit(session.end()))
 
     def client(self, key: str) -> OpenAI:
-        """A blocking OpenAI client with this key. All clients share one transport, so that closing one is harmless."""
+        """Return a blocking OpenAI client with this key. All clients share one transport, so that closing one is
+        harmless."""
         import openai
 
         transport, http = self._transport, _http()
@@ -129,7 +130,7 @@ class Endpoint:
         return openai.OpenAI(base_url=self.base_url, api_key=key, http_client=asking)
 
     def async_client(self, key: str) -> AsyncOpenAI:
-        """The same for agents that are async."""
+        """Return the same for agents that are async."""
         import openai
 
         transport, http = self._async_transport, _http()
@@ -214,7 +215,7 @@ class Endpoint:
         return await _answer(http, session, request, writer, id=id, names=asked.names, keep=keep)
 
     async def _response(self, http: Request) -> Response:
-        """One that was stored."""
+        """Return one that was stored."""
         stored, id = self._session(http).responses, http.path_params["id"]
         if http.method == "GET":
             return _json(stored.find(id).answer)
@@ -295,8 +296,9 @@ async def _answer(
     keep: Keep = lambda answer: None,
     done: bytes = b"",
 ) -> Response:
-    """The policy's answer through the dialect's writer, whole or streamed, under this id. `names` are the dialect's for
-    fields of the chat form; `keep` is told the whole answer before its end is sent; `done` ends a stream."""
+    """Return the policy's answer through the dialect's writer, whole or streamed, under this id. `names` are the
+    dialect's for fields of the chat form; `keep` is told the whole answer before its end is sent; `done` ends a
+    stream."""
     ignored = [(names or {}).get(name, name) for name in request.ignored(recorded=session.recorded)]
     headers = {"x-ignored": ", ".join(ignored)} if ignored else {}
     if not request.stream:
@@ -354,14 +356,14 @@ class _Stream:
         self._answer.cancel()
 
     async def next(self) -> Sequence[ReplyPart] | None:
-        """The next parts; None behind the last. Raises what the session raises, if that comes first."""
+        """Return the next parts; None behind the last. Raises what the session raises, if that comes first."""
         parts = await self._parts.get()
         if parts is None:
             self._answer.result()
         return parts
 
     async def events(self, parts: Sequence[ReplyPart] | None) -> AsyncIterator[bytes]:
-        """The stream, whose first parts are `parts`."""
+        """Yield the stream, whose first parts are `parts`."""
         try:
             yield bytes_of(self._writer.open(self._prompt_tokens))
             while parts is not None:
@@ -383,7 +385,7 @@ def _json(answer: Mapping[str, Any], headers: Mapping[str, str] | None = None) -
 
 
 async def _while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away."""
+    """Return the result of `work`, which is cancelled when the client goes away."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(http))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -407,7 +409,7 @@ async def _refuse(http: Request, error: GroupwiseError) -> Response:
 
 
 def _error_of(http: Request, error: GroupwiseError) -> dict[str, Any]:
-    """An error in the envelope of the route's dialect."""
+    """Return an error in the envelope of the route's dialect."""
     told = anthropic.error_of if http.url.path.startswith("/v1/messages") else protocol.error_of
     return told(error)
 
@@ -423,7 +425,7 @@ async def _bug(http: Request, error: Exception) -> Response:
 
 
 def _http() -> Any:
-    """The HTTP library of the installed openai package: httpx2, or httpx before 3.0."""
+    """Return the HTTP library of the installed openai package: httpx2, or httpx before 3.0."""
     import openai
 
     return sys.modules[openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]]

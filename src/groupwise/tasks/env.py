@@ -240,7 +240,7 @@ def done_of(value: Any) -> bool:
 
 
 def numbers_of(info: Any) -> dict[str, float]:
-    """The numbers of `info` that are finite. Raises EnvError where it is no object."""
+    """Return the numbers of `info` that are finite. Raises EnvError where it is no object."""
     if not isinstance(info, Mapping):
         raise EnvError(f"step returned info={shortened(info)}; it is an object of numbers by name")
     numbers = {str(name): value for name, value in info.items() if isinstance(value, int | float)}
@@ -253,12 +253,13 @@ def shortened(value: Any) -> str:
 
 
 def told_of(name: str, error: GroupwiseError) -> str:
-    """The error's message as one of the environment `name`, which stands before it unless it names its method."""
+    """Return the error's message as one of the environment `name`, which stands before it unless it names its
+    method."""
     return error.message if (error.field or "").startswith(name) else f"{name}: {error.message}"
 
 
 def priced(played: Rollout, config: EnvConfig) -> Rollout:
-    """The episode with its `reward` set; for one with an `error`, what `env.on_error` prescribes.
+    """Return the episode with its `reward` set; for one with an `error`, what `env.on_error` prescribes.
 
     Raises EnvError where an error is to end the run.
     """

@@ -50,7 +50,7 @@ class EnvFactory(EnvKind):
         """Does nothing: instances share no state."""
 
     def make(self) -> Any:
-        """An instance, for one episode. Raises EnvError, or ConfigError where the class itself does."""
+        """Return an instance, for one episode. Raises EnvError, or ConfigError where the class itself does."""
         try:
             return self.make_one(**self.args)
         except ConfigError:
@@ -59,7 +59,8 @@ class EnvFactory(EnvKind):
             raise EnvError.raised(f"{self.name}()", error) from error
 
     def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
-        """What its `cases` (or `eval_cases`) returns, as prompts whose columns the case is; None without the method.
+        """Return what its `cases` (or `eval_cases`) returns, as prompts whose columns the case is; None without the
+        method.
 
         Raises DataError, or EnvError where the method raises; a ConfigError of its own as it is.
         """
@@ -98,7 +99,7 @@ class EnvFactory(EnvKind):
 
 
 def load_factory(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFactory:
-    """The environment class that the configuration names, and its arguments.
+    """Return the environment class that the configuration names, and its arguments.
 
     Raises LoadError for what cannot be imported, ConfigError for what is no environment or takes other arguments.
     """
@@ -115,7 +116,7 @@ def load_factory(config: EnvConfig, *, folder: str | Path | None = None) -> EnvF
 
 
 def contract_of(made: Any) -> EnvContract | None:
-    """The contract that a class keeps, where that is another than ours."""
+    """Return the contract that a class keeps, where that is another than ours."""
     known = extensions("groupwise.environment_contracts").values()
     return next((contract for contract in known if contract.recognises(made)), None)
 
@@ -127,7 +128,7 @@ def load_once(reference: str, *, folder: str | None = None) -> Callable[..., Any
 
 
 def prompts_of(rows: Any, source: str) -> list[Prompt]:
-    """Rows of a dataset of cases -> prompts; the whole row is the case. Raises DataError."""
+    """Return rows of a dataset of cases -> prompts; the whole row is the case. Raises DataError."""
     if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__iter__"):
         raise DataError(f"{source} returned a {type(rows).__name__}; it must be a list of objects, one per case")
     prompts: list[Prompt] = []

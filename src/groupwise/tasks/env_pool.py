@@ -72,7 +72,7 @@ class EnvPool:
         self._processes = [self._process() for _ in range(config.workers)]
 
     async def make(self) -> PooledEnv:
-        """An environment for one episode; the user's instance is made in a worker process at `reset`."""
+        """Return an environment for one episode; the user's instance is made in a worker process at `reset`."""
         return PooledEnv(self)
 
     def close(self) -> None:
@@ -86,14 +86,14 @@ class EnvPool:
     # -- for PooledEnv -------------------------------------------------------------------------------------------------
 
     def enter(self) -> _EnvProcess:
-        """The process with the fewest episodes, which has one more."""
+        """Return the process with the fewest episodes, which has one more."""
         process = min(self._processes, key=lambda each: each.episodes)
         process.episodes += 1
         return process
 
     async def enter_alone(self) -> _EnvProcess | None:
-        """A process for one episode, as many at once as there are others; None where it is not worth finding out whose
-        doing the loss of a process was, since it is everybody's."""
+        """Return a process for one episode, as many at once as there are others; None where it is not worth finding out
+        whose doing the loss of a process was, since it is everybody's."""
         loop = asyncio.get_running_loop()
         if self._alone is None or self._alone[0] is not loop:
             self._alone = loop, asyncio.Semaphore(self._config.workers)
@@ -134,7 +134,7 @@ class EnvPool:
         self._found += 1
 
     def number(self) -> int:
-        """A fresh number for an episode or a call."""
+        """Return a fresh number for an episode or a call."""
         return next(self._numbers)
 
     @property
@@ -240,7 +240,7 @@ class PooledEnv:
             self._leave()
 
     async def _ask(self, method: str, *args: Any) -> Any:
-        """What the method returns, wherever the episode has to be played for it."""
+        """Return what the method returns, wherever the episode has to be played for it."""
         for _ in range(1 + AGAIN):
             try:
                 if self._process is None:
@@ -283,7 +283,7 @@ class PooledEnv:
             self._pool.leave(process)
 
     async def _call(self, process: _EnvProcess, method: str, args: tuple[Any, ...]) -> Any:
-        """One call there. Raises _Gone, or EnvError for what the environment did."""
+        """Make one call there. Raises _Gone, or EnvError for what the environment did."""
         pool, number = self._pool, self._pool.number()
         try:
             message = pickle.dumps((number, self._episode, method, pickle.dumps(args)))

@@ -65,14 +65,14 @@ class EnvHost:
         return observation_of(value, limit=limit)
 
     async def step(self, episode: int, *said: Any) -> StepResult | MoveResult:
-        """The answer to what the policy said: a message, in a game after the name of its player."""
+        """Return the answer to what the policy said: a message, in a game after the name of its player."""
         value, limit = await self._of(episode).call("step", *said), self._config.max_characters
         if players := self._factory.players:
             return move_result_of(value, players, limit=limit)
         return step_result_of(value, limit=limit)
 
     async def score(self, episode: int, said: Any) -> float | dict[str, float] | None:
-        """What `score` returns; None where there is no such method."""
+        """Return what `score` returns; None where there is no such method."""
         value, method = await self._of(episode).call("score", said), f"{self._factory.name}.score"
         if players := self._factory.players:
             return rewards_of(value, players, method)
@@ -122,7 +122,7 @@ class _Played:
             self._env.thread = self._thread
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What a method returns; None for one that is not there."""
+        """Return what a method returns; None for one that is not there."""
         what, function = f"{self._name}.{method}", getattr(self._env, method, None)
         if not callable(function):
             return None
@@ -207,7 +207,7 @@ class _CallServer:
 
 
 def encoded(value: Any) -> Any:
-    """What a method of the host returned, as JSON takes it. Raises EnvError for what cannot be written."""
+    """Return what a method of the host returned, as JSON takes it. Raises EnvError for what cannot be written."""
     try:
         return json.loads(json.dumps(value, allow_nan=False, default=_plain))
     except (TypeError, ValueError) as error:
@@ -227,6 +227,6 @@ def _plain(value: Any) -> Any:
 
 
 def decode_answer(message: bytes) -> tuple[int, dict[str, Any]]:
-    """The number of a call, and what came of it."""
+    """Return the number of a call, and what came of it."""
     answer = json.loads(message)
     return answer.pop("number"), answer

@@ -95,7 +95,8 @@ class Player:
             self._fail(error)
 
     async def play(self, first: Completion | None = None) -> Rollout:
-        """The episode as a rollout; `first` is what the policy answered already. Cancelling it closes everything.
+        """Return the episode as a rollout; `first` is what the policy answered already. Cancelling it closes
+        everything.
 
         Raises EnvError if the environment fails and `env.on_error` is stop, and what asking the policy raised.
         """
@@ -116,7 +117,7 @@ class Player:
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     async def _played(self, first: Completion | None) -> tuple[str, float]:
-        """Why the episode ended, and its reward."""
+        """Return why the episode ended, and its reward."""
         try:
             async with asyncio.timeout(self.config.timeout_s):
                 stop = await self._turns(first)
@@ -158,7 +159,7 @@ class Player:
             raise PolicyError(error) from error
 
     async def _step(self, message: Message) -> str | None:
-        """The environment answers; why the episode is over, or None."""
+        """Let the environment answer; return why the episode is over, or None."""
         assert self.transcript is not None
         value = await self._call(self._env.step, message, what=f"{self.name}.step")
         result = step_result_of(value, limit=self.config.max_characters)
@@ -199,7 +200,7 @@ class Player:
         return self.config.train_turns == "all" or not self.taken
 
     def _room(self) -> int:
-        """Tokens that the policy may still say, in the context and in its budget."""
+        """Return tokens that the policy may still say, in the context and in its budget."""
         assert self.transcript is not None
         room = self.context - len(self.transcript.prompt_ids)
         return room if self.config.max_tokens is None else min(room, self.config.max_tokens - self.said)

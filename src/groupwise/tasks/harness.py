@@ -120,7 +120,7 @@ T = TypeVar("T")
 
 
 def load_harness(config: EnvConfig, *, folder: str | Path, scored: bool) -> Agent:
-    """The agent that plays episodes by `config.harness`. `scored`: reward functions judge workspaces too.
+    """Return the agent that plays episodes by `config.harness`. `scored`: reward functions judge workspaces too.
 
     Raises ConfigError where the command is not there, nothing says what an episode is worth, or the sandbox that is
     asked for cannot be had on this machine.
@@ -211,7 +211,7 @@ class Harness:
                 pass
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """Every text with placeholders, with its key."""
+        """Yield every text with placeholders, with its key."""
         config, score = self.config, self.config.score
         lists = {"command": config.command, "stdin": [config.stdin or ""], "template": [config.template or ""]}
         lists |= {"env": config.env.values(), "files": config.files.values()}
@@ -301,7 +301,7 @@ class Harness:
         return path
 
     def _row_files(self, key: str, told: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """What a row's column of files holds. Raises ConfigError for what is none."""
+        """Return what a row's column of files holds. Raises ConfigError for what is none."""
         section = self.config.score if key.startswith("score.") else self.config
         column, key = section and section.files_column, f"env.harness.{key}"
         if column is None:
@@ -321,7 +321,7 @@ class Harness:
         return [(path, text) for path, text in files.items() if text is not None]  # tables give every row every path
 
     def _told(self, case: Mapping[str, Any], **told: Any) -> dict[str, Any]:
-        """What placeholders stand for: the row's columns, and what the program is told."""
+        """Return what placeholders stand for: the row's columns, and what the program is told."""
         prompt = case.get("prompt")
         if isinstance(prompt, list | tuple):
             case = {**case, "prompt": "\n\n".join(str(message.get("content") or "") for message in prompt)}
@@ -443,8 +443,8 @@ class Harness:
     async def _score(
         self, score: HarnessScoreConfig, place: _EpisodeFolders, told: Mapping[str, Any]
     ) -> tuple[AgentResult, ProgramResult]:
-        """What the command says of the workspace, and what it printed. Raises EnvError for what is not its doing, and
-        for an object in its last line that says no reward."""
+        """Return what the command says of the workspace, and what it printed. Raises EnvError for what is not its
+        doing, and for an object in its last line that says no reward."""
         argv = [_filled(part, told, "env.harness.score.command") for part in score.command]
         files = {path: _filled(text, told, "env.harness.score.files") for path, text in score.files.items()}
         limits = Limits(
@@ -499,7 +499,7 @@ def sweep() -> None:
 
 
 def _new_root() -> tuple[Path, int]:
-    """A directory for workspaces, and the open file in it that is locked as long as this process lives."""
+    """Return a directory for workspaces, and the open file in it that is locked as long as this process lives."""
     while True:
         root = Path(tempfile.mkdtemp(prefix=ROOT)).resolve()
         held = os.open(root / HELD, os.O_RDWR | os.O_CREAT, 0o600)
@@ -519,7 +519,7 @@ class _Running:
         self._lock = threading.Lock()
 
     def begin(self, box: Box) -> bool:
-        """The box has been started; False if it is not wanted any more, and then ended."""
+        """Take note that the box has been started; return False if it is not wanted any more, and then ended."""
         with self._lock:
             self._box = box
             if self._over:
@@ -557,7 +557,8 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 def _score_spec(
     argv: Sequence[str], place: _EpisodeFolders, over: Mapping[str, str], *, limits: Limits, level: Isolation
 ) -> dict[str, Any]:
-    """The keeper's specification of the command that scores a copy of a workspace, over which the files `over` are put.
+    """Return the keeper's specification of the command that scores a copy of a workspace, over which the files `over`
+    are put.
 
     The copy has no link that leads out of it or to one of those files: a program could otherwise have its own answer
     compared with itself. They are nowhere but in the copy: the box reads them, and the command has an empty input.
@@ -594,7 +595,7 @@ def _write(directory: Path, path: str, text: str) -> None:
 
 
 def _inside(path: str) -> str:
-    """A path within a workspace, in its plain form. Raises EnvError for one that leads out of it."""
+    """Return a path within a workspace, in its plain form. Raises EnvError for one that leads out of it."""
     pure = PurePosixPath(path)
     if not pure.parts or pure.is_absolute() or ".." in pure.parts:
         raise _leads_out(path)
@@ -606,7 +607,7 @@ def _leads_out(path: str) -> EnvError:
 
 
 def _filled(text: str, told: Mapping[str, Any], key: str) -> str:
-    """The text with what its placeholders stand for. Raises ConfigError for one that stands for nothing."""
+    """Return the text with what its placeholders stand for. Raises ConfigError for one that stands for nothing."""
 
     def value(found: re.Match[str]) -> str:
         if (name := found[1]) is None:
@@ -622,8 +623,8 @@ def _filled(text: str, told: Mapping[str, Any], key: str) -> str:
 
 
 def _said_of(text: str) -> AgentResult:
-    """The number in the last line, or the object that an agent may return; 0 where there is neither. Raises EnvError
-    for an object that is none of those."""
+    """Return the number in the last line, or the object that an agent may return; 0 where there is neither. Raises
+    EnvError for an object that is none of those."""
     last = (text.strip().splitlines() or [""])[-1].strip()
     with suppress(ValueError):
         number = float(last)

@@ -207,7 +207,7 @@ class AgentChatRequest(BaseModel):
         *,
         recorded: bool,
     ) -> SamplingParams:
-        """The run's parameters with what this request leaves to be drawn from in the reply to `prompt_ids`.
+        """Return the run's parameters with what this request leaves to be drawn from in the reply to `prompt_ids`.
 
         Raises:
             RequestError: it forces what an engine that does not record that (`recorded`) cannot train.
@@ -225,8 +225,8 @@ class AgentChatRequest(BaseModel):
         return replace(run, **self.narrowing, grammar=grammar)
 
     def _grammar(self, form: ToolCallFormat, tokenizer: PreTrainedTokenizerBase, own: Grammar | None) -> Grammar | None:
-        """What the reply must be, but for its thoughts; `own` is what the run wants of an answer, unless this request
-        says that."""
+        """Return what the reply must be, but for its thoughts; `own` is what the run wants of an answer, unless this
+        request says that."""
         choice, asked = self.tool_choice, self.response_format
         named = choice.function.name if isinstance(choice, AgentNamedTool) else None
         tools = [] if choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
@@ -243,8 +243,8 @@ class AgentChatRequest(BaseModel):
         )
 
     def ignored(self, *, recorded: bool) -> list[str]:
-        """The parameters that are there, would change something, and do not; `recorded` says whether the engine records
-        which tokens were left to draw from."""
+        """Return the parameters that are there, would change something, and do not; `recorded` says whether the engine
+        records which tokens were left to draw from."""
         extra = self.model_extra or {}
         names = [name for name, neutral in RUN_DECIDES.items() if extra.get(name) not in (None, neutral)]
         if recorded:
@@ -254,18 +254,19 @@ class AgentChatRequest(BaseModel):
 
 
 def read_request(body: bytes) -> AgentChatRequest:
-    """A body of chat completions, checked. Raises RequestError."""
+    """Return a body of chat completions, checked. Raises RequestError."""
     return checked(read(body, AgentChatRequest))
 
 
 def read_other(body: bytes, model: type[DialectRequest]) -> tuple[AgentChatRequest, DialectRequest]:
-    """A body of another dialect as a chat request, and as what it is. Raises RequestError in the dialect's words."""
+    """Return a body of another dialect as a chat request, and as what it is. Raises RequestError in the dialect's
+    words."""
     asked = read(body, model)
     return translated(asked, asked.chat()), asked
 
 
 def translated(asked: DialectRequest, form: dict[str, Any]) -> AgentChatRequest:
-    """The chat request that `asked` is, as its chat form says. Raises RequestError in the dialect's words."""
+    """Return the chat request that `asked` is, as its chat form says. Raises RequestError in the dialect's words."""
     try:
         return checked(read(json.dumps(form).encode(), AgentChatRequest))
     except RequestError as error:
@@ -382,12 +383,12 @@ class ChatWriter:
 
 
 def models() -> dict[str, Any]:
-    """The answer of GET /v1/models."""
+    """Return the answer of GET /v1/models."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "groupwise"}]}
 
 
 def error_of(error: GroupwiseError) -> dict[str, Any]:
-    """The body of an answer that is an error."""
+    """Return the body of an answer that is an error."""
     kinds = {401: "authentication_error", 403: "permission_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     told = {"message": error.message, "type": kind, "param": error.field, "code": error.code}
@@ -395,7 +396,7 @@ def error_of(error: GroupwiseError) -> dict[str, Any]:
 
 
 def logprobs_of(said: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Each sampled token with its log-probability, the one that ended the turn too."""
+    """Return each sampled token with its log-probability, the one that ended the turn too."""
     alternatives = said.top_logprobs or ((),) * len(said.token_ids)
     content = [
         {**_token(token_id, logprob, tokenizer), "top_logprobs": [_token(*one, tokenizer) for one in top]}
@@ -412,7 +413,7 @@ def _token(token_id: int, logprob: float, tokenizer: PreTrainedTokenizerBase) ->
 
 # ---- what is equal ----
 def key_of(messages: Iterable[Message]) -> tuple[Any, ...]:
-    """Messages as what counts when a conversation is recognised: who says what, and calls what with what."""
+    """Return messages as what counts when a conversation is recognised: who says what, and calls what with what."""
     return tuple(map(_key, messages))
 
 
@@ -426,7 +427,7 @@ def _key(message: Message) -> tuple[Any, ...]:
 
 
 def _called(function: Mapping[str, Any]) -> tuple[Any, str]:
-    """A function's name and its arguments in one spelling."""
+    """Return a function's name and its arguments in one spelling."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:

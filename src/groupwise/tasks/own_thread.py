@@ -29,7 +29,7 @@ class OwnThread:
         self._busy = False
 
     async def call(self, function: Callable[..., Any], *args: Any, timeout_s: float | None, what: str) -> Any:
-        """The result of `function(*args)`, awaited if it is awaitable. Raises what it raises.
+        """Return the result of `function(*args)`, awaited if it is awaitable. Raises what it raises.
 
         Raises:
             EnvError: it took longer than `timeout_s` seconds. `what` names it in the message.

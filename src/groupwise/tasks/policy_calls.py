@@ -52,7 +52,7 @@ class CallOptions:
     restricted: bool = False
 
     def trains(self, completion: Completion) -> bool:
-        """Whether what was sampled so can be trained."""
+        """Return whether what was sampled so can be trained."""
         return not self.otherwise or (self.restricted and not self.params.unrecorded(completion.kept))
 
 
@@ -124,7 +124,7 @@ class PolicyCalls:
         return [completion for answer in answers for completion in answer]
 
     def said(self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> RecordedCompletion | None:
-        """The completion of this prompt that begins with these ids, if one was sampled."""
+        """Return the completion of this prompt that begins with these ids, if one was sampled."""
         with self._lock:
             said = self._said.get(prompt_ids, ())
             return next((each for each in said if each.completion.token_ids[: len(token_ids)] == token_ids), None)

@@ -106,7 +106,7 @@ class PromptSource:
         return len(self._prompts)
 
     def issue(self, n: int) -> list[Issued]:
-        """The next n prompts with their tickets; an epoch follows another, so a prompt can come twice."""
+        """Return the next n prompts with their tickets; an epoch follows another, so a prompt can come twice."""
         issued: list[Issued] = []
         while len(issued) < n:
             again = bool(self._again)
@@ -121,11 +121,11 @@ class PromptSource:
         del self._open[ticket]
 
     def all(self, limit: int | None = None) -> list[Prompt]:
-        """The first `limit` prompts (None: all), in the order of the rows; the stream does not move."""
+        """Return the first `limit` prompts (None: all), in the order of the rows; the stream does not move."""
         return list(self._prompts[:limit])
 
     def prompt(self, id: str) -> Prompt:
-        """The prompt of that id; the stream does not move. Raises DataError if there is none."""
+        """Return the prompt of that id; the stream does not move. Raises DataError if there is none."""
         if id not in self._by_id:
             raise DataError(f"there is no prompt {id!r}", hint="resume with the dataset that the run was started with")
         return self._by_id[id]
@@ -235,7 +235,7 @@ def open_prompts(
 
 
 def read_rows(config: DatasetConfig, *, folder: str | Path = ".") -> Iterator[tuple[str, Any]]:
-    """Each row with its id, as it is written, up to `config.limit`. Raises DataError and LoadError."""
+    """Return each row with its id, as it is written, up to `config.limit`. Raises DataError and LoadError."""
     read = {"file": _file_rows, "function": _function_rows, "dataset": _dataset_rows, "generated": _generated_rows}
     return itertools.islice(read[config.kind](config, Path(folder)), config.limit)
 
@@ -256,7 +256,7 @@ def _file_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]
 
 
 def _opened(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file. Raises DataError where this user may not read it."""
+    """Yield the rows of a file. Raises DataError where this user may not read it."""
     try:
         yield from {".jsonl": _lines, ".json": _json_rows}.get(path.suffix, _table_rows)(path)
     except PermissionError as error:
@@ -266,7 +266,7 @@ def _opened(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """A list of objects, an object with one list of them, or lines after all."""
+    """Yield a list of objects, an object with one list of them, or lines after all."""
     try:
         value = json.loads(path.read_bytes())
     except UnicodeDecodeError as error:
@@ -287,7 +287,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """A table's rows, as `tables` reads them."""
+    """Yield a table's rows, as `tables` reads them."""
     import pyarrow
 
     try:
@@ -368,7 +368,7 @@ def to_prompt(
     system: str | None = None,
     case: bool = False,
 ) -> Prompt:
-    """A row as a Prompt; a `case` without a prompt of its own has columns alone.
+    """Return a row as a Prompt; a `case` without a prompt of its own has columns alone.
 
     A string is a message of the user, and plain text for a model without a chat template; `raw` makes it plain text for
     every model. Raises DataError naming `id` and the key that is wrong.
@@ -404,7 +404,7 @@ def to_prompt(
 
 
 def _case(row: Mapping[str, Any], id: str, system: str | None) -> Prompt:
-    """What an environment or agent gets, and makes a prompt of itself."""
+    """Return what an environment or agent gets, and makes a prompt of itself."""
     if system is not None:
         raise DataError(f"{id}: data.system needs a chat prompt, and the row has none; write it where the case is read")
     if clash := [name for name in RESERVED if name in row]:

@@ -47,7 +47,7 @@ class Detokenizer:
         self._settled = self._given = 0
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` settles; often none."""
+        """Return the text that `token_id` settles; often none."""
         if token_id in self._ends:
             self._trailing.append(token_id)
             return ""
@@ -78,7 +78,7 @@ class TextStream:
         self._stopped = False
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now."""
+        """Return the text that is certain now."""
         self._held += self._detokenizer.push(token_id)
         self._early -= 1
         if self._stopped or not self._held:
@@ -88,7 +88,7 @@ class TextStream:
         return self._give(min(found) if found else len(self._held) - beginning_length(self._held, self._stop))
 
     def finish(self, text: str) -> str:
-        """What is missing of the completion's whole `text`, as the engine gives it."""
+        """Return what is missing of the completion's whole `text`, as the engine gives it."""
         return text[self._given :]
 
     def _give(self, length: int) -> str:
@@ -98,7 +98,7 @@ class TextStream:
 
 
 def beginning_length(text: str, wanted: Sequence[str]) -> int:
-    """How many characters at the end of `text` begin one of `wanted` without completing it.
+    """Return how many characters at the end of `text` begin one of `wanted` without completing it.
 
     >>> beginning_length("to be", ["be or not", "eel"]), beginning_length("to be", ["or"])
     (2, 0)
@@ -113,7 +113,7 @@ def beginning_length(text: str, wanted: Sequence[str]) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def token_text(token_id: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bytes]:
-    """A token's text as it stands inside a longer one, and its bytes, which may be only part of a character."""
+    """Return a token's text as it stands inside a longer one, and its bytes, which may be only part of a character."""
     alone = plain_text([token_id], tokenizer)
     if REPLACEMENT in alone:
         return alone, _bytes_of(str(tokenizer.convert_ids_to_tokens(token_id)), alone)
@@ -128,12 +128,12 @@ def plain_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _is_byte(token_id: int, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a token is a bare byte: a run of them is read as characters, or as none, only when it is over."""
+    """Return whether a token is a bare byte: a run of them is read as characters, or as none, only when it is over."""
     return BYTE_TOKEN.fullmatch(str(tokenizer.convert_ids_to_tokens(token_id))) is not None
 
 
 def _bytes_of(token: str, text: str) -> bytes:
-    """The bytes of a vocabulary entry that is no whole text: byte-level letters, or <0xE2>."""
+    """Return the bytes of a vocabulary entry that is no whole text: byte-level letters, or <0xE2>."""
     if match := BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])
     letters = _byte_letters()
@@ -142,7 +142,8 @@ def _bytes_of(token: str, text: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _byte_letters() -> dict[str, int]:
-    """The letters in which byte-level vocabularies write bytes: themselves where printable, else from U+0100 on."""
+    """Return the letters in which byte-level vocabularies write bytes: themselves where printable, else from U+0100
+    on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -187,12 +188,12 @@ class ReplyParser:
         self._said = self._called = False  # any content, any call so far
 
     def push(self, text: str) -> list[ReplyPart]:
-        """The parts that are certain now."""
+        """Return the parts that are certain now."""
         self._text += text
         return self._take(last=False)
 
     def finish(self) -> list[ReplyPart]:
-        """The reply is over: the rest of it."""
+        """End the reply and return the rest of it."""
         return self._take(last=True)
 
     def _take(self, *, last: bool) -> list[ReplyPart]:
@@ -240,7 +241,7 @@ class ReplyParser:
         return parts
 
     def _call_start(self) -> int:
-        """Where a call begins, or may; -1 for nowhere."""
+        """Return where a call begins, or may; -1 for nowhere."""
         if self._calls is None:
             return -1
         if self._calls is ToolCallFormat.LLAMA and not self._said and self._text.lstrip().startswith("{"):
@@ -261,7 +262,7 @@ class ReplyParser:
         return parts + self._give(said.rstrip() if last and self._called else said)
 
     def _certain(self, *, last: bool) -> int:
-        """How much of the text, in which no call begins, is content whatever comes."""
+        """Return how much of the text, in which no call begins, is content whatever comes."""
         if last:
             return len(self._text.rstrip() if self._called else self._text)
         if self._calls is None:
@@ -298,15 +299,15 @@ class Reply:
         return [part for part in self.parts if part.kind == "tool_call"]
 
     def push(self, text: str) -> list[ReplyPart]:
-        """What `text` adds for certain."""
+        """Return what `text` adds for certain."""
         return self._kept(self._parser.push(text))
 
     def finish(self) -> list[ReplyPart]:
-        """The reply is over: the rest of it."""
+        """End the reply and return the rest of it."""
         return self._kept(self._parser.finish())
 
     def message(self) -> dict[str, Any]:
-        """All of it as a message in OpenAI's form: arguments as text, thoughts apart."""
+        """Return all of it as a message in OpenAI's form: arguments as text, thoughts apart."""
         kinds = ("content", "reasoning")
         said = {kind: "".join(part.text for part in self.parts if part.kind == kind) for kind in kinds}
         calls = [

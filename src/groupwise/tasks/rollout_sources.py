@@ -47,7 +47,7 @@ class RolloutSource(Protocol):
     """How groups of rollouts are made for prompts; one implementation for each kind of task."""
 
     def prepare(self, prompt: Prompt) -> Prompt:
-        """The prompt as `begin` takes it. Raises ChatError."""
+        """Return the prompt as `begin` takes it. Raises ChatError."""
         ...
 
     def begin(
@@ -68,7 +68,7 @@ class SingleTurnRollouts:
         self._sampler, self._tokenizer = sampler, tokenizer
 
     def prepare(self, prompt: Prompt) -> Prompt:
-        """The prompt with its token ids."""
+        """Return the prompt with its token ids."""
         return encode_prompt(prompt, self._tokenizer)
 
     def begin(
@@ -138,7 +138,7 @@ class EpisodeRollouts:
         self._factory.close()
 
     def prepare(self, prompt: Prompt) -> Prompt:
-        """The prompt itself: what the policy is asked, `reset` says."""
+        """Return the prompt itself: what the policy is asked, `reset` says."""
         return prompt
 
     def begin(
@@ -193,7 +193,7 @@ class EpisodeRollouts:
     async def _first_turns(
         self, players: Sequence[Player], *, seed: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Completion | None]:
-        """The first turns of players that all see the same prompt, sampled as one group; else None for each."""
+        """Return the first turns of players that all see the same prompt, sampled as one group; else None for each."""
         begun = [player.transcript for player in players if player.transcript is not None]
         if len({each.prompt_ids for each in begun}) != 1 or len(begun) < len(players):
             return [None] * len(players)
@@ -223,7 +223,7 @@ async def _played(player: Player, first: Completion | None, party: Party) -> Rol
 
 
 def case_of(prompt: Prompt) -> dict[str, Any]:
-    """The columns of a prompt and, where it is a row of the configuration's `data`, what it asks as `prompt`."""
+    """Return the columns of a prompt and, where it is a row of the configuration's `data`, what it asks as `prompt`."""
     asked = prompt.text if prompt.messages is None else list(prompt.messages)
     return dict(prompt.columns) if asked is None else {"prompt": asked, **prompt.columns}
 
@@ -398,7 +398,7 @@ async def play_all(
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order. The first exception is raised once all others have been cancelled and are over."""
+    """Return the results, in order. The first exception is raised once all others have been cancelled and are over."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

@@ -136,7 +136,7 @@ class Match(Player):
         return {player: math.fsum(self._given.get(player, ())) for player in self.players}
 
     def _episodes(self, stop: str) -> dict[str, Episode]:
-        """What `score` gets: the episode as each player that spoke saw it."""
+        """Return what `score` gets: the episode as each player that spoke saw it."""
         return {
             player: Episode(
                 case=dict(self.case),
@@ -162,7 +162,7 @@ class Match(Player):
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with texts of users that follow each other as one: many templates take no two in a row."""
+    """Return the messages, with texts of users that follow each other as one: many templates take no two in a row."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined else None

@@ -45,8 +45,8 @@ _TEXTS = {"type", "enum", "const", "minLength", "maxLength", "title", "descripti
 
 
 def thoughts_of(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Literal["none", "optional", "begun"]:
-    """What `Grammar.thoughts` is for a reply to this prompt: "begun" where it ends inside a thought, "optional" where
-    the chat template has a switch for thoughts and the prompt does not show that they are off."""
+    """Return what `Grammar.thoughts` is for a reply to this prompt: "begun" where it ends inside a thought, "optional"
+    where the chat template has a switch for thoughts and the prompt does not show that they are off."""
     if opens_thought(prompt_ids, tokenizer):
         return "begun"
     is_closed = decode(prompt_ids[-8:], tokenizer).rstrip().endswith(THINK_END)
@@ -56,7 +56,7 @@ def thoughts_of(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -
 def answer_grammars(
     answer: Grammar | None, prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
 ) -> list[Grammar | None]:
-    """The grammar of the reply to each of several conversations, whose answers all have the same."""
+    """Return the grammar of the reply to each of several conversations, whose answers all have the same."""
     return [answer and replace(answer, thoughts=thoughts_of(ids, tokenizer)) for ids in prompts]
 
 
@@ -66,8 +66,8 @@ def format_grammar(
     *,
     strict: bool | None = None,
 ) -> Grammar | None:
-    """What OpenAI's `response_format` of this type asks for; None for text. `strict` false leaves to the model what of
-    the schema cannot be guaranteed."""
+    """Return what OpenAI's `response_format` of this type asks for; None for text. `strict` false leaves to the model
+    what of the schema cannot be guaranteed."""
     if kind == "text":
         return None
     if kind == "json_object" or schema is None:
@@ -101,7 +101,7 @@ def reply_grammar(
     several: bool = True,
     answer: Grammar | None = None,
 ) -> Grammar | None:
-    """The grammar of a reply for which `tools` were offered.
+    """Return the grammar of a reply for which `tools` were offered.
 
     Args:
         choice: "required" for a call of any of them; "auto" for calls or an answer. Without an `answer`, "auto" leaves
@@ -147,11 +147,11 @@ class _Writer:
         self.rules.append(f"call: {' | '.join(alternatives)}")
 
     def body(self, index: int, function: Mapping[str, Any]) -> str:
-        """One call of a tool, between the format's opening and closing."""
+        """Return one call of a tool, between the format's opening and closing."""
         raise NotImplementedError
 
     def inside(self, *, several: bool) -> str:
-        """What stands behind the opening: a call, or all of them."""
+        """Return what stands behind the opening: a call, or all of them."""
         return f"call {self.closing}"
 
     def calls(self, *, several: bool) -> str:
@@ -169,12 +169,12 @@ class _Writer:
         return f"start: ({head} {self.inside(several=several)}){'*' if several else '?'} FREE\n{free}"
 
     def _marker(self, text: str) -> str:
-        """A marker in Lark: the token that it is, or else its text."""
+        """Return a marker in Lark: the token that it is, or else its text."""
         known = self._added.get(text)
         return _quoted(text) if known is None else f"<[{known}]>"
 
     def _arguments(self, index: int, function: Mapping[str, Any]) -> str:
-        """A reference to the grammar of a tool's arguments as JSON."""
+        """Return a reference to the grammar of a tool's arguments as JSON."""
         name, field = f"arguments_{index}", _field(index)
         self.parts.append((name, Grammar.of_json(_object(function.get("parameters"), field), field=field)))
         return f"@{name}"
@@ -286,7 +286,8 @@ def _field(index: int) -> str:
 
 
 def _object(parameters: Any, field: str) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object; of the properties that it names, where it names some."""
+    """Return the schema of a tool's arguments, which are an object; of the properties that it names, where it names
+    some."""
     schema: dict[str, Any] = {"properties": {}} if parameters is None else dict(parameters)
     if schema.setdefault("type", "object") != "object":
         message = f"{field}.type is {schema['type']!r}; a tool's arguments are an object"
@@ -297,10 +298,10 @@ def _object(parameters: Any, field: str) -> dict[str, Any]:
 
 
 def _quoted(text: str) -> str:
-    """A text in Lark; nothing for none."""
+    """Return a text in Lark; nothing for none."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def _pattern(text: str) -> str:
-    """A text in a Lark regular expression."""
+    """Return a text in a Lark regular expression."""
     return re.escape(text).replace("\n", "n").replace("/", "\\/")

@@ -24,7 +24,7 @@ WRITTEN: tuple[Callable[[str], Any], ...] = (int, float)  # types whose text is 
 
 
 def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a CSV file. Raises pyarrow.ArrowException and OSError."""
+    """Return the rows of a CSV file. Raises pyarrow.ArrowException and OSError."""
     import pyarrow
     from pyarrow import csv
 
@@ -38,7 +38,7 @@ def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file. Raises pyarrow.ArrowException and OSError."""
+    """Return the rows of a Parquet file. Raises pyarrow.ArrowException and OSError."""
     from pyarrow import parquet
 
     batches = parquet.read_table(path).to_batches()
@@ -46,7 +46,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def row_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of an Arrow table, without what only the format put there."""
+    """Return a row of an Arrow table, without what only the format put there."""
     return {name: _plain(value) for name, value in row.items()}
 
 
@@ -59,7 +59,8 @@ def _plain(value: Any) -> Any:
 
 
 def _typed(cells: Sequence[str]) -> Sequence[Any]:
-    """A column's cells as numbers if all of them are written as Python writes numbers, empty ones as None; else texts.
+    """Return a column's cells as numbers if all of them are written as Python writes numbers, empty ones as None; else
+    texts.
 
     >>> _typed(["5", "", "-12"]), _typed(["2.5", "1.0"]), _typed(["007", "12"]), _typed(["1.10", "2.50"])
     ([5, None, -12], [2.5, 1.0], ['007', '12'], ['1.10', '2.50'])

@@ -63,13 +63,13 @@ class ToolCallFormat(StrEnum):
         return _GRAMMARS[self].end
 
     def end_of(self, text: str, start: int, *, last: bool) -> int:
-        """Where the marker begins that closes the call whose own marker begins at `start`; -1 where it is not there
-        yet, or there is none. `last`: no more text comes."""
+        """Return where the marker begins that closes the call whose own marker begins at `start`; -1 where it is not
+        there yet, or there is none. `last`: no more text comes."""
         grammar = _GRAMMARS[self]
         return -1 if grammar.end_of is None else grammar.end_of(text, start + len(grammar.start), last=last)
 
     def opening(self, name: str | None = None) -> str:
-        """The beginning of a call, of the tool `name` if given; the model completes it.
+        """Return the beginning of a call, of the tool `name` if given; the model completes it.
 
         >>> ToolCallFormat.LLAMA.opening("add"), ToolCallFormat.MISTRAL_ARGS.opening()
         ('{"name": "add", "parameters":', '[TOOL_CALLS]')
@@ -78,7 +78,8 @@ class ToolCallFormat(StrEnum):
         return grammar.opening if name is None else grammar.opening_of(name)
 
     def call_id(self, index: int) -> str:
-        """The id of a reply's call number `index`. Mistral's templates take nine letters and digits and nothing else.
+        """Return the id of a reply's call number `index`. Mistral's templates take nine letters and digits and nothing
+        else.
 
         >>> ToolCallFormat.HERMES.call_id(1), ToolCallFormat.MISTRAL.call_id(1)
         ('call_1', 'call00001')
@@ -86,7 +87,7 @@ class ToolCallFormat(StrEnum):
         return f"call{index:05d}" if self.start == TOOL_CALLS else f"call_{index}"
 
     def random_id(self) -> str:
-        """An id that no other call has, whatever the conversation."""
+        """Return an id that no other call has, whatever the conversation."""
         return secrets.token_hex(5)[:9] if self.start == TOOL_CALLS else f"call_{secrets.token_hex(12)}"
 
 
@@ -124,7 +125,8 @@ class ParsedReply:
 
 
 def format_of(source: PreTrainedTokenizerBase | str | None) -> ToolCallFormat:
-    """The format that a chat template writes calls in, given itself or with its tokenizer; Hermes where it shows none.
+    """Return the format that a chat template writes calls in, given itself or with its tokenizer; Hermes where it shows
+    none.
 
     >>> format_of("{{ '[TOOL_CALLS]' + tool.name + '[ARGS]' + tool.arguments }}").value
     'mistral_args'
@@ -133,7 +135,8 @@ def format_of(source: PreTrainedTokenizerBase | str | None) -> ToolCallFormat:
 
 
 def shown_format(source: PreTrainedTokenizerBase | str | None) -> ToolCallFormat | None:
-    """The format that a chat template shows; None where it shows none of these, and so another one or none at all."""
+    """Return the format that a chat template shows; None where it shows none of these, and so another one or none at
+    all."""
     template = source if source is None or isinstance(source, str) else source.chat_template
     if isinstance(template, Mapping):  # several by name
         template = template.get("tool_use") or template.get("default")
@@ -191,10 +194,9 @@ def parse(
 def pieces(
     text: str, form: ToolCallFormat, *, tools: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[str | ParsedCall | MalformedCall]:
-    """A reply without thoughts, piece by piece: what is said, calls, and calls that cannot be used. Where there is no
-    `ParsedCall`, the pieces' texts are the reply; markers and separators are left out only beside a call that they
-    belong to.
-    """
+    """Yield a reply without thoughts, piece by piece: what is said, calls, and calls that cannot be used. Where there
+    is no `ParsedCall`, the pieces' texts are the reply; markers and separators are left out only beside a call that
+    they belong to."""
     grammar, position = _GRAMMARS[form], 0
     while (begin := grammar.begin.search(text, position)) is not None:
         yield text[position : begin.start()]
@@ -219,8 +221,8 @@ class _Span:
 
 
 def _in_full(text: str, start: int, spans: list[_Span], end: int) -> Iterator[str | ParsedCall | MalformedCall]:
-    """The spans of text[start:end] as pieces. What lies around them is a call's own syntax and goes with it; with no
-    call there, it stays: at either end as part of the malformed call, in between as text."""
+    """Yield the spans of text[start:end] as pieces. What lies around them is a call's own syntax and goes with it; with
+    no call there, it stays: at either end as part of the malformed call, in between as text."""
     called = any(isinstance(span.what, ParsedCall) for span in spans)
     for i, span in enumerate(spans):
         before = spans[i - 1] if i else None
@@ -307,7 +309,7 @@ def _read_mistral(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]
 
 
 def _listed(text: str, start: int) -> Found:
-    """The entries of a JSON array that has been read once."""
+    """Return the entries of a JSON array that has been read once."""
     found, position = Found(), _end(_SPACE, text, start)
     while text[position] != "]":
         position = _end(_SPACE, text, position + 1)  # behind "[" or ","
@@ -323,8 +325,8 @@ _NOT_CLOSED = f"The call is not closed: {CALL_END} is missing."
 
 
 def json_end(text: str, start: int, *, last: bool) -> int:
-    """Where the </tool_call> of a call in JSON begins, whose <tool_call> ends at `start`; -1 where it is not there, or
-    more text may show that what is there is part of a string. `last`: no more text comes."""
+    """Return where the </tool_call> of a call in JSON begins, whose <tool_call> ends at `start`; -1 where it is not
+    there, or more text may show that what is there is part of a string. `last`: no more text comes."""
     try:
         return text.find(CALL_END, _DECODER.raw_decode(text, _end(_SPACE, text, start))[1])
     except json.JSONDecodeError as error:
@@ -337,7 +339,7 @@ def json_end(text: str, start: int, *, last: bool) -> int:
 
 
 def xml_end(text: str, start: int, *, last: bool) -> int:
-    """The same of a call in XML: the first </tool_call> behind a </function>, if it is a call of that form."""
+    """Return the same of a call in XML: the first </tool_call> behind a </function>, if it is a call of that form."""
     first = close = text.find(CALL_END, start)
     if first < 0 or not text[start:first].lstrip().startswith("<function="):
         return first
@@ -349,7 +351,7 @@ def xml_end(text: str, start: int, *, last: bool) -> int:
 
 
 def _enclosed(text: str, begin: re.Match[str], end_of: Callable[..., int]) -> tuple[str | None, int]:
-    """What stands between a <tool_call> and its end (None without one), and where the whole of it ends."""
+    """Return what stands between a <tool_call> and its end (None without one), and where the whole of it ends."""
     close = end_of(text, begin.end(), last=True)
     if close < 0:
         return None, len(text)
@@ -357,7 +359,7 @@ def _enclosed(text: str, begin: re.Match[str], end_of: Callable[..., int]) -> tu
 
 
 def _call(value: Any) -> ParsedCall | str:
-    """The call in a decoded {"name": ..., "arguments" or "parameters": {...}}, or why there is none."""
+    """Return the call in a decoded {"name": ..., "arguments" or "parameters": {...}}, or why there is none."""
     if not isinstance(value, dict):
         return f"The call is JSON of type {type(value).__name__}; it must be an object."
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -381,7 +383,8 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _json(text: str, position: int = 0) -> tuple[Any, int]:
-    """The JSON value at `position` and where it ends; instead of the value a ValueError that says what is wrong."""
+    """Return the JSON value at `position` and where it ends; instead of the value a ValueError that says what is
+    wrong."""
     try:
         return _DECODER.raw_decode(text, _end(_SPACE, text, position))
     except json.JSONDecodeError as error:
@@ -398,7 +401,7 @@ def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
 
 
 def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
-    """The JSON types of each parameter of the tool `name`, as far as its definition tells."""
+    """Return the JSON types of each parameter of the tool `name`, as far as its definition tells."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
@@ -408,8 +411,8 @@ def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]
 
 
 def schema_types(schema: Any, root: Any = None, *, depth: int = 8) -> set[str]:
-    """The JSON types that a schema declares: itself, by its values, in its alternatives, or where it points to in the
-    schema `root`."""
+    """Return the JSON types that a schema declares: itself, by its values, in its alternatives, or where it points to
+    in the schema `root`."""
     if not isinstance(schema, Mapping) or not depth:
         return set()
     declared = schema.get("type") or []
@@ -438,7 +441,7 @@ _JSON_TYPES = {
 
 
 def _typed(text: str, types: set[str] | None) -> Any:
-    """A parameter's text as a value of its declared types; what may be a string and is not null is one."""
+    """Return a parameter's text as a value of its declared types; what may be a string and is not null is one."""
     if types and "string" in types and not (text in ("null", "None") and "null" in types):
         return text
     if text in _PYTHON:

@@ -48,13 +48,13 @@ class ToolEnv:
     _spare: OwnThread | None = None
 
     def first_message(self, case: Mapping[str, Any], seed: int) -> Any:
-        """What the policy is asked: a user's text, messages, or an Observation. May be async."""
+        """Return what the policy is asked: a user's text, messages, or an Observation. May be async."""
         raise EnvError(
             f"{type(self).__name__} has no first_message(case, seed)", hint="write it; it returns the question"
         )
 
     def reset(self, case: Mapping[str, Any], seed: int) -> Any:
-        """The observation that begins an episode, with the tools."""
+        """Return the observation that begins an episode, with the tools."""
         value = self.first_message(case, seed)
         return self._offer_when_there(value) if isawaitable(value) else self.offer(value)
 
@@ -68,7 +68,7 @@ class ToolEnv:
         return Observation(messages=messages, tools=(*self.toolbox.definitions, *more))
 
     async def step(self, message: Message) -> StepResult:
-        """The answers to a message's calls; done when it has none."""
+        """Return the answers to a message's calls; done when it has none."""
         said: Mapping[str, Any] = message
         malformed: Sequence[str] = said.get("malformed_calls") or ()
         answers = [
@@ -90,7 +90,8 @@ class ToolEnv:
         return self.offer(await value)
 
     def _bound(self, given: Any) -> Any:
-        """A function of the class as the method that it is; a method as a tool that runs in the episode's thread."""
+        """Return a function of the class as the method that it is; a method as a tool that runs in the episode's
+        thread."""
         if isfunction(given) and any(vars(one).get(given.__name__) is given for one in type(self).__mro__):
             given = getattr(self, given.__name__)
         if getattr(given, "__self__", None) is self:
@@ -123,6 +124,6 @@ class ToolEnv:
 
 
 def _malformed(index: int, report: str) -> ToolResult:
-    """The answer to a call that could not be read; its id is one that every chat template takes."""
+    """Return the answer to a call that could not be read; its id is one that every chat template takes."""
     message = tool_message(f"Error: {report}", call_id=f"bad{index:06d}", name="malformed_call")
     return ToolResult(message, CallOutcome.MALFORMED)

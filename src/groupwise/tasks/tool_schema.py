@@ -43,7 +43,7 @@ class Signature:
     model: type[BaseModel]
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the type hints want them; defaults are left to the function.
+        """Return the arguments as the type hints want them; defaults are left to the function.
 
         Raises ValueError, with all that is wrong in one line.
         """
@@ -58,7 +58,7 @@ class Signature:
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """The signature of a function or bound method, without `self`.
+    """Return the signature of a function or bound method, without `self`.
 
     Raises ConfigError: it is no function with a name, or a parameter has no type hint, no schema, or no name to pass
     it by.

@@ -88,7 +88,7 @@ class CallableTool:
         time_limit_s: float = TIME_LIMIT_S,
         thread: Thread | None = None,
     ) -> CallableTool:
-        """A function or bound method, async or not, as a tool. Its docstring's first part is the description.
+        """Return a function or bound method, async or not, as a tool. Its docstring's first part is the description.
 
         Args:
             time_limit_s: seconds that a call may take.
@@ -163,7 +163,7 @@ class ToolBox:
         return len(self._tools)
 
     def get(self, name: str) -> CallableTool | None:
-        """The tool of that name."""
+        """Return the tool of that name."""
         return self._tools.get(name)
 
     @property
@@ -172,7 +172,7 @@ class ToolBox:
         return [tool.definition for tool in self]
 
     async def call(self, call: Mapping[str, Any]) -> Message:
-        """The `tool` message that answers one of a message's `tool_calls`. Never raises."""
+        """Return the `tool` message that answers one of a message's `tool_calls`. Never raises."""
         return (await self.answer(call)).message
 
     async def answer(self, call: Mapping[str, Any]) -> ToolResult:
@@ -194,7 +194,8 @@ class ToolBox:
         self._tools[tool.name] = tool
 
     async def _run(self, name: str, arguments: Any) -> Any:
-        """The tool's result. Raises ToolError and, where the caller is cancelled, CancelledError; nothing else."""
+        """Return the tool's result. Raises ToolError and, where the caller is cancelled, CancelledError; nothing
+        else."""
         tool = self._tools.get(name)
         if tool is None:
             raise ToolError(_unknown(name, list(self._tools)), CallOutcome.UNKNOWN)
@@ -224,7 +225,7 @@ class ToolBox:
 
 
 def tool_message(content: str, *, call_id: str, name: str) -> Message:
-    """A tool's answer as a message; half surrogate pairs, which no tokenizer takes, become "?"."""
+    """Return a tool's answer as a message; half surrogate pairs, which no tokenizer takes, become "?"."""
     sendable = content.encode("utf-8", "replace").decode()
     return Message(role="tool", tool_call_id=call_id, name=name, content=sendable)
 
@@ -238,7 +239,7 @@ _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """What `function` returns, run in a daemon thread; at most `THREADS` are waited for at once.
+    """Return what `function` returns, run in a daemon thread; at most `THREADS` are waited for at once.
 
     Whoever stops waiting leaves the thread behind: it holds up neither the others nor the end of the process. The time
     that a call waits for its turn is not the tool's.
@@ -283,7 +284,7 @@ def _unknown(name: str, known: Sequence[str]) -> str:
 
 
 def _object_of(arguments: Any, name: str) -> dict[str, Any]:
-    """The arguments as an object; OpenAI's clients send them as JSON text. Raises ToolError."""
+    """Return the arguments as an object; OpenAI's clients send them as JSON text. Raises ToolError."""
     try:
         value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
@@ -298,7 +299,7 @@ def _object_of(arguments: Any, name: str) -> dict[str, Any]:
 
 
 def _text_of(result: Any) -> str:
-    """A result as the model reads it. Raises ToolError where it cannot be written as JSON."""
+    """Return a result as the model reads it. Raises ToolError where it cannot be written as JSON."""
     if isinstance(result, str):
         return result
     try:

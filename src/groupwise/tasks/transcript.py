@@ -64,7 +64,7 @@ class Transcript:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     def speak(self, completion: Completion, *, trained: bool = True, state: str | None = None) -> Message:
-        """The policy said `completion` in this state; returns it as a message, its tool calls parsed."""
+        """Record that the policy said `completion` in this state; return it as a message, its tool calls parsed."""
         self.turns.append(Turn(self.prompt_ids, completion, trained=trained, state=state))
         message = self._message(completion)
         if self.messages[-1]["role"] == "assistant":
@@ -115,7 +115,8 @@ class Transcript:
         return shown
 
     def _message(self, completion: Completion) -> Message:
-        """The completion as a message; it has the <think> that the prompt ended with, as templates look for it."""
+        """Return the completion as a message; it has the <think> that the prompt ended with, as templates look for
+        it."""
         thinking = opens_thought(self.turns[-1].prompt_ids, self._tokenizer)
         reply = parse(completion.text, self._format, tools=self.tools, thinking=thinking) if self.tools else None
         opening = f"{THINK_START}\n" if thinking and self.messages[-1]["role"] != "assistant" else ""

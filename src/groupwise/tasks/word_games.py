@@ -52,11 +52,11 @@ class Wordle:
         return [{"word": each} for i, each in enumerate(self._words) if i % HELD_OUT]
 
     def eval_cases(self) -> list[dict[str, Any]]:
-        """The tenth."""
+        """Return the tenth."""
         return [{"word": each} for each in self._words[::HELD_OUT]]
 
     def reset(self, case: Mapping[str, Any], seed: int) -> str:
-        """The rules."""
+        """Return the rules."""
         self._word, self._made, self._best = str(case["word"]), 0, 0.0
         return (
             f"Guess a word of five letters; you have {self._guesses} guesses. After each you are told of every letter: "
@@ -64,7 +64,7 @@ class Wordle:
         )
 
     def step(self, message: Message) -> StepResult:
-        """What the guess has right."""
+        """Return what the guess has right."""
         said = str(message.get("content") or "").rpartition("</think>")[2]
         guess = (tagged(said, "guess") or said).strip().strip("[].").lower()
         self._made += 1
@@ -83,7 +83,7 @@ class Wordle:
 
 
 def feedback(guess: str, word: str) -> str:
-    """The colours of a guess: each letter of the word colours one letter, those in their place first.
+    """Return the colours of a guess: each letter of the word colours one letter, those in their place first.
 
     >>> feedback("speed", "eerie")
     'XXYYX'
@@ -129,11 +129,11 @@ class AlphabetSort:
         return [{"number": number} for number in range(self._size) if number % HELD_OUT]
 
     def eval_cases(self) -> list[dict[str, Any]]:
-        """The tenth."""
+        """Return the tenth."""
         return [{"number": number} for number in range(0, self._size, HELD_OUT)]
 
     def reset(self, case: Mapping[str, Any], seed: int) -> str:
-        """The first names."""
+        """Return the first names."""
         drawn = random.Random(int(case["number"]))
         counts = [drawn.randint(2, max(2, self._most)) for _ in range(self._turns)]
         names = drawn.sample(self._names, min(sum(counts), len(self._names)))
@@ -145,7 +145,7 @@ class AlphabetSort:
         )
 
     def step(self, message: Message) -> StepResult:
-        """How alike the lists are, and the next names."""
+        """Return how alike the lists are, and the next names."""
         said = str(message.get("content") or "").rpartition("</think>")[2]
         lines = [each.strip() for each in (tagged(said, "sorted") or said).strip().splitlines() if each.strip()]
         right = sorted(self._so_far, key=str.casefold)
@@ -164,7 +164,7 @@ class AlphabetSort:
 
 
 def _lines(name: str | None, folder: str, *, own: str) -> list[str]:
-    """The lines of a file, or of our own."""
+    """Return the lines of a file, or of our own."""
     path = OWN / own if name is None else Path(folder) / Path(name).expanduser()
     try:
         lines = [each.strip() for each in path.read_text().splitlines() if each.strip()]

@@ -147,7 +147,7 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def order_bytes(verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """The order. Raises ConfigError for an argument that only this process has, before anyone waits for it."""
+    """Return the order. Raises ConfigError for an argument that only this process has, before anyone waits for it."""
     try:
         return pickle.dumps((verb, tuple(args), dict(kwargs)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -189,8 +189,9 @@ def of_tokens_alone(logprobs: Tensor) -> Tensor:
 
 
 def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model); of a micro-batch with soft
-    targets logprobs [N, 1 + K + 1]: those of the loss tokens, of their soft targets, and of all other tokens as one."""
+    """Return the one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model); of a micro-batch with
+    soft targets logprobs [N, 1 + K + 1]: those of the loss tokens, of their soft targets, and of all other tokens as
+    one."""
     assert not isinstance(batch.layout, Padded)
     # The last token of the longest row is a target only: nothing reads it, and there may be no position for it.
     longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in batch.samples), default=0)  # none: an idle rank
@@ -201,7 +202,7 @@ def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: f
 
 
 def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The same for a micro-batch of padded rows, by the model's own forward up to the LM head."""
+    """Return the same for a micro-batch of padded rows, by the model's own forward up to the LM head."""
     assert isinstance(batch.layout, Padded)
     width = batch.layout.width
     ids_BT = batch.input_ids_S.view(-1, width)[:, :-1]  # the last token of the longest row is a target only

@@ -171,5 +171,5 @@ class FullySharded(DataParallel):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of it, at every rank."""
+    """Return all of it, at every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

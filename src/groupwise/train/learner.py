@@ -432,7 +432,7 @@ class Learner:
         return train_on_batch(self, batch.with_reference(self), learning_rate=learning_rate)
 
     def begin_step(self, spec: LossSpec, *, temperature: float = 1.0) -> StreamedStep:
-        """One optimizer step on a batch that arrives in parts; what was accumulated before is forgotten.
+        """Begin one optimizer step on a batch that arrives in parts; what was accumulated before is forgotten.
 
         Raises:
             ConfigError: the loss cannot be accumulated before the size of its batch is known.
@@ -496,7 +496,7 @@ class Learner:
 
     @verb
     def check_alike(self) -> None:
-        """Raises ConfigError where processes that train together have other models or versions."""
+        """Raise ConfigError where processes that train together have other models or versions."""
         self.strategy.check_alike(self)
 
     @verb
@@ -507,7 +507,8 @@ class Learner:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _is_small(self, *, dropout: bool) -> bool:
-        """Whether micro-batches are run side by side: only an adapter is trained, without dropout, on a small model."""
+        """Return whether micro-batches are run side by side: only an adapter is trained, without dropout, on a small
+        model."""
         if self.lora is None or dropout or self.device.type != "cpu" or not self._is_light():
             return False
         if not self.strategy.runs_side_by_side:
@@ -545,7 +546,7 @@ class Learner:
         return MERGED
 
     def _cut(self, samples: Sequence[Sample]) -> tuple[int, Iterator[MicroBatch]]:
-        """How many micro-batches to run at once, and all of them."""
+        """Return how many micro-batches to run at once, and all of them."""
         budget, device, layouts, lanes = self.micro_tokens, self.device, self.layouts, self._lanes.most
         self._check_lengths(samples)
         if not self.packed:
@@ -577,7 +578,8 @@ class Learner:
     def _frozen(
         self, batches: Iterable[MicroBatch], temperature: float, *, lanes: int, reference: bool
     ) -> list[tuple[MicroBatch, Tensor]]:
-        """Each with the log-probabilities of its loss tokens [N] under the policy or the reference, without a graph."""
+        """Return each with the log-probabilities of its loss tokens [N] under the policy or the reference, without a
+        graph."""
         with self.strategy.forward_only(), self.reference.active() if reference else nullcontext(self.model) as model:
 
             @torch.no_grad()  # which is of a thread
@@ -649,7 +651,7 @@ class Learner:
         return self.strategy.combined(combined(as_numbers(told)))
 
     def _within_memory(self, run: Callable[[Item], Passed], item: Item, temperature: float) -> Iterator[Passed]:
-        """What a micro-batch comes to, or, where the memory does not suffice for it, its parts."""
+        """Yield what a micro-batch comes to, or, where the memory does not suffice for it, its parts."""
         number, (batch, reference_N) = item
         passed, why = None, ""
         try:
@@ -706,7 +708,8 @@ class Learner:
 
     @contextmanager
     def _replaying(self, batch: MicroBatch) -> Iterator[bool]:
-        """Within: routers choose what the sampler's chose, as far as that was recorded; whether anything was."""
+        """Context manager: routers choose what the sampler's chose, as far as that was recorded; whether anything
+        was."""
         if not self._routers.modules:  # whose micro-batches may run side by side
             yield False
             return
@@ -722,7 +725,8 @@ class Learner:
 
     @contextmanager
     def _seeded_dropout(self, micro_batch: int) -> Iterator[None]:
-        """Within: dropout depends on the seed, the step and the micro-batch alone, so that a resumed run repeats it."""
+        """Context manager: dropout depends on the seed, the step and the micro-batch alone, so that a resumed run
+        repeats it."""
         if not self._dropout:
             yield
             return
@@ -734,7 +738,7 @@ class Learner:
 
 
 def _of_tokens(batch: MicroBatch, tokens: int) -> tuple[float, float]:
-    """A micro-batch's share of a batch of so many loss tokens, where the loss is a mean over them."""
+    """Return a micro-batch's share of a batch of so many loss tokens, where the loss is a mean over them."""
     return len(batch.target_N) / tokens, len(batch.target_N) / tokens
 
 

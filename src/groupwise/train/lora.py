@@ -127,7 +127,7 @@ def _last(name: str) -> str:
 
 
 def _rewritten(model: PreTrainedModel, name: str) -> bool:
-    """Whether PEFT takes a module's name for something else in this model."""
+    """Return whether PEFT takes a module's name for something else in this model."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # before PEFT 0.19
@@ -141,7 +141,7 @@ def _rewritten(model: PreTrainedModel, name: str) -> bool:
 
 
 def _shortest(names: Sequence[str], every: Sequence[str]) -> list[str]:
-    """The shortest dotted suffixes that mean these of `every` name and no other, sorted."""
+    """Return the shortest dotted suffixes that mean these of `every` name and no other, sorted."""
     others = {suffix for name in set(every).difference(names) for suffix in _suffixes(name)}
     return sorted({next((s for s in _suffixes(name) if s not in others), name) for name in names})
 
@@ -188,7 +188,7 @@ class ParameterLora(nn.Module):
         self.enabled = enabled
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A [E, in, r] and B [E, r, out], B scaled."""
+        """Return a [E, in, r] and B [E, r, out], B scaled."""
         a, b = self._weights()
         a_EIR = a.view(self.experts, -1, a.shape[1]).mT
         return a_EIR, b.view(b.shape[0], -1, self.experts).permute(2, 1, 0) * self.scale
@@ -226,7 +226,7 @@ class ParameterLora(nn.Module):
 
 
 def router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights of routers, and those of adapters around them."""
+    """Yield the weights of routers, and those of adapters around them."""
     for module in model.modules():
         if is_router(module) or (isinstance(module, ParameterLora) and is_router(module.inner)):
             yield from module.parameters()
@@ -246,7 +246,7 @@ def _wrap_parameter(model: nn.Module, name: str, spec: LoraSpec) -> None:
 
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
-    """Within: the model is the base, which is the reference policy of an adapter."""
+    """Context manager: the model is the base, which is the reference policy of an adapter."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | ParameterLora)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -258,7 +258,7 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def lora_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapter's parameters under the names PEFT's files use."""
+    """Return the adapter's parameters under the names PEFT's files use."""
     return {
         _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".").replace(f"{_MAGNITUDE}.weight", _MAGNITUDE): parameter
         for name, parameter in model.named_parameters()

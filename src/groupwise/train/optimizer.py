@@ -21,7 +21,7 @@ _LEVELS = "qmap"
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that `config.optimizer` names; its learning rate is set at each step.
+    """Return the optimizer that `config.optimizer` names; its learning rate is set at each step.
 
     Raises:
         ModelError: bitsandbytes is not installed.
@@ -44,8 +44,8 @@ def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig) 
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """What the optimizer keeps of a parameter, on the CPU; nothing before its first step. The levels of 8 bits are the
-    same always."""
+    """Return what the optimizer keeps of a parameter, on the CPU; nothing before its first step. The levels of 8 bits
+    are the same always."""
     state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if not key.startswith(_LEVELS)}
     return {key: torch.as_tensor(value).detach().cpu().contiguous() for key, value in state.items()}
 

@@ -67,7 +67,7 @@ class Ranks:
             dist.all_reduce(tensor)
 
     def gather(self, value: T, *, phase: str) -> list[T]:
-        """The value of every rank, by rank. Raises RankLostError."""
+        """Return the value of every rank, by rank. Raises RankLostError."""
         values: list[Any] = [None] * self.size
         with self.together(phase):
             dist.all_gather_object(values, value, group=self.control)
@@ -98,7 +98,7 @@ class Ranks:
 
     @contextmanager
     def together(self, phase: str) -> Iterator[None]:
-        """Within: all ranks are here, and what fails because one goes away says so."""
+        """Context manager: all ranks are here, and what fails because one goes away says so."""
         with self.named(phase):
             self._phases += 1
             self._store.set(f"phase/{self.rank}", str(self._phases))
@@ -107,7 +107,7 @@ class Ranks:
 
     @contextmanager
     def named(self, phase: str) -> Iterator[None]:
-        """Within: what fails because another rank is gone is a RankLostError; other errors pass through."""
+        """Context manager: what fails because another rank is gone is a RankLostError; other errors pass through."""
         started = time.monotonic()
         try:
             yield

@@ -94,7 +94,7 @@ class Reference:
 
     @contextmanager
     def active(self) -> Iterator[PreTrainedModel]:
-        """Within: the model that computes the reference, without dropout. No backward pass may run inside.
+        """Context manager: the model that computes the reference, without dropout. No backward pass may run inside.
 
         Raises:
             TrainingError: `begin` has not been called.
@@ -125,12 +125,12 @@ class Reference:
     # -- saving: `base` is what the learner is made with, and is not saved ---------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """What `load` needs, on the CPU."""
+        """Return what `load` needs, on the CPU."""
         saved = [] if self.spec.kind == "base" else self._tensors
         return {f"{_KEY}{i}": tensor.detach().cpu().contiguous() for i, tensor in enumerate(saved)}
 
     def counters(self) -> dict[str, int]:
-        """What `load` needs besides."""
+        """Return what `load` needs besides."""
         return {"reference_steps": self.steps}
 
     @torch.no_grad()

@@ -68,8 +68,8 @@ class RolloutBatch:
         demonstrations: Sequence[Sample] = (),
         coefficient: float = 1.0,
     ) -> RolloutBatch:
-        """The samples in `passes` times `minibatches` steps; of each pass in an order of its own, drawn here. So are
-        the demonstrations; where there are fewer of the one than steps, the last steps have none of it."""
+        """Return the samples in `passes` times `minibatches` steps; of each pass in an order of its own, drawn here. So
+        are the demonstrations; where there are fewer of the one than steps, the last steps have none of it."""
         rows = [list(_minibatches(samples, minibatches, shuffle=shuffle)) for _ in range(passes)]
         if not demonstrations:
             return cls(samples=samples, spec=spec, passes=rows, temperature=temperature)
@@ -130,7 +130,7 @@ class RolloutBatch:
 
 
 def train_on_batch(learner: Learner, batch: RolloutBatch, *, learning_rate: float) -> dict[str, float]:
-    """All optimizer steps of the batch. Metrics are means over them, extremes of all of them."""
+    """Take all optimizer steps of the batch. Metrics are means over them, extremes of all of them."""
     collected: list[dict[str, float]] = []
     for step in range(len(batch.steps)):
         metrics = batch.accumulate(learner, step)
@@ -140,8 +140,8 @@ def train_on_batch(learner: Learner, batch: RolloutBatch, *, learning_rate: floa
 
 
 def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> Iterator[list[int]]:
-    """The row indices of each minibatch of a pass; of several in a new order, in which groups stay together, so that
-    their prompts are still shared."""
+    """Yield the row indices of each minibatch of a pass; of several in a new order, in which groups stay together, so
+    that their prompts are still shared."""
     order = list(range(len(samples)))
     if count > 1:
         rows = iter(order)
@@ -156,7 +156,7 @@ def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> I
 
 
 def unmasked(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with every completion token that something predicts marked as a loss token."""
+    """Return the samples with every completion token that something predicts marked as a loss token."""
     return [
         replace(s, mask=tuple(int(bool(s.prompt_ids) or t > 0) for t in range(len(s.mask))), soft_targets=None)
         for s in samples

@@ -34,7 +34,7 @@ def learning_rate_at(
     decay_steps: int | None = None,
     final_rate: float = 0.0,
 ) -> float:
-    """The learning rate of step `step` (from 0) of `steps`.
+    """Return the learning rate of step `step` (from 0) of `steps`.
 
     Args:
         decay_steps: of `wsd`: how many steps at the end the rate falls in; None is a fifth of all, at least one.

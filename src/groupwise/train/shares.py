@@ -15,7 +15,7 @@ from groupwise.types import Sample
 
 
 def shares(samples: Sequence[Sample], ranks: int) -> list[list[int]]:
-    """The rows of each rank, ascending; every row is in exactly one. A rank may have none."""
+    """Return the rows of each rank, ascending; every row is in exactly one. A rank may have none."""
     trees = [tree_of(samples, rows) for rows, _ in families(samples)]
     even = -(-sum(line.own for tree in trees for line in tree) // ranks)
     pieces = [piece for tree in trees for piece in cut(tree, even + max(line.known for line in tree))]

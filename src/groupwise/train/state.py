@@ -41,7 +41,7 @@ def state_of(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def counters_of(learner: Learner) -> dict[str, Any]:
-    """What of it goes through JSON."""
+    """Return what of it goes through JSON."""
     counters = {"steps": learner.steps, "refused_steps": learner.refused_steps, **learner.reference.counters()}
     return {**counters, "shuffle": learner.shuffle.getstate()}
 
@@ -90,10 +90,10 @@ def load_state(learner: Learner, directory: Path) -> None:
 
 
 def is_sharded(directory: Path) -> bool:
-    """Whether the checkpoint in this directory was written in parts."""
+    """Return whether the checkpoint in this directory was written in parts."""
     return (directory / SHARDS).is_dir()
 
 
 def read_counters(directory: Path) -> dict[str, Any]:
-    """What `counters_of` was when it was saved there."""
+    """Return what `counters_of` was when it was saved there."""
     return json.loads((directory / COUNTERS).read_text())

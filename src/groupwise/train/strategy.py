@@ -50,36 +50,37 @@ class SingleProcess:
     runs_side_by_side = True  # whether micro-batches of a small model may run in several threads
 
     def device(self, base: LoadedModel) -> torch.device:
-        """Where the learner computes."""
+        """Return where the learner computes."""
         return base.device
 
     def shard(self, learner: Learner) -> None:
         """Cut the model into parts, before anything holds its parameters."""
 
     def announced(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Within: a verb is being done; the other processes have been told to do it, too."""
+        """Context manager: a verb is being done; the other processes have been told to do it, too."""
         return nullcontext()
 
     # -- a batch -------------------------------------------------------------------------------------------------------
 
     def share(self, samples: Sequence[Any]) -> Sequence[int]:
-        """The rows of a batch that this process computes, ascending."""
+        """Return the rows of a batch that this process computes, ascending."""
         return range(len(samples))
 
     def gathered(self, mine: Sequence[int], rows: Rows, *, total: int) -> list[tuple[float, ...]]:
-        """What every process computed of its share `mine`, as that of all `total` samples."""
+        """Return what every process computed of its share `mine`, as that of all `total` samples."""
         return list(rows)
 
     def combined(self, metrics: Metrics) -> Metrics:
-        """The sums and extremes of this process's share -> those of the batch."""
+        """Return the sums and extremes of this process's share -> those of the batch."""
         return metrics
 
     def evened(self, batches: Iterator[MicroBatch], *, packed: bool) -> Iterator[MicroBatch]:
-        """The micro-batches, and where all processes must run as many passes, empty ones besides (without rows)."""
+        """Return the micro-batches, and where all processes must run as many passes, empty ones besides (without
+        rows)."""
         return batches
 
     def dropout_number(self, micro_batch: int) -> int:
-        """What dropout of this process's micro-batch depends on, another for each process."""
+        """Return what dropout of this process's micro-batch depends on, another for each process."""
         return micro_batch
 
     # -- forward, backward, step ---------------------------------------------------------------------------------------

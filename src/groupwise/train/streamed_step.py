@@ -61,7 +61,8 @@ class StreamedStep:
         self.rows += count_sequences(samples, by_prompt=self._spec.by_prompt)
 
     def finish(self, *, learning_rate: float) -> dict[str, float]:
-        """The optimizer step -> the metrics of the whole; nothing is done, and none returned, without any loss token.
+        """Return the optimizer step -> the metrics of the whole; nothing is done, and none returned, without any loss
+        token.
 
         Raises:
             TrainingError: as `Learner.optim_step`.

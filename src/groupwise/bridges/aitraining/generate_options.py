@@ -112,7 +112,7 @@ def generate_options_of(
 
 
 def _sampling(said: Mapping[str, Any], run: SamplingParams) -> dict[str, Any]:
-    """The distribution that was asked for, as far as it was."""
+    """Return the distribution that was asked for, as far as it was."""
     if said.get("do_sample") is False:
         return {"temperature": 0.0}
     return {name: (int if name == "top_k" else float)(said[name]) for name in SAMPLING if name in said}

@@ -49,14 +49,15 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*(\[\d+\][\w.-]*)*=")
 
 
 def is_flags(arguments: Sequence[str]) -> bool:
-    """Whether a command line is aitraining's, and not a file with overrides."""
+    """Return whether a command line is aitraining's, and not a file with overrides."""
     names = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in arguments if word[:2] == "--"}
     begins = bool(arguments) and arguments[0].startswith("--")
     return "llm" in arguments[:2] or (begins and not names.isdisjoint(key.name for key in keys_of(KEYS)))
 
 
 def flags(arguments: Sequence[str]) -> tuple[Document, list[str]]:
-    """A command line, as in `--model M --rl-num-generations 4 --peft train.steps=3`: a document, and the overrides.
+    """Return a command line, as in `--model M --rl-num-generations 4 --peft train.steps=3`: a document, and the
+    overrides.
 
     Raises ConfigError.
     """
@@ -81,7 +82,7 @@ def flags(arguments: Sequence[str]) -> tuple[Document, list[str]]:
 
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
-    """The translation of a document; `count` counts the prompts of a translation's data."""
+    """Return the translation of a document; `count` counts the prompts of a translation's data."""
     params = document.data.get("params")
     if isinstance(params, dict):
         flat = {key: value for key, value in document.data.items() if key != "params"} | params

@@ -163,7 +163,7 @@ class RecordingPolicy:
         max_new_tokens: int | None = None,
         **options: Any,
     ) -> str:
-        """The answer to `messages`, as text. `tools` are the environment's own if none are given; [] is without.
+        """Return the answer to `messages`, as text. `tools` are the environment's own if none are given; [] is without.
 
         Where the messages go on from an answer of before, its ids are kept and only what is new is encoded. Options are
         those of `generate`. Raises as it does, and ChatError for messages that the template refuses.
@@ -245,7 +245,7 @@ class RecordingPolicy:
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
-        """One empty tensor, with the weights' device and type; the weights are the trainer's."""
+        """Yield one empty tensor, with the weights' device and type; the weights are the trainer's."""
         import torch
 
         yield torch.empty(0, device=self.device, dtype=self.dtype)
@@ -302,7 +302,7 @@ class RecordingPolicy:
         )
 
     def _left(self, asked: GenerateOptions) -> int:
-        """Tokens that the policy may still say in this episode."""
+        """Return tokens that the policy may still say in this episode."""
         config, turns = self._origin.config, self.turns
         if len(turns) + asked.n > config.max_turns:
             raise self._stopped("max_turns", f"the episode has had env.max_turns = {config.max_turns} turns")
@@ -342,7 +342,7 @@ class RecordingPolicy:
         return turns
 
     def _line_of(self, prompt_ids: tuple[int, ...]) -> list[Turn]:
-        """The conversation that the prompt goes on from: that with the most in common; else a new one."""
+        """Return the conversation that the prompt goes on from: that with the most in common; else a new one."""
         best, most = None, 0
         for line in self._lines:
             seen = line[-1].prompt_ids + line[-1].completion.token_ids
@@ -354,7 +354,7 @@ class RecordingPolicy:
         return best
 
     def _encode(self, messages: list[Message], tools: tuple[dict[str, Any], ...]) -> tuple[int, ...]:
-        """The prompt's ids: those of the longest conversation that it goes on from and a bridge, or all anew."""
+        """Return the prompt's ids: those of the longest conversation that it goes on from and a bridge, or all anew."""
         tokenizer = self._origin.tokenizer
         with self._lock:
             said = sorted(self._said, key=lambda each: -len(each[0]))
@@ -368,7 +368,7 @@ class RecordingPolicy:
         return encode_prompt(Prompt(id="chat", messages=tuple(messages), tools=tools), tokenizer).token_ids
 
     def _cut(self, prompt_ids: tuple[int, ...], completion: Completion, asked: GenerateOptions) -> Completion:
-        """The completion up to where the stopping criteria would have ended it."""
+        """Return the completion up to where the stopping criteria would have ended it."""
         if not asked.criteria:
             return completion
         import torch
@@ -398,7 +398,7 @@ def _matrix(ids: Any) -> Tensor:
 
 
 def _unpadded(ids_BT: Tensor, mask: Any, *, pad: int | None, eos: int | None) -> list[tuple[int, ...]]:
-    """The rows without padding: what the mask leaves out; without a mask, padding tokens at the beginning."""
+    """Return the rows without padding: what the mask leaves out; without a mask, padding tokens at the beginning."""
     import torch
 
     if mask is not None:

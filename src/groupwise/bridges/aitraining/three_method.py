@@ -69,7 +69,8 @@ class LegacyEnv:
         self.tools = self._tools()
 
     def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
-        """What `build_dataset` returns, or `build_eval_dataset`, a method of ours; None without it. Call it once.
+        """Return what `build_dataset` returns, or `build_eval_dataset`, a method of ours; None without it. Call it
+        once.
 
         Raises DataError for rows that cannot be used.
         """
@@ -83,11 +84,11 @@ class LegacyEnv:
         return prompts
 
     def check(self, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
-        """Prompts of another source, with the tools. Raises DataError for one that names no case."""
+        """Return prompts of another source, with the tools. Raises DataError for one that names no case."""
         return [self._with_tools(_of_a_case(_as_text(prompt), source)) for prompt in prompts]
 
     def instance(self) -> Any:
-        """An instance for one episode. Raises EnvError where it cannot be copied."""
+        """Return an instance for one episode. Raises EnvError where it cannot be copied."""
         if self.config.concurrency == 1:
             return self._instance
         try:
@@ -109,7 +110,7 @@ class LegacyEnv:
         return None if value is None else reward_of(value, f"{self.name}.score_episode")
 
     def _prompts(self, rows: Any, source: str, *, numbered: bool) -> Iterator[Prompt]:
-        """Rows as prompts that name their case; where none does, with `numbered`, the number of its row."""
+        """Yield rows as prompts that name their case; where none does, with `numbered`, the number of its row."""
         listed = list(_rows(rows, source))
         missing = not any(CASE in row for row in listed)
         if missing and numbered:
@@ -143,7 +144,8 @@ class LegacyEnv:
 
 
 def for_user_code(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy with the padding that GRPO wants. Its calls wait for each other: padding is a state that it keeps."""
+    """Return a copy with the padding that GRPO wants. Its calls wait for each other: padding is a state that it
+    keeps."""
     own, lock = copy.deepcopy(tokenizer), threading.RLock()
     kind: Any = type(own)
 
@@ -164,7 +166,7 @@ def for_user_code(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
 
 
 def _rows(value: Any, source: str) -> Iterator[dict[str, Any]]:
-    """The rows of a `datasets.Dataset`, or of a list. Raises DataError."""
+    """Yield the rows of a `datasets.Dataset`, or of a list. Raises DataError."""
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
         hint = "return a datasets.Dataset or a list of objects with a prompt; of a DatasetDict one split"
         raise DataError(f"{source} returned a {type(value).__name__}", hint=hint)
@@ -178,7 +180,8 @@ def _rows(value: Any, source: str) -> Iterator[dict[str, Any]]:
 
 
 def _as_text(prompt: Prompt) -> Prompt:
-    """A prompt that is a string in its row is one for these environments, which render their prompts themselves."""
+    """Return a prompt that is a string in its row is one for these environments, which render their prompts
+    themselves."""
     return prompt if prompt.text is None else replace(prompt, messages=None)
 
 
@@ -202,7 +205,7 @@ def _check_scorer(instance: Any, name: str) -> None:
 
 
 def _finished(value: Any) -> Any:
-    """What an async method returns."""
+    """Return what an async method returns."""
 
     async def waited() -> Any:
         return await value

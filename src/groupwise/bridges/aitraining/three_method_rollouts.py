@@ -90,7 +90,7 @@ class ThreeMethodRollouts:
         self._slots = Slots(env.config.concurrency, rounds=self._rounds)
 
     def prepare(self, prompt: Prompt) -> Prompt:
-        """The prompt with its token ids."""
+        """Return the prompt with its token ids."""
         return encode_prompt(prompt, self._env.tokenizer)
 
     def begin(
@@ -149,7 +149,7 @@ class ThreeMethodRollouts:
         return self._rollout(policy, reward, failed)
 
     async def _scored(self, prompt: Prompt, first: Completion, policy: RecordingPolicy) -> float | None:
-        """What `score_episode` returns. Raises EnvError, whatever the method raises."""
+        """Return what `score_episode` returns. Raises EnvError, whatever the method raises."""
         said = first.text if prompt.messages is None else [{"role": "assistant", "content": first.text}]
         what, thread, env = f"{self._env.name}.score_episode", OwnThread(), self._env
 
@@ -191,14 +191,15 @@ class ThreeMethodRollouts:
 
 
 def _is_limit(error: BaseException | None) -> bool:
-    """Whether a limit on the policy is behind it, in whatever the environment made of that."""
+    """Return whether a limit on the policy is behind it, in whatever the environment made of that."""
     while error is not None and not isinstance(error, LimitReached):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _messages(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
-    """What was said after the prompt. What the policy heard in between is text: the roles are the environment's."""
+    """Return what was said after the prompt. What the policy heard in between is text: the roles are the
+    environment's."""
     messages: list[Message] = []
     seen = turns[0].prompt_ids
     for turn in turns:

@@ -32,7 +32,8 @@ class LLMTrainingParams:
         return f"LLMTrainingParams({', '.join(f'{name}={value!r}' for name, value in self._params.items())})"
 
     def run_config(self) -> RunConfig:
-        """The run; warns of what comes out otherwise than there. Raises ConfigError for what is unknown or not here."""
+        """Return the run; warns of what comes out otherwise than there. Raises ConfigError for what is unknown or not
+        here."""
         document = Document(dict(self._params), "LLMTrainingParams")
         loaded = understand(document, (), folder=Path.cwd(), system="aitraining")
         config = loaded.runnable()

@@ -57,7 +57,7 @@ TEMPLATES: Mapping[str, Callable[[Turns, str], str | None]] = {
 
 
 def why_not(name: str, tokenizer: Any) -> str | None:
-    """Why the template called `name` is not the tokenizer's own; None if it is."""
+    """Return why the template called `name` is not the tokenizer's own; None if it is."""
     if name not in TEMPLATES:
         return f"only {', '.join(TEMPLATES)} are compared with the tokenizer's own template"
     if tokenizer.chat_template is None:

@@ -49,7 +49,7 @@ def rows(
     held_out: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Any]:
-    """The rows of all entries, transformed.
+    """Yield the rows of all entries, transformed.
 
     Args:
         datasets: the entries: `path`, and perhaps name, split, type, ds_type, data_files, revision.
@@ -81,7 +81,7 @@ def rows(
 
 
 def _settings(cfg: str | None, overrides: Sequence[str], folder: str) -> Settings:
-    """The file as transforms see it. Raises ConfigError if it is not there."""
+    """Return the file as transforms see it. Raises ConfigError if it is not there."""
     if cfg is None:
         return Settings()
     document = Document.read(Path(folder) / cfg)
@@ -102,7 +102,7 @@ def _part(whole: Dataset, part: str, held_out: float, seed: int) -> Dataset:
 
 
 def _load(entry: Mapping[str, Any], folder: str) -> Dataset:
-    """One entry's dataset, before its transform."""
+    """Return one entry's dataset, before its transform."""
     import datasets as library
 
     path, split, files = entry["path"], entry.get("split", "train"), entry.get("data_files")
@@ -123,7 +123,7 @@ def _load(entry: Mapping[str, Any], folder: str) -> Dataset:
 
 
 def _beside(files: Any, folder: str) -> Any:
-    """Names of files, those that are in `folder` with their whole path."""
+    """Return names of files, those that are in `folder` with their whole path."""
     if isinstance(files, str):
         return str(Path(folder) / files) if (Path(folder) / files).exists() else files
     return [_beside(each, folder) for each in files]
@@ -137,7 +137,7 @@ def _transformed(
     cfg: Settings,
     model: str | None,
 ) -> Dataset:
-    """The dataset after its transform, if it has one."""
+    """Return the dataset after its transform, if it has one."""
     reference = entry.get("type")
     if reference is None:
         return dataset
@@ -157,7 +157,7 @@ def _transformed(
 
 
 def _function(reference: str, index: int, folder: str, cfg: Settings) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What `module.transform` returns: a function of a row, and options of `map`."""
+    """Return what `module.transform` returns: a function of a row, and options of `map`."""
     try:
         transform = load_object(reference, folder=folder)
     except LoadError as error:

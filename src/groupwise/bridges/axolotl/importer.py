@@ -72,7 +72,7 @@ SIZES = Names(
 
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
-    """The translation of a file in `folder`; `count` counts the prompts of a translation's data."""
+    """Return the translation of a file in `folder`; `count` counts the prompts of a translation's data."""
     t = Translation(document, system="Axolotl", keys=_keys(document.data))
     _require(t)
     t.put("name", run_name(Path(document.name).stem), origin="the file's name")
@@ -104,7 +104,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
 
 
 def _keys(data: Mapping[str, Any]) -> list[Any]:
-    """The table with the defaults that depend on the trainer that Axolotl would choose."""
+    """Return the table with the defaults that depend on the trainer that Axolotl would choose."""
     section = data.get("trl")
     trl = section if isinstance(section, Mapping) else {}
     queued = bool(trl.get("async_prefetch") or trl.get("use_data_producer"))
@@ -157,7 +157,7 @@ def _put_optimizer(t: Translation, length: Length) -> None:
 
 
 def _put_pipeline(t: Translation, length: Length) -> bool:
-    """How far sampling runs ahead of training; returns whether samples may be older than the policy."""
+    """Return how far sampling runs ahead of training; returns whether samples may be older than the policy."""
     if not (t["trl.async_prefetch"] or t["trl.use_data_producer"]):
         for name in ASYNC_ONLY:
             if t.given(name) and t[name] != t.keys[name].default:
@@ -218,7 +218,8 @@ def _put_dataset(t: Translation, to: str, block: str, folder: Path, *, part: str
 
 
 def _local(path: str, folder: Path) -> str | None:
-    """A path beside the configuration as it is, one in the working directory as a whole path; None if it is neither."""
+    """Return a path beside the configuration as it is, one in the working directory as a whole path; None if it is
+    neither."""
     if (folder / path).exists():
         return path
     return str(Path(path).resolve()) if Path(path).exists() else None

@@ -205,7 +205,7 @@ NOT_HERE = {
 
 
 def run_config(config: Config, *, reward_fn: Callable[[str, dict[str, Any]], float] | None = None) -> RunConfig:
-    """The run. `reward_fn(completion, row)` is the default's place; it must be a function of a module.
+    """Return the run. `reward_fn(completion, row)` is the default's place; it must be a function of a module.
 
     Raises ConfigError for what is not here, and where `deployment.tokenizer_model` is not set (a ValueError).
     """
@@ -261,7 +261,7 @@ def run_config(config: Config, *, reward_fn: Callable[[str, dict[str, Any]], flo
 
 
 def notes(config: Config) -> list[str]:
-    """What of the configuration means something else here, or nothing: a line for each reason."""
+    """Return what of the configuration means something else here, or nothing: a line for each reason."""
     said = []
     if config.base_model.startswith(SERVICE):
         model = model_of(config.base_model, config.deployment)
@@ -290,7 +290,7 @@ def _tracking(wandb: WandBConfig | None) -> dict[str, Any]:
 
 
 def _at_once(concurrency: ConcurrencyConfig) -> int:
-    """Completions that are decoded at once."""
+    """Return completions that are decoded at once."""
     most = concurrency.max_concurrency
     if concurrency.mode not in ("adaptive", "fixed", None):
         raise ConfigError(f"concurrency.mode={concurrency.mode!r} does not exist; valid: adaptive, fixed")
@@ -336,7 +336,7 @@ def _longest(config: Config) -> int | None:
 
 
 def _loss(config: Config) -> dict[str, Any]:
-    """The preset with the recipe's numbers; the correction, the anchor, the KL, the reduction."""
+    """Return the preset with the recipe's numbers; the correction, the anchor, the KL, the reduction."""
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
     bounds: dict[str, dict[str, Any]] = {
         "grpo": {"clip_low": config.eps_clip, "clip_high": high},
@@ -365,7 +365,7 @@ def _loss(config: Config) -> dict[str, Any]:
 
 
 def local_dataset(dataset: str, log_path: Path) -> Path:
-    """A JSONL file, or of a URL its copy in `log_path`, fetched once. Raises DataError."""
+    """Return a JSONL file, or of a URL its copy in `log_path`, fetched once. Raises DataError."""
     if "://" not in dataset:
         return Path(dataset)
     copy = log_path / "dataset.jsonl"
@@ -382,7 +382,7 @@ def local_dataset(dataset: str, log_path: Path) -> Path:
 
 
 def rows(*, dataset: str, max_rows: int | None = None) -> Iterator[dict[str, Any]]:
-    """The first rows of a JSONL file, without assistant turns at the end. Raises DataError."""
+    """Yield the first rows of a JSONL file, without assistant turns at the end. Raises DataError."""
     path = Path(dataset)
     if not path.is_file():
         raise DataError(f"there is no file {dataset}", hint="give a JSONL file, or its URL")
@@ -400,7 +400,8 @@ def rows(*, dataset: str, max_rows: int | None = None) -> Iterator[dict[str, Any
 
 
 def ground_truth(completions: Sequence[Any], ground_truth: Sequence[Any], **columns: Any) -> list[float]:
-    """The recipe's reward: 1 where the integer in the first <answer> is that of the row's `ground_truth`, else 0."""
+    """Return the recipe's reward: 1 where the integer in the first <answer> is that of the row's `ground_truth`, else
+    0."""
 
     def integer(text: str) -> int | None:
         digits = _INTEGER.search(text)
@@ -420,7 +421,7 @@ def ground_truth(completions: Sequence[Any], ground_truth: Sequence[Any], **colu
 def by_row(
     completions: Sequence[Any], prompts: Sequence[Any], *, reward_fn: str, folder: str = ".", **columns: Any
 ) -> list[float]:
-    """A function of the recipe's kind, `reward_fn(completion, row)`, applied to each completion."""
+    """Return a function of the recipe's kind, `reward_fn(completion, row)`, applied to each completion."""
     function = load_object(reward_fn, folder=folder)
     return [
         function(text_of(completion), {name: values[i] for name, values in columns.items()} | {"messages": prompts[i]})

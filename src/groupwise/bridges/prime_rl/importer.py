@@ -107,7 +107,7 @@ class Source:
 
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
-    """The translation of a document. Raises ConfigError for a file of the trainer or the orchestrator alone."""
+    """Return the translation of a document. Raises ConfigError for a file of the trainer or the orchestrator alone."""
     part = part_of(document.data)
     if part:
         hint = "put the files into one, each under its table: [trainer], [orchestrator], [inference]"
@@ -133,7 +133,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
 
 
 def is_whole(data: Mapping[str, Any]) -> bool:
-    """Whether these are the words of an rl.toml: `trainer` and `orchestrator` are tables in it."""
+    """Return whether these are the words of an rl.toml: `trainer` and `orchestrator` are tables in it."""
     return any(isinstance(data.get(key), Mapping) for key in ("trainer", "orchestrator"))
 
 
@@ -168,7 +168,7 @@ def _same(t: Translation, name: str, others: tuple[str, ...]) -> None:
 
 
 def _table(t: Translation, name: str) -> dict[str, Any]:
-    """The values of a table, without those that were set to null."""
+    """Return the values of a table, without those that were set to null."""
     return {key: value for key, value in (t[name] or {}).items() if value is not None}
 
 
@@ -235,7 +235,8 @@ def _put_refill(t: Translation, sources: list[Source]) -> None:
 
 
 def _gates(t: Translation, source: Source) -> list[str]:
-    """The list's name, if the source's curriculum passes over groups without an advantage; any other is refused."""
+    """Return the list's name, if the source's curriculum passes over groups without an advantage; any other is
+    refused."""
     curriculum = {key: value for key, value in dict(source.said.get("curriculum") or {}).items() if value}
     if not curriculum:
         return []
@@ -389,14 +390,14 @@ def _put_model(t: Translation) -> None:
 
 
 def _sources(t: Translation, name: str) -> list[Source]:
-    """The environments of a list; what is wrong with them are problems of the translation."""
+    """Return the environments of a list; what is wrong with them are problems of the translation."""
     entries = t[name] or []
     made = [_source(t, (*t.written_at(name), index), entry, name) for index, entry in enumerate(entries)]
     return [source for source in made if source is not None]
 
 
 def _source(t: Translation, keys: tuple[str | int, ...], entry: dict[str, Any], name: str) -> Source | None:
-    """One entry of the list; None for one that is null, or wrong."""
+    """Return one entry of the list; None for one that is null, or wrong."""
     place = dotted(keys)
     if not (entry := {key: value for key, value in entry.items() if value is not None}):
         return None
@@ -432,8 +433,8 @@ def _source(t: Translation, keys: tuple[str | int, ...], entry: dict[str, Any], 
 
 
 def _env_config(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What verifiers 0.4 reads as [env]: `taskset` and `harness` of a source were in no `env` before July 2026, and the
-    runtime was in the harness."""
+    """Return what verifiers 0.4 reads as [env]: `taskset` and `harness` of a source were in no `env` before July 2026,
+    and the runtime was in the harness."""
     config = dict(entry.get("env") or {})
     if "taskset" in entry:
         config["taskset"] = entry["taskset"]
@@ -471,7 +472,7 @@ def _put_environment(t: Translation, sources: list[Source]) -> None:
 
 
 def _longest(config: Mapping[str, Any]) -> float:
-    """Seconds that the agents of a configuration give an episode."""
+    """Return seconds that the agents of a configuration give an episode."""
     limits = [value.get("timeout") for value in config.values() if isinstance(value, Mapping)]
     said = [limit.get("rollout") for limit in limits if isinstance(limit, Mapping)]
     return max([float(limit) for limit in said if isinstance(limit, int | float)], default=EPISODE_S)
@@ -500,7 +501,7 @@ def _put_eval(t: Translation, trained: Source) -> Source | None:
 
 
 def _only_in(one: Mapping[str, Any], other: Mapping[str, Any], path: str = "") -> list[str]:
-    """The keys of `one` that `other` does not have, dotted."""
+    """Return the keys of `one` that `other` does not have, dotted."""
     keys: list[str] = []
     for key, value in one.items():
         if key not in other:
@@ -559,7 +560,7 @@ def _put_problems(t: Translation, sources: list[Source]) -> None:
 
 
 def _problems(t: Translation, sources: list[Source]) -> dict[str, Any]:
-    """What `data` says of generated problems: the generators with their shares, and the system message."""
+    """Return what `data` says of generated problems: the generators with their shares, and the system message."""
     tasks: dict[str, dict[str, Any]] = {}
     for source in sources:
         for name, parameters in _tasks(t, source).items():
@@ -570,7 +571,7 @@ def _problems(t: Translation, sources: list[Source]) -> dict[str, Any]:
 
 
 def _tasks(t: Translation, source: Source) -> dict[str, dict[str, Any]]:
-    """The generators that `gym` names: one, or a list of names and of {name, weight, config}."""
+    """Return the generators that `gym` names: one, or a list of names and of {name, weight, config}."""
     named = source.config.get("gym", [])
     tasks: dict[str, dict[str, Any]] = {}
     for each in [named] if isinstance(named, str) else named:
@@ -583,7 +584,8 @@ def _tasks(t: Translation, source: Source) -> dict[str, dict[str, Any]]:
 
 
 def _default_prompt() -> str | None:
-    """The system message that the environment gives its problems: reasoning-gym's own, where that is installed."""
+    """Return the system message that the environment gives its problems: reasoning-gym's own, where that is
+    installed."""
     if importlib.util.find_spec("reasoning_gym") is None:
         return None
     from reasoning_gym.utils import SYSTEM_PROMPTS

@@ -38,7 +38,7 @@ class AdaptiveDifficulty(WrappedStream):
         self._issued: dict[Ticket, int] = {}  # the level of what is on its way
 
     def issue(self, n: int) -> list[Issued]:
-        """The next n problems; what was on its way when a run stopped has the level that it had."""
+        """Return the next n problems; what was on its way when a run stopped has the level that it had."""
         return [self._at_level(each) for each in self._source.issue(n)]
 
     def resolve(self, ticket: Ticket) -> None:
@@ -47,7 +47,7 @@ class AdaptiveDifficulty(WrappedStream):
         self._issued.pop(ticket, None)
 
     def prompt(self, id: str) -> Prompt:
-        """The problem of that id, at the level that is part of it. Raises DataError if there is none."""
+        """Return the problem of that id, at the level that is part of it. Raises DataError if there is none."""
         easiest = self._source.prompt(_easiest(id))
         return self._made(easiest, int(id.split("/")[1]))
 
@@ -115,7 +115,7 @@ class AdaptiveDifficulty(WrappedStream):
 
 
 def _easiest(id: str) -> str:
-    """The id of the same problem at the easiest level; one that is none of ours as it is."""
+    """Return the id of the same problem at the easiest level; one that is none of ours as it is."""
     parts = id.split("/")
     return (
         problem_id(parts[0], 0, int(parts[2])) if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit() else id

@@ -60,7 +60,7 @@ class Problems:
                 self._generator(name, level)
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every problem's id and row, the tasks spread evenly by their weights; of each the easiest level."""
+        """Yield every problem's id and row, the tasks spread evenly by their weights; of each the easiest level."""
         total, counts = sum(self._weights.values()), dict.fromkeys(self._weights, 0)
         for number in range(1, self._size + 1):
             owed = {name: weight * number / total - counts[name] for name, weight in self._weights.items()}

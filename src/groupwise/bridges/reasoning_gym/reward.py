@@ -25,7 +25,7 @@ def score_answer(
     tag: str = "answer",
     strict: bool = False,
 ) -> list[float]:
-    """The score, 0 to 1, that the generator gives the answer of each reply.
+    """Return the score, 0 to 1, that the generator gives the answer of each reply.
 
     Args:
         tag: the answer is what stands in the last `<tag>...</tag>` of a reply, after its thoughts ...
@@ -50,7 +50,7 @@ def score_answer(
 
 
 def answer_of(reply: str, *, tag: str = "answer", strict: bool = False) -> str | None:
-    """What a reply answers; None where it has no answer.
+    """Return what a reply answers; None where it has no answer.
 
     >>> answer_of("<think>2 + 2</think>It is <answer> 4 </answer>"), answer_of("4 "), answer_of("4", strict=True)
     ('4', '4', None)
@@ -77,20 +77,20 @@ class ReasoningGymEnv:
         self._task, self._size, self._parameters = task, size, parameters
 
     def cases(self) -> list[dict[str, Any]]:
-        """The problems of seed 0."""
+        """Return the problems of seed 0."""
         return self._problems(0)
 
     def eval_cases(self) -> list[dict[str, Any]]:
-        """The problems of seed 1."""
+        """Return the problems of seed 1."""
         return self._problems(1)
 
     def reset(self, case: Mapping[str, Any], seed: int) -> str:
-        """The question."""
+        """Return the question."""
         self._case = dict(case)
         return self._case["question"]
 
     def step(self, message: Message) -> StepResult:
-        """The end, with the score of the answer."""
+        """Return the end, with the score of the answer."""
         columns: dict[str, Any] = {
             name: [self._case[name]] for name in ("task", "question", "answer", "metadata", "parameters")
         }

@@ -87,7 +87,7 @@ def _iso(seconds: float) -> str:
 
 
 def parse_path(path: str) -> tuple[str, str, str]:
-    """A tinker:// path -> run, kind, name. Raises RequestError."""
+    """Return a tinker:// path -> run, kind, name. Raises RequestError."""
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in TYPES or not _RUN.fullmatch(parts[0]):
         hint = f"it looks like tinker://<run>/weights/<name>; in place of weights may be {' or '.join([*TYPES][1:])}"
@@ -117,16 +117,16 @@ class TinkerCheckpoints:
                     shutil.rmtree(each, ignore_errors=True)
 
     def new_state(self, run: str, kind: str, name: str) -> Path:
-        """Where the files of tinker://`run`/`kind`/`name` are to be written, before it is recorded."""
+        """Return where the files of tinker://`run`/`kind`/`name` are to be written, before it is recorded."""
         return self._place(run, kind, name) / uuid4().hex
 
     def directory(self, checkpoint: Checkpoint) -> Path:
-        """The files of one to go on from, or to take away."""
+        """Return the files of one to go on from, or to take away."""
         return self._place(checkpoint.run, checkpoint.kind, checkpoint.name) / str(checkpoint.state)
 
     def record(self, checkpoint: Checkpoint) -> Checkpoint:
-        """What was saved can be found from now on, in place of what had its name -> what is recorded of it. Raises
-        StorageError."""
+        """Return what was saved can be found from now on, in place of what had its name -> what is recorded of it.
+        Raises StorageError."""
         with self._writing:
             before = self._read(self._record(checkpoint), also_expired=True)
             if checkpoint.state is not None:
@@ -150,7 +150,7 @@ class TinkerCheckpoints:
             self._write(replace(self.find(path), published=published))
 
     def find(self, path: str) -> Checkpoint:
-        """The checkpoint of a path. Raises RequestError, CheckpointNotFoundError."""
+        """Return the checkpoint of a path. Raises RequestError, CheckpointNotFoundError."""
         run, kind, name = parse_path(path)
         found = self._read(self._place(run, kind, name) / RECORD)
         if found is None:
@@ -175,18 +175,18 @@ class TinkerCheckpoints:
         return found
 
     def exists(self, run: str, kind: str, name: str) -> bool:
-        """Whether this name is taken."""
+        """Return whether this name is taken."""
         return self._read(self._place(run, kind, name) / RECORD) is not None
 
     def list(self, run: str | None = None) -> list[Checkpoint]:
-        """Those of a run, or all, the newest first."""
+        """Return those of a run, or all, the newest first."""
         if run is not None and not _RUN.fullmatch(run):
             return []
         found = (self._read(path) for path in self._runs.glob(f"{run or '*'}/*/*/{RECORD}"))
         return sorted((each for each in found if each is not None), key=lambda each: -each.created)
 
     def expired(self) -> Iterator[Checkpoint]:
-        """Those past their time to live."""
+        """Yield those past their time to live."""
         for path in self._runs.glob(f"*/*/*/{RECORD}"):
             found = self._read(path, also_expired=True)
             if found is not None and found.expires is not None and found.expires < time.time():

@@ -50,7 +50,7 @@ _TYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4
 
 
 def loss_config(message: Any) -> dict[str, float]:
-    """The loss's knobs. Raises RequestError: a loss or a knob that there is not."""
+    """Return the loss's knobs. Raises RequestError: a loss or a knob that there is not."""
     name = message.loss_fn
     if name not in BUILT_IN:
         hint = f"use one of {', '.join(BUILT_IN)}, or forward_backward_custom with a function of yours"
@@ -83,7 +83,8 @@ def stand_in(message: Any, loss: str | None) -> bool:
 
 
 def datums_of(message: Any, *, most: int = MOST_TOKENS) -> list[Datum]:
-    """The datums of a ForwardBackwardRequest, as its loss reads them; those of one with K targets a position in a row.
+    """Return the datums of a ForwardBackwardRequest, as its loss reads them; those of one with K targets a position in
+    a row.
 
     `most`: tokens that the model reads.
 
@@ -106,7 +107,7 @@ def widths_of(message: Any) -> list[int | None]:
 
 
 def _columns(message: Any, loss: str, *, where: str, most: int) -> Iterator[Datum]:
-    """A datum of the SDK for each target of a position."""
+    """Yield a datum of the SDK for each target of a position."""
     tokens, inputs = _tokens(message.model_input, where), _inputs(message, loss, where=where)
     if len(tokens) > most:
         raise ContextLengthError(
@@ -142,7 +143,7 @@ def _datum(tokens: list[int], inputs: dict[str, Any], where: str) -> Datum:
 
 
 def _inputs(message: Any, loss: str, *, where: str) -> dict[str, Any]:
-    """The values of a datum that this loss reads, as arrays."""
+    """Return the values of a datum that this loss reads, as arrays."""
     inputs = {name: _array(tensor, f"{where}.{name}") for name, tensor in message.loss_fn_inputs.items()}
     wanted = _wanted(loss)
     if unknown := sorted(set(inputs) - set(wanted)):
@@ -187,7 +188,7 @@ def _ratio_mask(inputs: dict[str, Any], where: str) -> Any:
 
 
 def _tokens(chunks: Sequence[Any], where: str) -> list[int]:
-    """The ids of chunks of text."""
+    """Return the ids of chunks of text."""
     tokens: list[int] = []
     for chunk in chunks:
         if not chunk.HasField("encoded_text"):
@@ -201,7 +202,7 @@ def _tokens(chunks: Sequence[Any], where: str) -> list[int]:
 
 
 def _array(tensor: Any, where: str) -> Any:
-    """A tensor of one dimension, or of two, dense or sparse."""
+    """Return a tensor of one dimension, or of two, dense or sparse."""
     kind, shape = _TYPES.get(tensor.dtype), list(tensor.shape)
     if kind is None:
         name = "bfloat16" if tensor.dtype == BFLOAT16 else str(tensor.dtype)
@@ -217,7 +218,7 @@ def _array(tensor: Any, where: str) -> Any:
 
 
 def _from_csr(csr: Any, kind: np.dtype, shape: list[int], where: str) -> Any:
-    """A compressed sparse row tensor [N, K], whose gaps are 0; checked before anything of its size is made."""
+    """Return a compressed sparse row tensor [N, K], whose gaps are 0; checked before anything of its size is made."""
     parts = ((csr.values, kind), (csr.crow_indices, np.dtype("<i8")), (csr.col_indices, np.dtype("<i8")))
     if len(shape) == 2 and min(shape) >= 0 and not any(len(raw) % each.itemsize for raw, each in parts):
         values, ends, columns = (np.frombuffer(raw, each) for raw, each in parts)
@@ -238,7 +239,8 @@ _NARROWED = ":narrowed"  # ends the ids of sequences that were sampled so: they 
 
 
 def sequence_ids(request: str, count: int, *, narrowed: bool) -> list[str]:
-    """The ids of a request's completions, by which the spans of datums name them. `narrowed`: by top_p or top_k."""
+    """Return the ids of a request's completions, by which the spans of datums name them. `narrowed`: by top_p or
+    top_k."""
     return [f"{request}:{i}{_NARROWED if narrowed else ''}" for i in range(count)]
 
 
@@ -253,7 +255,7 @@ class NarrowedRun:
 
 
 def narrowed_runs(message: Any, loss: str, *, where: str) -> list[NarrowedRun]:
-    """Those of a datum that `datums_of` took. Raises RequestError: its spans do not cover its targets."""
+    """Return those of a datum that `datums_of` took. Raises RequestError: its spans do not cover its targets."""
     if loss == CROSS_ENTROPY or not message.loss_fn_input_spans:
         return []
     advantages_J = _array(message.loss_fn_inputs["advantages"], where)
@@ -340,8 +342,8 @@ class SampledMasks:
             )
 
     def attach(self, datum: Datum, claimed: Sequence[NarrowedRun] = ()) -> Datum:
-        """The datum with what each of its targets could be (`Datum.kept`), where it has completions that are known: of
-        one turn or of several, whole or cut.
+        """Return the datum with what each of its targets could be (`Datum.kept`), where it has completions that are
+        known: of one turn or of several, whole or cut.
 
         Raises RequestError: a target that is `claimed` to be of a completion is of none that is known.
         """
@@ -365,7 +367,7 @@ class SampledMasks:
         return replace(datum, kept=SamplingMask.of_entries(found[0].kept.vocabulary, entries)) if found else datum
 
     def _known_in(self, datum: Datum) -> list[_Sampled]:
-        """The remembered completions that a datum has."""
+        """Return the remembered completions that a datum has."""
         with self._lock:
             lengths = sorted(length for length, count in self._lengths.items() if count)
             if not lengths or "logprobs" not in datum.loss_fn_inputs:
@@ -387,8 +389,8 @@ def _digests(ids_N: Any, lengths: Sequence[int]) -> Iterator[bytes]:
 
 
 def _is_in(sampled: _Sampled, *rows_J: Any) -> bool:
-    """Whether the targets, the tokens that are read next and the log-probabilities of a datum are, from the end of the
-    prompt on, those of a completion, as far as both go."""
+    """Return whether the targets, the tokens that are read next and the log-probabilities of a datum are, from the end
+    of the prompt on, those of a completion, as far as both go."""
     first = sampled.prompt_len - 1
     count = min(len(sampled.ids_T), len(rows_J[0]) - first)
     expected = (sampled.ids_T, sampled.ids_T, sampled.logprobs_T)
@@ -401,7 +403,7 @@ def _is_in(sampled: _Sampled, *rows_J: Any) -> bool:
 def encode_output(
     logprobs: Sequence[Sequence[float]], metrics: Mapping[str, float], widths: Sequence[int | None]
 ) -> bytes:
-    """Log-probabilities [N] or [N, K] of every datum of the wire, whose K are `widths`, and metrics as
+    """Return log-probabilities [N] or [N, K] of every datum of the wire, whose K are `widths`, and metrics as
     `name:reduction`, as a ForwardBackwardOutput. A record has datums of one K."""
     message = ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     rows = (np.asarray(row, "<f4") for row in logprobs)

@@ -64,7 +64,7 @@ class Downloads:
         shutil.rmtree(root, ignore_errors=True)  # of another process, whose addresses are gone
 
     async def save_external(self, model: TrainedModel, body: bodies.SaveExternal) -> FutureResult:
-        """The adapter as it is now. Raises RequestError, ConflictError, StorageError."""
+        """Return the adapter as it is now. Raises RequestError, ConflictError, StorageError."""
         check_checkpoint_name(body.path)
         recipients = _recipients(body.age_encryption_recipients or ())
         if await asyncio.to_thread(self._checkpoints.exists, model.id, EXTERNAL_WEIGHTS, body.path):
@@ -95,7 +95,7 @@ class Downloads:
         return answer(type="save_weights_external", path=saved.path, size_bytes=saved.size_bytes)
 
     async def files(self, path: str) -> tuple[Link, list[str]]:
-        """The files of external weights. Raises RequestError, CheckpointNotFoundError."""
+        """Return the files of external weights. Raises RequestError, CheckpointNotFoundError."""
         saved = await asyncio.to_thread(self._checkpoints.find, path)
         if saved.kind != EXTERNAL_WEIGHTS:
             hint = "save_weights_external makes some"
@@ -105,8 +105,8 @@ class Downloads:
         return self._known(saved) or self._link(saved, directory, made=False), names
 
     async def archive(self, path: str) -> Link:
-        """A checkpoint's adapter as `ARCHIVE`, its files at the top. Raises RequestError, CheckpointNotFoundError,
-        StorageError, ConfigError for one of another base model."""
+        """Return a checkpoint's adapter as `ARCHIVE`, its files at the top. Raises RequestError,
+        CheckpointNotFoundError, StorageError, ConfigError for one of another base model."""
         saved = await asyncio.to_thread(self._checkpoints.find, path)
         if saved.kind == EXTERNAL_WEIGHTS:
             raise RequestError(f"{path} is files already", hint="fetch them: .../external_weights_urls", field="path")
@@ -124,7 +124,7 @@ class Downloads:
             return self._link(saved, directory, made=True)
 
     def find(self, token: str, name: str) -> Path:
-        """The file of an address. Raises CheckpointNotFoundError."""
+        """Return the file of an address. Raises CheckpointNotFoundError."""
         link = self._links.get(token)
         if link is not None and link.until > time.time():
             path = link.directory / name
@@ -144,13 +144,13 @@ class Downloads:
                     each.unlink()
 
     def _known(self, saved: Checkpoint) -> Link | None:
-        """One that has at least half of its time left."""
+        """Return one that has at least half of its time left."""
         late = time.time() + VALID_S / 2
         same = (link for link in self._links.values() if link.checkpoint == (saved.path, saved.created))
         return next((link for link in same if link.until > late), None)
 
     def _link(self, saved: Checkpoint, directory: Path, *, made: bool) -> Link:
-        """A new one; those that are over go."""
+        """Return a new one; those that are over go."""
         now = time.time()
         for over in [link for link in self._links.values() if link.until < now]:
             del self._links[over.token]
@@ -190,5 +190,5 @@ def _encrypt(directory: Path, recipients: Sequence[object]) -> None:
 
 
 def _pyrage() -> Any:
-    """The package of the extra `tinker`, whose stubs do not say what it has. Raises ImportError without it."""
+    """Return the package of the extra `tinker`, whose stubs do not say what it has. Raises ImportError without it."""
     return importlib.import_module("pyrage")

@@ -41,17 +41,18 @@ class FutureResult:
     as_json: Callable[[bytes], dict[str, Any]] | None = None
 
     def plain(self) -> FutureResult:
-        """The same in JSON."""
+        """Return the same in JSON."""
         return self if self.as_json is None else answer(**self.as_json(self.body))
 
 
 def answer(**fields: Any) -> FutureResult:
-    """An answer in JSON."""
+    """Return an answer in JSON."""
     return FutureResult(json.dumps(fields).encode(), JSON)
 
 
 def failure(error: Exception, *, without: str = "") -> FutureResult:
-    """An error as the package reads it: category `user` for what another request would cure, `server` for the rest."""
+    """Return an error as the package reads it: category `user` for what another request would cure, `server` for the
+    rest."""
     if not isinstance(error, GroupwiseError):
         return answer(error="internal error: see the server's log", category="server")
     text = error.message + (f" ({error.hint})" if error.hint else "")
@@ -108,11 +109,12 @@ class Futures:
         return len(self._by_id)
 
     def find(self, id: str) -> Future | None:
-        """The future of this id, if it is known."""
+        """Return the future of this id, if it is known."""
         return self._by_id.get(id)
 
     def begin(self, id: str, *, size: int = 0, due: bool = False) -> tuple[Future, bool]:
-        """The future of a request, and whether it is new. What is `due` is what others wait for: it always has room.
+        """Return the future of a request, and whether it is new. What is `due` is what others wait for: it always has
+        room.
 
         Raises OverloadedError where as many are unfinished as may be.
         """
@@ -131,7 +133,8 @@ class Futures:
         return future, True
 
     async def wait(self, id: str, *, seconds: float) -> FutureResult | None:
-        """The answer, as soon as there is one; None after `seconds`. Raises LookupError for an id that is not known."""
+        """Return the answer, as soon as there is one; None after `seconds`. Raises LookupError for an id that is not
+        known."""
         future = self._by_id[id]
         try:
             async with asyncio.timeout(seconds):

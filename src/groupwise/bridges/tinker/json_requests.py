@@ -66,7 +66,7 @@ class ForwardBody(Sequenced):
 
 
 def message_of(body: ForwardBackwardBody | ForwardBody) -> Any:
-    """The same request as protobuf. Raises RequestError: an int64 tensor has a fraction."""
+    """Return the same request as protobuf. Raises RequestError: an int64 tensor has a fraction."""
     forward_only = isinstance(body, ForwardBody)
     given = body.forward_input if isinstance(body, ForwardBody) else body.forward_backward_input
     message = ForwardBackwardRequest(
@@ -97,7 +97,7 @@ def _fill(tensor: Any, values: TensorBody, *, where: str) -> None:
 
 # ---- answers ----
 def output_as_json(raw: bytes) -> dict[str, Any]:
-    """A ForwardBackwardOutput."""
+    """Return a ForwardBackwardOutput."""
     message, outputs = ForwardBackwardOutput.FromString(raw), []
     for record in message.loss_fn_outputs:
         field = record.fields["logprobs"]
@@ -113,7 +113,7 @@ def output_as_json(raw: bytes) -> dict[str, Any]:
 
 
 def samples_as_json(raw: bytes) -> dict[str, Any]:
-    """A SampleResponse."""
+    """Return a SampleResponse."""
     message = SampleResponse.FromString(raw)
     found: dict[str, Any] = {
         "type": "sample",
@@ -137,7 +137,7 @@ def samples_as_json(raw: bytes) -> dict[str, Any]:
 
 
 def _tensor_as_json(message: Any) -> dict[str, Any]:
-    """A float32 tensor, dense or sparse."""
+    """Return a float32 tensor, dense or sparse."""
     csr = message.sparse_csr if message.HasField("sparse_csr") else None
     values = np.frombuffer(message.dense if csr is None else csr.values, "<f4").tolist()
     found = {"data": values, "dtype": "float32", "shape": list(message.shape)}

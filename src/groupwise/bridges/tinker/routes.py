@@ -94,8 +94,8 @@ class Tinker:
                 await self.sessions.end(session.id)
 
     def policy_of(self, name: str) -> str | None:
-        """What one of Tinker's names stands for: a path of a checkpoint for sampling, also after its base model and a
-        semicolon, or the base model's own; None for others. Raises RequestError, CheckpointNotFoundError."""
+        """Return what one of Tinker's names stands for: a path of a checkpoint for sampling, also after its base model
+        and a semicolon, or the base model's own; None for others. Raises RequestError, CheckpointNotFoundError."""
         base, _, path = name.rpartition(";")
         if path.startswith("tinker://"):
             self.models.check_base(base or None)
@@ -325,7 +325,7 @@ async def save_weights_external(http: Request) -> Any:
 async def _in_turn(
     http: Request, kind: type[S], work: Callable[[TrainedModel, S], Awaitable[FutureResult]]
 ) -> dict[str, str]:
-    """A request that runs when its number comes -> its id."""
+    """Return a request that runs when its number comes -> its id."""
     try:
         body = await read_body(http, kind)
     except (RequestError, MediaTypeError) as error:
@@ -336,8 +336,8 @@ async def _in_turn(
 
 
 async def _refused(http: Request, error: GroupwiseError) -> dict[str, str]:
-    """A refusal as the answer of the number that the client gave to the request: without one, all later requests would
-    wait for it. Raises `error` where model and number cannot be read."""
+    """Return a refusal as the answer of the number that the client gave to the request: without one, all later requests
+    would wait for it. Raises `error` where model and number cannot be read."""
     if (place := bodies.place_of(await http.body())) is None:
         raise error
     models = tinker_of(http).models
@@ -524,7 +524,7 @@ def _page(found: list[Any], limit: int, offset: int) -> tuple[list[Any], dict[st
 
 
 async def _runs(tinker: Tinker) -> dict[str, dict[str, Any]]:
-    """Every run that has a checkpoint, and every model in training, the newest first."""
+    """Return every run that has a checkpoint, and every model in training, the newest first."""
     runs: dict[str, dict[str, Any]] = {}
     owner = {"model_owner": "local", "is_lora": True, "base_model": tinker.models.base.name}
     for saved in await asyncio.to_thread(tinker.checkpoints.list):

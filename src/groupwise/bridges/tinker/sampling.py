@@ -104,7 +104,7 @@ class Samplers:
     # -- which weights ---------------------------------------------------------------------------------------------
 
     def find(self, id: str | None) -> SamplingSession:
-        """Raises SessionGoneError."""
+        """Raise SessionGoneError."""
         if (sampler := self._by_id.get(id or "")) is None:
             raise SessionGoneError(f"there is no sampling session {echo(id)}", hint=GO_ON)
         return sampler
@@ -131,7 +131,7 @@ class Samplers:
         return self._by_id.setdefault(id, sampler)
 
     async def snapshot(self, model: TrainedModel, body: bodies.SaveForSampler) -> FutureResult:
-        """The model's weights as they are now, under a name or for a sampling session."""
+        """Return the model's weights as they are now, under a name or for a sampling session."""
         if body.kind not in (SNAPSHOT, INFLIGHT):
             raise RequestError(f"kind is {echo(body.kind)}; it is {SNAPSHOT} or {INFLIGHT}", field="kind")
         if body.path is not None:
@@ -240,7 +240,7 @@ class Samplers:
         return FutureResult(await asyncio.to_thread(encode_samples, completions, scored, body), as_json=samples_as_json)
 
     async def _completions(self, engine: LiveEngine, asked: SamplingRequest, *, scored: bool) -> Sequence[Completion]:
-        """Where a prompt that is to be scored leaves no room, they are empty and cut."""
+        """Return the completions; where a prompt that is to be scored leaves no room, they are empty and cut."""
         if scored and len(asked.prompt_ids) == engine.context_length:
             cut = {"text": "", "finish_reason": FinishReason.LENGTH, "version": asked.version}
             return [Completion(token_ids=(), logprobs=(), **cut)] * asked.n
@@ -252,7 +252,7 @@ class Samplers:
         return completions
 
     def _request(self, body: bodies.SampleBody) -> Callable[[PolicyVersion], SamplingRequest]:
-        """What the engine is asked for, but for the version. Raises RequestError for what is not supported."""
+        """Return what the engine is asked for, but for the version. Raises RequestError for what is not supported."""
         given, config = body.sampling_params, self._server.config
         _check_supported(body, config)
         stops = (given.stop,) if isinstance(given.stop, str) else given.stop or ()
@@ -276,8 +276,8 @@ class Samplers:
     # -- snapshots -------------------------------------------------------------------------------------------------
 
     async def _published(self, model: TrainedModel, *, named: bool) -> PolicyVersion:
-        """The model's weights as a new version, in the server's store or in that of snapshots. One engine has both, so
-        that their names differ."""
+        """Return the model's weights as a new version, in the server's store or in that of snapshots. One engine has
+        both, so that their names differ."""
         base, store = self._models.base, self._server.store if named else self._store
         name = f"{'tinker' if named else 'snapshot'}-{hashlib.sha256(model.id.encode()).hexdigest()[:12]}"
 
@@ -338,7 +338,8 @@ class PromptScores:
 
 
 def _scored(engine: LiveEngine, body: bodies.SampleBody, asked: SamplingRequest) -> PromptScores | None:
-    """What was asked for of the prompt, from one forward. Raises RequestError: target_prompt_logprobs is wrong."""
+    """Return what was asked for of the prompt, from one forward. Raises RequestError: target_prompt_logprobs is
+    wrong."""
     ids, given, last = asked.prompt_ids, body.target_prompt_logprobs, 0
     if body.prompt_logprobs or body.topk_prompt_logprobs:
         last = body.prompt_logprobs_last_n or len(ids) - 1
@@ -355,7 +356,8 @@ def _scored(engine: LiveEngine, body: bodies.SampleBody, asked: SamplingRequest)
 
 
 def _target_cells(given: bodies.TargetIds | None, tokens: int, vocabulary: int) -> tuple[Any, Any]:
-    """The places in a prompt of `tokens` tokens and the ids that are listed for them, both [C], in the order of `data`;
+    """Return the places in a prompt of `tokens` tokens and the ids that are listed for them, both [C], in the order of
+    `data`;
     -1 asks for nothing. Raises RequestError: the shape is not that of the prompt, or an id is not of the model."""
     if given is None:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -387,7 +389,8 @@ def _target_cells(given: bodies.TargetIds | None, tokens: int, vocabulary: int) 
 
 
 def _rows_of_csr(ends: Sequence[int], columns: Sequence[int], *, shape: tuple[int, int], count: int) -> Any:
-    """The row of each of `count` values of a compressed sparse row tensor, or None where its indices are not of one."""
+    """Return the row of each of `count` values of a compressed sparse row tensor, or None where its indices are not of
+    one."""
     end_R, column_C = np.asarray(ends, np.int64), np.asarray(columns, np.int64)
     lengths_R = np.diff(end_R)
     counted = len(end_R) == shape[0] + 1 and end_R[0] == 0 and end_R[-1] == len(column_C) == count
@@ -399,7 +402,7 @@ def _rows_of_csr(ends: Sequence[int], columns: Sequence[int], *, shape: tuple[in
 
 
 def _other_models(server: Server, store: AdapterStore) -> dict[str, SampledModel]:
-    """The models of `tinker_other_models`, by the names that clients ask for; `store` has no adapter of theirs.
+    """Return the models of `tinker_other_models`, by the names that clients ask for; `store` has no adapter of theirs.
 
     Raises ModelError, EngineError: one cannot be loaded, or sampled from.
     """
@@ -454,7 +457,7 @@ def _check_last(last: int, body: bodies.SampleBody) -> None:
 
 # ---- the answer ----
 def encode_samples(completions: Sequence[Completion], scored: PromptScores | None, body: bodies.SampleBody) -> bytes:
-    """A SampleResponse."""
+    """Return a SampleResponse."""
     message = SampleResponse()
     for completion in completions:
         reason = LENGTH if completion.finish_reason == FinishReason.LENGTH else STOP

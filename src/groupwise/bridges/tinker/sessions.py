@@ -57,7 +57,7 @@ class Sessions:
         return list(self._by_id)
 
     def create(self, **about: Any) -> Session:
-        """A new session. Raises OverloadedError."""
+        """Return a new session. Raises OverloadedError."""
         if len(self._by_id) >= MOST:
             raise OverloadedError(f"there are {MOST} sessions", hint="end some", retry_after=30)
         session = Session(uuid4().hex, **about)
@@ -67,14 +67,14 @@ class Sessions:
         return session
 
     def touch(self, id: str, *, error: type[SessionGoneError] = SessionGoneError) -> Session:
-        """The session, which was heard of just now. Raises `error`."""
+        """Return the session, which was heard of just now. Raises `error`."""
         if (session := self._by_id.get(id)) is None:
             raise error(f"there is no session {echo(id)}: it ended, or the server was started anew", hint=GO_ON)
         session.last_seen = time.monotonic()
         return session
 
     def silent(self, seconds: float) -> list[Session]:
-        """Those not heard of for so long, the longest first."""
+        """Return those not heard of for so long, the longest first."""
         before = time.monotonic() - seconds
         return sorted(
             (each for each in self._by_id.values() if each.last_seen < before), key=lambda each: each.last_seen

@@ -78,7 +78,7 @@ class TrainedModel:
 
     @property
     def trainer(self) -> TrainingClient:
-        """Raises SessionGoneError if it could not be made."""
+        """Raise SessionGoneError if it could not be made."""
         if self.client is None:
             raise SessionGoneError(f"the model {self.id} was not made", hint=GO_ON)
         return self.client
@@ -94,7 +94,8 @@ def lora_of(config: bodies.Lora | None) -> dict[str, Any]:
 
 
 def targets_of(lora: Mapping[str, Any], adaptable: AdaptableModules) -> str | tuple[str, ...]:
-    """What an adapter changes of a model: in a mixture the MLP is its experts, too, as Tinker's `train_mlp` has it."""
+    """Return what an adapter changes of a model: in a mixture the MLP is its experts, too, as Tinker's `train_mlp` has
+    it."""
     targets = lora["targets"]
     if targets == ATTENTION or not any(adaptable.experts.values()):
         return targets if targets == ALL_LINEAR else tuple(targets)
@@ -103,7 +104,8 @@ def targets_of(lora: Mapping[str, Any], adaptable: AdaptableModules) -> str | tu
 
 
 def tokenizer_of(base: str) -> str:
-    """The name by which a client on this machine can load the base model's tokenizer: the hub's, or a whole path.
+    """Return the name by which a client on this machine can load the base model's tokenizer: the hub's, or a whole
+    path.
 
     The package takes a name of three parts for one of the hub and leaves the last out, so that a path of three gets an
     empty one more.
@@ -123,7 +125,7 @@ def check_optimizer(optimizer: bodies.Optimizer | None) -> None:
 
 
 def trains(lora: Mapping[str, Any], modules: Collection[str]) -> bool:
-    """Whether an adapter changes these modules."""
+    """Return whether an adapter changes these modules."""
     return lora["targets"] == "all-linear" or set(modules) <= set(lora["targets"])
 
 
@@ -152,7 +154,7 @@ class Models:
     # -- which -----------------------------------------------------------------------------------------------------
 
     def find(self, id: str) -> TrainedModel:
-        """Raises SessionGoneError."""
+        """Raise SessionGoneError."""
         if (model := self._by_id.get(id)) is None:
             raise SessionGoneError(
                 f"there is no model {echo(id)}: it ended, or the server was started anew", hint=GO_ON
@@ -166,11 +168,11 @@ class Models:
         return sum(model.has_place for model in self._by_id.values()) >= self._most
 
     def is_there(self, model: TrainedModel) -> bool:
-        """Whether its session lives."""
+        """Return whether its session lives."""
         return model.id in self._by_id
 
     def of(self, session: str | None = None) -> list[TrainedModel]:
-        """Those of a session, or all."""
+        """Return those of a session, or all."""
         return [each for each in self._by_id.values() if session in (None, each.session)]
 
     def drop(self, session: str) -> None:
@@ -206,7 +208,7 @@ class Models:
     def create(
         self, session: str, number: int, lora: Mapping[str, Any], *, seed: int = 0, **options: Any
     ) -> dict[str, str]:
-        """A fresh adapter, or one from a checkpoint (`load`, as `_load`'s arguments) -> the request's id."""
+        """Return a fresh adapter, or one from a checkpoint (`load`, as `_load`'s arguments) -> the request's id."""
         id, load = f"{session}:train:{number}", options.pop("load", None)
         future, is_new = self._futures.begin(f"{id}:0")
         if not is_new:
@@ -254,7 +256,7 @@ class Models:
         return {"request_id": future.id, "model_id": model.id}
 
     async def forward_backward(self, model: TrainedModel, message: Any) -> FutureResult:
-        """Log-probabilities and, unless `forward_only`, a gradient that is added to what there is."""
+        """Return log-probabilities and, unless `forward_only`, a gradient that is added to what there is."""
         if stand_in(message, self._stable_reinforce) and not model.has_stand_in:
             model.has_stand_in = True
             log.warning("%s asks for %s, and trains %s", model.id, STABLE_REINFORCE, self._stable_reinforce)
@@ -305,7 +307,7 @@ class Models:
         body: bodies.SaveWeights | bodies.SaveForSampler | bodies.SaveExternal,
         **more: Any,
     ) -> Checkpoint:
-        """What is recorded of a checkpoint."""
+        """Return what is recorded of a checkpoint."""
         return Checkpoint(
             run=model.id,
             kind=kind,
@@ -405,7 +407,8 @@ class Models:
 def _metrics(
     data: Sequence[Datum], logprobs: Sequence[Sequence[float]], loss: str, config: Mapping[str, float]
 ) -> dict[str, float]:
-    """Those of what weighs something: the mask of the wire has the prompt's part too, whatever it was filled with."""
+    """Return those of what weighs something: the mask of the wire has the prompt's part too, whatever it was filled
+    with."""
     weights = weights_of(loss)
     counted = [[bool(w and m) for w, m in zip(d.loss_fn_inputs[weights], d.mask, strict=True)] for d in data]
     if not any(map(any, counted)):

@@ -88,7 +88,7 @@ class Sizes:
 
 
 def batch_sizes(sizes: Sizes, names: Names) -> Batch:
-    """The batch of these sizes. Raises SizeError."""
+    """Return the batch of these sizes. Raises SizeError."""
     given = {key: size for key, size in vars(sizes).items() if size is not None}
     for key, size in given.items():
         if size < 1:
@@ -110,7 +110,7 @@ def batch_sizes(sizes: Sizes, names: Names) -> Batch:
 
 
 def _near(sizes: Sizes, key: str) -> list[int]:
-    """The next smaller and the next larger value of one size with which all fit together."""
+    """Return the next smaller and the next larger value of one size with which all fit together."""
     now, smallest = vars(sizes)[key], 2 if key == "group" else 1
     most = now + math.lcm(sizes.step, sizes.group)
     below = next((size for size in range(now - 1, smallest - 1, -1) if _fits(sizes, key, size)), None)
@@ -123,7 +123,7 @@ def _fits(sizes: Sizes, key: str, size: int) -> bool:
 
 
 def put_batch(t: Translation, names: Names, *, generation: int | None, said: str) -> Batch:
-    """Prompts and minibatches of a translation; `said` is the key that gave `generation`. Raises ConfigError."""
+    """Return prompts and minibatches of a translation; `said` is the key that gave `generation`. Raises ConfigError."""
     for name in vars(names).values():
         if name in t.unread:
             t.problem(name, f"{t.unread[name].why}; write {t.unread[name].instead}")

@@ -92,7 +92,7 @@ class Length:
 
 
 def length_of(t: Translation, names: OptimizerNames, *, steps_there: int, passes: int, per_epoch: int | None) -> Length:
-    """The run's length, from the number of steps or else from epochs of `per_epoch` rollout batches."""
+    """Return the run's length, from the number of steps or else from epochs of `per_epoch` rollout batches."""
     asked = t[names.max_steps]
     if asked is not None and asked > 0:
         return Length(there=asked, steps_there=steps_there, passes=passes)

@@ -41,7 +41,7 @@ def fsdp(value: Any) -> Any:
 
 
 def settings(value: Any) -> Any:
-    """A mapping, or the path of a file with one."""
+    """Return a mapping, or the path of a file with one."""
     if isinstance(value, Mapping):
         return dict(value)
     if not isinstance(value, str) or not value:
@@ -96,7 +96,7 @@ def _put_file(t: Translation, name: str, folder: Path) -> None:
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
-    """The mapping in a JSON or YAML file; None if there is none."""
+    """Return the mapping in a JSON or YAML file; None if there is none."""
     from groupwise.config.yaml import Document
 
     if not path.is_file():
@@ -119,7 +119,7 @@ def _of_name(said: str) -> tuple[str, bool] | None:
 
 
 def _of_content(content: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """The same of a DeepSpeed file, or of accelerate's."""
+    """Return the same of a DeepSpeed file, or of accelerate's."""
     if isinstance(zero := content.get("zero_optimization"), Mapping):
         offload = zero.get("offload_param") or {}
         return ("fsdp" if zero.get("stage") == 3 else "ddp"), offload.get("device", "none") == "cpu"

@@ -56,7 +56,7 @@ class TrlEnvironment(ToolEnv):
         self._played: Any = None
 
     async def reset(self, case: Mapping[str, Any], seed: int) -> Observation:
-        """The row's prompt, and what the environment adds to it. TRL's environments get no seed."""
+        """Return the row's prompt, and what the environment adds to it. TRL's environments get no seed."""
         self._played = await self._in_own_thread(self._factory(case))
         if not callable(getattr(type(self._played), "reset", None)):
             raise ConfigError(f"{type(self._played).__name__} has no method reset, which TRL's environments have")
@@ -66,7 +66,7 @@ class TrlEnvironment(ToolEnv):
         return self.offer(_with(_messages(case.get("prompt")), seen))
 
     async def score(self, episode: Episode) -> float:
-        """What `get_reward` says; 0 without it, where reward functions score."""
+        """Return what `get_reward` says; 0 without it, where reward functions score."""
         if not callable(getattr(type(self._played), "get_reward", None)):
             return 0.0
         return reward_of(await self._called(self._played.get_reward), f"{type(self._played).__name__}.get_reward")
@@ -83,14 +83,14 @@ class TrlEnvironment(ToolEnv):
         return CallableTool.from_function(method, time_limit_s=self._time_limit_s, thread=self._in_own_thread)
 
     async def _called(self, method: Callable[..., Any], **arguments: Any) -> Any:
-        """A method's result, in the episode's thread if it is not async."""
+        """Return a method's result, in the episode's thread if it is not async."""
         if inspect.iscoroutinefunction(method):
             return await method(**arguments)
         return await self._in_own_thread(lambda: method(**arguments))
 
 
 def _public(environment: Any) -> list[Callable[..., Any]]:
-    """The methods that are tools: those of its class that are not private, without reset and get_reward."""
+    """Return the methods that are tools: those of its class that are not private, without reset and get_reward."""
     names = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
     return [getattr(environment, name) for name in names if not name.startswith("_") and name not in NOT_TOOLS]
 
@@ -102,7 +102,7 @@ def _messages(prompt: Any) -> list[Message]:
 
 
 def _with(messages: list[Message], seen: Any) -> list[Message]:
-    """The messages with what `reset` returned at the end of the last one."""
+    """Return the messages with what `reset` returned at the end of the last one."""
     if seen is None:
         return messages
     if isinstance(seen, list):

@@ -30,7 +30,7 @@ def from_trl(
     peft: Any = None,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """The run that `GRPOTrainer(model, rewards, args, train_dataset=data, peft_config=peft)` would be.
+    """Return the run that `GRPOTrainer(model, rewards, args, train_dataset=data, peft_config=peft)` would be.
 
     Args:
         args: a GRPOConfig, or a mapping of its names; what a mapping leaves out has TRL 1.16.0's default.
@@ -63,7 +63,7 @@ def from_trl(
 
 
 def _arguments(args: Any) -> dict[str, Any]:
-    """What a mapping says; of a GRPOConfig what differs from its class's default, or from the table's."""
+    """Return what a mapping says; of a GRPOConfig what differs from its class's default, or from the table's."""
     if isinstance(args, Mapping):
         return dict(args)
     if not dataclasses.is_dataclass(args) or isinstance(args, type):
@@ -83,7 +83,7 @@ def _arguments(args: Any) -> dict[str, Any]:
 
 
 def _source(data: Any) -> dict[str, Any]:
-    """The keys of `data`: of rows a function that returns them, named after what they are."""
+    """Return the keys of `data`: of rows a function that returns them, named after what they are."""
     if isinstance(data, str | Path):
         return {"source": str(data)}
     if isinstance(data, Mapping) and "source" in data:
@@ -105,7 +105,7 @@ def _source(data: Any) -> dict[str, Any]:
 
 
 def _listed(rows: list[Any]) -> list[Any]:
-    """The rows, checked: each is a mapping."""
+    """Return the rows, checked: each is a mapping."""
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ConfigError(f"row {index} of data is a {type(row).__name__}; a row is a mapping with a prompt")
@@ -113,8 +113,8 @@ def _listed(rows: list[Any]) -> list[Any]:
 
 
 def _lora(peft: Any) -> dict[str, Any]:
-    """A LoraConfig in the script's names; what a mapping leaves out has LoraConfig's defaults. What a LoraConfig has
-    besides, and changes what is trained, is refused."""
+    """Return a LoraConfig in the script's names; what a mapping leaves out has LoraConfig's defaults. What a LoraConfig
+    has besides, and changes what is trained, is refused."""
     if peft is None:
         return {"use_peft": False}
     names = {"r": "lora_r"} | {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}

@@ -72,13 +72,13 @@ SIZES = Names(
 
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
-    """The translation of a file in `folder`; `count` counts the prompts of a translation's data."""
+    """Return the translation of a file in `folder`; `count` counts the prompts of a translation's data."""
     keys = [*_keys(document.data), *(keys_of(SCRIPT) if "GRPOTrainer" in document.data else ())]
     return complete(Translation(document, system="TRL", keys=keys), folder=folder, count=count)
 
 
 def complete(t: Translation, *, folder: Path, count: Count) -> Translation:
-    """What becomes of TRL's arguments in a translation that has been begun."""
+    """Return what becomes of TRL's arguments in a translation that has been begun."""
     document = t.document
     t.put("name", run_name(Path(document.name).stem), origin="the file's name")
     batch = _put_batch(t)
@@ -108,7 +108,7 @@ def complete(t: Translation, *, folder: Path, count: Count) -> Translation:
 
 
 def _keys(data: Mapping[str, Any]) -> list[Key]:
-    """The table with the defaults of the version that is meant."""
+    """Return the table with the defaults of the version that is meant."""
     keys = keys_of(KEYS)
     if not str(data.get("trl_version", "")).startswith("1.8"):
         return [*keys]

@@ -32,7 +32,8 @@ _TOKEN = re.compile(
 
 
 def python_of(text: str, *, source: str) -> str:
-    """The Python of a notebook's code cells. Raises ConfigError for what is no notebook; `source` names the file."""
+    """Return the Python of a notebook's code cells. Raises ConfigError for what is no notebook; `source` names the
+    file."""
     try:
         cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError):
@@ -49,7 +50,8 @@ def _python(cell: str) -> str:
 
 
 def _statements(cell: str) -> Iterator[str]:
-    """A cell in pieces. IPython's own may stand where a statement begins, or a value behind `=` or a block's `:`."""
+    """Yield a cell in pieces. IPython's own may stand where a statement begins, or a value behind `=` or a block's
+    `:`."""
     line: list[str] = []  # of the line that is read: its pieces
     before, depth, position = "\n", 0, 0  # before: the last piece that is neither space nor comment
     while position < len(cell):

@@ -59,7 +59,7 @@ class RolloutFunc(EnvKind):
             ) from None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> Any:
-        """What the function returns."""
+        """Return what the function returns."""
         return self._function(prompts, trainer)
 
     def configured(self, config: EnvConfig) -> RolloutFunc:

@@ -73,7 +73,7 @@ class RolloutFuncRollouts:
         self._noted: set[str] = set()
 
     def prepare(self, prompt: Prompt) -> Prompt:
-        """The prompt itself: what the policy is asked, the function says. Raises DataError if there is none."""
+        """Return the prompt itself: what the policy is asked, the function says. Raises DataError if there is none."""
         if prompt.messages is None and prompt.text is None:
             raise DataError(f"{prompt.id} has no prompt, which rollout functions get", hint="give each row a `prompt`")
         return prompt
@@ -105,7 +105,7 @@ class RolloutFuncRollouts:
         return [replace(group, prompt=_as_seen(group)) for group in groups]
 
     async def _rollouts(self, batch: _Batch) -> list[Rollout]:
-        """The call's rollouts, in order. Raises what the engine raised."""
+        """Return the call's rollouts, in order. Raises what the engine raised."""
         calls = PolicyCalls(
             self._sampler,
             given=batch.params,
@@ -136,7 +136,7 @@ class RolloutFuncRollouts:
         return rollouts
 
     async def _output(self, batch: _Batch, calls: PolicyCalls) -> Any:
-        """What the function returns. Raises EnvError, whatever it raises."""
+        """Return what the function returns. Raises EnvError, whatever it raises."""
         name, thread, limit_s = self._function.name, OwnThread("rollout_func"), self._config.timeout_s
         asked = [copy.deepcopy(_asked(prompt)) for prompt in batch.prompts for _ in range(batch.n)]
         trainer = Trainer(
@@ -181,6 +181,6 @@ def _asked(prompt: Prompt) -> Any:
 
 
 def _as_seen(group: RolloutGroup) -> Prompt:
-    """The prompt with the ids that its first rollout began with."""
+    """Return the prompt with the ids that its first rollout began with."""
     ids = next((rollout.turns[0].prompt_ids for rollout in group.rollouts if rollout.turns), ())
     return replace(group.prompt, token_ids=ids)

@@ -143,7 +143,7 @@ class OutputReader:
         return tuple(ids)
 
     def _turns(self, row: OutputRow) -> tuple[tuple[Turn, ...], int]:
-        """The turns, and how many trained tokens the engine did not sample where they stand."""
+        """Return the turns, and how many trained tokens the engine did not sample where they stand."""
         turns: list[Turn] = []
         at = foreign = 0
         ends = stop_ids(self.tokenizer)
@@ -173,7 +173,7 @@ class OutputReader:
 
 
 def _logprob(value: Any) -> float:
-    """A log-probability; TRL's client of a server gives each in a list of one."""
+    """Return a log-probability; TRL's client of a server gives each in a list of one."""
     value = _listed(value)
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1:
         value = value[0]

@@ -110,7 +110,7 @@ class Trainer(Offered):
         as_chat: bool | None = None,
         **options: Any,
     ) -> list[dict[str, Any]]:
-        """One completion of each prompt: a text, a list of messages, or token ids, which are taken as they are.
+        """Return one completion of each prompt: a text, a list of messages, or token ids, which are taken as they are.
 
         Each is {"prompt_ids", "completion_ids", "logprobs", "text"}; the ids end with the end-of-turn token, where it
         was sampled, and the text is without special tokens. Options are `max_tokens`, `stop`, ... (`rollout_calls`).
@@ -137,7 +137,8 @@ class Trainer(Offered):
     def encode(
         self, prompt: Any, *, tools: Sequence[dict[str, Any]] | None = None, template_kwargs: Any = None
     ) -> tuple[int, ...]:
-        """The token ids of a prompt. Raises EnvError for what is none, ChatError where the template refuses it."""
+        """Return the token ids of a prompt. Raises EnvError for what is none, ChatError where the template refuses
+        it."""
         if isinstance(prompt, str):
             return encode_prompt(Prompt(id="generate", text=prompt), self._tokenizer).token_ids
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -150,7 +151,7 @@ class Trainer(Offered):
         raise EnvError(f"{str(prompt)[:80]!r} is no prompt; it is a text, a list of messages or a list of token ids")
 
     def answers(self, encoded: Sequence[tuple[int, ...]], options: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Completions in the form of TRL's client of a vLLM server."""
+        """Return completions in the form of TRL's client of a vLLM server."""
         said: list[Completion] = self._calls.sample(encoded, options)
         return {
             "prompt_ids": [list(ids) for ids in encoded],
@@ -198,8 +199,8 @@ class TrlGeneration:
     def generate(
         self, prompts: Sequence[Any], images: Any = None, num_generations: int = 1, profiler: Any = None
     ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """A completion of each prompt (they repeat `num_generations` times): prompt ids, ids, logprobs and their ids,
-        these two [.., token, 1]."""
+        """Return a completion of each prompt (they repeat `num_generations` times): prompt ids, ids, logprobs and their
+        ids, these two [.., token, 1]."""
         if images is not None and any(images):
             raise EnvError("generate was given images; this model reads text only")
         said = self._trainer.answers([self._trainer.encode(prompt) for prompt in prompts], {})

@@ -91,7 +91,7 @@ async def chat(http: Request) -> Response:
 def read_generate(
     raw: bytes, base: TextModel, config: ServeConfig, *, context: int
 ) -> tuple[GenerateRequest, list[tuple[int, ...]]]:
-    """A body of /generate/ and its prompts. Raises RequestError, ContextLengthError."""
+    """Return a body of /generate/ and its prompts. Raises RequestError, ContextLengthError."""
     body = parse_body(raw, GenerateRequest, config).whole()
     return body, encode_raw(body.prompts, base, context=context)
 
@@ -99,7 +99,7 @@ def read_generate(
 def read_chats(
     raw: bytes, base: TextModel, config: ServeConfig, *, context: int
 ) -> tuple[ChatsRequest, list[tuple[int, ...]]]:
-    """A body of /chat/ and its prompts. Raises RequestError."""
+    """Return a body of /chat/ and its prompts. Raises RequestError."""
     body = parse_body(raw, ChatsRequest, config).whole()
     options = {"tools": body.tools, "options": body.chat_template_kwargs, "context": context}
     return body, encode_conversations(body.messages, base.tokenizer, **options, field="messages")
@@ -145,7 +145,7 @@ def _drawings(prompts: Sequence[tuple[int, ...]], completions: Sequence[Completi
 
 
 def _alternatives(completion: Completion, t: int) -> list[tuple[int, float]]:
-    """The sampled token and the likeliest ones with their log-probabilities, likeliest first."""
+    """Return the sampled token and the likeliest ones with their log-probabilities, likeliest first."""
     others = completion.top_logprobs[t] if completion.top_logprobs else ()
     every = {completion.token_ids[t]: completion.logprobs[t], **dict(others)}
     return sorted(every.items(), key=lambda each: -each[1])
@@ -199,7 +199,7 @@ async def _answering(server: Server, body: LoraPath) -> Done:
 
 
 def _import(server: Server, body: LoraPath) -> PolicyVersion:
-    """The directory's adapter as the next version of its name. Raises AdapterError if it does not fit."""
+    """Return the directory's adapter as the next version of its name. Raises AdapterError if it does not fit."""
     name, directory = _name_of(server, body.lora_name), Path(body.lora_path)
     check_free_name(name, served_name=server.config.served_name)
     if directory.is_dir():
@@ -209,7 +209,7 @@ def _import(server: Server, body: LoraPath) -> PolicyVersion:
 
 
 def _name_of(server: Server, name: str) -> str:
-    """What an adapter is called here: trainers give the model's name or a path, too."""
+    """Return what an adapter is called here: trainers give the model's name or a path, too."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:60] or "adapter"
     taken = plain == server.config.served_name or not files.is_name(plain)
     return f"{plain}-lora" if taken else plain

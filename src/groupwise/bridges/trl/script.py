@@ -58,7 +58,7 @@ class _Unknown(Exception):
 
 
 def parse_script(text: str, *, source: str) -> tuple[dict[str, Any], Node]:
-    """The arguments in TRL's words, Unsloth's calls as sections, and nodes that know their lines.
+    """Return the arguments in TRL's words, Unsloth's calls as sections, and nodes that know their lines.
 
     The lines of a notebook are those of its code cells, one after another. Raises ConfigError: malformed, without a
     GRPOTrainer, or with `**arguments` that cannot be read.
@@ -122,7 +122,7 @@ class _Script:
         return found[-1] if found else None
 
     def _config(self, given: dict[str, ast.expr], trainer: ast.Call) -> ast.Call | None:
-        """The GRPOConfig that the trainer is given, or else the last before it, or the only one."""
+        """Return the GRPOConfig that the trainer is given, or else the last before it, or the only one."""
         said = self._followed(given["args"]) if "args" in given else None
         if isinstance(said, ast.Call) and _kind(said) == "GRPOConfig":
             return said
@@ -144,7 +144,7 @@ class _Script:
             raise ConfigError(f"{self.source} cannot be read:" + "".join(f"\n  - {each}" for each in found), hint=hint)
 
     def _expressions(self, call: ast.Call, kind: str) -> dict[str, ast.expr]:
-        """The arguments by name. Raises ConfigError for those that have none."""
+        """Return the arguments by name. Raises ConfigError for those that have none."""
         names = POSITIONS[kind]
         place = f"{self.source}:{call.lineno}: {_name(call.func)}"
         if any(isinstance(each, ast.Starred) for each in call.args) or len(call.args) > len(names):
@@ -172,14 +172,14 @@ class _Script:
     # ---- values ----
 
     def _value(self, node: ast.expr, name: str) -> Any:
-        """The value of the argument `name`, or an Unread."""
+        """Return the value of the argument `name`, or an Unread."""
         try:
             return self._known(node, frozenset())
         except _Unknown:
             return Unread(f"`{_short(node)}` is known only when the script runs", f"{name}=VALUE")
 
     def _known(self, node: ast.expr, seen: frozenset[str]) -> Any:
-        """What an expression comes to. Raises _Unknown."""
+        """Return what an expression comes to. Raises _Unknown."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
             return node.value
         if isinstance(node, ast.Name) and self.bound[node.id] == 1 and node.id in self.values and node.id not in seen:
@@ -206,7 +206,7 @@ class _Script:
         raise _Unknown
 
     def _followed(self, node: ast.expr) -> ast.expr:
-        """What a name that is bound once stands for; anything else is itself."""
+        """Return what a name that is bound once stands for; anything else is itself."""
         seen: set[str] = set()
         while (
             isinstance(node, ast.Name) and self.bound[node.id] == 1 and node.id in self.values and node.id not in seen
@@ -218,7 +218,7 @@ class _Script:
     # ---- what the trainer is given ----
 
     def _model(self, given: dict[str, ast.expr], trainer: ast.Call) -> Numbered:
-        """The model of a script of TRL's: its name, or what was loaded by it."""
+        """Return the model of a script of TRL's: its name, or what was loaded by it."""
         node = given.get("model")
         if node is None:
             return {}
@@ -279,7 +279,7 @@ class _Script:
         return Unread(f"{name}, `{said}`, is known only when the script runs: {what}", instead)
 
     def _loaded(self, node: ast.expr) -> dict[str, str] | None:
-        """What `load_dataset` is called with: path, name and split; None for anything else."""
+        """Return what `load_dataset` is called with: path, name and split; None for anything else."""
         call = self._followed(node)
         if not isinstance(call, ast.Call) or _name(call.func).rpartition(".")[2] != "load_dataset":
             return None
@@ -296,7 +296,7 @@ class _Script:
 
 
 def _kind(call: ast.Call) -> str | None:
-    """Which of the calls that are read this is."""
+    """Return which of the calls that are read this is."""
     of, _, last = _name(call.func).rpartition(".")
     if last in ("from_pretrained", "get_peft_model"):
         return last if of.rpartition(".")[2] in UNSLOTH else None
@@ -332,14 +332,14 @@ def _text(value: Any) -> str:
 
 
 def _never(tree: ast.AST) -> Iterator[ast.AST]:
-    """The statements under `if False:`."""
+    """Yield the statements under `if False:`."""
     for each in ast.walk(tree):
         if isinstance(each, ast.If) and isinstance(each.test, ast.Constant) and not each.test.value:
             yield from each.body
 
 
 def _binds(node: ast.AST) -> Iterator[str]:
-    """The names that a node binds, by assignment, definition, argument or import."""
+    """Yield the names that a node binds, by assignment, definition, argument or import."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         yield node.id
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -351,7 +351,7 @@ def _binds(node: ast.AST) -> Iterator[str]:
 
 
 def _assigns(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """The name that a statement binds to an expression."""
+    """Yield the name that a statement binds to an expression."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         yield node.targets[0].id, node.value
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
@@ -359,7 +359,7 @@ def _assigns(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _unpacks(node: ast.AST) -> Iterator[str]:
-    """The names that a statement binds to parts of a value."""
+    """Yield the names that a statement binds to parts of a value."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             if isinstance(target, ast.Tuple | ast.List):
@@ -367,7 +367,7 @@ def _unpacks(node: ast.AST) -> Iterator[str]:
 
 
 def _imports(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """The names that an import binds, with what they are called in full."""
+    """Yield the names that an import binds, with what they are called in full."""
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         for each in node.names:
             yield each.asname or each.name, f"{node.module}.{each.name}"

@@ -43,7 +43,7 @@ WITHOUT_EFFECT = ("seed", "include_stop_str_in_output")
 
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
-    """The translation of a script in `folder`; `count` counts the prompts of a translation's data."""
+    """Return the translation of a script in `folder`; `count` counts the prompts of a translation's data."""
     t = Translation(document, system="Unsloth", keys=keys_of(KEYS))
     full = bool(t[f"{LOAD}full_finetuning"])
     if not full and "get_peft_model" not in document.data:

@@ -52,11 +52,11 @@ class VerifiersAgent:
             )
 
     def cases(self) -> list[dict[str, Any]]:
-        """The rows of its dataset."""
+        """Return the rows of its dataset."""
         return [dict(row) for row in self._env.get_dataset()]
 
     def eval_cases(self) -> list[dict[str, Any]]:
-        """The rows of its evaluation dataset; the package itself takes the dataset where there is none."""
+        """Return the rows of its evaluation dataset; the package itself takes the dataset where there is none."""
         return [dict(row) for row in self._env.get_eval_dataset()]
 
     async def __call__(self, case: Mapping[str, Any], client: Any, model: str) -> dict[str, Any]:

@@ -71,11 +71,11 @@ class TasksetAgent:
         self._serving: dict[int, asyncio.Task[None]] = {}  # by environment: what holds its shared tools
 
     def cases(self) -> list[dict[str, Any]]:
-        """The taskset's tasks: their data, with the number by which they are found again."""
+        """Return the taskset's tasks: their data, with the number by which they are found again."""
         return self._cases(TRAIN)
 
     def eval_cases(self) -> list[dict[str, Any]]:
-        """The tasks of `eval_config`."""
+        """Return the tasks of `eval_config`."""
         if EVAL not in self._envs:
             hint = "set env.args.eval_config, as in {taskset: {split: test}}"
             raise ConfigError(f"{self._taskset} has no evaluation set", hint=hint)
@@ -107,7 +107,7 @@ class TasksetAgent:
             os.environ["PYTHONPATH"] = os.pathsep.join([str(self._folder), *filter(None, [before])])
 
     def _environment(self, config: dict[str, Any]) -> Any:
-        """The environment of a configuration, where the one agent's harness and runtime have defaults."""
+        """Return the environment of a configuration, where the one agent's harness and runtime have defaults."""
         taskset = {"id": self._taskset, **dict(config.get("taskset") or {})}
         package = _package_of(self._taskset)
         try:
@@ -177,12 +177,12 @@ def _loaders() -> Any:
 
 
 def _package_of(taskset: str) -> str:
-    """The module of a taskset's id, which may have an owner and a version."""
+    """Return the module of a taskset's id, which may have an owner and a version."""
     return taskset.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
 def _files_of(taskset: str) -> tuple[str, str]:
-    """What its module is called in a folder: a package or one file."""
+    """Return what its module is called in a folder: a package or one file."""
     return _package_of(taskset), f"{_package_of(taskset)}.py"
 
 
@@ -201,7 +201,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outcome(episode: Any) -> dict[str, Any]:
-    """The reward of an episode's trace, and its numbers. Raises EnvError."""
+    """Return the reward of an episode's trace, and its numbers. Raises EnvError."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         told = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not completed"

@@ -54,5 +54,5 @@ def report(
 
 
 def _notes(run: dict[str, Any]) -> list[str]:
-    """What could not be read, and what is left out for its size."""
+    """Return what could not be read, and what is left out for its size."""
     return [*run["detail"]["notes"], *run["left_out"]]

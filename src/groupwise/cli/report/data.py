@@ -32,7 +32,8 @@ _LARGE_STEP = 3  # a step has at most this part of the room: the first, the last
 
 
 def data_of(runs: Sequence[RunFiles], *, steps: Sequence[int] = ()) -> dict[str, Any]:
-    """The report's data, as JSON has it. `steps` are those whose completions are in it; none means those that fit."""
+    """Return the report's data, as JSON has it. `steps` are those whose completions are in it; none means those that
+    fit."""
     share = len(runs)
     saved = [_run(run, steps, room=MOST_COMPLETION_BYTES // share, values=MOST_VALUES // share) for run in runs]
     definitions = defined_metrics().model_dump(mode="json")["definitions"]
@@ -60,7 +61,7 @@ def _run(run: RunFiles, steps: Sequence[int], *, room: int, values: int) -> dict
 
 # ---- metrics ----
 def _thinned(lines: Sequence[dict[str, Any]], most: int) -> tuple[list[dict[str, Any]], int]:
-    """The lines with at most about `most` values, and how many steps lie between two of them."""
+    """Return the lines with at most about `most` values, and how many steps lie between two of them."""
     every = max(1, math.ceil(sum(map(len, lines)) / max(most, 1)))
     kept = [
         line
@@ -76,7 +77,7 @@ def _rounded(line: Mapping[str, Any]) -> dict[str, Any]:
 
 # ---- completions ----
 def _evaluations(run: RunFiles, *, room: int) -> dict[str, Any]:
-    """What changed on the held-out prompts, with as many of them as fit."""
+    """Return what changed on the held-out prompts, with as many of them as fit."""
     evaluations = change_of(run).model_dump(mode="json")
     changed, evaluations["changed"] = evaluations["changed"], []
     for pair in changed:
@@ -112,7 +113,7 @@ class _Completions:
 
 
 def _completions(run: RunFiles, wanted: Sequence[int], *, room: int) -> _Completions:
-    """The steps of `wanted`, or steps spread over the run, until `room` bytes are used."""
+    """Return the steps of `wanted`, or steps spread over the run, until `room` bytes are used."""
     available = steps_of(run)
     found, left = _Completions(available=len(available)), room
     order = [step for step in dict.fromkeys(wanted) if step in available] or outermost_first(available)
@@ -134,7 +135,7 @@ def _completions(run: RunFiles, wanted: Sequence[int], *, room: int) -> _Complet
 
 
 def outermost_first(steps: Sequence[int]) -> list[int]:
-    """The last, the first, the middle one, those in the middle of the halves, and so on.
+    """Return the last, the first, the middle one, those in the middle of the halves, and so on.
 
     >>> outermost_first([1, 2, 3, 4, 5])
     [5, 1, 3, 2, 4]
@@ -165,7 +166,7 @@ def _fitting(groups: Sequence[RunRolloutGroup], room: int) -> tuple[list[dict[st
 
 
 def _ends(group: RunRolloutGroup, room: int) -> tuple[list[dict[str, Any]], int]:
-    """The group with as many of its best and its worst completions as fit; nothing where not one does."""
+    """Return the group with as many of its best and its worst completions as fit; nothing where not one does."""
     whole = _compact_group(group)
     rollouts, count = whole["rollouts"], len(whole["rollouts"])
     outermost = [index for pair in zip(range(count), reversed(range(count)), strict=True) for index in pair]
@@ -180,7 +181,7 @@ def _ends(group: RunRolloutGroup, room: int) -> tuple[list[dict[str, Any]], int]
 
 
 def _size(data: Any) -> int:
-    """Bytes of JSON."""
+    """Return bytes of JSON."""
     return len(json.dumps(data, ensure_ascii=False).encode("utf-8", "replace"))
 
 
@@ -206,7 +207,7 @@ def _digits(values: Sequence[float | None] | None) -> list[float | None] | None:
 
 
 def _cut(text: str) -> str:
-    """The beginning and the end of a long text."""
+    """Return the beginning and the end of a long text."""
     if len(text) <= MOST_CHARS:
         return text
     half = MOST_CHARS // 2

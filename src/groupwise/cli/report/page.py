@@ -47,7 +47,7 @@ def write_page(data: Mapping[str, Any], path: Path) -> Path:
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page as text. Raises StorageError where the interface is not in this installation."""
+    """Return the page as text. Raises StorageError where the interface is not in this installation."""
     page = _built(PAGE)
     script, style, icon = (_named(pattern, page) for pattern in (_SCRIPT, _STYLE, _ICON))
     code, looks = _ENDS_SCRIPT.sub(r"\\x3C", _built(script)), _built(style)
@@ -79,7 +79,7 @@ def _json(data: Mapping[str, Any]) -> str:
 
 
 def _built(name: str) -> str:
-    """A built file as text, with the line ends that a parser makes of it."""
+    """Return a built file as text, with the line ends that a parser makes of it."""
     file = built_files().get(name)
     if file is None:
         raise StorageError(
@@ -90,7 +90,7 @@ def _built(name: str) -> str:
 
 
 def _named(pattern: re.Pattern[str], page: str) -> str:
-    """The one file that the page names in this way."""
+    """Return the one file that the page names in this way."""
     [name] = pattern.findall(page)
     return name
 

@@ -50,7 +50,7 @@ class Key:
 
 # ---- kinds ----
 def integer(value: Any) -> int:
-    """A whole number; YAML 1.1 and flags give some as text."""
+    """Return a whole number; YAML 1.1 and flags give some as text."""
     try:
         whole = int(value) if isinstance(value, str) else value
     except ValueError:
@@ -63,7 +63,7 @@ def integer(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """A number; PyYAML reads 1e-5 as text, so files that were written for it may quote it."""
+    """Return a number; PyYAML reads 1e-5 as text, so files that were written for it may quote it."""
     try:
         read = float(value) if isinstance(value, str) else value
     except ValueError:
@@ -83,42 +83,42 @@ def boolean(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """A string that is not empty."""
+    """Return a string that is not empty."""
     if not isinstance(value, str) or not value:
         raise ValueError("a string")
     return value
 
 
 def texts(value: Any) -> list[str]:
-    """A list of strings."""
+    """Return a list of strings."""
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
         raise ValueError("a list of strings")
     return value
 
 
 def numbers(value: Any) -> list[float]:
-    """A list of numbers."""
+    """Return a list of numbers."""
     if not isinstance(value, list):
         raise ValueError("a list of numbers")
     return [number(each) for each in value]
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A mapping."""
+    """Return a mapping."""
     if not isinstance(value, Mapping):
         raise ValueError("a mapping")
     return dict(value)
 
 
 def mappings(value: Any) -> list[dict[str, Any]]:
-    """A list of mappings; null stands for an entry that was taken away on the command line."""
+    """Return a list of mappings; null stands for an entry that was taken away on the command line."""
     if not isinstance(value, list) or not all(isinstance(each, Mapping | None) for each in value):
         raise ValueError("a list of mappings")
     return [{} if each is None else dict(each) for each in value]
 
 
 def json_object(value: Any) -> dict[str, Any]:
-    """A JSON object as text, or a mapping."""
+    """Return a JSON object as text, or a mapping."""
     if isinstance(value, Mapping):
         return dict(value)
     wanted = """a JSON object, as in '{"difficulty": "hard"}'"""
@@ -145,7 +145,7 @@ def flag_or_text(value: Any) -> Any:
 
 
 def switch(value: Any) -> Any:
-    """What stands there, with yes, no, on and off as YAML 1.1 reads them."""
+    """Return what stands there, with yes, no, on and off as YAML 1.1 reads them."""
     try:
         return boolean(value)
     except ValueError:
@@ -153,7 +153,7 @@ def switch(value: Any) -> Any:
 
 
 def one_of(*words: str) -> Kind:
-    """One of some words."""
+    """Return one of some words."""
 
     def choice(value: Any) -> str:
         if value not in words:
@@ -170,7 +170,7 @@ def idle(name: str, because: str) -> Key:
 
 
 def older(name: str, now: str) -> Key:
-    """The name that the key `now` had in an earlier version."""
+    """Return the name that the key `now` had in an earlier version."""
     return Key(name=name, fate="older", kind=anything, what=f"{now}, by its older name", now=now)
 
 

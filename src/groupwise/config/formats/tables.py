@@ -113,7 +113,7 @@ def _included(
     names: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Iterator[Key]:
-    """The keys of another table, as the table that takes them in calls them."""
+    """Yield the keys of another table, as the table that takes them in calls them."""
     keys = [key for key in keys_of(table) if only is None or key.name in only]
     called, other = names or {}, defaults or {}
 

@@ -34,7 +34,7 @@ class Note:
 
 
 def run_name(said: str) -> str:
-    """A run's and adapter's name from the name of a file or project."""
+    """Return a run's and adapter's name from the name of a file or project."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", said).strip("-._")[:64]
     return "run" if name in ("", BASE) else name
 
@@ -77,7 +77,7 @@ class Translation:
     # ---- what the file says ----
 
     def given(self, *names: str) -> bool:
-        """Whether one of these has a value in the file or on the command line."""
+        """Return whether one of these has a value in the file or on the command line."""
         return any(name in self.values for name in names)
 
     def __getitem__(self, name: str) -> Any:
@@ -89,7 +89,7 @@ class Translation:
         return dotted(keys) + (self.document.where(keys) if name in self._paths else "")
 
     def written_at(self, name: str) -> Keys:
-        """The keys under which this stands in the file, which may be an older name."""
+        """Return the keys under which this stands in the file, which may be an older name."""
         return self._paths.get(name, parse_keys(name))
 
     def stand_in(self, name: str, other: str) -> None:
@@ -143,7 +143,7 @@ class Translation:
         self.refused.append(Note(place=self.place(name), text=why, instead=instead))
 
     def leaves_open(self, section: str) -> bool:
-        """Whether a script says this part of a run in a way that is not read."""
+        """Return whether a script says this part of a run in a way that is not read."""
         return any(here.partition(".")[0] == section for name in self.unread for here in self.keys[name].here)
 
     def refuse_unread(self) -> None:
@@ -162,7 +162,7 @@ class Translation:
         self.problems.append(f"{self.place(name)}: {message}")
 
     def finish(self) -> RunConfig:
-        """The configuration. Raises ConfigError with every problem."""
+        """Return the configuration. Raises ConfigError with every problem."""
         self.raise_problems()
         return validate(self.draft, RunConfig, other_names=OTHER_NAMES)
 
@@ -227,7 +227,8 @@ class Translation:
             self.refuse(key.name, key.what, instead=None if "[]" in key.name else key.instead)
 
     def _suggest(self, known: str) -> str:
-        """The key that was probably meant: the same name elsewhere, a similar one beside it, a similar one anywhere."""
+        """Return the key that was probably meant: the same name elsewhere, a similar one beside it, a similar one
+        anywhere."""
         section, _, last = known.rpartition(".")
         names = list(self.keys) + [name.partition(".")[0].removesuffix("[]") for name in self.keys if "." in name]
         elsewhere = {name.rpartition(".")[2]: name for name in reversed(names)}

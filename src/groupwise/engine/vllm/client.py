@@ -101,8 +101,8 @@ def sampling_body(
     eos_ids: Sequence[int],
     structured_outputs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The options of /v1/completions. Completion j draws from `seed` + j; `structured_outputs` are `params.grammar` as
-    vLLM takes it."""
+    """Return the options of /v1/completions. Completion j draws from `seed` + j; `structured_outputs` are
+    `params.grammar` as vLLM takes it."""
     narrowed = params.temperature > 0
     return {
         "prompt": list(prompt_ids),
@@ -143,15 +143,15 @@ class VllmServer:
         await self._client.aclose()
 
     async def health(self) -> None:
-        """Raises ServerLost."""
+        """Raise ServerLost."""
         await self._ask("GET", "/health", timeout=HEALTH_S)
 
     async def adapters(self) -> set[str]:
-        """The names of those that are loaded. Raises ServerLost, EngineError."""
+        """Return the names of those that are loaded. Raises ServerLost, EngineError."""
         return {each["id"] for each in (await self._ask("GET", "/v1/models"))["data"] if each.get("parent")}
 
     async def facts(self) -> ServerFacts:
-        """Raises ServerLost, EngineError."""
+        """Raise ServerLost, EngineError."""
         listed = (await self._ask("GET", "/v1/models"))["data"]
         version = (await self._ask("GET", "/version"))["version"]
         bases = [each for each in listed if not each.get("parent")]
@@ -160,12 +160,12 @@ class VllmServer:
         return ServerFacts(version=version, name=bases[0]["id"], context_length=bases[0]["max_model_len"])
 
     async def tokenize(self, model: str, asked: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """A text, or a conversation with the opening of the next turn, as the server would read it."""
+        """Return a text, or a conversation with the opening of the next turn, as the server would read it."""
         of = {"prompt": asked} if isinstance(asked, str) else {"messages": list(asked), "add_generation_prompt": True}
         return tuple((await self._ask("POST", "/tokenize", {"model": model, **of}))["tokens"])
 
     async def complete(self, model: str, body: Mapping[str, Any]) -> list[Sampled]:
-        """The completions of `sampling_body`, in order. Raises ServerLost, EngineError."""
+        """Return the completions of `sampling_body`, in order. Raises ServerLost, EngineError."""
         answer = await self._ask("POST", "/v1/completions", {"model": model, **body}, timeout=self._request_s)
         sampled = self._sampled(answer, top=body["logprobs"])
         if len(sampled) != body["n"] or any(not _is_whole(each) for each in sampled):
@@ -208,7 +208,7 @@ class VllmServer:
         raise ServerLost(f"{where} broke off in the midst of a completion")
 
     def _sampled(self, answer: Any, *, top: int) -> list[Sampled]:
-        """The choices of an answer, or of an event of a stream."""
+        """Return the choices of an answer, or of an event of a stream."""
         try:
             return [
                 Sampled(
@@ -252,15 +252,15 @@ class VllmServer:
             self._weights = path
 
     async def remembers(self, base: str) -> bool:
-        """Whether it has what it was given last, and was not restarted since: the weights that it has read, or else
-        the adapter `base`. Raises ServerLost, EngineError."""
+        """Return whether it has what it was given last, and was not restarted since: the weights that it has read, or
+        else the adapter `base`. Raises ServerLost, EngineError."""
         async with self._reading:
             if self._weights is not None:
                 return (await self._ask("GET", "/weight_info"))["weight_version"] == self._weights
         return base in await self.adapters()
 
     async def _ask(self, method: str, path: str, body: Any = None, *, timeout: float = ASK_S) -> Any:
-        """The answer's JSON, or its text."""
+        """Return the answer's JSON, or its text."""
         where = f"{self.url}{path}"
         async with self._reaching(where, timeout):
             answer = await self._client.request(method, where, json=body, timeout=httpx2.Timeout(timeout, pool=None))
@@ -295,12 +295,12 @@ class VllmServer:
 
 
 def kind_of(said: str) -> str | None:
-    """Which of the kinds of refusals that are told apart this is."""
+    """Return which of the kinds of refusals that are told apart this is."""
     return next((kind for kind, words in _KINDS.items() if words in said), None)
 
 
 def likeliest(alternatives: Iterable[tuple[int, float]], top: int) -> tuple[tuple[int, float], ...]:
-    """The first `top` of (id, log-probability) pairs, likeliest first; vLLM adds the sampled token to them."""
+    """Return the first `top` of (id, log-probability) pairs, likeliest first; vLLM adds the sampled token to them."""
     return tuple(sorted(alternatives, key=lambda pair: -pair[1])[:top])
 
 
@@ -310,6 +310,6 @@ def _named(top: int, alternatives: Mapping[str, float]) -> tuple[tuple[int, floa
 
 
 def _is_whole(sampled: Sampled) -> bool:
-    """A log-probability for every token; -inf and nan are not."""
+    """Return a log-probability for every token; -inf and nan are not."""
     numbers = [logprob for logprob in sampled.logprobs if isinstance(logprob, int | float) and math.isfinite(logprob)]
     return len(sampled.token_ids) == len(numbers) > 0

@@ -260,7 +260,7 @@ class VllmEngine:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _checked(self, request: SamplingRequest) -> dict[str, Any]:
-        """What is sent for a request.
+        """Return what is sent for a request.
 
         Raises:
             ConfigError, ContextLengthError, ModelError, AdapterNotFoundError, GrammarError
@@ -296,7 +296,7 @@ class VllmEngine:
         )
 
     def _check_supported(self, params: SamplingParams) -> None:
-        """Raises ConfigError for what no trainer can use."""
+        """Raise ConfigError for what no trainer can use."""
         if unknown := [name for name in params.reshaped if name != "grammar"]:
             name = unknown[0]
             raise ConfigError(
@@ -306,7 +306,7 @@ class VllmEngine:
             )
 
     def _is_whole(self, version: PolicyVersion) -> bool:
-        """Whether it is the servers' own weights, without an adapter."""
+        """Return whether it is the servers' own weights, without an adapter."""
         if self._weights is not None and self._weights.version == version:
             return True
         return version.is_base and self._merge is None
@@ -403,7 +403,7 @@ class VllmEngine:
                     self._give_back(lease)
 
     def has_stopped(self, ids: Sequence[int], params: SamplingParams) -> bool:
-        """Whether these tokens hold a stop string."""
+        """Return whether these tokens hold a stop string."""
         return any(stop in self._base.tokenizer.decode(list(ids)) for stop in params.stop)
 
     def _completion(self, sampled: Sampled, request: SamplingRequest) -> Completion:
@@ -418,7 +418,7 @@ class VllmEngine:
         )
 
     def _text(self, ids: Sequence[int], params: SamplingParams) -> str:
-        """The text of a completion, without the stop string or the stop id that ended it."""
+        """Return the text of a completion, without the stop string or the stop id that ended it."""
         text = stopped_text(ids, params, self._base.tokenizer, ends=self._ends) if ids else ""
         return decode(ids, self._base.tokenizer, ends=self._ends) if text is None else text
 
@@ -564,7 +564,8 @@ def _tolerance(config: VllmConfig, model: PreTrainedModel) -> float:
 
 
 def _grammar_refused(grammar: Grammar, error: EngineError) -> GroupwiseError:
-    """What a failure of a request with a grammar is: of the grammar, or of a server whose first one was another's."""
+    """Return what a failure of a request with a grammar is: of the grammar, or of a server whose first one was
+    another's."""
     if error.kind == "grammar":
         message = f"{grammar.field} is none that vLLM keeps to: {error.message}"
         return GrammarError(message, hint="sample with engine: local", field=grammar.field)
@@ -586,13 +587,13 @@ class CompletionStream:
         self._tops: list[tuple[tuple[int, float], ...]] = []
 
     async def ask(self, server: VllmServer, model: str, hear: Callable[[Sampled], None] | None = None) -> Sampled:
-        """What is still missing. Raises ServerLost, EngineError."""
+        """Return what is still missing. Raises ServerLost, EngineError."""
         reason = self._end() or await server.stream(model, self._rest(), hear or self._hear)
         tops = tuple(self._tops) if self._params.top_logprobs else ()
         return Sampled(token_ids=tuple(self._ids), logprobs=tuple(self._logprobs), finish_reason=reason, tops=tops)
 
     def _end(self) -> str | None:
-        """Why nothing is missing: the last that was heard before its server was lost was the end."""
+        """Return why nothing is missing: the last that was heard before its server was lost was the end."""
         ids = self._ids
         if ids and (ids[-1] in self._body["stop_token_ids"] or self._engine.has_stopped(ids, self._params)):
             return "stop"

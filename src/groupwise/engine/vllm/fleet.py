@@ -127,7 +127,7 @@ class Fleet:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def send(self, name: str | None, ask: Ask[T]) -> T:
-        """What a server answers who asks for the adapter `name`, or the base. Raises EngineError."""
+        """Return what a server answers who asks for the adapter `name`, or the base. Raises EngineError."""
         attempt = 0
         while True:
             member = await self._until_up(self.members, self._config.recovery_timeout_s)
@@ -181,7 +181,7 @@ class Fleet:
     # -- up and down ---------------------------------------------------------------------------------------------------
 
     async def _until_up(self, members: Sequence[FleetMember], timeout: float) -> FleetMember:
-        """The one of `members` with the least to do, once one is up. Raises EngineError."""
+        """Return the one of `members` with the least to do, once one is up. Raises EngineError."""
 
         def ready() -> bool:
             return self._fatal is not None or any(member.accepted for member in members)
@@ -232,7 +232,7 @@ class Fleet:
             self._changed.notify_all()
 
     async def _bring_up(self, member: FleetMember) -> Accepted:
-        """Raises EngineError if it is not what the run needs, or if ours does not start."""
+        """Raise EngineError if it is not what the run needs, or if ours does not start."""
         starts, deadline = 0, 0.0
         while True:
             if member.launch is not None and member.process is None:

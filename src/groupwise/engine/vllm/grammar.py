@@ -41,7 +41,8 @@ class VllmGrammars:
         return {"grammar": lark_text(grammar, self._compiler.tokenizer)}
 
     def mask(self, grammar: Grammar, token_ids: Sequence[int]) -> SamplingMask:
-        """What each of these tokens was drawn from. Raises EngineError: the grammar does not allow one of them."""
+        """Return what each of these tokens was drawn from. Raises EngineError: the grammar does not allow one of
+        them."""
         text = lark_text(grammar, self._compiler.tokenizer)
         matcher = self._compiler.matcher(Grammar.lark(text, field=grammar.field)).deep_copy()
         entries = []

@@ -131,7 +131,8 @@ class Handshake:
             )
 
     async def _holds(self, server: VllmServer, name: str, probes: Sequence[Published]) -> bool:
-        """Whether `name` samples as the base while the probes sample too; False if that could not be found out."""
+        """Return whether `name` samples as the base while the probes sample too; False if that could not be found
+        out."""
         for tokens in PROBE_TOKENS:
             params = replace(CANARY, max_tokens=min(tokens, self._base.context_length // 2))
             body = sampling_body(self.prompt, params, n=1, max_tokens=params.max_tokens, seed=0, eos_ids=())
@@ -171,7 +172,7 @@ def _lay(
 
 
 def last_linear(model: PreTrainedModel, targets: Iterable[str]) -> tuple[str, nn.Linear]:
-    """The last linear module whose name ends with one of `targets`. Raises EngineError if there is none."""
+    """Return the last linear module whose name ends with one of `targets`. Raises EngineError if there is none."""
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     fitting = [each for each in named if each[0].rpartition(".")[2] in set(targets)]
     if not fitting:
@@ -180,7 +181,7 @@ def last_linear(model: PreTrainedModel, targets: Iterable[str]) -> tuple[str, nn
 
 
 def linear_names(model: PreTrainedModel, targets: str | Sequence[str]) -> tuple[str, ...]:
-    """The modules that `train.lora.targets` means, by the last part of their names, as vLLM wants them. Raises
+    """Return the modules that `train.lora.targets` means, by the last part of their names, as vLLM wants them. Raises
     FieldError for experts and routers."""
     modules, names = dict(model.named_modules()), adapted_modules(model, targets)
     if odd := next((name for name in names if name not in modules or not is_linear(modules[name])), None):

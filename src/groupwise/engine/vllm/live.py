@@ -169,7 +169,7 @@ class LiveVllm(VllmEngine):
 
 
 def open_live(config: VllmConfig, base: LoadedModel, *, model: str, device: str, rows: int) -> LiveVllm:
-    """The engine of a server of `model`, `rows` completions at once. Raises EngineError, ConfigError."""
+    """Return the engine of a server of `model`, `rows` completions at once. Raises EngineError, ConfigError."""
     rank = config.max_lora_rank or RANK
     shape = shape_of(model, base.model, rank=rank, targets="all-linear", rows=rows, device=device)
     return LiveVllm(

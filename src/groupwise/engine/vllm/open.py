@@ -23,7 +23,7 @@ from groupwise.store.export import AdapterMerge
 def open_vllm(
     config: RunConfig, base: LoadedModel, reference: TrainerScores, *, say: Callable[[str], None] = lambda text: None
 ) -> VllmEngine:
-    """The engine that a run's configuration describes; `say` is told what is waited for. Raises EngineError,
+    """Return the engine that a run's configuration describes; `say` is told what is waited for. Raises EngineError,
     ConfigError."""
     shape = _shape(config, base.model)
     merge = None
@@ -61,7 +61,7 @@ def _spare(model: PreTrainedModel) -> None:
 
 
 def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
-    """What vLLM must know of a run, whose model is like `model`."""
+    """Return what vLLM must know of a run, whose model is like `model`."""
     lora = config.train.lora
     targets = () if lora is None or config.vllm.push == "merged" else lora.targets
     shape = shape_of(
@@ -83,7 +83,7 @@ def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
 def shape_of(
     name: str, model: PreTrainedModel, *, rank: int, targets: str | Sequence[str], rows: int, device: str
 ) -> Shape:
-    """What vLLM must know of the model `name`, which is like `model`, and of its adapters."""
+    """Return what vLLM must know of the model `name`, which is like `model`, and of its adapters."""
     return Shape(
         model=str(STARTER_DIR) if name == STARTER else name,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -96,7 +96,7 @@ def shape_of(
 
 
 def read_launch(config: RunConfig, *, port: int) -> ServerLaunch:
-    """The server of a run, without loading weights. Raises ConfigError, ModelError."""
+    """Return the server of a run, without loading weights. Raises ConfigError, ModelError."""
     path = str(STARTER_DIR) if config.model == STARTER else config.model
     try:
         with reading(path):

@@ -78,7 +78,7 @@ class Shelf:
         self.path.chmod(0o755)  # the server may be another user's
 
     def put(self, version: PolicyVersion, directory: Path) -> Published:
-        """A copy of an adapter, hard links where they can be, under a new name. Raises AdapterError."""
+        """Return a copy of an adapter, hard links where they can be, under a new name. Raises AdapterError."""
         published = self._named(version)
         try:
             published.path.mkdir()
@@ -89,7 +89,7 @@ class Shelf:
         return published
 
     def put_model(self, version: PolicyVersion, model: PreTrainedModel) -> Published:
-        """A checkpoint of all weights as they are now. Raises StorageError."""
+        """Return a checkpoint of all weights as they are now. Raises StorageError."""
         published = self._named(version)
         try:
             model.save_pretrained(published.path)
@@ -161,7 +161,7 @@ class Leases:
             return lease
 
     def give_back(self, lease: LoadedAdapter) -> bool:
-        """The request is done. Whether it was the last of a version that is to go."""
+        """Count a request as done; return whether it was the last of a version that is to go."""
         with self._lock:
             lease.holders -= 1
             return self._gone(lease)
@@ -193,8 +193,8 @@ async def gap(
     params: SamplingParams = CANARY,
     n: int = CANARY_N,
 ) -> float:
-    """The mean difference (nats) between what a server says of tokens it samples as `name`, and the trainer of them as
-    `version`. Raises ServerLost, EngineError."""
+    """Return the mean difference (nats) between what a server says of tokens it samples as `name`, and the trainer of
+    them as `version`. Raises ServerLost, EngineError."""
     body = sampling_body(prompt_ids, params, n=n, max_tokens=params.max_tokens, seed=0, eos_ids=())
     differences: list[float] = []
     for each in await server.complete(name, body):

@@ -60,7 +60,7 @@ class ServerLaunch:
 
 
 def engine_options(config: VllmConfig, shape: Shape) -> dict[str, Any]:
-    """The options of vLLM's engine, as `vllm.LLM` takes them. Raises ConfigError: the rank is too large."""
+    """Return the options of vLLM's engine, as `vllm.LLM` takes them. Raises ConfigError: the rank is too large."""
     context = min(config.max_model_len or shape.context_length, shape.context_length)
     options = {
         "model": shape.model,
@@ -92,7 +92,8 @@ def engine_options(config: VllmConfig, shape: Shape) -> dict[str, Any]:
 
 
 def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> ServerLaunch:
-    """The server that `config` describes. Raises ConfigError: as `engine_options`, or there is no such interpreter."""
+    """Return the server that `config` describes. Raises ConfigError: as `engine_options`, or there is no such
+    interpreter."""
     port = port or config.port or free_port(config.host)
     argv = [_python(config), "-m", "vllm.entrypoints.openai.api_server", "--host", config.host, "--port", str(port)]
     for name, value in engine_options(config, shape).items():
@@ -118,7 +119,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def rank_of(rank: int) -> int:
-    """The smallest rank of vLLM's that holds `rank`. Raises ConfigError."""
+    """Return the smallest rank of vLLM's that holds `rank`. Raises ConfigError."""
     fitting = [each for each in RANKS if each >= rank]
     if not fitting:
         raise ConfigError(f"train.lora.rank is {rank}; vLLM serves at most {RANKS[-1]}")
@@ -137,7 +138,7 @@ def _python(config: VllmConfig) -> str:
 
 
 def free_port(host: str) -> int:
-    """One that nobody listens on just now."""
+    """Return one that nobody listens on just now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
@@ -168,7 +169,7 @@ class ServerProcess:
         return self._box.pid
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has ended, by then."""
+        """Return whether it has ended, by then."""
         return self._ended.wait(timeout)
 
     def stop(self) -> None:
@@ -233,7 +234,7 @@ def _specification(launch: ServerLaunch) -> dict[str, Any]:
 
 
 def _session_below(keeper: int) -> int | None:
-    """The session that the keeper's program leads, once it is there."""
+    """Return the session that the keeper's program leads, once it is there."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if (session := platform.session_below(keeper)) is not None:

@@ -77,7 +77,7 @@ class EnvReport(CheckResult):
 
 
 def judge(trial: EnvTrial, *, best: float = 1.0) -> EnvReport:
-    """The findings, the gravest first. `best` is what an episode is worth in which all is right."""
+    """Return the findings, the gravest first. `best` is what an episode is worth in which all is right."""
     checks = (_failures, _tools, _sameness, _cases, _stops, _calls, _forks, _slowness)
     findings = [finding for check in checks for finding in check(trial)]
     findings += [*_rewards(trial), *_hacks(trial, best)]
@@ -93,14 +93,14 @@ def judge(trial: EnvTrial, *, best: float = 1.0) -> EnvReport:
 
 
 def refused(name: str, message: str) -> EnvReport:
-    """The report of an environment that could not be played."""
+    """Return the report of an environment that could not be played."""
     finding = CheckFinding(severity="error", check="cases", message=message)
     return EnvReport(name=name, cases=0, tools=(), findings=(finding,), policies=(), methods=(), shown=None)
 
 
 # ---- the contract ----
 def _failures(trial: EnvTrial) -> Iterator[CheckFinding]:
-    """One finding for each error, and how often it came."""
+    """Yield one finding for each error, and how often it came."""
     failed = [(each.rollout.error, each) for each in trial.episodes if each.rollout.error is not None]
     causes: dict[str, list[Played]] = {}
     for cause, each in failed:  # addresses of objects tell no two causes apart
@@ -144,7 +144,7 @@ def _tools(trial: EnvTrial) -> Iterator[CheckFinding]:
 
 
 def _no_schema(parameters: Any) -> str:
-    """Why something is no JSON schema of an object; "" if it is one."""
+    """Return why something is no JSON schema of an object; "" if it is one."""
     import jsonschema_rs
 
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
@@ -199,7 +199,7 @@ def _case(prompt: Any) -> Any:
 
 # ---- what training would make of it ----
 def _stops(trial: EnvTrial) -> Iterator[CheckFinding]:
-    """Whether episodes end by themselves."""
+    """Yield whether episodes end by themselves."""
     stops = Counter(each.rollout.stop for each in trial.episodes if each.rollout.stop != FAILED)
     if stops and not stops[DONE]:
         ends = ", ".join(f"{count} {stop}" for stop, count in stops.most_common())
@@ -209,7 +209,7 @@ def _stops(trial: EnvTrial) -> Iterator[CheckFinding]:
 
 
 def _calls(trial: EnvTrial) -> Iterator[CheckFinding]:
-    """Whether the model ever calls a tool, and what becomes of calls that keep the schema."""
+    """Yield whether the model ever calls a tool, and what becomes of calls that keep the schema."""
     of_model = [each.rollout for each in trial.episodes if each.policy == MODEL and each.rollout.stop != FAILED]
     if trial.tools and of_model and not any(each.info.get("tool_calls", 1.0) for each in of_model):
         message = f"in {len(of_model)} episodes it called no tool: what is never tried is never learned"
@@ -240,7 +240,7 @@ def _slowness(trial: EnvTrial) -> Iterator[CheckFinding]:
 
 
 def _rewards(trial: EnvTrial) -> Iterator[CheckFinding]:
-    """Whether rewards tell anything apart, and their range."""
+    """Yield whether rewards tell anything apart, and their range."""
     values = [each.rollout.reward for each in trial.episodes if each.rollout.reward is not None]
     if not values:
         return
@@ -309,7 +309,8 @@ def _methods(trial: EnvTrial) -> Iterator[MethodRow]:
 
 
 def _shown(trial: EnvTrial) -> Played | None:
-    """The episode that says most: the model's with forks or else with most turns; without a model, a script's."""
+    """Return the episode that says most: the model's with forks or else with most turns; without a model, a
+    script's."""
     spoken = [each for each in trial.episodes if each.rollout.turns]
     of_model = [each for each in spoken if each.policy == MODEL] or spoken
 

@@ -207,7 +207,7 @@ def _played(policy: str, case: int, group: RolloutGroup) -> Played:
 
 
 def _difference(one: Played, other: Played) -> str | None:
-    """What differs first; None where nothing does."""
+    """Return what differs first; None where nothing does."""
     a, b = one.rollout, other.rollout
     pairs = (
         ("the first messages", one.prompt.messages, other.prompt.messages),
@@ -229,7 +229,7 @@ def _text(value: Any) -> str:
 
 
 def _short(first: Any, second: Any) -> str:
-    """Where two values part, some characters of each."""
+    """Return where two values part, some characters of each."""
     one, other = _text(first), _text(second)
     at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     start = max(0, at - 20)

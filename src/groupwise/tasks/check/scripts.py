@@ -42,7 +42,7 @@ class Script:
 
 
 def call_text(name: str, arguments: Mapping[str, Any], form: ToolCallFormat) -> str:
-    """A tool call as a model writes it.
+    """Return a tool call as a model writes it.
 
     >>> call_text("add", {"a": 1}, ToolCallFormat.LLAMA)
     '{"name": "add", "parameters": {"a": 1}}'
@@ -64,7 +64,8 @@ def call_text(name: str, arguments: Mapping[str, Any], form: ToolCallFormat) -> 
 
 
 def example_of(schema: Any, *, whole: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
-    """A small value of a JSON schema, whatever the schema; `whole` is the one that its references are looked up in.
+    """Return a small value of a JSON schema, whatever the schema; `whole` is the one that its references are looked up
+    in.
 
     >>> example_of({"type": "object", "properties": {"n": {"minimum": 3, "type": "integer"}}, "required": ["n"]})
     {'n': 3}
@@ -102,7 +103,7 @@ def example_of(schema: Any, *, whole: Mapping[str, Any] | None = None, depth: in
 
 
 def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a tool's definition that has its name and parameters."""
+    """Return the part of a tool's definition that has its name and parameters."""
     function = tool.get("function", tool)
     return function if isinstance(function, Mapping) else {}
 
@@ -126,7 +127,7 @@ def _same_call(asked: ScriptInput) -> str:
 
 
 def _each_tool(asked: ScriptInput) -> str:
-    """Each tool once, and then words."""
+    """Return each tool once, and then words."""
     return _call(asked, asked.turn) if asked.turn < len(asked.tools) else "I have called every tool."
 
 

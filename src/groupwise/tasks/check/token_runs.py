@@ -30,12 +30,13 @@ class TokenRun:
 
 
 def runs_of(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[list[TokenRun]]:
-    """The segments of an episode; each begins with its prompt."""
+    """Return the segments of an episode; each begins with its prompt."""
     return [_runs(segment, tokenizer) for segment in segments_of(rollout.turns)]
 
 
 def drawn(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
-    """The episode in lines: green is trained, grey only seen; each run says which, for those who see no colours."""
+    """Return the episode in lines: green is trained, grey only seen; each run says which, for those who see no
+    colours."""
     segments = runs_of(rollout, tokenizer)
     lines: list[Text] = []
     for number, runs in enumerate(segments, start=1):
@@ -50,7 +51,7 @@ def drawn(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
 
 
 def summary(rollout: Rollout) -> str:
-    """How it ended and what it was worth, turn by turn."""
+    """Return how it ended and what it was worth, turn by turn."""
     rewards = ", ".join("-" if turn.reward is None else f"{turn.reward:g}" for turn in rollout.turns)
     worth = "no reward" if rollout.reward is None else f"reward {rollout.reward:g}"
     error = "" if rollout.error is None else f"; {rollout.error}"

@@ -31,7 +31,8 @@ class Watch:
     calls: list[Called] = field(default_factory=list)
 
     def of(self, factory: EnvFactory) -> EnvFactory:
-        """The same environment, watched. What refuses new attributes (slots) is watched while it is made only."""
+        """Return the same environment, watched. What refuses new attributes (slots) is watched while it is made
+        only."""
         make = self._timed("__init__", factory.make_one)
 
         def watched(**args: Any) -> Any:

@@ -159,7 +159,7 @@ class InputMessage(BodyPart):
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
     def chat(self) -> list[dict[str, Any]]:
-        """The messages of the chat form that it is: a tool's result is one of its own."""
+        """Return the messages of the chat form that it is: a tool's result is one of its own."""
         if self.role == "assistant":
             return [_said(self.blocks)]
         messages: list[dict[str, Any]] = []
@@ -181,8 +181,8 @@ class InputMessage(BodyPart):
 
 
 def _one_system(system: str, said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of the chat form with one system message, at the head, as chat templates have it: `system` and those
-    that `said` begins with. Later ones, in which harnesses remind the model, are the user's."""
+    """Return messages of the chat form with one system message, at the head, as chat templates have it: `system` and
+    those that `said` begins with. Later ones, in which harnesses remind the model, are the user's."""
     begun = next((i for i, message in enumerate(said) if message["role"] != "system"), len(said))
     head = [text for text in (system, *(message["content"] for message in said[:begun])) if text]
     later = [{**each, "role": "user"} if each["role"] == "system" else each for each in said[begun:]]
@@ -190,7 +190,7 @@ def _one_system(system: str, said: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 def _said(blocks: Sequence[Any]) -> dict[str, Any]:
-    """A turn of the assistant's, its texts as they were sampled: one behind another."""
+    """Return a turn of the assistant's, its texts as they were sampled: one behind another."""
     calls = [call(b.id, b.name, json.dumps(b.input, ensure_ascii=False)) for b in blocks if b.type == "tool_use"]
     thoughts = [block.thinking for block in blocks if block.type == "thinking" and block.thinking]
     return assistant("".join(block.text for block in blocks if block.type == "text"), joined(thoughts), calls)
@@ -414,7 +414,7 @@ class MessageWriter:
         return [*events, _event("content_block_start", index=len(self._blocks) - 1, content_block=dict(block))]
 
     def _closing(self) -> list[StreamEvent]:
-        """The end of the block that is open."""
+        """Return the end of the block that is open."""
         if not self._open:
             return []
         self._open, block = False, self._blocks[-1]
@@ -440,7 +440,7 @@ def _signature(thought: str) -> str:
 
 
 def error_of(error: GroupwiseError, request_id: str | None = None) -> dict[str, Any]:
-    """An error as Anthropic's clients read it; `code`, `param` and `hint` are ours."""
+    """Return an error as Anthropic's clients read it; `code`, `param` and `hint` are ours."""
     kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     told = {"type": kind, "message": error.message, "code": error.code, "param": error.field, "hint": error.hint}
     return {"type": "error", "error": told, "request_id": request_id}

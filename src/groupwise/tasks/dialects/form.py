@@ -96,7 +96,7 @@ class DialectRequest(BodyPart):
         return self
 
     def chat(self) -> dict[str, Any]:
-        """The same as a body of /v1/chat/completions. Raises RequestError."""
+        """Return the same as a body of /v1/chat/completions. Raises RequestError."""
         raise NotImplementedError
 
     @property
@@ -109,7 +109,8 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def fault(code: str, message: str, **context: Any) -> PydanticCustomError:
-    """What a validator raises: `{name}` in the message is `context[name]`; `hint` and `param` become the error's."""
+    """Return what a validator raises: `{name}` in the message is `context[name]`; `hint` and `param` become the
+    error's."""
     return PydanticCustomError(code, message, context)  # pyright: ignore[reportArgumentType]
 
 
@@ -131,7 +132,7 @@ def unknown_kind(value: Any, known: Sequence[str], says: str, hint: str, *, code
 
 
 def read(body: bytes, model: type[R]) -> R:
-    """A body, checked. Raises RequestError."""
+    """Return a body, checked. Raises RequestError."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -144,7 +145,7 @@ def read(body: bytes, model: type[R]) -> R:
 
 
 def renamed(error: RequestError | GrammarError, names: Mapping[str, str]) -> RequestError | GrammarError:
-    """An error about the chat form in the words of a dialect, whose `names` its fields have."""
+    """Return an error about the chat form in the words of a dialect, whose `names` its fields have."""
     field, new = error.field or "", copy.copy(error)
     new.field = path_of(field, names)
     new.message = new.field + error.message.removeprefix(field) if error.message.startswith(field) else error.message
@@ -153,8 +154,8 @@ def renamed(error: RequestError | GrammarError, names: Mapping[str, str]) -> Req
 
 
 def path_of(field: str, names: Mapping[str, str]) -> str:
-    """The path to a field of the chat form, as a dialect has it: functions of tools and schemas of formats are no
-    objects of their own there."""
+    """Return the path to a field of the chat form, as a dialect has it: functions of tools and schemas of formats are
+    no objects of their own there."""
     root = field.partition(".")[0].partition("[")[0]
     rest = field[len(root) :]
     if root == "tools":
@@ -168,7 +169,7 @@ def path_of(field: str, names: Mapping[str, str]) -> str:
 
 
 def grammar_of(grammar: Grammar, names: Mapping[str, str]) -> Grammar:
-    """The same grammar, of which errors speak in the words of a dialect."""
+    """Return the same grammar, of which errors speak in the words of a dialect."""
     parts = tuple((name, grammar_of(part, names)) for name, part in grammar.parts)
     return replace(grammar, field=path_of(grammar.field, names), parts=parts)
 
@@ -179,7 +180,7 @@ def joined(texts: Sequence[str]) -> str:
 
 
 def merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of the chat form in which neighbours that one speaker said are one, as chat templates want it."""
+    """Return messages of the chat form in which neighbours that one speaker said are one, as chat templates want it."""
     said: list[dict[str, Any]] = []
     for message in messages:
         before = said[-1] if said else None
@@ -193,14 +194,14 @@ def merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Two messages of the assistant's as one."""
+    """Return two messages of the assistant's as one."""
     content = f"{first.get('content') or ''}{second.get('content') or ''}"
     thoughts = [each["reasoning_content"] for each in (first, second) if each.get("reasoning_content")]
     return assistant(content, joined(thoughts), [*first.get("tool_calls", ()), *second.get("tool_calls", ())])
 
 
 def assistant(content: str, thought: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """A message of the assistant's in the chat form."""
+    """Return a message of the assistant's in the chat form."""
     message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
     if thought:
         message["reasoning_content"] = thought
@@ -210,7 +211,7 @@ def assistant(content: str, thought: str = "", calls: Sequence[dict[str, Any]] =
 
 
 def call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A tool call in the chat form."""
+    """Return a tool call in the chat form."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -259,11 +260,11 @@ class Writer(Protocol):
         ...
 
     def close(self, ending: Ending) -> list[StreamEvent]:
-        """The reply is whole; `answer` is set from here on."""
+        """End a whole reply; `answer` is set from here on."""
         ...
 
     def fail(self, error: GroupwiseError) -> list[StreamEvent]:
-        """The stream ends without the rest of the reply."""
+        """End the stream without the rest of the reply."""
         ...
 
     @property
@@ -283,8 +284,8 @@ def ending_of(
     thinks: bool,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Ending:
-    """How a completion ended. `called`: it has tool calls; `most`: the tokens that it might have had by what was asked;
-    `thinks`: its prompt opened a thought."""
+    """Return how a completion ended. `called`: it has tool calls; `most`: the tokens that it might have had by what was
+    asked; `thinks`: its prompt opened a thought."""
     reason, length = completion.finish_reason, len(completion.token_ids)
     return Ending(
         finish_reason="tool_calls" if called and reason is FinishReason.STOP else reason.value,
@@ -299,7 +300,7 @@ def ending_of(
 
 
 def stopped_by(completion: Completion, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The stop string that ended a completion, which its text lacks and its tokens have; None where none did."""
+    """Return the stop string that ended a completion, which its text lacks and its tokens have; None where none did."""
     if not stop or completion.finish_reason is not FinishReason.STOP:
         return None
     rest = decode(completion.token_ids, tokenizer)[len(completion.text) :]
@@ -307,7 +308,7 @@ def stopped_by(completion: Completion, stop: Sequence[str], tokenizer: PreTraine
 
 
 def thought_tokens(completion: Completion, *, thinks: bool, tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many of a completion's tokens are its thought, its markers among them."""
+    """Return how many of a completion's tokens are its thought, its markers among them."""
     text, ids = completion.text, completion.token_ids
     if not thinks and not text.lstrip().startswith(THINK_START):
         return 0

@@ -292,7 +292,8 @@ class ResponsesRequest(DialectRequest):
         return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     def said(self, history: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """The conversation after `history`, without the instructions. Raises RequestError where there is nothing."""
+        """Return the conversation after `history`, without the instructions. Raises RequestError where there is
+        nothing."""
         said = merged([*history, *messages_of(self.items)])
         if not said:
             raise RequestError("input is empty, so there is nothing to answer", field="input")
@@ -375,7 +376,7 @@ class ResponseWriter:
         return [*events, self._of_text("delta", delta=part.text)]
 
     def _empty(self, kind: str) -> dict[str, Any]:
-        """A message, or a thought, of which nothing was said yet."""
+        """Return a message, or a thought, of which nothing was said yet."""
         if kind == "content":
             return self._item("msg", type="message", role="assistant", content=[])
         return self._item("rs", type="reasoning", summary=[], content=[])
@@ -397,7 +398,7 @@ class ResponseWriter:
         return events
 
     def _closing(self, status: str = "completed") -> list[StreamEvent]:
-        """The end of the item that is open."""
+        """Return the end of the item that is open."""
         if not self._open:
             return []
         self._open, item = False, self._output[-1]
@@ -427,7 +428,7 @@ class ResponseWriter:
 
 
 def _head(request: ResponsesRequest) -> dict[str, Any]:
-    """What a response says of its request."""
+    """Return what a response says of its request."""
     choice = request.tool_choice
     text = request.text.format if request.text is not None else None
     return {
@@ -500,13 +501,13 @@ class ResponseStore:
             self._bytes -= self._kept.popitem(last=False)[1].size
 
     def find(self, id: str) -> Stored:
-        """Raises ResponseNotFoundError."""
+        """Raise ResponseNotFoundError."""
         if id not in self._kept:
             raise self._gone(id)
         return self._kept[id]
 
     def history(self, id: str | None) -> Sequence[dict[str, Any]]:
-        """The conversation that a request with this `previous_response_id` goes on from. Raises RequestError."""
+        """Return the conversation that a request with this `previous_response_id` goes on from. Raises RequestError."""
         try:
             return () if id is None else self.find(id).messages
         except ResponseNotFoundError as error:
@@ -514,7 +515,7 @@ class ResponseStore:
             raise RequestError(error.message, hint=error.hint, field="previous_response_id", code=code) from None
 
     def delete(self, id: str) -> None:
-        """Raises ResponseNotFoundError."""
+        """Raise ResponseNotFoundError."""
         self._bytes -= self.find(id).size
         del self._kept[id]
 

@@ -192,7 +192,7 @@ def _mul(rng: random.Random) -> Case:
 
 
 def _columns(a: int, b: int, *, sign: int) -> str:
-    """The school method from the right, one column a line: 7+8=15, then 4+3+1=8, then 0+1=1."""
+    """Return the school method from the right, one column a line: 7+8=15, then 4+3+1=8, then 0+1=1."""
     lines, carry = [], 0
     for i in range(len(str(max(a, b)))):
         x, y = a // 10**i % 10, b // 10**i % 10
@@ -260,7 +260,8 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def calculate(expression: str) -> str:
-    """What the calculator tool answers: "47*12" -> "564"; "error" unless it is two whole numbers around + - or *."""
+    """Return what the calculator tool answers: "47*12" -> "564"; "error" unless it is two whole numbers around + - or
+    *."""
     match = re.fullmatch(r"\s*(\d{1,9})\s*([+*-])\s*(\d{1,9})\s*", expression)
     if match is None:
         return "error"
@@ -385,7 +386,7 @@ def _asked(case: Case, rng: random.Random, *, style: Style) -> dict[str, Any]:
 
 
 def _solved(case: Case, rng: random.Random, *, mix: Mix) -> list[dict[str, Any]]:
-    """The turns of one problem, from the question to the answer."""
+    """Return the turns of one problem, from the question to the answer."""
     forms = SKILLS[case.skill].styles
     asked = _pick(mix.asked, ("plain", *forms), rng)
     style: Style = asked
@@ -417,7 +418,7 @@ def _styled(case: Case, rng: random.Random, *, style: Style) -> str:
 
 
 def _called(reply: str) -> str | None:
-    """What the first tool call of `reply` evaluates to; None when it is not a calculator call."""
+    """Return what the first tool call of `reply` evaluates to; None when it is not a calculator call."""
     match = re.search(r"<tool_call>(.*?)</tool_call>", reply, re.DOTALL)
     try:
         call = json.loads(match[1]) if match else {}

@@ -25,7 +25,7 @@ PIECES = (
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocab_size` tokens (256 bytes, 9 added, the rest merges learned from `texts`).
+    """Return a tokenizer of at most `vocab_size` tokens (256 bytes, 9 added, the rest merges learned from `texts`).
 
     Equal texts give an equal tokenizer. `texts` are conversations as `render` writes them; the markers in them are left
     out of the merges, being tokens of their own. Save it with `save_pretrained`, load it with AutoTokenizer.
@@ -60,7 +60,8 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 1024) -> PreTrain
 
 
 def render(messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None) -> str:
-    """A conversation in the starter's chat format; needs no tokenizer, as it makes the text that one is built from."""
+    """Return a conversation in the starter's chat format; needs no tokenizer, as it makes the text that one is built
+    from."""
     template = CHAT_TEMPLATE.read_text(encoding="utf-8")
     texts, _ = render_jinja_template([list(messages)], tools=list(tools) if tools else None, chat_template=template)
     return texts[0]
