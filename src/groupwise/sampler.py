@@ -115,7 +115,7 @@ class Scores(Protocol):
         temperature: float = 1.0,
         top: int,
     ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-        """As `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
+        """See `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
         ...
 
 
@@ -126,7 +126,7 @@ class LiveEngine(Sampler, Scores, Protocol):
     def submit(
         self, requests: Sequence[SamplingRequest], *, on_token: TokenSink | None = None
     ) -> list[Future[list[Completion]]]:
-        """As `Sampler.submit`. `on_token` hears of every token, in a thread of the engine, and must return at once."""
+        """See `Sampler.submit`. `on_token` hears of every token, in a thread of the engine, and must return at once."""
         ...
 
     def score_sequence(

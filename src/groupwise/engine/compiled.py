@@ -194,7 +194,7 @@ class Compiled:
         return self._graphs.step(over, policy.weights, policy.shapes, bucket), kind
 
     def _run(self, step: Step, ids_B: Tensor, positions_B: Tensor, layout: Layout) -> Tensor:
-        """-> the last hidden states [B, hidden]."""
+        """Return the last hidden states [B, hidden]."""
         B = len(ids_B)
 
         def mixed(layer: int, heads: Heads) -> Tensor:

@@ -44,7 +44,7 @@ class Step(Protocol):
         ...
 
     def close(self, carry: Carry, mixed: Tensor) -> Tensor:
-        """-> the last hidden states."""
+        """Return the last hidden states."""
         ...
 
 

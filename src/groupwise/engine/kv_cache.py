@@ -370,7 +370,7 @@ class Grid(Apart):
                 self.cell_B, self.row_C = (on_device(x, device) for x in (cell_B, row_C))
 
     def product(self, x_BKRI: Tensor, prompts_PKIJ: Tensor) -> Tensor:
-        """As `Apart`."""
+        """See `Apart`."""
         B, K, R, _ = x_BKRI.shape
         if self.members is not None:
             out = x_BKRI.new_empty(B, K, R, prompts_PKIJ.shape[-1])

@@ -253,7 +253,7 @@ class LocalEngine:
 
     @property
     def vocabulary(self) -> int:
-        """As `LiveEngine.vocabulary`."""
+        """See `LiveEngine.vocabulary`."""
         return self._vocabulary
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
@@ -270,7 +270,7 @@ class LocalEngine:
         self._forget(None)
 
     def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
-        """As `UpdatesInFlight.replace`; it happens between two steps of each lane. A shared prompt is computed again
+        """See `UpdatesInFlight.replace`; it happens between two steps of each lane. A shared prompt is computed again
         for completions that begin later, in either case: only those that have begun go on from kept ones. So do
         the later turns of a conversation, among the requests of `old`."""
         self.check_replaceable(recompute=recompute)
@@ -376,7 +376,7 @@ class LocalEngine:
         temperature: float = 1.0,
         top: int,
     ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-        """As `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
+        """See `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
         ids, first = (*prompt_ids, *completion_ids), len(prompt_ids)
         scores = self.score_sequence(ids, version, first=first, top=top, temperature=temperature)
         return tuple(zip(scores.logprobs, scores.top, strict=True))
@@ -391,7 +391,7 @@ class LocalEngine:
         cells: tuple[Sequence[int], Sequence[int]] = ((), ()),
         temperature: float = 1.0,
     ) -> SequenceScores:
-        """As `LiveEngine.score_sequence`. The LM head runs for places that are asked for, some of them at a time."""
+        """See `LiveEngine.score_sequence`. The LM head runs for places that are asked for, some of them at a time."""
         ids, (cell_places, cell_ids) = tuple(ids), cells
         places = sorted({*range(first, len(ids)), *cell_places})
         if places and not 1 <= places[0] <= places[-1] < len(ids):
@@ -496,7 +496,7 @@ class LocalEngine:
         return SequenceScores(logprobs=tuple(logprobs), top=tuple(tops), cells=tuple(cells_C.tolist()))
 
     def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[Any]:
-        """As `LiveEngine.prepare`."""
+        """See `LiveEngine.prepare`."""
         return self._grammars.prepare(grammar, sender=sender)
 
     def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None:

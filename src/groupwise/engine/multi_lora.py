@@ -361,7 +361,7 @@ class Group(NamedTuple):
 
 
 def multiply(group: Group, x: Tensor) -> Tensor:
-    """-> [S, sum of out]."""
+    """Return [S, sum of out]."""
     outputs = []
     for matrix, bias in group.products:
         if isinstance(matrix, Tensor):

@@ -103,7 +103,7 @@ class PackedDecoder(DecodedRows):
     def hidden_before(
         self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], weights: AdapterWeights | None
     ) -> list[Tensor]:
-        """As `Decoder.hidden_before`; the prompt is run once, and the last token of a completion is not run."""
+        """See `Decoder.hidden_before`; the prompt is run once, and the last token of a completion is not run."""
         rows, start = [ids[:-1] for ids in completions], len(prompt_ids)
         ids = [*prompt_ids, *(token for row in rows for token in row)]
         positions = [*range(start), *(start + i for row in rows for i in range(len(row)))]
@@ -240,7 +240,7 @@ class PackedDecoder(DecodedRows):
     def follow(
         self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
     ) -> None:
-        """As `Decoder.follow`. Recorded experts stay those by which each token was first computed."""
+        """See `Decoder.follow`. Recorded experts stay those by which each token was first computed."""
         self.settle()  # what has ended was said by the old one
         moved = self.rows.follow(old, new, weights, recompute=recompute)
         if recompute and moved:

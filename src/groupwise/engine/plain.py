@@ -90,14 +90,14 @@ class PlainDecoder:
     def hidden_before(
         self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], weights: AdapterWeights | None
     ) -> list[Tensor]:
-        """As `Decoder.hidden_before`, a row after another."""
+        """See `Decoder.hidden_before`, a row after another."""
         first = len(prompt_ids) - 1
         return [self.hidden((*prompt_ids, *ids[:-1]), weights)[first:] for ids in completions]
 
     def follow(
         self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
     ) -> None:
-        """As `Decoder.follow`. Without a cache everything is computed again at every step, whatever is asked."""
+        """See `Decoder.follow`. Without a cache everything is computed again at every step, whatever is asked."""
         for batch in self._batches:
             batch.follow(old, new, weights, recompute=recompute)
 
@@ -177,7 +177,7 @@ class PlainBatch(DecodedRows):
     def follow(
         self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
     ) -> None:
-        """As `Decoder.follow`: all rows, which are of one policy, or none."""
+        """See `Decoder.follow`: all rows, which are of one policy, or none."""
         self.settle()  # what has ended was said by the old one
         rows = self.rows
         if not rows.follow(old, new, weights, recompute=recompute):

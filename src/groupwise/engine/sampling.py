@@ -89,9 +89,9 @@ class KeptRows:
 def sample_tokens(
     logits_BV: Tensor, params: RowParams, uniform_B: Tensor, *, drawn_BV: Tensor | None = None
 ) -> tuple[Tensor, Tensor, KeptRows | None]:
-    """-> (token_B int64, logprob_B in the logits' type, what was kept where any row may be narrowed). `uniform_B` is in
-    [0, 1), in the widest float of the device, in which probabilities are summed. `drawn_BV` are the logits
-    that tokens are drawn from, where they are not the policy's (`reshape`; -inf for what a grammar does not allow)."""
+    """Return (token_B int64, logprob_B in the logits' type, what was kept where any row may be narrowed). `uniform_B`
+    is in [0, 1), in the widest float of the device, in which probabilities are summed. `drawn_BV` are the logits that
+    tokens are drawn from, where they are not the policy's (`reshape`; -inf for what a grammar does not allow)."""
     logprobs_BV = scaled_logprobs(logits_BV, params.temperature_B)
     wanted_BV = logits_BV if drawn_BV is None else drawn_BV
     probs_BV = (logprobs_BV if drawn_BV is None else scaled_logprobs(drawn_BV, params.temperature_B)).exp()

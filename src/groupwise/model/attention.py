@@ -88,7 +88,7 @@ class Layout(Protocol):
     def states(self) -> States: ...
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        """-> the attention output [S, H, D], D as `value` has it."""
+        """Return the attention output [S, H, D], D as `value` has it."""
         ...
 
 
@@ -335,7 +335,7 @@ def _merge(
     mask_prompt: Tensor | None,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> (attention of scaled queries over both key sets [P, K, G, R, C, D], and its exponentials: own
+    """Return (attention of scaled queries over both key sets [P, K, G, R, C, D], and its exponentials: own
     [P, K, G, R, C, C], the prompt's [P, K, G*R*C, L], and their sum over both [P, K, G, R, C, 1])."""
     P, K, G, R, C, D = query_PKGRCD.shape
     rows, lines, wide = (P, K, G, R, C), (P, K, G, R * C), value_PKLD.shape[-1]

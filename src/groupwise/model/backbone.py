@@ -117,7 +117,7 @@ class Before(NamedTuple):
         )
 
     def run(self, h: Tensor, cos: Tensor, sin: Tensor, project: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """-> queries [S, H, D], keys and values [S, K, D]."""
+        """Return queries [S, H, D], keys and values [S, K, D]."""
         HD, KD = self.widths
         qkv = project(self.qkv, norm(self.norm, h))
         q_SHD, k_SKD, v_SKD = (x.view(len(h), -1, cos.shape[-1]) for x in qkv.split((HD, KD, KD), -1))
@@ -142,7 +142,7 @@ class After(NamedTuple):
         return cls(o, layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
 
     def run(self, h: Tensor, mixed_SHD: Tensor, project: Callable[..., Tensor]) -> Tensor:
-        """-> the next layer's h [S, hidden]."""
+        """Return the next layer's h [S, hidden]."""
         h = h + project(self.o, mixed_SHD.reshape(len(h), -1))
         return h + project(self.down, _gated(project(self.gate_up, norm(self.norm, h))))
 

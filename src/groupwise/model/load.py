@@ -372,7 +372,7 @@ class AdaptableModules:
         return any(_names(target, name) and self._may_be_meant(target, name) for name in self.refused)
 
     def meant(self, targets: str | Sequence[str]) -> list[str]:
-        """As `adapted_modules`."""
+        """See `adapted_modules`."""
         if isinstance(targets, str) and targets not in (ALL_LINEAR, EXPERTS):
             raise _target_error(f" is {targets!r}")
         wanted: set[str] = set()
@@ -508,7 +508,7 @@ class Head:
         return cls(weight_VH, getattr(linear, "bias", None), scale, softcap, in_float32)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """-> [N, V] in float32 (float64 for a float64 model)."""
+        """Return [N, V] in float32 (float64 for a float64 model)."""
         logits = self._product(hidden_NH)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logits = logits if self.scale == 1.0 else logits * self.scale

@@ -344,7 +344,7 @@ def ways_of(config: PreTrainedConfig) -> Ways:
 
 
 def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """As `small_twin`; as wide as the configuration says where its widths hang together in ways not known here."""
+    """See `small_twin`; as wide as the configuration says where its widths hang together in ways not known here."""
     for narrow in (True, False):
         small = _small_config(config, narrow=narrow)
         try:

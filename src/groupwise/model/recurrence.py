@@ -158,7 +158,7 @@ class Segments:
         return self.run(rule, inputs, idle)[0]
 
     def run(self, rule: Rule, inputs: Sequence[Tensor], idle: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """As `recur`, and the states after the segments that continue nothing, in their order."""
+        """See `recur`, and the states after the segments that continue nothing, in their order."""
         cells = [
             x.index_select(0, self._plan.token_N).index_fill(0, self._plan.empty_N, y)
             for x, y in zip(inputs, idle, strict=True)

@@ -44,12 +44,12 @@ class EngineActor:
         self._engine = open_engine(config, base, threads=threads)
 
     async def sample(self, request: SamplingRequest) -> list[Completion]:
-        """As `Sampler.sample`, for one."""
+        """See `Sampler.sample`, for one."""
         (completions,) = await self._engine.sample([request])
         return completions
 
     async def load(self, version: PolicyVersion, directory: str) -> None:
-        """As `Sampler.load`. Raises StorageError where the directory is not on storage that this machine shares."""
+        """See `Sampler.load`. Raises StorageError where the directory is not on storage that this machine shares."""
         path, patience_s = Path(directory), SEEN_S
         while not path.is_dir() and patience_s > 0:
             await asyncio.sleep(LOOK_S)
@@ -58,7 +58,7 @@ class EngineActor:
         self._engine.load(version, path)
 
     async def unload(self, version: PolicyVersion) -> None:
-        """As `Sampler.unload`."""
+        """See `Sampler.unload`."""
         self._engine.unload(version)
 
 

@@ -33,7 +33,7 @@ class RewardActor:
     async def answer(
         self, name: str, columns: bytes, size: int, prompt_id: str, state: TrainerState, together: bool
     ) -> GroupScores:
-        """As `RewardPool.answer`."""
+        """See `RewardPool.answer`."""
         return await self._pool.answer(name, columns, size=size, prompt_id=prompt_id, state=state, together=together)
 
 

@@ -317,7 +317,7 @@ class TeacherRollouts:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """As `RolloutSource.begin`; the teacher's completions have the seeds of the policy's."""
+        """See `RolloutSource.begin`; the teacher's completions have the seeds of the policy's."""
         how = params if self._temperature is None else replace(params, temperature=self._temperature)
         drawn = [replace(how, seed=seed) for seed in seeds]
         said = self._teacher.submit(prompts, drawn, n=self._n or n)

@@ -148,7 +148,7 @@ class ReferenceClient:
         self.service, self._learner, self._temperature = service, learner, temperature
 
     def forward(self, data: Sequence[Datum], loss_fn: str = CROSS_ENTROPY) -> Pending[ForwardBackwardOutput]:
-        """As `TrainingClient.forward`, under the reference."""
+        """See `TrainingClient.forward`, under the reference."""
         return self.service.submit(
             _forward(self._learner, data, loss_fn, temperature=self._temperature, reference=True)
         )

@@ -194,7 +194,7 @@ class Reader:
             return await self.read(http, body, read, *args, **kwargs)
 
     async def read(self, http: Request, body: RawBody, read: Read[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `read_json`, of a body that was received and whose content type was checked."""
+        """See `read_json`, of a body that was received and whose content type was checked."""
         if body.file is None:
             return await self._in_thread(read, body, *args, **kwargs)
         return await self._by_process(http, "sample", body, (read, args, kwargs))
@@ -202,7 +202,7 @@ class Reader:
     async def read_to_train(
         self, http: Request, body: RawBody, read: Read[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """As `read`, for what is to be trained: behind others of its kind, and not before requests that sample."""
+        """See `read`, for what is to be trained: behind others of its kind, and not before requests that sample."""
         if body.size <= SHORT_TO_TRAIN:
             return await self._in_thread(read, body, *args, **kwargs)
         return await self._by_process(http, "train", body, (read, args, kwargs))

@@ -365,7 +365,7 @@ class Database:
 
     @contextmanager
     def storing(self, what: str) -> Iterator[None]:
-        """As `storing`, and damage is remembered."""
+        """See `storing`, and damage is remembered."""
         try:
             with storing(what, at=self._path):
                 yield

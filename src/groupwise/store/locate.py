@@ -175,7 +175,7 @@ def find_adapter(text: str) -> Located:
 
 
 def find_version(text: str | None) -> Located | None:
-    """As `find_adapter`; None for None and for "base", which both mean the model alone."""
+    """See `find_adapter`; None for None and for "base", which both mean the model alone."""
     return None if text in (None, BASE) else find_adapter(text)
 
 

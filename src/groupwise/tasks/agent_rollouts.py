@@ -55,7 +55,7 @@ class AgentRollouts:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """As `RolloutSource.begin`."""
+        """See `RolloutSource.begin`."""
         if self._endpoint is None:
             from groupwise.tasks.endpoint import Endpoint  # a web server, for runs that need one
 

@@ -94,12 +94,12 @@ class Agent(EnvKind):
         return None if found is None else self.check(found, self.name)
 
     def check(self, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
-        """As in the base class."""
+        """See the base class."""
         self.check_cases(prompts)
         return list(prompts)
 
     def on_scored(self, rollout: Rollout) -> None:
-        """As in the base class."""
+        """See the base class."""
         self.after_scoring(rollout)
 
     def open_play(self, parts: PlayParts) -> RolloutSource:
@@ -110,7 +110,7 @@ class Agent(EnvKind):
         return AgentRollouts(parts.engine, tokenizer, self, parts.config, scored=parts.scored, recorded=recorded)
 
     def open_check(self, wanted: CheckRequest, base: LoadedModel | None, say: Callable[[str], None]) -> Opened:
-        """As in the base class."""
+        """See the base class."""
         from groupwise.tasks.check.opening import open_agent
 
         return open_agent(self, wanted, base)

@@ -92,7 +92,7 @@ class EnvFactory(EnvKind):
         return EpisodeRollouts(parts.engine, parts.base.tokenizer, parts.envs or self, parts.config, player=player)
 
     def open_check(self, wanted: CheckRequest, base: LoadedModel | None, say: Callable[[str], None]) -> Opened:
-        """As in the base class."""
+        """See the base class."""
         from groupwise.tasks.check.opening import open_factory
 
         return open_factory(self, wanted, base, say)

@@ -201,15 +201,15 @@ class WrappedStream:
         return len(self._source)
 
     def resolve(self, ticket: Ticket) -> None:
-        """As PromptSource.resolve."""
+        """See `PromptSource.resolve`."""
         self._source.resolve(ticket)
 
     def all(self, limit: int | None = None) -> list[Prompt]:
-        """As PromptSource.all."""
+        """See `PromptSource.all`."""
         return self._source.all(limit)
 
     def prompt(self, id: str) -> Prompt:
-        """As PromptSource.prompt."""
+        """See `PromptSource.prompt`."""
         return self._source.prompt(id)
 
     @property

@@ -74,7 +74,7 @@ class SingleTurnRollouts:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """As `RolloutSource.begin`."""
+        """See `RolloutSource.begin`."""
         requests = [
             SamplingRequest(
                 prompt_ids=prompt.token_ids,
@@ -144,7 +144,7 @@ class EpisodeRollouts:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """As `RolloutSource.begin`."""
+        """See `RolloutSource.begin`."""
         return [
             self._group(prompt, seed=seed, n=n, params=params, version=version)
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -260,7 +260,7 @@ class Lockstep:
         self._look()
 
     def submit(self, requests: Sequence[SamplingRequest], *, episodes: int = 1) -> list[Future[list[Completion]]]:
-        """As `Sampler.submit`, in the next round; so many episodes wait for it."""
+        """See `Sampler.submit`, in the next round; so many episodes wait for it."""
         futures: list[Future[list[Completion]]] = [Future() for _ in requests]
         with self._lock:
             self._asked.append(_Asked(list(requests), futures, episodes))

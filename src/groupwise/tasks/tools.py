@@ -176,7 +176,7 @@ class ToolBox:
         return (await self.answer(call)).message
 
     async def answer(self, call: Mapping[str, Any]) -> ToolResult:
-        """As `call`, with the outcome."""
+        """See `call`, with the outcome."""
         function = call.get("function") or {}
         name = str(function.get("name", ""))
         try:

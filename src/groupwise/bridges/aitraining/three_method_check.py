@@ -25,7 +25,7 @@ class WatchedLegacyEnv(LegacyEnv):
         super().__init__(*args, **kwargs)
 
     def score(self, instance: Any, *, model: Any, completion: Any, case: Any) -> float | None:
-        """As in the base class."""
+        """See the base class."""
         score = super().score
         return self._watch.call("score_episode", score, instance, model=model, completion=completion, case=case)
 

@@ -40,11 +40,11 @@ class ThreeMethods(EnvKind):
         return LegacyEnv(self._factory, self._config, load_tokenizer(self._model))
 
     def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
-        """As in the base class."""
+        """See the base class."""
         return self.env.cases(held_out=held_out)
 
     def check(self, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
-        """As in the base class."""
+        """See the base class."""
         return self.env.check(prompts, source)
 
     def open_play(self, parts: PlayParts) -> RolloutSource:
@@ -54,7 +54,7 @@ class ThreeMethods(EnvKind):
         return ThreeMethodRollouts(parts.engine, parts.base, self.env, run=parts.run)
 
     def open_check(self, wanted: CheckRequest, base: LoadedModel | None, say: Callable[[str], None]) -> Opened:
-        """As in the base class."""
+        """See the base class."""
         from groupwise.bridges.aitraining.three_method_check import open_watched
 
         if base is None:

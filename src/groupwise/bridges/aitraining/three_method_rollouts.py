@@ -96,7 +96,7 @@ class ThreeMethodRollouts:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """As `RolloutSource.begin`."""
+        """See `RolloutSource.begin`."""
         modes = [_Mode(params=params, version=version, seed=seed) for seed in seeds]
         most = min(params.max_tokens, self._config.max_tokens or params.max_tokens)
         requests = [

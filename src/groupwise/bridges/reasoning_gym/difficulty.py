@@ -42,7 +42,7 @@ class AdaptiveDifficulty(WrappedStream):
         return [self._at_level(each) for each in self._source.issue(n)]
 
     def resolve(self, ticket: Ticket) -> None:
-        """As PromptSource.resolve."""
+        """See `PromptSource.resolve`."""
         super().resolve(ticket)
         self._issued.pop(ticket, None)
 

@@ -17,11 +17,11 @@ class ReasoningGym:
     """A `DataSource`: the package's problems, of fixed or of adaptive difficulty."""
 
     def rows(self, config: DatasetConfig) -> Iterator[tuple[str, Any]]:
-        """As in the protocol."""
+        """See the protocol."""
         return Problems(config).rows()
 
     def stream(self, source: PromptSource, config: DataConfig, rewards: Sequence[RewardFunction]) -> PromptStream:
-        """As in the protocol; success is what `score_answer` says, or the weighted sum where a run is without it."""
+        """See the protocol; success is what `score_answer` says, or the weighted sum where a run is without it."""
         reward = next((each.name for each in rewards if each.function is score_answer), None)
         return AdaptiveDifficulty(source, config, reward=reward)
 

@@ -159,7 +159,7 @@ class TinkerCheckpoints:
         return found
 
     def find_state(self, path: str) -> Checkpoint:
-        """As `find`, of one that training goes on from."""
+        """See `find`, of one that training goes on from."""
         found = self.find(path)
         if found.kind != WEIGHTS:
             hint = "go on from what save_state (save_weights) saved"
@@ -167,7 +167,7 @@ class TinkerCheckpoints:
         return found
 
     def find_sampler(self, path: str) -> Checkpoint:
-        """As `find`, of one for sampling; it has a version."""
+        """See `find`, of one for sampling; it has a version."""
         found = self.find(path)
         if found.version is None:
             hint = "sample from what save_weights_for_sampler saved"

@@ -63,7 +63,7 @@ class RolloutFunc(EnvKind):
         return self._function(prompts, trainer)
 
     def configured(self, config: EnvConfig) -> RolloutFunc:
-        """As in the base class."""
+        """See the base class."""
         for key in config.differing(NOT_HERE):
             raise ConfigError(f"env.{key} does nothing for a rollout function, which decides that itself; leave it out")
         return self

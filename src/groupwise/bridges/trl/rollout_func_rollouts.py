@@ -81,7 +81,7 @@ class RolloutFuncRollouts:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """As `RolloutSource.begin`. Giving up one group gives up all of the call's."""
+        """See `RolloutSource.begin`. Giving up one group gives up all of the call's."""
         batch = _Batch(
             prompts=tuple(prompts), n=n, params=params, version=version, seed=seed_of("rollout_func", *seeds)
         )

@@ -183,7 +183,7 @@ class VllmEngine:
         return list(await asyncio.gather(*(asyncio.wrap_future(future) for future in self.submit(requests))))
 
     def load(self, version: PolicyVersion, directory: Path) -> None:
-        """As `Sampler.load`. Raises EngineError when a server does not take it, or takes another, every time."""
+        """See `Sampler.load`. Raises EngineError when a server does not take it, or takes another, every time."""
         if version.is_base or version in self._leases:
             return
         self._reference.load(version, directory)
@@ -196,7 +196,7 @@ class VllmEngine:
             raise
 
     def adopt(self, version: PolicyVersion) -> None:
-        """As `Sampler.adopt`. Raises EngineError when a server does not take the weights, every time."""
+        """See `Sampler.adopt`. Raises EngineError when a server does not take the weights, every time."""
         if self._weights is None:
             raise ConfigError(f"{version} is a whole model, and this engine was opened for adapters")
         self._reference.adopt(version)
@@ -210,7 +210,7 @@ class VllmEngine:
         self._shelf.remove(before)
 
     def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
-        """As `UpdatesInFlight.replace`: requests under way are given up, and go on with `new` where they were."""
+        """See `UpdatesInFlight.replace`: requests under way are given up, and go on with `new` where they were."""
         self.check_replaceable(recompute=recompute)
         if not self._is_whole(new) and new not in self._leases:
             raise self._not_loaded(new)
@@ -218,7 +218,7 @@ class VllmEngine:
         self._wait(self._replace(old, new))
 
     def check_replaceable(self, *, recompute: bool) -> None:
-        """As `UpdatesInFlight.check_replaceable`."""
+        """See `UpdatesInFlight.check_replaceable`."""
         if not (recompute and self._follows):
             raise ConfigError(
                 "vLLM takes a new version into completions under way only by reading their texts again",
@@ -317,7 +317,7 @@ class VllmEngine:
         return AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded; loaded: {loaded}")
 
     def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[Any]:
-        """As `LiveEngine.prepare`: here. vLLM compiles what it is sent when it gets the request."""
+        """See `LiveEngine.prepare`: here. vLLM compiles what it is sent when it gets the request."""
         return self._grammars.prepare(grammar, sender=sender)
 
     async def _answer(self, job: QueuedRequest) -> list[Completion]:
@@ -370,7 +370,7 @@ class VllmEngine:
         self._proven.add(kind)
 
     async def _followed(self, job: QueuedRequest) -> list[Completion]:
-        """As `_answer`, by the versions that stand for the one that was asked, as they come; a text under a grammar,
+        """See `_answer`, by the versions that stand for the one that was asked, as they come; a text under a grammar,
         which cannot be taken up in its middle, by the one that begins it."""
         if job.request.params.grammar is not None:
             return await self._answer(job)
@@ -634,7 +634,7 @@ class _FollowedCompletion(CompletionStream):
             self.asking.cancel()
 
     async def ask(self, server: VllmServer, model: str, hear: Callable[[Sampled], None] | None = None) -> Sampled:
-        """As `CompletionStream.ask`, of the version that samples now."""
+        """See `CompletionStream.ask`, of the version that samples now."""
         return await super().ask(server, model, hear or partial(self._heard_of, self.version))
 
     def _heard_of(self, version: PolicyVersion, piece: Sampled) -> None:

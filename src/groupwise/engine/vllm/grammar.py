@@ -33,7 +33,7 @@ class VllmGrammars:
         )
 
     def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[Any]:
-        """As `LiveEngine.prepare`."""
+        """See `LiveEngine.prepare`."""
         return self._compiler.prepare(grammar, sender=sender)
 
     def option(self, grammar: Grammar) -> dict[str, str]:
