@@ -42,6 +42,23 @@ def test_a_file_has_one_head(path: Path) -> None:
     assert not re.search(r"(?m)^# -{60,}\n# \S", path.read_text(encoding="utf-8"))
 
 
+@pytest.fixture(scope="module")
+def counted() -> dict[str, set[str]]:
+    """What `tools/house.py` counts, each as the places where it is."""
+    spec = importlib.util.spec_from_file_location("house", ROOT / "tools" / "house.py")
+    assert spec is not None and spec.loader is not None
+    house = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(house)
+    trees = {house.module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
+    return house.counted(trees)
+
+
+@pytest.mark.parametrize("what", ["core imports bridges", "isinstance on kinds", "options nothing sets"])
+def test_there_is_none_of_it(counted: dict[str, set[str]], what: str) -> None:
+    """An option is there only if a configuration, an example or a page names it; a bridge is found, never imported."""
+    assert not counted[what]
+
+
 def test_no_module_is_a_drawer() -> None:
     assert not {p.stem for p in MODULES} & {"utils", "helpers", "common", "manager", "misc"}
 

@@ -3,6 +3,10 @@
     python tools/house.py                 # from the sources alone, in a second
     python tools/house.py --walks         # also runs one step and one job on the starter (about two minutes)
 
+With `--why` it lists what it has counted, so that each number can be looked up: second heads, imports of bridges by the
+core, kinds of environments that `run` asks for by `isinstance`, circles of imports that count those inside functions,
+options that nothing in the repository sets, docstrings of functions that begin with no verb.
+
 A *layer* is a place in the longest chain of imports made at import time, cycles counted as one. A *walk* is counted by
 running it: the modules of the package in which any function was called, in every process that took part,
 
@@ -18,6 +22,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--walks", action="store_true", help="also run one step and one job, and count")
     parser.add_argument("--names", action="store_true", help="list what is defined more than once")
+    parser.add_argument("--why", action="store_true", help="list what the counts below the line are of")
     options = parser.parse_args()
     trees = {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
     sizes = {module_of(path): path.read_text(encoding="utf-8").count("\n") for path in PACKAGE.rglob("*.py")}
@@ -104,10 +110,124 @@ def main() -> None:
     if options.names:
         print("  " + ", ".join(f"{name} x{count}" for name, count in sorted(twice.items())))
         print("  single importer: " + ", ".join(sorted(small_single)))
+    print("---")
+    bridges = sum(size for module, size in sizes.items() if module.startswith("bridges"))
+    print(f"lines of the core     {sum(sizes.values()) - bridges:,}; of the bridges {bridges:,}")
+    for name, found in counted(trees).items():
+        print(f"{name:<22}{len(found)}")
+        if options.why:
+            print("".join(f"    {each}\n" for each in sorted(found)), end="")
     if options.walks:
         print(f"walk of a prompt      {len(walk_of_a_prompt())} modules")
         server, worker = walk_of_a_job()
         print(f"walk of a job         {len(server | worker)} modules: {len(server)} server, {len(worker)} worker")
+
+
+KINDS = {"EnvFactory", "Agent", "Harness", "LegacyEnv", "ThreeMethods", "RolloutFunc"}
+FRAGMENTS = set(  # first words of docstrings that are no verbs
+    "The What A An Whether How Which Where Why One Those Every Each All Of As For Within From With In".split()  # noqa: SIM905
+)
+SETTERS = (
+    "configs",
+    "docs",
+    "examples",
+    "benchmarks",
+    "src/groupwise/cli/templates",
+    "README.md",
+    "tests/gpu",
+    "tools",
+)
+
+
+def counted(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Return what the house is measured by, by name: each a set of places."""
+    core = {module: tree for module, tree in trees.items() if not module.startswith("bridges")}
+    late = {module: late_imports(module, tree, set(trees)) for module, tree in trees.items()}
+    found = {
+        "second heads": {m for m in trees if re.search(r"(?m)^# -{60,}\n# \S", source_of(m))},
+        "core imports bridges": {m for m in core if any(target.startswith("bridges") for target in late[m])},
+        "isinstance on kinds": {
+            f"{module}:{node.lineno}"
+            for module, tree in core.items()
+            if module.startswith("run.")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "isinstance"
+            and KINDS & set(re.findall(r"\w+", ast.unparse(node.args[1])))
+        },
+        "options nothing sets": unset_options(),
+        "docstring fragments": {
+            f"{module}:{node.lineno} {node.name}"
+            for module, tree in trees.items()
+            if not module.startswith("cli.templates")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and not any("property" in ast.unparse(each) for each in node.decorator_list)
+            and (ast.get_docstring(node) or "Say").split()[0] in FRAGMENTS
+        },
+    }
+    for room in ("server", "train"):
+        inside = {m: {t for t in late[m] if t.startswith(f"{room}.")} for m in late if m.startswith(f"{room}.")}
+        circles = [circle for circle in components(inside) if len(circle) > 1]
+        found[f"in circles of {room}"] = {module for circle in circles for module in circle}
+    return found
+
+
+def unset_options() -> set[str]:
+    """Return the keys of a run and of a server that no configuration, example, template, benchmark or page names."""
+    said = ""
+    for place in SETTERS:
+        path = ROOT / place
+        files = [path] if path.is_file() else path.rglob("*")
+        said += "".join(
+            each.read_text(encoding="utf-8")
+            for each in files
+            if each.suffix in (".md", ".yaml", ".py", ".sh", ".toml", ".ipynb") and each.name != "configuration.md"
+        )
+    words = set(re.findall(r"\w+", said))
+    options = set[str]()
+    for name in (
+        "run",
+        "serve",
+        "algo",
+        "data",
+        "evaluation",
+        "harness",
+        "launch",
+        "learn",
+        "lora",
+        "teacher",
+        "world",
+    ):
+        tree = ast.parse((PACKAGE / "config" / f"{name}.py").read_text(encoding="utf-8"))
+        for section in (each for each in tree.body if isinstance(each, ast.ClassDef)):
+            fields = [each.target for each in section.body if isinstance(each, ast.AnnAssign)]
+            names = {each.id for each in fields if isinstance(each, ast.Name) and not each.id.startswith("_")}
+            options |= {f"{section.name}.{name}" for name in names - words}
+    return options
+
+
+def source_of(module: str) -> str:
+    return (PACKAGE / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+
+
+def late_imports(module: str, tree: ast.Module, known: set[str]) -> set[str]:
+    """Return the package's modules that `module` imports at any time, but for those that only types need."""
+    found = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        waiting += ast.iter_child_nodes(node)
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        short = {name.removeprefix("groupwise.") for name in names if name.startswith("groupwise.")}
+        found |= (short & known) - {module}
+    return found
 
 
 def module_of(path: Path) -> str:
