@@ -18,13 +18,15 @@ from starlette.types import ASGIApp
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_model
+from groupwise.server.assemble import server_over
 from groupwise.server.errors import add_handlers
 from groupwise.server.guard import Gate, Guard
 from groupwise.server.metrics import Recorder
 from groupwise.server.policies import Policies
 from groupwise.server.reader import Reader, TextModel
-from groupwise.server.state import Server
+from groupwise.server.state import Parts, Server
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.feedback import FeedbackLog
 from groupwise.store.files import Provenance
 from groupwise.store.ledger import Ledger
 from groupwise.types import PolicyVersion
@@ -89,17 +91,17 @@ def served(
     policies = Policies(store, own, base=model, served_name=settings.served_name, max_loaded=4)
     recorder = Recorder(model_name=settings.served_name)
     reader = Reader(TextModel.of(model), settings)
-    server = Server(
+    parts = Parts(
         config=settings,
         base=model,
         engine=own,
         store=store,
         ledger=ledger,
         policies=policies,
-        reader=reader,
         recorder=recorder,
-        supervisor=cast(Any, None),
+        feedback=FeedbackLog(ledger),
     )
+    server = server_over(parts, reader=reader, supervisor=cast(Any, None))
     app = FastAPI()
     app.state.server, app.state.config = server, settings
     for router in routers:

@@ -66,13 +66,12 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize("algorithm", ["forking-maxrl", "site/maxrl.py:MaxRL"])
-def test_an_algorithm(groupwise, tmp_path: Path, algorithm: str) -> None:
+def test_an_algorithm(groupwise, tmp_path: Path) -> None:
     """A run of two steps learns from its advantages: those of the groups are (r - mean) / mean."""
     rows = [{"prompt": f"What is {i} + {i + 1}?", "answer": str(2 * i + 1)} for i in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.yaml").write_text(RUN)
-    done = groupwise("maxrl", "run", "run.yaml", f"algo.algorithm={algorithm}")
+    done = groupwise("maxrl", "run", "run.yaml", "algo.algorithm=forking-maxrl")
     assert done.returncode == 0, done.stdout + done.stderr
     groups: dict[tuple[int, int], list[tuple[float, float]]] = {}
     lines = [json.loads(line) for path in (tmp_path / "out" / "rollouts").glob("*.jsonl") for line in path.open()]
@@ -86,17 +85,11 @@ def test_an_algorithm(groupwise, tmp_path: Path, algorithm: str) -> None:
             assert advantage == pytest.approx((reward - mean) / mean if mean else 0.0)
 
 
-def test_what_an_algorithm_cannot_take_ends_the_run_with_its_name(groupwise, tmp_path: Path) -> None:
+def test_an_algorithm_that_is_not_installed(groupwise, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "What is 2 + 3?", "answer": "5"}\n')
-    (tmp_path / "negative.py").write_text(
-        "def score(completions, **columns):\n    return [-float(i) for i, _ in enumerate(completions)]\n"
-    )
-    (tmp_path / "run.yaml").write_text(RUN.replace("groupwise.rewards.math:number_match", "negative:score"))
-    done = groupwise("maxrl", "run", "run.yaml", "algo.algorithm=maxrl", "rollout.prompts_per_step=1")
-    assert done.returncode != 0
-    assert "advantages raised ValueError" in done.stdout + done.stderr
+    (tmp_path / "run.yaml").write_text(RUN)
     refused = groupwise("maxrl", "run", "run.yaml", "algo.algorithm=maxrll")
-    assert refused.returncode == 2 and "maxrl" in refused.stdout + refused.stderr
+    assert refused.returncode == 2 and "forking-maxrl, maxrl" in refused.stdout + refused.stderr
 
 
 def test_a_kind_of_environment(groupwise, tmp_path: Path) -> None:

@@ -20,11 +20,13 @@ from groupwise.errors import StorageError
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.server import event_stream as events
 from groupwise.server import submit, train
+from groupwise.server.assemble import server_over
 from groupwise.server.errors import add_handlers
 from groupwise.server.reader import Reader, TextModel
 from groupwise.server.schema_train import SftRequest
-from groupwise.server.state import Server
+from groupwise.server.state import Parts
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.feedback import FeedbackLog
 from groupwise.store.files import Provenance
 from groupwise.store.job_payload import parse_payload
 from groupwise.store.ledger import JobState, Ledger, RolloutRecord
@@ -68,17 +70,19 @@ class Site:
         self.words: dict[str, str] = {}
         self.worker = SimpleNamespace(state="running")
         settings = ServeConfig(state_dir=state, **{"min_free_bytes": 0} | config)
-        web.app.state.server = Server(  # the routes here use no engine, and of the supervisor only a crash's last words
+        parts = Parts(  # the routes here use no engine, and of the supervisor only a crash's last words
             config=settings,
             base=base,
             engine=cast(Any, None),
             store=AdapterStore(state / "adapters"),
             ledger=self.ledger,
             policies=cast(Any, None),
-            reader=Reader(TextModel.of(base), settings),
             recorder=cast(Any, None),
-            supervisor=cast(Any, SimpleNamespace(last_words=self.words.get, status=self.worker)),
+            feedback=FeedbackLog(self.ledger),
         )
+        supervisor = cast(Any, SimpleNamespace(last_words=self.words.get, status=self.worker))
+        reader = Reader(TextModel.of(base), settings)
+        web.app.state.server = server_over(parts, reader=reader, supervisor=supervisor)
 
     def submit(self, kind: str = "grpo", **changes: Any) -> dict[str, Any]:
         body = {"grpo": SEED_PAGE, "sft": {"examples": [CHAT]}}[kind] | changes

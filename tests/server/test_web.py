@@ -11,10 +11,11 @@ from starlette.testclient import TestClient
 
 from groupwise.config.serve import ServeConfig
 from groupwise.server.app import build_app
+from groupwise.server.assemble import server_over
 from groupwise.server.guard import Gate
 from groupwise.server.metrics import Recorder
 from groupwise.server.run_app import build_run_app
-from groupwise.server.state import Server
+from groupwise.server.state import Parts
 from groupwise.server.ui import BUILT, POLICY, built_files
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,10 +28,10 @@ BROWSER = {"accept": "text/html,application/xhtml+xml"}
 @pytest.fixture(scope="module")
 def app() -> FastAPI:
     nothing, config = cast(Any, None), ServeConfig(api_key="sk-planted")
-    names = ("base", "engine", "store", "ledger", "policies", "reader", "supervisor")
-    parts: dict[str, Any] = dict.fromkeys(names, nothing)
-    server = Server(config=config, recorder=Recorder(model_name="m"), **parts)
-    return build_app(server, gate=Gate("loading"))
+    names = ("base", "engine", "store", "ledger", "policies", "feedback")
+    none: dict[str, Any] = dict.fromkeys(names, nothing)
+    parts = Parts(config=config, recorder=Recorder(model_name="m"), **none)
+    return build_app(server_over(parts, reader=nothing, supervisor=nothing), gate=Gate("loading"))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -11,19 +12,25 @@ from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_configured
 from groupwise.sampler import LiveEngine
 from groupwise.server.admin import gauges
+from groupwise.server.feedback import AnswerLog
+from groupwise.server.gate import Gatekeeper
+from groupwise.server.learn import FeedbackTrainer
 from groupwise.server.metrics import Recorder
 from groupwise.server.policies import Policies, check_free_name
 from groupwise.server.reader import Reader, TextModel
-from groupwise.server.state import Server
+from groupwise.server.state import Parts, Server
+from groupwise.server.storage import StorageProbe
 from groupwise.server.supervisor import Supervisor, worker_command
 from groupwise.server.webhooks import Webhooks
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.cuda_ipc import FILE, offer_weights
+from groupwise.store.feedback import FeedbackLog
 from groupwise.store.files import Provenance
 from groupwise.store.ledger import Ledger
 from groupwise.store.locate import Located
 from groupwise.store.mapped_weights import map_weights
+from groupwise.tasks.dialects.responses import ResponseStore
 from groupwise.types import PolicyVersion
 
 RESERVED = 8  # one row in so many is kept back for interactive requests
@@ -87,21 +94,40 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         log_path=state_dir / "logs" / "worker.log",
         webhooks=webhooks,
     )
-    server = Server(
+    parts = Parts(
         config=config,
         base=base,
         engine=engine,
         store=store,
         ledger=ledger,
         policies=policies,
-        reader=Reader(TextModel.of(base), config),
         recorder=recorder,
-        supervisor=supervisor,
+        feedback=FeedbackLog(ledger),
     )
+    server = server_over(parts, reader=Reader(TextModel.of(base), config), supervisor=supervisor)
     recorder.watch(lambda: gauges(server))
-    _ = server.trainer  # rewards that cannot be loaded end the start, and so do held-out prompts
     supervisor.gate = server.gate
     return server
+
+
+def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Server:
+    """Return the server over its parts, with what makes jobs of feedback and judges versions where the configuration
+    has them.
+
+    Raises ConfigError, LoadError, DataError, ChatError or ContextLengthError: rewards cannot be loaded, or held-out
+    prompts not be used.
+    """
+    config = parts.config
+    return Server(
+        **{each.name: getattr(parts, each.name) for each in fields(parts)},
+        reader=reader,
+        supervisor=supervisor,
+        storage=StorageProbe(config.state_dir),
+        responses=ResponseStore(),
+        answers=AnswerLog(parts.ledger),
+        trainer=None if config.learn is None else FeedbackTrainer(parts, config.learn),
+        gate=None if config.gate is None else Gatekeeper(parts, config.gate),
+    )
 
 
 def begin_with(server: Server, adapter: Located, *, always: bool) -> PolicyVersion:

@@ -39,7 +39,7 @@ from groupwise.run.verdict import Measured, Verdict, divergence, judge, measured
 from groupwise.server.learn import open_scorer
 from groupwise.server.policies import Trial
 from groupwise.server.shadow import Shadow
-from groupwise.server.state import Server
+from groupwise.server.state import Parts
 from groupwise.store.ledger import Job
 from groupwise.tasks.prompts import open_prompts
 from groupwise.tasks.rollout_sources import SingleTurnRollouts
@@ -136,16 +136,16 @@ class Gatekeeper:
     Raises ConfigError, DataError, LoadError, ChatError or ContextLengthError for a gate that cannot work.
     """
 
-    def __init__(self, server: Server, config: GateConfig):
-        self._server, self._config = server, config
-        folder, tokenizer = server.config.folder, server.base.tokenizer
+    def __init__(self, parts: Parts, config: GateConfig):
+        self._parts, self._config = parts, config
+        folder, tokenizer = parts.config.folder, parts.base.tokenizer
         self._scorer = open_scorer(config.rewards, config.scoring, folder=folder)
         self._shadow_scorer: Scorer | None = None
         self.shadow = None if config.shadow is None else self._open_shadow(config.shadow)
-        context = server.engine.context_length
+        context = parts.engine.context_length
         source = open_prompts(config.prompts, folder=folder)
         self._prompts = [encode_prompt(prompt, tokenizer, context=context) for prompt in source.all()]
-        self._play = SingleTurnRollouts(server.engine, tokenizer)
+        self._play = SingleTurnRollouts(parts.engine, tokenizer)
         self._fingerprint = self._hash_of_measuring()
         self._looked = clock()  # when the clock of the trial was last read
         self._noted: Trial | None = None  # the shadow that has passed, and was told of
@@ -154,17 +154,17 @@ class Gatekeeper:
     def _open_shadow(self, config: ShadowConfig) -> Shadow:
         self._shadow_scorer = self._scorer
         if config.rewards is not None:
-            folder, scoring = self._server.config.folder, self._config.scoring
+            folder, scoring = self._parts.config.folder, self._config.scoring
             self._shadow_scorer = open_scorer(config.rewards, scoring, folder=folder) if config.rewards else None
         try:
-            return Shadow(self._server, config, self._shadow_scorer)
+            return Shadow(self._parts, config, self._shadow_scorer)
         except GroupwiseError:
             self.close()
             raise
 
     def _restore(self) -> None:
         """Go on with the trial that there was when the server ended, or say that the configuration has none now."""
-        book = self._server.feedback
+        book = self._parts.feedback
         kept = book.setting(TRIAL)
         if kept is None:
             return
@@ -185,7 +185,7 @@ class Gatekeeper:
     def _begin(self, kept: Mapping[str, Any]) -> None:
         config = self._config_of(kept)
         assert config is not None
-        self._server.policies.trial = Trial(
+        self._parts.policies.trial = Trial(
             version=PolicyVersion.parse(kept["version"]),
             against=PolicyVersion.parse(kept["against"]),
             share=config.share,
@@ -200,13 +200,13 @@ class Gatekeeper:
         stands still then, and goes on after a restart."""
         now = clock()
         trial.seconds, self._looked = trial.seconds + now - self._looked, now
-        await asyncio.to_thread(self._server.feedback.set, COUNTS, trial.counts)
+        await asyncio.to_thread(self._parts.feedback.set, COUNTS, trial.counts)
 
     def _hash_of_measuring(self) -> str:
         """Another value whenever other held-out rewards could come of the same version."""
         config = self._config
         told = config.model_dump(mode="json", include={"rewards", "samples", "temperature", "max_tokens"})
-        digest = hashlib.sha256(json.dumps([told, self._server.base.hash], sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps([told, self._parts.base.hash], sort_keys=True).encode())
         for prompt in self._prompts:
             digest.update(repr((prompt.token_ids, sorted(prompt.columns.items()))).encode())
         for module in sorted({each.function.__module__ for each in self._scorer.functions}):
@@ -218,7 +218,7 @@ class Gatekeeper:
 
     async def _best(self, active: PolicyVersion) -> tuple[str, Measured] | None:
         """Return the best version, by its name, and what it did; None if it is the active one, or nothing is known."""
-        kept = await asyncio.to_thread(self._server.feedback.setting, BEST)
+        kept = await asyncio.to_thread(self._parts.feedback.setting, BEST)
         if kept is None or kept["fingerprint"] != self._fingerprint or str(active) not in kept["live"]:
             return None
         best = kept["best"] if kept["live"][-1] == str(active) else kept["before"]  # or else its swap did not succeed
@@ -229,20 +229,20 @@ class Gatekeeper:
         hand, it. Until the swap has ended either version of `live` may be active."""
         new, before = trial["measured"], trial["best"]
         better = by_hand or not Measured.from_dict(new).reward < Measured.from_dict(before).reward
-        live = [str(self._server.policies.active), trial["version"]]
+        live = [str(self._parts.policies.active), trial["version"]]
         best = new if better else before
         return {"fingerprint": trial["fingerprint"], "live": live, "best": best, "before": before}
 
     async def _settle_best(self) -> None:
         """The swap to the newest live version is over: who goes back from it does so by hand."""
-        kept = await asyncio.to_thread(self._server.feedback.setting, BEST)
-        if kept is not None and len(kept["live"]) > 1 and kept["live"][-1] == str(self._server.policies.active):
-            await asyncio.to_thread(self._server.feedback.set, BEST, {**kept, "live": kept["live"][-1:]})
+        kept = await asyncio.to_thread(self._parts.feedback.setting, BEST)
+        if kept is not None and len(kept["live"]) > 1 and kept["live"][-1] == str(self._parts.policies.active):
+            await asyncio.to_thread(self._parts.feedback.set, BEST, {**kept, "live": kept["live"][-1:]})
 
     @property
     def trial(self) -> Trial | None:
         """What is on trial."""
-        return self._server.policies.trial
+        return self._parts.policies.trial
 
     def _on_trial(self) -> Trial:
         if self.trial is None:
@@ -252,14 +252,14 @@ class Gatekeeper:
     async def decide(self, job: Job, version: PolicyVersion) -> tuple[Decision, str]:
         """Return what the supervisor does with a published version. What fails for now raises GroupwiseError: ask
         again."""
-        server, store = self._server, self._server.store
+        parts, store = self._parts, self._parts.store
         if self.trial is not None:
             return (
                 ("trial", "is on trial") if self.trial.version == version else ("wait", "another version is on trial")
             )
         if (refused := await asyncio.to_thread(store.refused, version)) is not None:
             return "refused", refused
-        active = server.policies.active
+        active = parts.policies.active
         if active == version:
             return "activate", "is active already"
         await self._settle_best()
@@ -282,7 +282,7 @@ class Gatekeeper:
 
     async def _try(self, stage: str, kept: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         """Begin the trial `stage`, and return what the version does in it."""
-        newest, _ = await asyncio.to_thread(self._server.feedback.newest)
+        newest, _ = await asyncio.to_thread(self._parts.feedback.newest)
         kept = {**kept, "stage": stage, "since": time.time(), "after": newest}
         config = self._config_of(kept)
         assert config is not None
@@ -306,9 +306,9 @@ class Gatekeeper:
 
     async def _evaluated(self, version: PolicyVersion) -> Evaluation:
         """Raise RewardError if nothing could be scored."""
-        server, config = self._server, self._config
+        parts, config = self._parts, self._config
         params = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens)
-        async with server.policies.lease(adapter=str(version), patience_s=server.config.request_timeout_s) as leased:
+        async with parts.policies.lease(adapter=str(version), patience_s=parts.config.request_timeout_s) as leased:
             found = await evaluate(
                 self._play,
                 self._prompts,
@@ -324,7 +324,7 @@ class Gatekeeper:
 
     def _kl(self, evaluated: Evaluation, new: PolicyVersion, old: PolicyVersion) -> float:
         """In a thread; where the sampling is greedy, at temperature 1."""
-        return divergence(self._server.engine, evaluated, new, old, temperature=self._config.temperature or 1.0)
+        return divergence(self._parts.engine, evaluated, new, old, temperature=self._config.temperature or 1.0)
 
     # --- the trial ---
 
@@ -345,13 +345,13 @@ class Gatekeeper:
         trial, canary = self.trial, self._config.canary
         if trial is None:
             return "go on"
-        if self._server.policies.active != trial.against:
+        if self._parts.policies.active != trial.against:
             await self._end("trial_ended", f"{trial.version} is not on trial any more: another version was activated")
             return "go on"
         await self._count(trial)
         if trial.stage == "shadow" or canary is None:
             return await self._look_at_shadow(trial)
-        book = self._server.feedback
+        book = self._parts.feedback
         new, old = await asyncio.to_thread(
             lambda: [book.rated(str(version), after=trial.after) for version in (trial.version, trial.against)]
         )
@@ -384,17 +384,17 @@ class Gatekeeper:
             if self._config.canary is None:
                 await self.promote(verdict.reason)
             else:
-                await self._try("canary", await asyncio.to_thread(self._server.feedback.setting, TRIAL), data)
+                await self._try("canary", await asyncio.to_thread(self._parts.feedback.setting, TRIAL), data)
         return outcome
 
     async def promote(self, reason: str, *, by_hand: bool = False) -> None:
         """The version on trial goes live; `by_hand`, further versions are compared with it as the best. Raises what a
         swap raises; one that cannot be swapped in is rejected."""
-        trial, book = self._on_trial(), self._server.feedback
+        trial, book = self._on_trial(), self._parts.feedback
         kept = await asyncio.to_thread(book.setting, TRIAL)
         await asyncio.to_thread(book.set, BEST, self._best_after(kept, by_hand=by_hand))
         try:
-            await self._server.policies.swap(trial.version)
+            await self._parts.policies.swap(trial.version)
         except GroupwiseError as error:
             if error.exit_code != 75:  # not one that passes by itself
                 await self.reject(error.message)
@@ -407,21 +407,21 @@ class Gatekeeper:
         trial = self._on_trial()
         shadow = trial.stage == "shadow"
         message = f"its shadow was refused: {reason}" if shadow else f"its canary was rolled back: {reason}"
-        await asyncio.to_thread(self._server.store.refuse, trial.version, message)
+        await asyncio.to_thread(self._parts.store.refuse, trial.version, message)
         kind, ended = ("shadow_refused", "was refused by its shadow") if shadow else ("rolled_back", "was rolled back")
         await self._end(kind, f"{trial.version} {ended}: {reason}", numbers)
 
     async def _end(self, kind: str, message: str, numbers: Mapping[str, float] | None = None) -> None:
         trial = self._on_trial()
         data = {"version": str(trial.version), "against": str(trial.against), **(numbers or {})}
-        self._server.policies.trial = None
+        self._parts.policies.trial = None
         await self._note(kind, message, data, {TRIAL: None})
 
     async def _note(
         self, kind: str, message: str, data: Mapping[str, Any], settings: Mapping[str, Any] | None = None
     ) -> None:
         log.info("%s", message)
-        await asyncio.to_thread(self._server.feedback.note, kind, message, data=data, settings=settings)
+        await asyncio.to_thread(self._parts.feedback.note, kind, message, data=data, settings=settings)
 
     def close(self) -> None:
         """End the reward processes."""

@@ -51,13 +51,13 @@ from groupwise.sdk.types import LearnAnswer, LearnTransition
 from groupwise.server.generate import Generation
 from groupwise.server.reader import TextModel
 from groupwise.server.schema_train import GrpoRequest
-from groupwise.server.state import Server, server_of
+from groupwise.server.state import Parts, Server, server_of
 from groupwise.server.submit import prepare_grpo
 from groupwise.server.train import pending, submit
 from groupwise.server.webhooks import ACTIVE, utc
 from groupwise.server.wire import documented
 from groupwise.store.feedback import Feedback, Transition, opinions
-from groupwise.store.ledger import Job, RolloutRecord
+from groupwise.store.ledger import Job, Ledger, RolloutRecord
 from groupwise.tasks.reply import plain_text
 from groupwise.tasks.rollout_sources import group_of
 from groupwise.types import (
@@ -186,9 +186,9 @@ def scored_completion(record: RolloutRecord, reward: float, *, temperature: floa
     return {**tokens, "reward": reward}
 
 
-def automatic_jobs(server: Server) -> list[Job]:
+def automatic_jobs(ledger: Ledger) -> list[Job]:
     """Return those among the newest jobs, and those that have not ended, that the server made by itself."""
-    found = {job.id: job for job in (*server.ledger.jobs(limit=NEWEST), *server.ledger.jobs(states=ACTIVE))}
+    found = {job.id: job for job in (*ledger.jobs(limit=NEWEST), *ledger.jobs(states=ACTIVE))}
     return [job for job in found.values() if job.summary.get("automatic")]
 
 
@@ -208,20 +208,20 @@ class FeedbackTrainer:
     Raises ConfigError or LoadError for rewards that cannot be loaded.
     """
 
-    def __init__(self, server: Server, config: LearnConfig):
-        self._server, self._config = server, config
+    def __init__(self, parts: Parts, config: LearnConfig):
+        self._parts, self._config = parts, config
         self.reason, self.trainable = "not begun", 0
         self._done: dict[tuple[int, ...], Completed] = {}  # the ratings of a group -> what came of it
         self._done_for: PolicyVersion | None = None  # under this version
         rewards = config.rewards or (SIMILARITY,)
-        self._scorer = open_scorer(rewards, config.scoring, folder=server.config.folder)
+        self._scorer = open_scorer(rewards, config.scoring, folder=parts.config.folder)
         self._again_at = 0.0
         self._seen: object = None  # the revision of the feedback, and the version, that were last looked at
-        self._text_model = TextModel.of(server.base)
+        self._text_model = TextModel.of(parts.base)
 
     @property
     def paused(self) -> bool:
-        return bool(self._server.feedback.setting(PAUSED, False))
+        return bool(self._parts.feedback.setting(PAUSED, False))
 
     async def run(self, *, poll_s: float = POLL_S) -> None:
         """Look again and again; whatever fails is logged, and tried again a minute later."""
@@ -245,7 +245,7 @@ class FeedbackTrainer:
 
     async def step(self) -> str | None:
         """Make a job if it is time for one, and return its id."""
-        book = self._server.feedback
+        book = self._parts.feedback
         if returned := await asyncio.to_thread(book.give_back):
             transition = f"{returned} ratings wait again: the job that took them failed or was cancelled"
             await asyncio.to_thread(book.note, "feedback_returned", transition, data={"ratings": returned})
@@ -267,11 +267,11 @@ class FeedbackTrainer:
 
     def _continued(self) -> PolicyVersion:
         """Return what a job would continue. In a thread."""
-        server, active = self._server, self._server.policies.active
+        active = self._parts.policies.active
         if self._config.base == "active":
             return active
         try:
-            return server.store.newest(self._config.adapter) or active
+            return self._parts.store.newest(self._config.adapter) or active
         except AdapterNotFoundError:
             return active
 
@@ -282,7 +282,7 @@ class FeedbackTrainer:
 
     def _groups(self) -> list[RatedGroup]:
         """Return what waits and can be trained on, as groups; drops ratings of which nothing can come. In a thread."""
-        book, ratings = self._server.feedback, self._drop_outdated(self._server.feedback.waiting())
+        book, ratings = self._parts.feedback, self._drop_outdated(self._parts.feedback.waiting())
         ids = dict.fromkeys(id for each in ratings for id in (each.rollout, each.worse) if id is not None)
         groups, lost = rated_groups(ratings, book.rollouts(list(ids)), scored=bool(self._config.rewards))
         if lost:
@@ -291,10 +291,10 @@ class FeedbackTrainer:
 
     def _drop_outdated(self, ratings: Sequence[Feedback]) -> list[Feedback]:
         """Return those of the ratings that are not about answers of versions long replaced; drops the others."""
-        book, most = self._server.feedback, self._config.max_behind
+        book, most = self._parts.feedback, self._config.max_behind
         if most is None:
             return list(ratings)
-        live_since = self._server.store.live_since
+        live_since = self._parts.store.live_since
         outdated = {v for v in {each.version for each in ratings} if live_since(PolicyVersion.parse(v)) > most}
         if seqs := [each.seq for each in ratings if each.version in outdated]:
             message = f"{len(seqs)} ratings are dropped: after the versions that answered more than {most} went live"
@@ -306,9 +306,9 @@ class FeedbackTrainer:
         """Return what keeps it from making a job, however many ratings there are."""
         if self.paused:
             return "paused"
-        if (trial := self._server.policies.trial) is not None:
+        if (trial := self._parts.policies.trial) is not None:
             return f"{trial.version} is on trial"
-        jobs = automatic_jobs(self._server)
+        jobs = automatic_jobs(self._parts.ledger)
         if running := next((job for job in jobs if not job.state.is_final), None):
             return f"job {running.id} is {running.state}"
         lately = sum(job.created_at > time.time() - HOUR_S for job in jobs)
@@ -318,7 +318,7 @@ class FeedbackTrainer:
 
     async def _make_job(self, rated: Sequence[RatedGroup], version: PolicyVersion) -> str | None:
         """Complete the groups that are not, and queue a job of those with something to learn if they are enough."""
-        book, temperature = self._server.feedback, temperature_of(rated)
+        book, temperature = self._parts.feedback, temperature_of(rated)
         todo = [group for group in rated if group.seqs not in self._done]
         self.reason = f"sampling and scoring {len(todo)} groups"
         made = await asyncio.gather(*(self._completed(group, temperature, version) for group in todo))
@@ -357,7 +357,7 @@ class FeedbackTrainer:
     async def _put_off(self, alike: Sequence[tuple[RatedGroup, Completed]]) -> int:
         """These groups had nothing to learn: those that are right are spent, the others wait for a later version.
         Returns how many ratings they are."""
-        book = self._server.feedback
+        book = self._parts.feedback
         spent = ratings_in(group for group, done in alike if done.right)
         again = sorted(set(ratings_in(group for group, _ in alike)).difference(spent))
         if spent:
@@ -387,22 +387,22 @@ class FeedbackTrainer:
 
     async def _siblings(self, group: RatedGroup, temperature: float, adapter: str) -> list[RolloutRecord]:
         """Further completions of the prompt, kept as rollouts. Raises AdapterNotFoundError if the version is gone."""
-        server, n = self._server, self._config.group_size - len(group.records)
-        room = server.engine.context_length - len(group.prompt_ids)
+        parts, n = self._parts, self._config.group_size - len(group.records)
+        room = parts.engine.context_length - len(group.prompt_ids)
         if n < 1 or room < 1:
             return []
         params = SamplingParams(temperature=temperature, max_tokens=min(self._config.max_tokens, room))
-        async with server.policies.lease(adapter=adapter, patience_s=server.config.request_timeout_s) as version:
+        async with parts.policies.lease(adapter=adapter, patience_s=parts.config.request_timeout_s) as version:
             request = SamplingRequest(prompt_ids=group.prompt_ids, params=params, n=n, version=version)
-            generation = Generation(server.engine, [request], timeout_s=server.config.request_timeout_s)
+            generation = Generation(parts.engine, [request], timeout_s=parts.config.request_timeout_s)
             (completions,) = await generation.completions()
         records = [_record(group.prompt_ids, each, params) for each in completions]
-        await asyncio.to_thread(server.ledger.save_rollouts, records)
+        await asyncio.to_thread(parts.ledger.save_rollouts, records)
         return records
 
     async def _scored(self, group: RatedGroup, records: Sequence[RolloutRecord]) -> list[float | None]:
         """Return the rewards of completions. Raises RewardError if none could be scored."""
-        tokenizer = self._server.base.tokenizer
+        tokenizer = self._parts.base.tokenizer
         columns = {} if group.correction is None else {"answer": group.correction}
         prompt = as_asked(records[0].id, group.prompt_ids, tokenizer, columns=columns)
         completions = [_completion(record, decode(record.completion_ids, tokenizer)) for record in records]
@@ -414,23 +414,23 @@ class FeedbackTrainer:
         self, groups: Sequence[Mapping[str, Any]], seqs: Sequence[int], temperature: float
     ) -> tuple[str, list[str]]:
         """Queue the job, which takes the ratings. Raises what a posted job is refused with."""
-        server, wanted = self._server, self._config
+        parts, wanted = self._parts, self._config
         config = {**wanted.config, "output_name": wanted.adapter, "temperature": temperature}
         if wanted.base == "active":
-            config["base_adapter"] = str(server.policies.active) if not server.policies.active.is_base else "base"
+            config["base_adapter"] = str(parts.policies.active) if not parts.policies.active.is_base else "base"
         request = GrpoRequest.model_validate_json(
             json.dumps({"groups": list(groups), "config": config}, allow_nan=False)
         )
         submission = prepare_grpo(
             request,
             base=self._text_model,
-            store=server.store,
-            rollouts=server.ledger.rollouts,
-            pending=pending(server),
+            store=parts.store,
+            rollouts=parts.ledger.rollouts,
+            pending=pending(parts.ledger),
         )
         summary = {**submission.summary, "automatic": True, "ratings": len(seqs)}
-        book = server.feedback
-        answer = submit(server, replace(submission, summary=summary), claim=lambda db, job: book.claim(db, seqs, job))
+        book = parts.feedback
+        answer = submit(parts, replace(submission, summary=summary), claim=lambda db, job: book.claim(db, seqs, job))
         return answer.job_id, answer.warnings
 
     def close(self) -> None:
@@ -524,7 +524,7 @@ def _set_paused(server: Server, paused: bool) -> LearnAnswer:
 
 def _shown(server: Server) -> LearnAnswer:
     config, trainer = server.config.learn, server.trainer
-    lately = automatic_jobs(server)
+    lately = automatic_jobs(server.ledger)
     running = next((job for job in lately if job.state in ACTIVE), None)
     return LearnAnswer(
         enabled=config is not None,

@@ -27,7 +27,7 @@ from groupwise.run.verdict import gaps_between
 from groupwise.server.generate import Generation
 from groupwise.server.learn import as_asked
 from groupwise.server.policies import Pair, Trial
-from groupwise.server.state import Server
+from groupwise.server.state import Parts
 from groupwise.tasks.rollout_sources import group_of
 from groupwise.types import Completion, SamplingRequest
 
@@ -65,15 +65,15 @@ class Shadow:
     Raises ConfigError for rewards that cannot score a live request.
     """
 
-    def __init__(self, server: Server, config: ShadowConfig, scorer: Scorer | None):
+    def __init__(self, parts: Parts, config: ShadowConfig, scorer: Scorer | None):
         check_rewards(scorer.functions if scorer is not None else ())
-        self._server, self._config, self._scorer = server, config, scorer
+        self._parts, self._config, self._scorer = parts, config, scorer
         self._waiting = deque[_Offered]()
         self._task: asyncio.Task[None] | None = None
 
     def offer(self, asked: Admission, groups: Sequence[Sequence[Completion]]) -> None:
         """An answer is whole. Returns at once."""
-        trial, (request, *others), answer = self._server.policies.trial, asked.requests, groups[0][0]
+        trial, (request, *others), answer = self._parts.policies.trial, asked.requests, groups[0][0]
         if trial is None or trial.stage != "shadow" or asked.version != trial.against:
             return
         if others or request.n > 1 or not request.interactive or not answer.token_ids or not trial.takes(asked.id):
@@ -81,7 +81,7 @@ class Shadow:
         if len(trial.pairs) >= self._config.requests:
             return
         if len(self._waiting) >= self._config.queue or self._is_busy():
-            self._server.recorder.shadowed("dropped")
+            self._parts.recorder.shadowed("dropped")
             return
         self._waiting.append(_Offered(trial, asked.id, request, answer))
         if self._task is None or self._task.done():
@@ -89,16 +89,16 @@ class Shadow:
 
     def _is_busy(self) -> bool:
         """Return whether completions wait for a row, or half of the rows are in use."""
-        stats = self._server.engine.stats()
-        return stats["waiting"] > 0 or stats["running"] >= max(1, self._server.config.batch_rows // 2)
+        stats = self._parts.engine.stats()
+        return stats["waiting"] > 0 or stats["running"] >= max(1, self._parts.config.batch_rows // 2)
 
     async def _answer_all(self) -> None:
         """Until nothing waits any more."""
         while self._waiting:
             asked = self._waiting.popleft()
-            if self._server.policies.trial is asked.trial and len(asked.trial.pairs) < self._config.requests:
+            if self._parts.policies.trial is asked.trial and len(asked.trial.pairs) < self._config.requests:
                 result, tokens = await self._outcome(asked)
-                self._server.recorder.shadowed(result, tokens=tokens)
+                self._parts.recorder.shadowed(result, tokens=tokens)
 
     async def _outcome(self, asked: _Offered) -> tuple[str, int]:
         """Return what became of one request, and how many tokens were sampled for it; never raises."""
@@ -125,23 +125,23 @@ class Shadow:
     async def _answered(self, asked: _Offered) -> tuple[Completion, float | None]:
         """Return the version's own answer to the request, and the sum of its log p_new - log p_old where there is a
         max_kl."""
-        server, params = self._server, replace(asked.request.params, top_logprobs=0)
-        patience_s = server.config.request_timeout_s
-        async with server.policies.lease(adapter=str(asked.trial.version), patience_s=patience_s) as version:
+        parts, params = self._parts, replace(asked.request.params, top_logprobs=0)
+        patience_s = parts.config.request_timeout_s
+        async with parts.policies.lease(adapter=str(asked.trial.version), patience_s=patience_s) as version:
             request = replace(asked.request, params=params, version=version, interactive=False, cache=False)
-            ((new,),) = await Generation(server.engine, [request], timeout_s=patience_s).completions()
+            ((new,),) = await Generation(parts.engine, [request], timeout_s=patience_s).completions()
             if self._config.max_kl is None:
                 return new, None
             ids = (request.prompt_ids, new.token_ids, version, asked.trial.against)
             temperature = params.temperature or 1.0
-            return new, sum(await asyncio.to_thread(gaps_between, server.engine, *ids, temperature=temperature))
+            return new, sum(await asyncio.to_thread(gaps_between, parts.engine, *ids, temperature=temperature))
 
     async def _pair(self, asked: _Offered, new: Completion, gap: float | None) -> Pair:
         """Both answers, scored as one group. Raises RewardError if not both can be."""
         tokens = (len(new.token_ids), len(asked.answer.token_ids))
         if self._scorer is None:
             return Pair(rewards=None, tokens=tokens, gap=gap)
-        prompt = as_asked(asked.id, asked.request.prompt_ids, self._server.base.tokenizer)
+        prompt = as_asked(asked.id, asked.request.prompt_ids, self._parts.base.tokenizer)
         scored = await self._scorer(group_of(prompt, [new, asked.answer]))
         refuse_failed([scored])
         mine, other = (rollout.reward for rollout in scored.rollouts)

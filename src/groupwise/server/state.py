@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
-    """What the routes work with; `request.app.state.server`."""
+class Parts:
+    """What serves a policy and remembers what came of it; `assemble` makes them, and no other part makes any."""
 
     config: ServeConfig
     base: LoadedModel
@@ -41,56 +40,31 @@ class Server:
     store: AdapterStore
     ledger: Ledger
     policies: Policies
-    reader: Reader
     recorder: Recorder
+    feedback: FeedbackLog
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server(Parts):
+    """What the routes work with; `request.app.state.server`.
+
+    Args:
+        storage: tells whether the state directory can still be written.
+        responses: the answers of /v1/responses that are kept.
+        answers: keeps answers, so that feedback can name them.
+        trainer: makes jobs of feedback; None where the configuration has no `learn`.
+        gate: decides which versions go live; None where the configuration has no `gate`.
+        under_way: how many requests for completions each address has. For the event loop.
+    """
+
+    reader: Reader
     supervisor: Supervisor
-
-    @cached_property
-    def storage(self) -> StorageProbe:
-        """Whether the state directory can still be written."""
-        from groupwise.server.storage import StorageProbe  # imports numpy: too slow before the port is bound
-
-        return StorageProbe(self.config.state_dir)
-
-    @cached_property
-    def under_way(self) -> Counter[str]:
-        """How many requests for completions each address has. For the event loop."""
-        return Counter()
-
-    @cached_property
-    def responses(self) -> ResponseStore:
-        """The answers of /v1/responses that are kept."""
-        from groupwise.tasks.dialects.responses import ResponseStore
-
-        return ResponseStore()
-
-    @cached_property
-    def feedback(self) -> FeedbackLog:
-        """What people said of answers."""
-        from groupwise.store.feedback import FeedbackLog
-
-        return FeedbackLog(self.ledger)
-
-    @cached_property
-    def trainer(self) -> FeedbackTrainer | None:
-        """Makes jobs of feedback; None where the configuration has no `learn`. Raises ConfigError, LoadError."""
-        from groupwise.server.learn import FeedbackTrainer
-
-        return None if self.config.learn is None else FeedbackTrainer(self, self.config.learn)
-
-    @cached_property
-    def gate(self) -> Gatekeeper | None:
-        """Decides which versions go live; None where the configuration has no `gate`. Raises ConfigError and others."""
-        from groupwise.server.gate import Gatekeeper
-
-        return None if self.config.gate is None else Gatekeeper(self, self.config.gate)
-
-    @cached_property
-    def answers(self) -> AnswerLog:
-        """Keeps answers, so that feedback can name them."""
-        from groupwise.server.feedback import AnswerLog
-
-        return AnswerLog(self.ledger)
+    storage: StorageProbe
+    responses: ResponseStore
+    answers: AnswerLog
+    trainer: FeedbackTrainer | None = None
+    gate: Gatekeeper | None = None
+    under_way: Counter[str] = field(default_factory=Counter)
 
     @property
     def paths(self) -> Mapping[str, str]:

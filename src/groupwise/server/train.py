@@ -37,12 +37,12 @@ from groupwise.server.event_stream import following, sse
 from groupwise.server.policies import check_free_name
 from groupwise.server.reader import RawBody, receive_body
 from groupwise.server.schema_train import GrpoRequest, SftRequest
-from groupwise.server.state import Server, server_of
+from groupwise.server.state import Parts, Server, server_of
 from groupwise.server.storage import check_room
 from groupwise.server.submit import Submission, read_grpo, read_sft
 from groupwise.server.webhooks import ACTIVE, ENDED, utc, warnings_of
 from groupwise.server.wire import documented
-from groupwise.store.ledger import Claim, Event, Job, JobState
+from groupwise.store.ledger import Claim, Event, Job, JobState, Ledger
 
 EVENTS_POLL_S = 0.25
 PAGE = 500  # events read at once
@@ -84,9 +84,9 @@ async def train_sft(request: Request, idempotency_key: IdempotencyKey = None) ->
     return await _receive(request, read, idempotency_key)
 
 
-def pending(server: Server) -> frozenset[str]:
+def pending(ledger: Ledger) -> frozenset[str]:
     """Return the adapters that jobs ahead will make the next version of."""
-    return frozenset(job.adapter for job in server.ledger.jobs(states=ACTIVE))
+    return frozenset(job.adapter for job in ledger.jobs(states=ACTIVE))
 
 
 async def _receive(
@@ -100,20 +100,20 @@ async def _receive(
         if key is not None and (job := await run_in_threadpool(server.ledger.by_key, key, fingerprint)):
             return _submitted(job, is_new=False)
         check_content_type(request)
-        submission = await read(body, await run_in_threadpool(pending, server))
+        submission = await read(body, await run_in_threadpool(pending, server.ledger))
     return await run_in_threadpool(submit, server, submission, fingerprint, key)
 
 
 def submit(
-    server: Server, submission: Submission, fingerprint: str = "", key: str | None = None, *, claim: Claim | None = None
+    parts: Parts, submission: Submission, fingerprint: str = "", key: str | None = None, *, claim: Claim | None = None
 ) -> TrainSubmitted:
     """Queue a job that was checked. `claim` is the ledger's. Raises RequestError, QueueFullError, StorageError."""
-    check_room(server.config.state_dir, server.config.min_free_bytes, what="jobs")
+    check_room(parts.config.state_dir, parts.config.min_free_bytes, what="jobs")
     try:
-        check_free_name(submission.adapter, served_name=server.config.served_name)
+        check_free_name(submission.adapter, served_name=parts.config.served_name)
     except AdapterError as error:
         raise at_field(error, "config.output_name") from error
-    job, is_new = server.ledger.submit(
+    job, is_new = parts.ledger.submit(
         id=submission.id,
         effective=submission.effective,
         kind=submission.kind,
@@ -125,7 +125,7 @@ def submit(
         auto_load=submission.auto_load,
         idempotency_key=key,
         fingerprint=fingerprint,
-        max_queued=server.config.max_queued_jobs,
+        max_queued=parts.config.max_queued_jobs,
         claim=claim,
     )
     return _submitted(job, is_new=is_new)

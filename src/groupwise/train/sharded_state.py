@@ -27,10 +27,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from groupwise.errors import StorageError
-from groupwise.train.state import COUNTERS, MOMENTS, SHARDS, counters_of, read_counters, restore_counters
+from groupwise.train.counters import COUNTERS, SHARDS, counters_of, read_counters, restore_counters
 
 if TYPE_CHECKING:
     from groupwise.train.learner import Learner
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def save_shards(learner: Learner, directory: Path, *, group: Any) -> None:

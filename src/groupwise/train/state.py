@@ -21,14 +21,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from groupwise.train.counters import COUNTERS, SHARDS, counters_of, read_counters, restore_counters
 from groupwise.train.optimizer import moments_of, set_moments
 
 if TYPE_CHECKING:
     from groupwise.train.learner import Learner
-
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-
-COUNTERS, SHARDS = "learner.json", "shards"
 
 
 def state_of(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -38,12 +35,6 @@ def state_of(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for key, value in moments_of(learner.optimizer, parameter).items():
             tensors[f"{key}.{i}"] = value
     return tensors | learner.reference.tensors(), counters_of(learner)
-
-
-def counters_of(learner: Learner) -> dict[str, Any]:
-    """Return what of it goes through JSON."""
-    counters = {"steps": learner.steps, "refused_steps": learner.refused_steps, **learner.reference.counters()}
-    return {**counters, "shuffle": learner.shuffle.getstate()}
 
 
 def restore(learner: Learner, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
@@ -63,13 +54,6 @@ def restore(learner: Learner, tensors: Mapping[str, Tensor], counters: Mapping[s
             parameter.copy_(tensors[f"parameter.{i}"])
             set_moments(learner.optimizer, parameter, moments.get(str(i), {}))
     restore_counters(learner, counters)
-
-
-def restore_counters(learner: Learner, counters: Mapping[str, Any]) -> None:
-    """Inverse of `counters_of`, but for the reference's."""
-    learner.steps, learner.refused_steps = counters["steps"], counters["refused_steps"]
-    version, state, gauss = counters["shuffle"]
-    learner.shuffle.setstate((version, tuple(state), gauss))
 
 
 def save_state(learner: Learner, directory: Path) -> None:
@@ -92,8 +76,3 @@ def load_state(learner: Learner, directory: Path) -> None:
 def is_sharded(directory: Path) -> bool:
     """Return whether the checkpoint in this directory was written in parts."""
     return (directory / SHARDS).is_dir()
-
-
-def read_counters(directory: Path) -> dict[str, Any]:
-    """Return what `counters_of` was when it was saved there."""
-    return json.loads((directory / COUNTERS).read_text())
