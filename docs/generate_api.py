@@ -15,9 +15,10 @@ from typing import Any, cast
 
 from groupwise.config.serve import ServeConfig
 from groupwise.server.app import build_app
+from groupwise.server.assemble import server_over
 from groupwise.server.metrics import Recorder
 from groupwise.server.openapi import EVERYWHERE, WITH_BODY, WITH_KEY
-from groupwise.server.state import Server
+from groupwise.server.state import Parts
 
 TARGET = Path(__file__).parent / "api.md"
 TITLES = {"OpenAI": "Completions", "rollouts": "Rollouts", "training": "Training", "adapters": "Adapters"}
@@ -49,18 +50,17 @@ def document() -> dict[str, Any]:
     """The OpenAPI document of a server with the default configuration and a key."""
     config = ServeConfig(api_key="a-key")
     nothing = cast(Any, None)
-    server = Server(
+    parts = Parts(
         config=config,
         base=nothing,
         engine=nothing,
         store=nothing,
         ledger=nothing,
         policies=nothing,
-        reader=nothing,
         recorder=Recorder(model_name=config.served_name),
-        supervisor=nothing,
+        feedback=nothing,
     )
-    return build_app(server).openapi()
+    return build_app(server_over(parts, reader=nothing, supervisor=nothing)).openapi()
 
 
 def page(api: Mapping[str, Any]) -> str:
