@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "groupwise"
 CHAT_PARAMETERS = ("honoured", "refused", "ignored")
-UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @cache
