@@ -143,7 +143,7 @@ def hide_memory() -> None:
 
 
 def set_oom_score(score: int, pid: int | None = None) -> None:
-    """Of a process (None: this one), how soon the kernel ends it when memory runs out: 1000 is first. Without effect
+    """Set of a process (None: this one) how soon the kernel ends it when memory runs out: 1000 is first. Without effect
     where it cannot be set."""
     with suppress(OSError):
         (PROC / str(pid or "self") / "oom_score_adj").write_text(str(score), encoding="ascii")
@@ -341,8 +341,8 @@ def raise_open_files(wanted: int) -> int:
 
 
 def limit_process(*, cpu_s: int | None, more_bytes: int) -> None:
-    """For this process: so many seconds of a processor, no core dump, and so much more address space than it has, where
-    the kernel says how much that is."""
+    """Limit this process: so many seconds of a processor, no core dump, and so much more address space than it has,
+    where the kernel says how much that is."""
     require_supported()
     limits = {resource.RLIMIT_CORE: 0} | ({} if cpu_s is None else {resource.RLIMIT_CPU: cpu_s})
     if present := address_space_bytes(os.getpid()):
@@ -353,7 +353,7 @@ def limit_process(*, cpu_s: int | None, more_bytes: int) -> None:
 
 
 def limit_processor(more_s: int) -> None:
-    """For this process: so many more seconds of a processor than it has had, and then SIGXCPU ends it."""
+    """Limit this process: so many more seconds of a processor than it has had, and then SIGXCPU ends it."""
     require_supported()
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = int(used.ru_utime + used.ru_stime) + 1 + more_s

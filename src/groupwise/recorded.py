@@ -23,12 +23,12 @@ class RoutedExperts:
 
     @classmethod
     def of(cls, chosen_TLK: Any) -> RoutedExperts:
-        """From a NumPy array of integers below 32768."""
+        """Make it from a NumPy array of integers below 32768."""
         kind = "int8" if chosen_TLK.max(initial=0) < 128 else "<i2"
         return cls(chosen_TLK.shape, chosen_TLK.astype(kind).tobytes())
 
     def to_bytes(self) -> bytes:
-        """As it is stored and sent."""
+        """Return it as it is stored and sent."""
         return _ROUTED.pack(_ROUTED_MARK, *self.shape) + self.data
 
     @classmethod
@@ -50,7 +50,7 @@ class RoutedExperts:
         return RoutedExperts((tokens, *self.shape[1:]), self.data[: tokens * bytes_each])
 
     def array(self) -> Any:
-        """As a NumPy array [tokens, layers, K]."""
+        """Return it as a NumPy array [tokens, layers, K]."""
         import numpy as np
 
         kind = "int8" if len(self.data) == math.prod(self.shape) else "<i2"
@@ -110,7 +110,7 @@ class SamplingMask:
 
     @classmethod
     def of_entries(cls, vocabulary: int, entries: Sequence[MaskEntry]) -> SamplingMask:
-        """From the entries of all tokens."""
+        """Make it from the entries of all tokens."""
         import numpy as np
 
         lengths = np.array([len(words) for _, words in entries], "<i4").tobytes()
@@ -125,7 +125,7 @@ class SamplingMask:
 
     @classmethod
     def whole(cls, vocabulary: int, tokens: int) -> SamplingMask:
-        """Of so many tokens, each drawn from the whole vocabulary."""
+        """Make it of so many tokens, each drawn from the whole vocabulary."""
         return cls(vocabulary, bytes([DROPPED]) * tokens, bytes(4 * tokens), b"")
 
     @classmethod

@@ -354,7 +354,7 @@ def _total_length(rollout: Rollout) -> int:
 
 
 def _episodes(groups: Sequence[RolloutGroup]) -> Metrics:
-    """Of the rollouts that an environment played; nothing where there are none."""
+    """Return the metrics of the rollouts that an environment played; nothing where there are none."""
     played = [(group.prompt, each) for group in groups for each in group.rollouts if each.stop is not None]
     if not played:
         return {}
@@ -423,7 +423,7 @@ def _reported(episodes: Sequence[Rollout]) -> dict[str, list[float]]:
 
 
 def _plain(name: str) -> str:
-    """As a part of a metric's name."""
+    """Return it as a part of a metric's name."""
     return name.replace("/", "_")
 
 
@@ -433,7 +433,8 @@ def _spreads(by_group: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """With n - 1 in the denominator; exactly 0 where values differ by nothing but rounding."""
+    """Return the standard deviation with n - 1 in the denominator; exactly 0 where values differ by nothing but
+    rounding."""
     return stdev(values) if differ(values) else 0.0
 
 

@@ -461,7 +461,7 @@ def _open_store(run: str | None, store: Path | None) -> AdapterStore:
 
 
 def _print_result(value: Any, what: str, *, as_json: bool) -> None:
-    """One fact of what a server did, or all."""
+    """Print one fact of what a server did, or all."""
     if as_json:
         print_answer(value)
     else:

@@ -59,7 +59,7 @@ def examples(*lines: str) -> str:
 
 
 def print_answer(value: Any) -> None:
-    """What a server answered, in its own words, as JSON."""
+    """Print what a server answered, in its own words, as JSON."""
     from groupwise.sdk.types import as_json
 
     print_json(as_json(value))
@@ -83,7 +83,7 @@ def open_client(url: str | None, api_key: str | None) -> Client:
 
 
 def quiet_libraries() -> None:
-    """Of the libraries only warnings are shown, a line each, and the progress of downloads."""
+    """Show only warnings of the libraries, a line each, and the progress of downloads."""
     from transformers.utils import logging
 
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")

@@ -22,12 +22,12 @@ def stdout() -> Console:
 
 
 def say(text: str) -> None:
-    """A line on stderr."""
+    """Print a line on stderr."""
     print(visible(text), file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
-    """One line of strict JSON on stdout."""
+    """Print one line of strict JSON on stdout."""
     print(json.dumps(value, allow_nan=False))
 
 
@@ -39,7 +39,7 @@ def json_alone(as_json: bool) -> Iterator[None]:
 
 
 def print_line(text: str, *, console: Console | None = None) -> None:
-    """A line that is not wrapped, so that paths and commands can be copied."""
+    """Print a line that is not wrapped, so that paths and commands can be copied."""
     (console or stdout()).print(Text(visible(text)), soft_wrap=True)
 
 

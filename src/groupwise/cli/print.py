@@ -66,8 +66,8 @@ def run_as_json(config: RunConfig, result: RunResult) -> dict[str, Any]:
 
 
 def print_run(console: Console, config: RunConfig, result: RunResult, *, extremes: bool = False) -> None:
-    """The closing page of a run: the table, completions side by side, with `extremes` the best and the worst after it,
-    and what to do with the adapter."""
+    """Print the closing page of a run: the table, completions side by side, with `extremes` the best and the worst
+    after it, and what to do with the adapter."""
     console.print(before_after_table(_rows(config, result)))
     if config.eval is not None:
         for prompt, before, after in changed_first(result.before, result.after)[: config.eval.show]:
@@ -147,7 +147,7 @@ def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]
 
 
 def print_extremes(console: Console, result: RunResult) -> None:
-    """The completions of the trained policy that were rewarded most and least, of those on held-out prompts."""
+    """Print the completions of the trained policy that were rewarded most and least, of those on held-out prompts."""
     sampled = result.after.get("sampled") or next(iter(result.after.values()), None)
     scored = [
         (rollout.reward, group.prompt, rollout)
@@ -229,7 +229,7 @@ def tests_as_json(tests: Mapping[str, PairedTest]) -> dict[str, Any]:
 
 
 def print_tests(console: Console, tests: Mapping[str, PairedTest], *, policy: str, against: str) -> None:
-    """How two policies differ on the same prompts."""
+    """Print how two policies differ on the same prompts."""
     table = Table(box=None, pad_edge=False)
     for column in ("", "difference", "p", "won", "lost", "prompts"):
         table.add_column(column, justify="right" if column else "left")
@@ -365,7 +365,7 @@ def _time(report: CheckReport) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """As people say it.
+    """Return it as people say it.
 
     >>> _duration(40), _duration(1300), _duration(9000)
     ('40 s', '22 min', '2.5 h')
@@ -393,7 +393,7 @@ def _pace(config: RunConfig) -> str:
 
 
 def notes_as_json(loaded: LoadedRun) -> dict[str, Any]:
-    """In whose words the configuration is, and what of it does not act as it would there."""
+    """Return in whose words the configuration is, and what of it does not act as it would there."""
     listed = {"no_effect": loaded.idle, "differs": loaded.differs, "not_here": loaded.refused}
     return {"system": loaded.system} | {
         name: [{"key": note.place, "why": note.text} for note in notes] for name, notes in listed.items()
@@ -405,7 +405,7 @@ def origins_as_json(loaded: LoadedRun) -> dict[str, Any]:
 
 
 def print_origins(console: Console, loaded: LoadedRun) -> None:
-    """Every effective value and where it comes from, and what of the file has no effect."""
+    """Print every effective value and where it comes from, and what of the file has no effect."""
     rows = [(key, inline(value), origin) for key, value, origin in loaded.origins()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for key, value, origin in rows:

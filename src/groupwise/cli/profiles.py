@@ -26,7 +26,7 @@ def add_profiles(app: typer.Typer) -> None:
 
 
 def profiles(as_json: AsJson = False, debug: Debug = False) -> None:
-    """The hardware profiles that a loop of your own can name, and which fit this machine."""
+    """Print the hardware profiles that a loop of your own can name, and which fit this machine."""
     from groupwise.sdk.profiles import PROFILES, Machine, choose_profile
 
     machine = Machine.here()

@@ -308,7 +308,7 @@ def _report(client: Client, submitted: Any, *, wait: bool, timeout: float, as_js
 
 
 def _print_end(job: TrainStatus, *, as_json: bool, told: Sequence[str] = ()) -> None:
-    """How a job ended; on stderr its warnings, but for those that were told."""
+    """Print how a job ended; on stderr its warnings, but for those that were told."""
     for warning in (each for each in job.warnings if each not in told):
         say(f"warning: {warning}")
     if as_json:
@@ -354,7 +354,7 @@ def _row(job: TrainStatus) -> tuple[str, ...]:
 
 
 def _seconds(duration: float | None) -> str:
-    """Of a job that never ran none, however long it waited."""
+    """Return the seconds that a job ran; None of one that never did, however long it waited."""
     return "" if duration is None else f"{duration:.1f}"
 
 

@@ -223,7 +223,7 @@ def _rewards_json(report: RewardCheckReport) -> dict[str, Any]:
 
 
 def _print_rewards(reports: Sequence[RewardCheckReport], lacking: Mapping[str, list[str]], *, probes: bool) -> None:
-    """A verdict and the findings for each, and with `probes` what every probe got."""
+    """Print a verdict and the findings for each, and with `probes` what every probe got."""
     for report in reports:
         hack = (
             "" if report.hack is None else f"; from a wrong to a right answer, junk gets {report.hack:.0%} of the way"

@@ -81,7 +81,7 @@ def _check_directory(name: str, path: Path) -> None:
 
 
 def _check_name(name: str) -> None:
-    """A name on the hub: spelt as one, and cached or to be had."""
+    """Check a name on the hub: it is spelt as one, and cached or to be had."""
     if "/" not in name and difflib.get_close_matches(name.lower(), [STARTER], cutoff=0.8):
         raise ModelError(f"there is no model {name!r}; did you mean {STARTER}?", hint=_NAMES)
     from huggingface_hub import constants, try_to_load_from_cache
@@ -120,7 +120,7 @@ def reading(name: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4)
 def _answers(endpoint: str) -> bool:
-    """Whether the hub answers, whatever it says; asked once in a process."""
+    """Return whether the hub answers, whatever it says; asked once in a process."""
     from huggingface_hub.utils import get_session
 
     try:

@@ -537,7 +537,7 @@ class RunConfig(Section):
         return self.rollout.may_be_stale or (self.engine == "vllm" and self.vllm.rounds(self.dtype))
 
     def _check_quantization(self) -> None:
-        """What cannot go with a base in few bits, or with DoRA."""
+        """Refuse what cannot go with a base in few bits, or with DoRA."""
         kind, lora = self.quantization, self.train.lora
         by_vllm = self.engine == "vllm" and self.vllm.push == "adapter"
         if lora is not None and lora.use_dora and (by_vllm or kind):
@@ -563,7 +563,7 @@ class RunConfig(Section):
         return teacher is not None and teacher.loss == "sft" and (not self.rewards or teacher.reward_weight == 0)
 
     def _check_demonstrations(self, teacher: TeacherConfig) -> None:
-        """What cannot go with a teacher's completions."""
+        """Refuse what cannot go with a teacher's completions."""
         if self.env is not None:
             message = "sft has the teacher answer a prompt in one turn, and an environment is played in several"
             raise conflict("teacher", "loss", f"{message}; use opd, or leave env out")
@@ -583,7 +583,7 @@ class RunConfig(Section):
             raise conflict("algo", "kl", f"{message}; leave it out")
 
     def _check_teacher(self, teacher: TeacherConfig) -> None:
-        """What cannot go with a teacher."""
+        """Refuse what cannot go with a teacher."""
         rollout, scored = self.rollout, bool(self.rewards) or self.env is not None
         if teacher.loss == "sft":
             self._check_demonstrations(teacher)
@@ -625,7 +625,7 @@ class RunConfig(Section):
             raise conflict("algo", "credit", f"{self.algo.credit!r} is of rewards, and there are none")
 
     def _check_engine(self) -> None:
-        """Every knob of the engine that does not sample is left alone."""
+        """Refuse a knob of the engine that does not sample."""
         if self.engine == "local":
             if self.vllm != VllmConfig():
                 raise conflict("vllm", "does nothing with engine local; set engine: vllm, or remove the section")
@@ -670,7 +670,8 @@ class RunConfig(Section):
             raise conflict("eval", "data", "required and missing: name the held-out prompts")
 
     def _check_streaming(self) -> None:
-        """A part of a step knows neither the statistics of the whole nor what a second pass would start from."""
+        """Refuse what needs the whole step: a part of it knows neither the statistics of the whole nor what a second
+        pass would start from."""
         for key, value, fine in (
             ("train.minibatches", self.train.minibatches, 1),
             ("train.passes", self.train.passes, 1),

@@ -226,7 +226,7 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _check_engine(self) -> ServeConfig:
-        """Every knob of the engine that does not sample is left alone."""
+        """Refuse a knob of the engine that does not sample."""
         if self.engine == "local" and self.vllm != VllmConfig():
             raise conflict("vllm", "does nothing with engine local; set engine to vllm, or leave it out")
         if self.engine == "vllm":

@@ -97,7 +97,7 @@ class Decoder(Protocol):
         ...
 
     def decode(self) -> None:
-        """One step of all rows; there is at least one."""
+        """Compute one step of all rows; there is at least one."""
         ...
 
     def drop_cancelled(self) -> None:
@@ -111,8 +111,8 @@ class Decoder(Protocol):
     def hidden_before(
         self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], weights: AdapterWeights | None
     ) -> list[Tensor]:
-        """For each completion of a prompt the last hidden states [T, hidden] that predict its tokens, none of which is
-        empty."""
+        """Return for each completion of a prompt the last hidden states [T, hidden] that predict its tokens, none of
+        which is empty."""
         ...
 
     def follow(

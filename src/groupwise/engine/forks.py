@@ -122,7 +122,7 @@ class ForkServer:
                 socket.send_fds(self._channel, [GO], descriptors)
 
     def close(self) -> None:
-        """For good. One that is being started is not waited for."""
+        """Close for good. One that is being started is not waited for."""
         self._closed = True
         if process := self._process:
             process.kill()

@@ -123,7 +123,7 @@ class GrammarCompiler:
             raise too_slow(grammar) from None
 
     def close(self) -> None:
-        """What is being vetted ends at once; what was vetted and is being compiled ends by itself."""
+        """End what is being vetted at once; what was vetted and is being compiled ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._closed = True
         if vetting := self.__dict__.get("_vetting"):
@@ -369,7 +369,7 @@ def _one_source(grammar: Grammar) -> str:
 
 
 def _definition(grammar: Grammar, written: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """In llguidance's terms; JSON is `written` as said there, or as models write it."""
+    """Return it in llguidance's terms; JSON is `written` as said there, or as models write it."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             return {"json_schema": {"type": "object", "x-guidance": _options(written, lenient=False)}}

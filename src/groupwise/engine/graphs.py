@@ -40,7 +40,7 @@ class Step(Protocol):
     def open(self, ids: Tensor, positions: Tensor) -> tuple[Carry, Heads]: ...
 
     def between(self, layer: int, carry: Carry, mixed: Tensor) -> tuple[Carry, Heads]:
-        """From the attention of `layer` to that of the next."""
+        """Compute from the attention of `layer` to that of the next."""
         ...
 
     def close(self, carry: Carry, mixed: Tensor) -> Tensor:

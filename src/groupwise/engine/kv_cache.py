@@ -225,7 +225,7 @@ class KeyValueCache:
         return _copies(self.rows, row, count)
 
     def hold(self, row: int, layers: Layers, count: int) -> None:
-        """The inverse of `held`: write `count` tokens' keys and values into a row."""
+        """Write, as the inverse of `held`, `count` tokens' keys and values into a row."""
         _put_back(self.rows, row, layers, count)
 
     def clear(self) -> None:

@@ -450,7 +450,7 @@ class LocalEngine:
         return self._call_soon(run, self._lanes[0]).result()
 
     def _scores_of(self, ids: Sequence[int], hidden_TH: Tensor, top: int, temperature: float) -> SequenceScores:
-        """Of the tokens `ids`, which these hidden states predict."""
+        """Return the scores of the tokens `ids`, which these hidden states predict."""
         logprobs, tops = list[float](), list[Any]()
         id_T = on_device(ids, hidden_TH.device)
         scale_1 = on_device([temperature], hidden_TH.device, widest_float(self._base.device))

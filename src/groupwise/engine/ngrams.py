@@ -48,7 +48,7 @@ class History:
         return len(self.ids) - self._opening
 
     def add(self, ids: Iterable[int]) -> None:
-        """The next tokens of the completion."""
+        """Add the next tokens of the completion."""
         for token in ids:
             for size in SIZES:
                 self._own[tuple(self.ids[-size:])] = len(self.ids)

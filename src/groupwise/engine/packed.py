@@ -92,7 +92,7 @@ class PackedDecoder(DecodedRows):
         self._admitted: list[Admitted] = []  # in the midst of being given rows
 
     def stats(self) -> dict[str, int]:
-        """With drafts, how many tokens were drafted and accepted so far."""
+        """Return, with drafts, how many tokens were drafted and accepted so far."""
         return self.lookup.stats()
 
     def hidden(self, ids: Sequence[int], weights: AdapterWeights | None) -> Tensor:
@@ -317,7 +317,7 @@ class PackedDecoder(DecodedRows):
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def decode(self) -> None:
-        """One step of all rows."""
+        """Compute one step of all rows."""
         rows, every = self.rows, slice(0, self.rows.active)
         self._since_sorted += 1
         if self._grid is None:

@@ -70,7 +70,7 @@ class PlainDecoder:
         return bool(batches)
 
     def decode(self) -> None:
-        """One token of every row."""
+        """Compute one token of every row."""
         for batch in self._batches:
             batch.decode()
         self._drop_empty()
@@ -163,7 +163,7 @@ class PlainBatch(DecodedRows):
         self.advance(slice(0, self.rows.active), self.shared.head.logits(hidden_PH)[row_B])
 
     def decode(self) -> None:
-        """One forward of the token sampled last; without a cache, of all tokens so far."""
+        """Run one forward of the token sampled last; without a cache, of all tokens so far."""
         rows, every = self.rows, slice(0, self.rows.active)
         ids_BT = rows.token[every, None]
         if not self._cached:

@@ -50,7 +50,7 @@ class TokenizerParts:
     eos_ids: tuple[int, ...] | None = None
 
     def open(self) -> LLTokenizer:
-        """As llguidance has it."""
+        """Return a matcher as llguidance does."""
         from llguidance import LLTokenizer
 
         ends = None if self.eos_ids is None else list(self.eos_ids)
@@ -153,7 +153,7 @@ class Vetting:
         return outcome
 
     def close(self) -> None:
-        """For good: what is being vetted ends at once."""
+        """Close for good: what is being vetted ends at once."""
         with self._lock:
             self._closed = True
             for stream in self._idle:
@@ -199,7 +199,7 @@ class Debts:
             )
 
     def charge(self, sender: str, seconds: float) -> None:
-        """A grammar of the sender was refused after these seconds."""
+        """Charge the sender of a grammar that was refused after these seconds."""
         with self._lock:
             now = time.monotonic()
             self._owed[sender] = (self._now_owed(sender, now) + seconds, now)

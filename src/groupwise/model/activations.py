@@ -76,7 +76,7 @@ class ModelSize:
         stored: int | None = None,
         product: int = 0,
     ) -> ModelSize:
-        """From a transformers text config; what an older architecture does not name has its usual value."""
+        """Make it from a transformers text config; what an older architecture does not name has its usual value."""
         hidden, heads = config.hidden_size, getattr(config, "num_attention_heads", None) or 1  # a Mamba has none
         return cls(
             parameters=parameters,
@@ -194,7 +194,8 @@ def kept_bytes(model: ModelSize, shape: PackedShape, training: Training) -> int:
 
 
 def _places(model: ModelSize, shape: PackedShape) -> int:
-    """Of each head of each cell, where in the packed row it stands, and the other way round; once for all layers."""
+    """Return, of each head of each cell, where in the packed row it stands, and the other way round; once for all
+    layers."""
     cells = (
         0 if shape.tree or shape.flex or shape.padded else shape.prompt_cells + shape.completion_cells + shape.tokens
     )

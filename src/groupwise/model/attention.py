@@ -212,7 +212,8 @@ class Lines:
         return out.view(-1, K * R, D)  # type: ignore[union-attr]
 
     def _indices_of(self, H: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For H heads in K sets: which of T*H each cell holds, the cell of each of T*H, the cells that are empty."""
+        """Return for H heads in K sets: which of T*H each cell holds, the cell of each of T*H, the cells that are
+        empty."""
         if (H, K) not in self._indices:
             head_KR = torch.arange(H, device=self._token_N.device).view(K, 1, -1, 1)
             token_PGC = self._token_N.view(self.P, 1, self.G, 1, self.width)

@@ -306,8 +306,8 @@ def cache_token_bytes(model: ModelSize) -> int:
 
 
 def _keys_and_values(config: RunConfig, load: Load) -> int:
-    """Of every row that decodes at once and its prompt; evaluation and sampling ahead fill all rows, as far as the
-    engine has room for them (`load.cache`), and for one at least.
+    """Return the bytes of every row that decodes at once and its prompt; evaluation and sampling ahead fill all rows,
+    as far as the engine has room for them (`load.cache`), and for one at least.
 
     With vLLM the local engine only scores, and keeps none."""
     rollout, model = config.rollout, load.model

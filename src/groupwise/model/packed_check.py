@@ -212,7 +212,7 @@ def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _tensor_bytes(holder: Any) -> int:
-    """Of all numbers that tensors in an object, its attributes and theirs hold in memory."""
+    """Return the bytes of all numbers that tensors in an object, its attributes and theirs hold in memory."""
     found: dict[int, int] = {}
     waiting, seen = [holder], set[int]()
     while waiting:

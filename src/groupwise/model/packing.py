@@ -83,7 +83,7 @@ class KeptRanges:
         self._words = np.concatenate([words for _, words in entries]).astype("int32")
 
     def dropped(self, tokens: slice, vocabulary: int) -> Tensor | None:
-        """For some of the tokens what they could not be (bools [tokens, vocabulary]); None where each could be
+        """Return for some of the tokens what they could not be (bools [tokens, vocabulary]); None where each could be
         anything."""
         if vocabulary != self._vocabulary:
             raise TrainingError(
@@ -240,8 +240,8 @@ def count_sequences(samples: Sequence[Sample], *, by_prompt: bool = False) -> in
 
 
 def sequence_lengths(samples: Sequence[Sample], *, by_prompt: bool = False) -> list[int]:
-    """For each sample the loss tokens of its sequence: its own, and those of the other segments of its episode; with
-    `by_prompt` those of all samples of its prompt."""
+    """Return for each sample the loss tokens of its sequence: its own, and those of the other segments of its episode;
+    with `by_prompt` those of all samples of its prompt."""
     return [count_loss_tokens(sequence) for sequence in _sequences(samples, by_prompt) for _ in sequence]
 
 

@@ -61,7 +61,7 @@ class _Tiles:
         return x_BNHD.view(B, N, heads, H // heads, D).permute(0, 2, 3, 1, 4).reshape(B, heads, -1, D)
 
     def put(self, out_SHD: Tensor, x_BKND: Tensor) -> None:
-        """The inverse of `grid`, into `out`."""
+        """Write the inverse of `grid` into `out`."""
         (B, N), (_, H, D) = self.query_positions_BN.shape, out_SHD.shape
         x = x_BKND.view(B, -1, H // x_BKND.shape[1], N, D).permute(0, 3, 1, 2, 4).reshape(B * N, H, D)
         out_SHD.index_copy_(0, self.queries_M, x if self.slots_M is None else x.index_select(0, self.slots_M))
@@ -72,7 +72,7 @@ class _Tiles:
         return x_SKD.index_select(0, self.keys_BT.view(-1)).view(B, T, *x_SKD.shape[1:]).transpose(1, 2)
 
     def add(self, sum_SKD: Tensor, x_BKTD: Tensor) -> None:
-        """The transpose of `keys`, added to `sum` (scatter_add: on CPUs much faster than index_add)."""
+        """Add the transpose of `keys` to `sum` (scatter_add: on CPUs much faster than index_add)."""
         x = x_BKTD.transpose(1, 2).to(sum_SKD.dtype).reshape(self.keys_BT.numel(), -1)
         sum_SKD.view(len(sum_SKD), -1).scatter_add_(0, self.keys_BT.view(-1, 1).expand_as(x), x)
 
@@ -147,7 +147,7 @@ class _TreeAttention(torch.autograd.Function):
 def _gradients(
     grad_SHD: Tensor, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, tiles: list[_Tiles], scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of (scaled) queries, keys, values and sinks; of all but the first in float32 at least."""
+    """Return the gradients of (scaled) queries, keys, values and sinks; of all but the first in float32 at least."""
     exact = torch.promote_types(value_SKD.dtype, torch.float32)
     grad_query = torch.empty_like(query_SHD)
     grad_key, grad_value = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in (key_SKD, value_SKD))

@@ -99,8 +99,8 @@ class FourBitLinear(QuantizedLinear):
             self.offset = _frozen(state.offset.reshape(1))  # what was taken off the scales: their mean
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """As one row of values: bitsandbytes 0.50 on a CPU mixes up the blocks of a matrix whose rows are not whole
-        blocks."""
+        """Return it as one row of values: bitsandbytes 0.50 on a CPU mixes up the blocks of a matrix whose rows are not
+        whole blocks."""
         from bitsandbytes.functional import (  # pyright: ignore[reportMissingImports]
             QuantState,
             dequantize_4bit,

@@ -47,7 +47,7 @@ def _tell_layer(module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, d
 
 
 def _convolution(own: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
-    """Of x [1, C, S] -> likewise."""
+    """Return the convolution of x [1, C, S], likewise."""
 
     @functools.wraps(own)
     def run(
@@ -69,8 +69,8 @@ def _convolution(own: Callable[..., Any], names: dict[str, Any]) -> Callable[...
 
 
 def _gated_delta_rule(own: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
-    """Of queries, keys and values [1, S, heads, D], log decays and learning rates [1, S, heads] -> outputs, None (Yang
-    et al. 2024, arXiv 2412.06464). The state is [B, heads, D of keys, D of values]."""
+    """Compute the rule of queries, keys and values [1, S, heads, D], log decays and learning rates [1, S, heads] ->
+    outputs, None (Yang et al. 2024, arXiv 2412.06464). The state is [B, heads, D of keys, D of values]."""
     stepwise = names["torch_recurrent_gated_delta_rule"]
 
     @functools.wraps(own)
@@ -100,8 +100,8 @@ def _gated_delta_rule(own: Callable[..., Any], names: dict[str, Any]) -> Callabl
 
 
 def _state_space(own: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
-    """Of inputs [1, S, heads, P], step sizes [1, S, heads], A [heads], B and C [1, S, groups, N] -> outputs like the
-    inputs (Mamba 2: Dao & Gu 2024, arXiv 2405.21060). The state is [B, heads, P, N]."""
+    """Compute the state space of inputs [1, S, heads, P], step sizes [1, S, heads], A [heads], B and C [1, S, groups,
+    N] -> outputs like the inputs (Mamba 2: Dao & Gu 2024, arXiv 2405.21060). The state is [B, heads, P, N]."""
     stepwise = names["mamba2_selective_state_update"]
 
     @functools.wraps(own)

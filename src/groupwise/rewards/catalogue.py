@@ -35,7 +35,7 @@ def built_in() -> Iterator[tuple[str, str]]:
 
 
 def first_sentence(function: Callable[..., Any]) -> str:
-    """Of the docstring, on one line; empty without one."""
+    """Return the first sentence of the docstring, on one line; empty without one."""
     paragraph = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
     return re.split(r"(?<=[\w)`]\.)\s(?=[A-Z`])", paragraph, maxsplit=1)[0]
 

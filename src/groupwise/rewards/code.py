@@ -451,8 +451,8 @@ class _Examiner:
         return said
 
     def _look_up_end(self, box: Box) -> None:
-        """Why a box says nothing more. Returns where that is the program's doing. Raises SandboxError, or BadTestCase
-        for tests that end their own process."""
+        """Find out why a box says nothing more. Returns where that is the program's doing. Raises SandboxError, or
+        BadTestCase for tests that end their own process."""
         try:
             end = box.wait(timeout=_DYING_S)
         except SandboxError:

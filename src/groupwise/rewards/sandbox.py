@@ -144,7 +144,7 @@ class Isolation:
 
 @functools.cache
 def isolation() -> Isolation:
-    """The best separation that works here, found by trying it; takes a tenth of a second or two the first time.
+    """Return the best separation that works here, found by trying it; takes a tenth of a second or two the first time.
 
     Raises SandboxError where not even a box without isolation runs.
     """
@@ -187,7 +187,7 @@ def _why_not(level: Isolation) -> str | None:
 
 
 def _remove_left_groups(parent: Path) -> None:
-    """Those of keepers that were killed. One that has processes cannot be removed."""
+    """Remove the groups of keepers that were killed. One that has processes cannot be removed."""
     for left in parent.glob(f"{GROUP}*"):
         with suppress(OSError, ValueError):
             if not exists(int(left.name.removeprefix(GROUP))):

@@ -59,7 +59,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: Any) -> None:
-    """A function of libc that returns 0. Raises OSError."""
+    """Call a function of libc that returns 0. Raises OSError."""
     if getattr(libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -227,7 +227,7 @@ class Keeper:
                 self._show_output()
 
     def _reaped(self, child: int) -> bool:
-        """For kernels without pidfd."""
+        """Wait on kernels without pidfd."""
         ended, status, usage = os.wait4(child, os.WNOHANG)
         if ended:
             self.ended = status, usage.ru_utime + usage.ru_stime
@@ -245,7 +245,7 @@ class Keeper:
     # ---- the child ----
 
     def _child(self, report: int) -> NoReturn:
-        """With namespaces this becomes their process 1, which forks the program; without, the program itself."""
+        """Become, with namespaces, their process 1, which forks the program; without, the program itself."""
         try:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE, signal.SIGXFSZ):
@@ -423,7 +423,7 @@ def drop_privileges() -> None:
 
 
 def lower_limits(limits: dict[str, Any]) -> None:
-    """The program's own limits, of which some may be absent."""
+    """Set the program's own limits, of which some may be absent."""
     for which, name, unit, more in (
         (resource.RLIMIT_CPU, "cpu_s", 1, 1),  # SIGXCPU at the limit, SIGKILL a second later
         (resource.RLIMIT_AS, "memory_mb", 1 << 20, 0),
@@ -564,7 +564,7 @@ def _error(number: int) -> int:
 
 
 def install(code: Instructions) -> None:
-    """For this process and what it becomes. Raises OSError where the kernel has no seccomp."""
+    """Install it for this process and what it becomes. Raises OSError where the kernel has no seccomp."""
     data = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in code))
 
     class Program(ctypes.Structure):  # struct sock_fprog
@@ -612,8 +612,8 @@ def give(directory: str, user: int) -> None:
 
 
 def make_root(shown: list[str], *, disk_mb: int, workspace: str | None = None) -> None:
-    """A root of its own: the system's programs and `shown`, read-only; an empty /tmp in memory; /proc and five devices;
-    and `workspace`, which may be written.
+    """Make a root of its own: the system's programs and `shown`, read-only; an empty /tmp in memory; /proc and five
+    devices; and `workspace`, which may be written.
 
     Everything else of the machine's files, home directories and sockets among them, is not there.
     """

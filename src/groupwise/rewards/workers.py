@@ -63,7 +63,7 @@ class LaneCall(Protocol):
         ...
 
     def answered(self, answer: Any, printed: Callable[[], str]) -> None:
-        """The worker answered; `printed()` returns its last output."""
+        """Take note that the worker answered; `printed()` returns its last output."""
         ...
 
     def unstarted(self, why: str) -> None:
@@ -71,11 +71,11 @@ class LaneCall(Protocol):
         ...
 
     def lost(self, loss: Loss) -> None:
-        """The worker died or was killed while it executed this call."""
+        """Take note that the worker died or was killed while it executed this call."""
         ...
 
     def closed(self) -> None:
-        """The pool was closed while the worker executed this call."""
+        """Take note that the pool was closed while the worker executed this call."""
         ...
 
 
@@ -184,7 +184,7 @@ class Lane(threading.Thread):
             self._lost()
 
     def _lost(self) -> None:
-        """The worker ended, or has to be: kill it, say why to whom it concerns, and have another."""
+        """Replace a worker that ended, or has to: kill it, say why to whom it concerns, and have another."""
         begun, now = list(self.running.values()), time.monotonic()
         self.running.clear()
         late = [each.overdue <= now for each in begun]
@@ -298,7 +298,7 @@ class WorkerProcess:
         return "lost its worker", printed
 
     def abandon(self) -> None:
-        """From another thread: kill it, and any that is started later."""
+        """Kill it, from another thread, and any that is started later."""
         self._abandoned = True
         if box := self._box:
             box.end()

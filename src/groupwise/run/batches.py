@@ -148,7 +148,8 @@ class Batches:
         self.collected = Collected(groups=(), sampled=())
 
     def sync(self, version: PolicyVersion, *, step: int) -> None:
-        """The sampler has the policy as it was after `step`: what is sampled from now on is sampled by it."""
+        """Take note that the sampler has the policy as it was after `step`: what is sampled from now on is sampled by
+        it."""
         self._version, self.synced = version, step
         self._synced_at[version] = step
         if not self._pace.in_rounds:
@@ -309,7 +310,7 @@ class Batches:
         self._kept = len(taken.kept)
 
     def _token_ages(self, flight: _InFlight, group: RolloutGroup) -> list[tuple[int, int]]:
-        """For each stretch of tokens that one version drew: its age in steps, and how many they are."""
+        """Return for each stretch of tokens that one version drew: its age in steps, and how many they are."""
         drew = [
             span
             for rollout in group.rollouts
@@ -360,7 +361,7 @@ class _Taken:
     replayed: int = 0
 
     def keep(self, group: RolloutGroup, *, age: int | None = None) -> None:
-        """A fresh group of this age in steps, or a replayed one."""
+        """Keep a fresh group of this age in steps, or a replayed one."""
         self.kept.append(group)
         if age is None:
             self.replayed += 1

@@ -149,7 +149,8 @@ class StepPace:
 
     @classmethod
     def of(cls, config: RunConfig, step: StepSize, *, sampled_s: float, trained_s: float, tokens: float) -> StepPace:
-        """Of a step, from the seconds in which the trial's completions were sampled and its `tokens` trained."""
+        """Make it of a step, from the seconds in which the trial's completions were sampled and its `tokens`
+        trained."""
         high = sampled_s * step.completions / (PROMPTS * COMPLETIONS)
         training = trained_s * step.tokens / tokens * config.train.passes if tokens else 0.0
         return cls(sampling=(min(high, sampled_s * step.decode_waves), high), training=training)
@@ -277,7 +278,7 @@ def _shared(config: RunConfig) -> str | None:
 
 
 async def _sampled(parts: Components, group: RolloutGroup, version: PolicyVersion, params: SamplingParams) -> None:
-    """One token behind what the policy was first asked."""
+    """Sample one token behind what the policy was first asked."""
     asked = next((turn.prompt_ids for rollout in group.rollouts for turn in rollout.turns), None)
     if asked is not None:
         await parts.engine.sample([SamplingRequest(prompt_ids=asked, params=params, version=version)])

@@ -136,7 +136,7 @@ class Evaluation:
         return _mean(self.values(measure))
 
     def standard_error(self, measure: str = "reward") -> float:
-        """Of `measured`; NaN for fewer than two prompts."""
+        """Return the standard error of `measured`; NaN for fewer than two prompts."""
         values = _known(self.values(measure))
         return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 

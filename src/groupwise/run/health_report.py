@@ -38,7 +38,7 @@ class Report:
         return "error" if "error" in severities else "warn" if severities else "ok"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return {
             "status": self.status,
             "last_step": self.last_step,

@@ -349,7 +349,8 @@ def _publish(run: _Run) -> PolicyVersion:
 
 
 def _is_told(metric: str, value: float) -> bool:
-    """Of those that a version tells. The ledger keeps finite ones only: a job that goes on knows no others."""
+    """Return whether it is one of those that a version tells. The ledger keeps finite ones only: a job that goes on
+    knows no others."""
     return metric.startswith(("reward/", "loss/")) and math.isfinite(value)
 
 

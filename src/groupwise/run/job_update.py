@@ -98,7 +98,8 @@ class Task:
         return sum(len(self.samples[row].completion_ids) for row in self.batches[step])
 
     def some(self, tokens: int) -> list[Sample]:
-        """Of the samples as many as have about this many tokens together, at least one, from all over the job."""
+        """Return as many of the samples as have about this many tokens together, at least one, from all over the
+        job."""
         each = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in self.samples) / len(self.samples)
         return list(self.samples[:: max(1, math.ceil(len(self.samples) * each / tokens))])
 

@@ -29,7 +29,7 @@ class Launch:
     script: str | None = None
 
     def __str__(self) -> str:
-        """As it is to be typed, or handed in."""
+        """Return it as it is to be typed, or handed in."""
         return self.script or "".join(f"{shlex.join(command)}\n" for command in self.commands)
 
 

@@ -65,8 +65,8 @@ class Promotion:
             self._engine.load(self._against, located.directory)
 
     async def begin(self, start: PolicyVersion, evaluations: Mapping[str, Evaluation]) -> None:
-        """What the run starts from was evaluated: it is active until a version passes. Evaluates what versions are
-        compared with, if that is another one."""
+        """Begin from what the run starts from, which was evaluated and is active until a version passes. Evaluates what
+        versions are compared with, if that is another one."""
         self._start = start
         if not start.is_base:
             self._policy.activate(start)
@@ -113,13 +113,13 @@ class Promotion:
         return "the base model" if self._against.is_base else str(self._against)
 
     def conclude(self) -> None:
-        """The run is over: its name is not to mean a version that nobody judged."""
+        """End with the run: its name is not to mean a version that nobody judged."""
         for version in self._store.versions(self._policy.newest.name):
             if version not in (self.promoted, self._start) and self._store.refused(version) is None:
                 self._store.refuse(version, "it was not promoted: it was not evaluated, or a later one was promoted")
 
     def state_dict(self) -> dict[str, Any]:
-        """For `load_state_dict`; goes through JSON."""
+        """Return what is for `load_state_dict`; goes through JSON."""
         assert self._old is not None
         best = None if self._best is None else {"version": self._best[0], **self._best[1].as_dict()}
         promoted = None if self.promoted is None else str(self.promoted)

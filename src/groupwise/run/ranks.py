@@ -92,7 +92,8 @@ def _check(config: RunConfig, here: World) -> None:
 
 
 def _device(config: RunConfig, here: World) -> torch.device:
-    """Of this process: the GPU with its number on this machine. Raises ConfigError where there are too few."""
+    """Return the device of this process: the GPU with its number on this machine. Raises ConfigError where there are
+    too few."""
     device = resolve_device(config.device)
     if device.type == "mps" and here.size > 1:  # gpu-only: gloo does not exchange tensors of Apple's GPUs
         return torch.device("cpu")

@@ -118,7 +118,7 @@ class Place:
 
 
 def enter(folder: str) -> None:
-    """In an actor: work in the launcher's directory. Raises StorageError where this machine has none of that name."""
+    """Work, in an actor, in the launcher's directory. Raises StorageError where this machine has none of that name."""
     try:
         os.chdir(folder)
     except OSError as error:
@@ -130,7 +130,7 @@ def enter(folder: str) -> None:
 
 
 def seen_here(directory: Path) -> None:
-    """In an actor: raises StorageError where this machine does not see a directory of the run."""
+    """Raise StorageError, in an actor, where this machine does not see a directory of the run."""
     if not directory.is_dir():
         raise StorageError(
             f"{this_machine()} does not see {directory}, which the learner wrote on another machine",

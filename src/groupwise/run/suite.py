@@ -157,7 +157,8 @@ class LmEval:
         return {"OPENAI_API_KEY": endpoint.key}
 
     def read(self, output: Path) -> dict[str, Metric]:
-        """Of results_<time>.json; a name is "task/metric", behind it the filter where it is not "none"."""
+        """Read the scores of results_<time>.json; a name is "task/metric", behind it the filter where it is not
+        "none"."""
         metrics: dict[str, Metric] = {}
         for path in sorted(output.rglob("results_*.json")):
             said = _load(path)
@@ -194,7 +195,8 @@ class Inspect:
         return {f"{provider}_BASE_URL": f"{endpoint.url}/v1", f"{provider}_API_KEY": endpoint.key}
 
     def read(self, output: Path) -> dict[str, Metric]:
-        """Of the logs; a name is "task/scorer/metric". Raises DataError where a task did not come to its end."""
+        """Read the scores of the logs; a name is "task/scorer/metric". Raises DataError where a task did not come to
+        its end."""
         metrics: dict[str, Metric] = {}
         for path in sorted(output.rglob("*.json")):
             log = _load(path)

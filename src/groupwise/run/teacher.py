@@ -74,7 +74,7 @@ class TeacherBackend(Protocol):
     async def score(
         self, prompt_ids: Ids, completions: Sequence[Ids], sampled_by: PolicyVersion
     ) -> list[SequenceScores]:
-        """Of each completion of a prompt. Raises GroupwiseError."""
+        """Return the scores of each completion of a prompt. Raises GroupwiseError."""
         ...
 
     def close(self) -> None: ...
@@ -311,7 +311,7 @@ class TeacherRollouts:
         self._n, self._temperature = config.teacher.completions, config.teacher.temperature
 
     def prepare(self, prompt: Prompt) -> Prompt:
-        """As the policy's source does."""
+        """Prepare as the policy's source does."""
         return self._policy.prepare(prompt)
 
     def begin(

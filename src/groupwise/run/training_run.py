@@ -273,5 +273,5 @@ class TrainingRun:
         return directory
 
     def _protect(self) -> None:
-        """What must stay on the disk: evaluated versions, and those of the checkpoint."""
+        """Protect what must stay on the disk: evaluated versions, and those of the checkpoint."""
         self.policy.protected = {*self._evaluated, self.policy.newest, self.policy.sampling}

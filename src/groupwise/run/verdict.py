@@ -50,7 +50,7 @@ class Measured:
         return fmean(known) if known else math.nan
 
     def as_dict(self) -> dict[str, Any]:
-        """For `from_dict`; goes through JSON, which has no nan."""
+        """Return what is for `from_dict`; goes through JSON, which has no nan."""
         return {"rewards": [each if math.isfinite(each) else None for each in self.rewards], "length": self.length}
 
     @classmethod

@@ -122,12 +122,12 @@ class _Calls(Flows):
 
     @ClientMethod
     def health(self, *, timeout: float = ASK_S) -> Flow[Health]:
-        """How the server is; needs no API key."""
+        """Return how the server is; needs no API key."""
         return self.ask(Health, "/health", timeout=timeout)
 
     @ClientMethod
     def models(self, *, timeout: float = ASK_S) -> Flow[list[ModelCard]]:
-        """What `model` and `adapter` may say."""
+        """Return what `model` and `adapter` may say."""
         models = yield from self.ask(ModelList, "/v1/models", timeout=timeout)
         return models.data
 
@@ -137,7 +137,7 @@ class _Calls(Flows):
     def chat(
         self, messages: Conversation, *, timeout: float = SAMPLE_S, **options: Unpack[ChatOptions]
     ) -> Flow[ChatCompletion]:
-        """The reply to a conversation; a string is one message of the user."""
+        """Return the reply to a conversation; a string is one message of the user."""
         body = {"messages": _conversation(messages), **_known(options, ChatOptions)}
         return self.tell(ChatCompletion, "/v1/chat/completions", body, timeout=timeout)
 
@@ -145,7 +145,7 @@ class _Calls(Flows):
     def chat_stream(
         self, messages: Conversation, *, timeout: float = SAMPLE_S, **options: Unpack[ChatOptions]
     ) -> Emits[ChatPiece]:
-        """The reply piece by piece, as it is sampled. Closing the iterator ends the sampling.
+        """Yield the reply piece by piece, as it is sampled. Closing the iterator ends the sampling.
 
         Raises:
             RemoteError: before the first piece as `chat`; later if the server fails or the stream ends too early.
@@ -225,7 +225,7 @@ class _Calls(Flows):
         limit: int = 200,
         timeout: float = ASK_S,
     ) -> Flow[FeedbackPage]:
-        """A page of feedback, newest first; `before` is the `next` of the page before."""
+        """Return a page of feedback, newest first; `before` is the `next` of the page before."""
         asked = {"rollout_id": rollout_id, "version": version, "state": state, "before": before, "limit": limit}
         query = urlencode({name: value for name, value in asked.items() if value is not None})
         return self.ask(FeedbackPage, f"/v1/feedback?{query}", timeout=timeout)
@@ -269,17 +269,17 @@ class _Calls(Flows):
 
     @ClientMethod
     def status(self, job_id: str, *, timeout: float = ASK_S) -> Flow[TrainStatus]:
-        """One job."""
+        """Return one job."""
         return self.ask(TrainStatus, _job_path("status", job_id), timeout=timeout)
 
     @ClientMethod
     def jobs(self, *, timeout: float = ASK_S) -> Flow[list[TrainStatus]]:
-        """All jobs: the running one, then those that wait, in order, then those that ended, newest first."""
+        """Return all jobs: the running one, then those that wait, in order, then those that ended, newest first."""
         return self.ask(list[TrainStatus], "/v1/train/status", timeout=timeout)
 
     @ClientMethod
     def metrics(self, job_id: str, *, timeout: float = ASK_S) -> Flow[list[dict[str, Any]]]:
-        """What a job measured, step by step."""
+        """Return what a job measured, step by step."""
         measured = yield from self.ask(JobMetrics, _job_path("metrics", job_id), timeout=timeout)
         return measured.steps
 
@@ -290,7 +290,7 @@ class _Calls(Flows):
 
     @Stream
     def events(self, job_id: str, *, after: int = 0, timeout: float = WAIT_S) -> Emits[JobEvent]:
-        """What has happened to a job after event `after`, and what happens, until the job has ended.
+        """Yield what has happened to a job after event `after`, and what happens, until the job has ended.
 
         Raises:
             DeadlineError: it had not ended after `timeout` seconds.
@@ -301,7 +301,8 @@ class _Calls(Flows):
     def wait(
         self, job_id: str, *, timeout: float = WAIT_S, on_event: Callable[[JobEvent], object] | None = None
     ) -> Flow[TrainStatus]:
-        """The job, once it is completed: what it trained is then served. `on_event` is given what happens meanwhile.
+        """Return the job, once it is completed: what it trained is then served. `on_event` is given what happens
+        meanwhile.
 
         The server may restart meanwhile; it continues the job.
 
@@ -511,7 +512,7 @@ def _bear(error: RemoteError, place: _EventCursor) -> str:
 
 
 def _ignore(event: JobEvent) -> None:
-    """For who waits without listening."""
+    """Do nothing, for those who wait without listening."""
 
 
 def _late(job_id: str, timeout: float) -> DeadlineError:

@@ -32,12 +32,12 @@ class AdapterCalls(Flows):
 
     @ClientMethod
     def list(self, *, timeout: float = ASK_S) -> Flow[AdapterList]:
-        """Every adapter, and which version is active."""
+        """Return every adapter, and which version is active."""
         return self.ask(AdapterList, "/v1/adapters", timeout=timeout)
 
     @ClientMethod
     def show(self, name: str, *, timeout: float = ASK_S) -> Flow[AdapterDetail]:
-        """One adapter, with where each of its versions came from."""
+        """Return one adapter, with where each of its versions came from."""
         return self.ask(AdapterDetail, _path(name), timeout=timeout)
 
     @ClientMethod
@@ -70,7 +70,7 @@ class AdapterCalls(Flows):
         density: float | None = None,
         timeout: float = MOVE_S,
     ) -> Flow[AdapterMerged]:
-        """A new adapter from `sources`, name -> weight. Modes: weighted_average, ties (with `density`), concat."""
+        """Make a new adapter from `sources`, name -> weight. Modes: weighted_average, ties (with `density`), concat."""
         body: dict[str, Any] = {"output_name": output_name, "mode": mode}
         body["sources"] = [{"name": name, "weight": weight} for name, weight in sources.items()]
         body |= {} if density is None else {"density": density}
@@ -86,8 +86,8 @@ class AdapterCalls(Flows):
         any_base: bool = False,
         timeout: float = MOVE_S,
     ) -> Flow[AdapterUploaded]:
-        """A directory that PEFT saved, or a tar.gz of one, as an adapter; `new_version` adds to one that exists, and
-        `any_base` takes one that names another base model than the one that is served."""
+        """Upload a directory that PEFT saved, or a tar.gz of one, as an adapter; `new_version` adds to one that exists,
+        and `any_base` takes one that names another base model than the one that is served."""
         flags = {"new_version": new_version, "any_base": any_base}
         fields = {"name": name} | {field: "true" for field, is_set in flags.items() if is_set}
         with _archive(Path(source), name) as file:

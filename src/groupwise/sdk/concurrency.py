@@ -76,7 +76,7 @@ class AdaptiveConcurrency:
         self._wake()
 
     def _wake(self) -> None:
-        """As many as have room."""
+        """Wake as many as have room."""
         room = int(self.window) - self.in_flight
         while self._waiting and room > 0:
             waiter = self._waiting.popleft()

@@ -303,7 +303,7 @@ class TrainingClient:
         return ForwardBackwardOutput(loss_fn_outputs=tuple({"logprobs": row} for row in seen), metrics=metrics)
 
     def _check_reduction(self, spec: LossSpec | None) -> None:
-        """One divisor for all calls of a step."""
+        """Refuse more than one divisor for all calls of a step."""
         if self._calls and _reduction(spec) != _reduction(self._spec):
             raise ConfigError(
                 f"a loss with reduction {_reduction(spec)!r} after one with {_reduction(self._spec)!r}: "

@@ -97,7 +97,7 @@ class Send:
     form: Form | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """For httpx2's `build_request`."""
+        """Return the arguments of httpx2's `build_request`."""
         seconds = max(self.timeout, 0.001)
         limits = httpx2.Timeout(seconds, connect=min(seconds, CONNECT_S))
         given: dict[str, Any] = {"method": self.method, "url": self.path, "timeout": limits, "headers": self.headers}

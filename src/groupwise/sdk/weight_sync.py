@@ -162,7 +162,7 @@ class WeightSyncer:
         return Resumed(step=facts["step"], extra=facts["loop"])
 
     def _serve_again(self, deployment: Deployment, facts: Mapping[str, Any]) -> None:
-        """The versions of a state, and none of those that came after it."""
+        """Serve again the versions of a state, and none of those that came after it."""
         newest, step = PolicyVersion.parse(facts["published"][0]), facts["published"][1]
         serving = PolicyVersion.parse(facts["serving"])
         gone = self._versions

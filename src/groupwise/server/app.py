@@ -250,7 +250,7 @@ class _ServerProcess:
         self._announce("stopped")
 
     def _say_ready(self) -> None:
-        """Where it answers, what a browser should open, and what answers."""
+        """Say where it answers, what a browser should open, and what answers."""
         assert self._server is not None
         url = url_of(self._listener)
         pages = f"in a browser: {url}/ui/ to chat, score and train"
@@ -304,7 +304,8 @@ class _ServerProcess:
         await close_overdue(self._uvicorn.server_state.connections, seconds=self._config.header_timeout_s)
 
     async def _have_reader(self) -> None:
-        """The process that long bodies are read from, before there is one; not while the worker is being started."""
+        """Start the process that long bodies are read from, before there is one; not while the worker is being
+        started."""
         server = self._server
         assert server is not None
         await asyncio.sleep(READER_AFTER_S)

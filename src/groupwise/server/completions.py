@@ -143,7 +143,8 @@ class _Answer:
         ]
 
     async def sampled(self) -> tuple[list[list[_Row]], list[list[Completion]]]:
-        """For each prompt its own tokens with their log-probabilities, where they are shown, and its completions."""
+        """Return for each prompt its own tokens with their log-probabilities, where they are shown, and its
+        completions."""
         if self._body.prompt_logprobs is not None:
             self._read = [await self._prompt_logprobs(each.prompt_ids) for each in self._asked.requests]
         return await self._scored(), await self._completions()
@@ -201,7 +202,7 @@ class _Answer:
         return scored
 
     async def _prompt_logprobs(self, ids: tuple[int, ...]) -> list[dict[str, PromptLogprob] | None]:
-        """For each token of a prompt it and the likeliest in its place, by their ids; None for the first."""
+        """Return for each token of a prompt it and the likeliest in its place, by their ids; None for the first."""
         engine, version, top = self._asked.server.engine, self._asked.version, self._body.prompt_logprobs
         rows = await asyncio.to_thread(engine.score_top, ids[:1], ids[1:], version, top=top or 0)
 

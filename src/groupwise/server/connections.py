@@ -200,7 +200,7 @@ class Connection(H11Protocol):
         return None
 
     def send_400_response(self, msg: str) -> None:
-        """What arrived is not HTTP."""
+        """Answer what is not HTTP."""
         status, headers, body = envelope(RequestError("this is not an HTTP request", code="invalid_http"))
         lines = {**headers, "content-length": str(len(body)), "connection": "close"}
         encoded = [(name.encode(), value.encode()) for name, value in lines.items()]

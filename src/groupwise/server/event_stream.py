@@ -173,7 +173,7 @@ class EventStream(Response):
             self._failed = ClientGone(f"the client stopped reading: {error!r}")
 
     async def _cut(self, send: Send) -> None:
-        """The server ends before the stream does."""
+        """Cut the stream: the server ends before the stream does."""
         error = ShuttingDownError("the server is shutting down, and this answer is not whole", hint="send it again")
         with suppress(TimeoutError, OSError, RuntimeError):
             async with asyncio.timeout(CUT_S):

@@ -179,7 +179,7 @@ class Gatekeeper:
             self.trial.go_on(counts)
 
     def _config_of(self, kept: Mapping[str, Any]) -> ShadowConfig | CanaryConfig | None:
-        """Of what is on trial."""
+        """Return the configuration of what is on trial."""
         return self._config.shadow if kept.get("stage") == "shadow" else self._config.canary
 
     def _begin(self, kept: Mapping[str, Any]) -> None:
@@ -234,7 +234,8 @@ class Gatekeeper:
         return {"fingerprint": trial["fingerprint"], "live": live, "best": best, "before": before}
 
     async def _settle_best(self) -> None:
-        """The swap to the newest live version is over: who goes back from it does so by hand."""
+        """Settle the best version once the swap to the newest live one is over: who goes back from it does so by
+        hand."""
         kept = await asyncio.to_thread(self._parts.feedback.setting, BEST)
         if kept is not None and len(kept["live"]) > 1 and kept["live"][-1] == str(self._parts.policies.active):
             await asyncio.to_thread(self._parts.feedback.set, BEST, {**kept, "live": kept["live"][-1:]})
@@ -323,7 +324,7 @@ class Gatekeeper:
         return found["sampled"]
 
     def _kl(self, evaluated: Evaluation, new: PolicyVersion, old: PolicyVersion) -> float:
-        """In a thread; where the sampling is greedy, at temperature 1."""
+        """Return the divergence. In a thread; where the sampling is greedy, at temperature 1."""
         return divergence(self._parts.engine, evaluated, new, old, temperature=self._config.temperature or 1.0)
 
     # --- the trial ---
@@ -388,8 +389,8 @@ class Gatekeeper:
         return outcome
 
     async def promote(self, reason: str, *, by_hand: bool = False) -> None:
-        """The version on trial goes live; `by_hand`, further versions are compared with it as the best. Raises what a
-        swap raises; one that cannot be swapped in is rejected."""
+        """Make the version on trial go live; `by_hand`, further versions are compared with it as the best. Raises what
+        a swap raises; one that cannot be swapped in is rejected."""
         trial, book = self._on_trial(), self._parts.feedback
         kept = await asyncio.to_thread(book.setting, TRIAL)
         await asyncio.to_thread(book.set, BEST, self._best_after(kept, by_hand=by_hand))
@@ -402,8 +403,8 @@ class Gatekeeper:
         await self._end("promoted", f"{trial.version} is active: {reason}")
 
     async def reject(self, reason: str, *, numbers: Mapping[str, float] | None = None) -> None:
-        """The version on trial answers no more requests, and stays in the store with the reason. `numbers`: what was
-        measured."""
+        """End the trial of a version, which answers no more requests and stays in the store with the reason. `numbers`:
+        what was measured."""
         trial = self._on_trial()
         shadow = trial.stage == "shadow"
         message = f"its shadow was refused: {reason}" if shadow else f"its canary was rolled back: {reason}"

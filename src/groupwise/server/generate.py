@@ -152,7 +152,7 @@ class Generation:
     def _hear(
         self, prompt: int, choice: int, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]
     ) -> None:
-        """In the engine's thread: a token was sampled."""
+        """Take note, in the engine's thread, that a token was sampled."""
         if len(self._unread) >= self._most_unread:
             self._too_slow = True
             self.cancel()

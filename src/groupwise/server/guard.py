@@ -172,7 +172,7 @@ class Guard:
             _log_access(scope["path"], method, status, seconds, request_id)
 
     async def _run(self, scope: Scope, headers: Headers, body: BodyGuard, answer: _ResponseGuard) -> None:
-        """The application, until its answer begins or its time is over."""
+        """Run the application until its answer begins or its time is over."""
         deadline = asyncio.timeout(self._config.request_timeout_s + GRACE_S)
         try:
             async with deadline:
@@ -190,7 +190,8 @@ class Guard:
             answer.deadline = None
 
     async def _watch(self, scope: Scope, headers: Headers, body: BodyGuard, answer: _ResponseGuard) -> None:
-        """A stream that lasts as long as a job; it ends, cleanly, when the server drains. Who watches comes back."""
+        """Run a stream that lasts as long as a job; it ends, cleanly, when the server drains. Who watches comes
+        back."""
         running = asyncio.ensure_future(self._run(scope, headers, body, answer))
         draining = asyncio.ensure_future(self._gate.draining.wait())
         try:
@@ -306,7 +307,7 @@ class Guard:
 
 
 def _log_access(path: str, method: str, status: int, seconds: float, request_id: str) -> None:
-    """A line for a request that was answered. Queries are left out, as there may be a key in one."""
+    """Log a line for a request that was answered. Queries are left out, as there may be a key in one."""
     level = logging.DEBUG if path in QUIET and status < 400 else logging.INFO
     asked = f"{printable(method)} {_shown(path)}"
     access.log(level, "%s %d %.0f ms request %s", asked, status, 1000 * seconds, request_id)

@@ -36,7 +36,7 @@ def job_remedies(rule: str, kind: str, config: Mapping[str, Any], *, name: str =
 
 
 def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
-    """With the estimator that a null stands for."""
+    """Return it with the estimator that a null stands for."""
     return {**config, "kl": "k3"} if config.get("kl") is None and config.get("kl_coeff") else dict(config)
 
 

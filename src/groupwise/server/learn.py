@@ -161,7 +161,7 @@ class Completed:
         return bool(self.pairs) and all(score == 1.0 for _, score in self.pairs)
 
     def body(self, temperature: float) -> dict[str, Any]:
-        """As /v1/train/grpo takes it."""
+        """Return it as /v1/train/grpo takes it."""
         return {"completions": [scored_completion(each, score, temperature=temperature) for each, score in self.pairs]}
 
 

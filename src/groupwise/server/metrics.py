@@ -244,18 +244,18 @@ class Recorder:
         self._feedback.labels("no_score" if score is None else "good" if score >= 0.5 else "poor").inc()
 
     def shadowed(self, result: str, *, tokens: int = 0) -> None:
-        """A request of a shadow was answered, failed or dropped."""
+        """Count that a request of a shadow was answered, failed or dropped."""
         self._shadow.labels(result).inc()
         self._shadow_tokens.inc(tokens)
 
     def http(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """A request was answered. `handler` is the route's template."""
+        """Count that a request was answered. `handler` is the route's template."""
         method = method if method in ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS") else "OTHER"
         self._http.labels(handler, method, str(status)).inc()
         self._http_seconds.labels(handler).observe(seconds)
 
     def swapped(self, *, ok: bool, seconds: float) -> None:
-        """The active version was changed, or a change was refused."""
+        """Count that the active version was changed, or a change was refused."""
         self._swaps.labels("ok" if ok else "refused").inc()
         self._swap_seconds.observe(seconds)
 
@@ -273,5 +273,5 @@ def _preview(text: str, length: int) -> str:
 
 
 def _quantile(values: Sequence[float], q: float) -> float:
-    """In milliseconds; the nearest rank of sorted `values`, 0 where there are none."""
+    """Return it in milliseconds; the nearest rank of sorted `values`, 0 where there are none."""
     return 1000 * values[max(0, math.ceil(q * len(values)) - 1)] if values else 0.0

@@ -162,7 +162,7 @@ class Trial:
         return int.from_bytes(digest, "big") < self.share * 2**64
 
     def answered(self, version: PolicyVersion) -> None:
-        """A request begins under one of the two."""
+        """Count that a request begins under one of the two."""
         if version in (self.version, self.against):
             self.requests[version == self.version] += 1
 
@@ -471,7 +471,7 @@ class Policies:
         return entry
 
     def _leave(self, entry: _Loaded) -> None:
-        """A request that was counted has ended."""
+        """Take note that a request that was counted has ended."""
         entry.users -= 1
         self._settle()
 

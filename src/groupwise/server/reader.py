@@ -252,7 +252,7 @@ class Reader:
 
 
 def _load(answer: int) -> ReadResult:
-    """From the file itself: what a long job trains on is there once, and not in the file's bytes as well."""
+    """Load from the file itself: what a long job trains on is there once, and not in the file's bytes as well."""
     with os.fdopen(answer, "rb") as file:
         file.seek(0)
         return pickle.load(file)

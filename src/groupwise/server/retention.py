@@ -42,7 +42,8 @@ class Prunes(Protocol):
 
 
 def surplus(infos: Iterable[AdapterInfo], *, keep: int | None) -> set[PolicyVersion]:
-    """Of the versions of one adapter, oldest first: those beyond the newest `keep` that jobs made. None keeps all.
+    """Return, of the versions of one adapter, oldest first, those beyond the newest `keep` that jobs made. None keeps
+    all.
 
     Unhealthy ones are counted apart: they are not to push out the last that is well.
     """

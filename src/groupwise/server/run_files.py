@@ -185,7 +185,7 @@ class RunFiles:
         )
 
     def detail(self) -> RunDetail:
-        """With the configuration, the versions, and what is wrong with the files."""
+        """Return it with the configuration, the versions, and what is wrong with the files."""
         problem, summary = self.config()[1], self.summary()
         notes = [problem] if problem else []
         if damaged := self.metrics.standing().damaged:

@@ -304,7 +304,7 @@ class _Line:
         return "\n".join(turn["text"] for turn in self.raw["rollouts"][i]["turns"])
 
     def fields(self, i: int, prompt: str, text: str) -> dict[str, Any]:
-        """Of a `RolloutRow`."""
+        """Return the fields of a `RolloutRow`."""
         raw = self.raw["rollouts"][i]
         turns = raw["turns"]
         reason = turns[-1]["finish_reason"] if turns else None
@@ -375,7 +375,8 @@ def _tokenizer(model: str | None) -> Tokenizer | None:
 
 
 def _prompt(raw: Mapping[str, Any], tokenizer: Tokenizer | None) -> str:
-    """As the model reads it; without its tokenizer, message by message; "" of a case that failed before it had one."""
+    """Return it as the model reads it; without its tokenizer, message by message; "" of a case that failed before it
+    had one."""
     if tokenizer is not None and raw["token_ids"]:
         return tokenizer.decode(list(raw["token_ids"]), skip_special_tokens=False)
     told: Callable[[tuple[str, str]], str] = ": ".join

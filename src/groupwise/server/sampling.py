@@ -86,7 +86,7 @@ class Admission:
         return Response(answer.model_dump_json(), media_type="application/json", headers=self.headers)
 
     def said(self) -> StreamedCompletion:
-        """For one completion of a stream."""
+        """Return what is said for one completion of a stream."""
         params = self.requests[0].params
         return StreamedCompletion(TextStream(self.server.base.tokenizer, params))
 

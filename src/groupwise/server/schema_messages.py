@@ -102,7 +102,7 @@ class ChatMessage(Part):
         return self
 
     def as_message(self) -> types.Message:
-        """As the chat templates want it; `developer` is what newer clients call `system`."""
+        """Return it as the chat templates want it; `developer` is what newer clients call `system`."""
         message: dict[str, Any] = self.model_dump(exclude_none=True)
         message["role"] = "system" if self.role == "developer" else self.role
         if (refusal := message.pop("refusal", None)) is not None:
@@ -149,7 +149,7 @@ class Tool(Part):
     function: FunctionSchema
 
     def as_dict(self) -> dict[str, Any]:
-        """As the chat templates want it."""
+        """Return it as the chat templates want it."""
         return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 

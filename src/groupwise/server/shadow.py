@@ -72,7 +72,7 @@ class Shadow:
         self._task: asyncio.Task[None] | None = None
 
     def offer(self, asked: Admission, groups: Sequence[Sequence[Completion]]) -> None:
-        """An answer is whole. Returns at once."""
+        """Offer an answer that is whole. Returns at once."""
         trial, (request, *others), answer = self._parts.policies.trial, asked.requests, groups[0][0]
         if trial is None or trial.stage != "shadow" or asked.version != trial.against:
             return

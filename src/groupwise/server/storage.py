@@ -41,7 +41,7 @@ class StorageProbe:
             return self._problem or (self._failure if failed_now else None)
 
     def failed(self, error: StorageError) -> None:
-        """A request could not be kept, perhaps because it needed more room than the probe does."""
+        """Take note that a request could not be kept, perhaps because it needed more room than the probe does."""
         with self._lock:
             self._failed_at, self._failure = time.monotonic(), f"{error.message} ({error.code})"
 

@@ -326,7 +326,7 @@ def _passed_over(config: JobConfig, store: AdapterStore, start: PolicyVersion | 
 
 
 def _check_shape(config: JobConfig, version: PolicyVersion, saved: Mapping[str, Any], *, same_targets: bool) -> None:
-    """An adapter that is continued keeps its rank, scale and targets."""
+    """Refuse another shape: an adapter that is continued keeps its rank, scale and targets."""
     differences = config.differences(saved)
     if not same_targets:
         differences += [("target_modules", config.target_modules, saved.get("target_modules"))]

@@ -244,7 +244,7 @@ def _status(server: Server, job: Job) -> TrainStatus:
 
 
 def _seconds(since: float, job: Job) -> float:
-    """From then to the end of the job, or to now."""
+    """Return the seconds from then to the end of the job, or to now."""
     return max(0.0, (job.finished_at or time.time()) - since)
 
 

@@ -171,7 +171,7 @@ class Webhooks:
     # --- telling it ---
 
     async def _deliver(self, client: httpx2.AsyncClient) -> None:
-        """An attempt at each delivery that is due; for how long the others have been tried is recorded."""
+        """Attempt each delivery that is due; for how long the others have been tried is recorded."""
         settled: list[bool] = []
         for delivery in [each for each in self._pending.values() if each.due <= time.monotonic()]:
             try:

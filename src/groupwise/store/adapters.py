@@ -358,7 +358,7 @@ class AdapterStore:
         return note
 
     def _keep_note(self, version: PolicyVersion, note: str | None) -> None:
-        """The lock is held."""
+        """Keep the note. The lock is held."""
         notes = self.notes()
         if notes.get(version) != note:
             kept = {**notes, version: note} if note else {each: notes[each] for each in notes if each != version}
@@ -587,7 +587,7 @@ class AdapterStore:
         return version
 
     def _forget(self, version: PolicyVersion) -> None:
-        """What is known of a version besides its files goes, before it does. The lock is held."""
+        """Forget what is known of a version besides its files, before those go. The lock is held."""
         self._write_state(self._read_state().without(version))
         self._refusal(version).unlink(missing_ok=True)
         with suppress(AdapterError):  # notes that cannot be read are set aside when a store is opened

@@ -63,7 +63,7 @@ _lock = threading.Lock()
 
 
 def point(name: str) -> None:
-    """A named place in the code; does nothing unless the environment asks for a fault here."""
+    """Name a place in the code; does nothing unless the environment asks for a fault here."""
     if not _faults:
         return
     with _lock:

@@ -303,7 +303,7 @@ class Opinion:
 
 
 def _last_said(ratings: Iterable[Feedback]) -> dict[tuple[str, str | None, str], Feedback]:
-    """Of one author (or of nobody in particular) the last score of a rollout, the last correction, and the last
+    """Return of one author (or of nobody in particular) the last score of a rollout, the last correction, and the last
     comparison of a pair, by rollout, author and which of them it is."""
     said: dict[tuple[str, str | None, str], Feedback] = {}
     for rating in sorted(ratings, key=lambda each: each.seq):

@@ -82,7 +82,7 @@ def write_gguf(base: LoadedModel, path: Path, *, dtype: str) -> Path:
 
 
 def _describe(writer: Any, base: LoadedModel, dtype: str) -> None:
-    """The keys from which llama.cpp builds the model."""
+    """Write the keys from which llama.cpp builds the model."""
     import gguf  # pyright: ignore[reportMissingImports]
 
     config: Any = base.model.config.get_text_config()

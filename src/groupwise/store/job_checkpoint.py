@@ -90,7 +90,7 @@ class Checkpoints:
         faults.point("checkpoint:after-cleaning")
 
     def become_moments(self, version: PolicyVersion) -> None:
-        """The job has published `version`: the last checkpoint becomes its moments. Again is harmless."""
+        """Make the last checkpoint the moments of `version`, which the job has published. Again is harmless."""
         with files.writing(f"keeping the moments of {version}"):
             if (newest := self.newest) is not None:
                 target = _moments(self._state_dir) / str(version)
@@ -102,7 +102,7 @@ class Checkpoints:
         faults.point("publish:after-moments")
 
     def discard(self) -> None:
-        """The job is over."""
+        """Discard it: the job is over."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

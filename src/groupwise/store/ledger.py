@@ -351,7 +351,7 @@ class Ledger:
         faults.point("progress:after-commit")
 
     def published(self, lease: Lease, version: str, *, unhealthy: str | None = None) -> None:
-        """The job's version is in the store: the worker is done, the server now swaps and completes it.
+        """Record that the job's version is in the store: the worker is done, the server now swaps and completes it.
 
         Without `auto_load` there is nothing to swap and the job is completed. So it is where the version is `unhealthy`
         (which says why): it is not to become active by itself. Raises LeaseLostError.
@@ -374,18 +374,19 @@ class Ledger:
         faults.point("publish:after-ledger")
 
     def fail(self, lease: Lease, error: Mapping[str, Any]) -> None:
-        """The job cannot succeed: final. `error` is {"code", "message", "hint"}. Raises LeaseLostError."""
+        """Record that the job cannot succeed: final. `error` is {"code", "message", "hint"}. Raises LeaseLostError."""
         with self._db.transaction("recording a failure") as db:
             row = held_by(db, lease)
             finish(db, row["seq"], JobState.FAILED, str(error.get("message", "failed")), error=error)
 
     def cancelled(self, lease: Lease) -> None:
-        """The worker has stopped as it was asked to: final. Raises LeaseLostError."""
+        """Record that the worker has stopped as it was asked to: final. Raises LeaseLostError."""
         with self._db.transaction("recording a cancellation") as db:
             finish(db, held_by(db, lease)["seq"], JobState.CANCELLED, "cancelled")
 
     def release(self, lease: Lease, *, orphaned: bool = False) -> None:
-        """The worker has saved and stops: the job waits again, and this attempt does not count. Raises LeaseLostError.
+        """Record that the worker has saved and stops: the job waits again, and this attempt does not count. Raises
+        LeaseLostError.
 
         `orphaned` says that it stops because the server died; see `ledger_attempts` for what that counts for.
         """
@@ -393,12 +394,12 @@ class Ledger:
             release(db, held_by(db, lease), orphaned=orphaned)
 
     def measured(self, lease: Lease, *, largest: int, longest: int) -> None:
-        """What memory depends on: the tokens of the job's `largest` pass, and of its `longest` sample."""
+        """Record what memory depends on: the tokens of the job's `largest` pass, and of its `longest` sample."""
         with self._db.transaction("recording the size of a job") as db:
             update_job(db, held_by(db, lease)["seq"], pass_tokens=largest, least_tokens=longest)
 
     def settled(self, lease: Lease, effective: Mapping[str, Any]) -> None:
-        """What acts where the job's configuration has null. Raises LeaseLostError."""
+        """Record what acts where the job's configuration has null. Raises LeaseLostError."""
         with self._db.transaction("recording what a job was begun with") as db:
             update_job(db, held_by(db, lease)["seq"], effective=dump(effective))
 
@@ -456,7 +457,7 @@ class Ledger:
             return False
 
     def put_off_swap(self, id: str) -> None:
-        """A swap did not end, and it was not the server that died. Raises JobNotFoundError."""
+        """Record that a swap did not end, and it was not the server that died. Raises JobNotFoundError."""
         with self._db.transaction("putting off a swap") as db:
             row = read_row(db, id)
             update_job(db, row["seq"], swaps_begun=max(0, row["swaps_begun"] - 1))

@@ -67,7 +67,7 @@ def held_by(db: sqlite3.Connection, lease: Lease) -> sqlite3.Row:
 
 # ---- ends ----
 def requeue(db: sqlite3.Connection, seq: int, message: str, *, level: str = "warning") -> None:
-    """The job waits again, in its old place."""
+    """Make the job wait again, in its old place."""
     update_job(db, seq, state=JobState.QUEUED, phase="waiting", worker=None, lease_until=0)
     record_event(db, seq, "state", message, level=level, data={"state": JobState.QUEUED, "phase": "waiting"})
 
@@ -82,7 +82,7 @@ def finish(
     level: str = "info",
     **more: Any,
 ) -> None:
-    """The job has ended. One that failed keeps the phase it failed in. `more` stands in the event's data."""
+    """End the job. One that failed keeps the phase it failed in. `more` stands in the event's data."""
     update_job(db, seq, state=state, finished_at=time.time(), worker=None, lease_until=0)
     if state is JobState.FAILED:
         update_job(db, seq, error=dump(error))

@@ -470,7 +470,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
 
 
 def _enter_wal(connection: sqlite3.Connection) -> None:
-    """The change to WAL needs the file for itself and does not wait for it: processes that start together retry."""
+    """Change to WAL, which needs the file for itself and does not wait for it: processes that start together retry."""
     deadline = time.monotonic() + BUSY_SECONDS
     while True:
         try:

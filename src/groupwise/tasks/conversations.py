@@ -112,7 +112,7 @@ class Conversations:
         return Reply(parser, new_id=self._new_id, one_call=one_call)
 
     def _new_id(self) -> str:
-        """For a call: an id of its own in the whole episode."""
+        """Return for a call an id of its own in the whole episode."""
         self._ids += 1
         return self._format.call_id(self._ids - 1)
 

@@ -380,7 +380,7 @@ class _Stream:
 
 
 def _json(answer: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """In ASCII: the policy may write half of a character in the arguments of a call."""
+    """Return it in ASCII: the policy may write half of a character in the arguments of a call."""
     return Response(json.dumps(answer), media_type="application/json", headers=dict(headers or {}))
 
 

@@ -108,7 +108,7 @@ class EnvPool:
         return process
 
     def leave(self, process: _EnvProcess) -> None:
-        """An episode in this process is over; a retired process ends with its last episode."""
+        """Take note that an episode in this process is over; a retired process ends with its last episode."""
         process.episodes -= 1
         if process.left is not None:
             process.left()
@@ -126,7 +126,7 @@ class EnvPool:
                 self.leave(process)
 
     def answered(self) -> None:
-        """An environment answered."""
+        """Take note that an environment answered."""
         self._found = 0
 
     def found(self) -> None:

@@ -247,7 +247,7 @@ class Harness:
                 self._pool.submit(shutil.rmtree, place.root, ignore_errors=True)
 
     def release(self, rollout: Rollout) -> None:
-        """The rollout has been scored: its workspace goes."""
+        """Remove the workspace of a rollout that has been scored."""
         if (workspace := rollout.columns.get("workspace")) and self._root is not None:
             root = Path(workspace).parent
             if root.parent == self._root:

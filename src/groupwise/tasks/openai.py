@@ -83,7 +83,7 @@ class AgentMessage(_Lenient):
     tool_call_id: str | None = None
 
     def as_message(self) -> Message:
-        """As chat templates want it: text as one string, `system` for `developer`."""
+        """Return it as chat templates want it: text as one string, `system` for `developer`."""
         message: dict[str, Any] = self.model_dump(exclude_none=True)
         message["role"] = "system" if self.role == "developer" else self.role
         if (refusal := message.pop("refusal", None)) is not None:

@@ -52,7 +52,7 @@ class OwnThread:
         return self._busy
 
     def close(self) -> None:
-        """The thread ends once it is idle."""
+        """End the thread once it is idle."""
         self._jobs.put(None)
 
     async def _submit(self, call: Callable[[], Any]) -> Any:

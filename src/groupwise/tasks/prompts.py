@@ -115,7 +115,8 @@ class PromptSource:
         return issued
 
     def resolve(self, ticket: Ticket) -> None:
-        """The prompt is done with: after a restart it does not come again. Raises ValueError if it is not issued."""
+        """Take note that the prompt is done with: after a restart it does not come again. Raises ValueError if it is
+        not issued."""
         if ticket not in self._open or ticket in self._again:
             raise ValueError(f"{ticket} is not issued, or is resolved already; resolve each ticket of issue() once")
         del self._open[ticket]

@@ -92,7 +92,7 @@ class SingleTurnRollouts:
         return [group(prompt, at) for at, prompt in enumerate(prompts)]
 
     def _drawn(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
-        """In a chat a thought may come before what must be said; text is continued as it is."""
+        """Return how it is drawn: in a chat a thought may come before what must be said; text is continued as it is."""
         return params if prompt.messages is None else of_reply(params, prompt.token_ids, self._tokenizer)
 
     def close(self) -> None:
@@ -340,7 +340,7 @@ class Party:
             self.rounds.join(self.episodes)
 
     def leave(self) -> None:
-        """One of the episodes is over."""
+        """Take note that one of the episodes is over."""
         self._left += 1
         if self.rounds is not None and self._left < self.episodes:
             self.rounds.leave(1)

@@ -112,7 +112,7 @@ class Match(Player):
         self._turn, self._state, self.transcript = player, state, transcript
 
     def _give(self, player: str, reward: float) -> None:
-        """A reward for this player, and for its last turn if it has taken one."""
+        """Give a reward for this player, and for its last turn if it has taken one."""
         self._given.setdefault(player, []).append(reward)
         transcript = self._transcripts.get(player)
         if transcript is not None and transcript.turns:

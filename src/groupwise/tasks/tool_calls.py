@@ -99,7 +99,7 @@ class ParsedCall:
     arguments: dict[str, Any]
 
     def as_openai(self, call_id: str) -> dict[str, Any]:
-        """As messages carry it, `arguments` as the object that chat templates want."""
+        """Return it as messages carry it, `arguments` as the object that chat templates want."""
         return {"id": call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 

@@ -133,7 +133,7 @@ def _fault(error: Any) -> str:
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Of a docstring without its indent: what stands before the first section, each parameter's description.
+    """Return, of a docstring without its indent, what stands before the first section, each parameter's description.
 
     >>> read_docstring("Add.\\n\\nArgs:\\n    a: One.\\n    b (int): Two\\n        and more.\\n\\nReturns:\\n    It.")
     ('Add.', {'a': 'One.', 'b': 'Two and more.'})

@@ -74,11 +74,11 @@ class Transcript:
         return message
 
     def reward(self, value: float | None) -> None:
-        """What the environment gave for the last turn."""
+        """Record what the environment gave for the last turn."""
         self.turns[-1] = replace(self.turns[-1], reward=value)
 
     def hear(self, messages: Sequence[Message]) -> None:
-        """The conversation goes on: `messages` are said to the policy, and it speaks again."""
+        """Go on with the conversation: `messages` are said to the policy, and it speaks again."""
         seen = self.turns[-1].prompt_ids + self.turns[-1].completion.token_ids
         history = self._shown(self.messages)
         rendered = self._render([*self.messages, *messages])
@@ -92,8 +92,8 @@ class Transcript:
             self.prompt_ids = seen + self._unsaid(bridge)
 
     def _unsaid(self, bridge: Bridge) -> tuple[int, ...]:
-        """Of the bridge what the policy has not said itself: one that was cut has not ended its turn. A special token
-        that was sampled last counts as the end, since models have more of them than their tokenizers declare."""
+        """Return of the bridge what the policy has not said itself: one that was cut has not ended its turn. A special
+        token that was sampled last counts as the end, since models have more of them than their tokenizers declare."""
         said = self.turns[-1].completion
         last = said.token_ids[-1] if said.token_ids else None
         if last in self._special and bridge.following[:1] == (last,):  # GLM ends a turn with what begins the next one
@@ -105,7 +105,7 @@ class Transcript:
         return render_prompt(self._shown(messages), self._tokenizer, tools=self.tools)
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
-        """As the template is to see them: what the policy continued is one message with its beginning."""
+        """Return them as the template is to see them: what the policy continued is one message with its beginning."""
         shown: list[Message] = []
         for i, message in enumerate(messages):
             if i in self._continued:

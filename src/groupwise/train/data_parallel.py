@@ -95,7 +95,7 @@ class DataParallel(SingleProcess):
             super().save(learner, directory)
 
     def load(self, learner: Learner, directory: Path) -> None:
-        """Where rank 0 sends orders it alone reads the files, and the others are given what it read."""
+        """Load the state: where rank 0 sends orders it alone reads the files, and the others are given what it read."""
         super().load(learner, directory)
         if self.orders:
             learner.spread_state()
@@ -124,7 +124,7 @@ class DataParallel(SingleProcess):
             restore(learner, *state)
 
     def _sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """A parameter that no rank has a gradient of keeps having none."""
+        """Sum the gradients: a parameter that no rank has a gradient of keeps having none."""
         has = self.ranks.gather([p.grad is not None for p in parameters], phase="gradients")
         touched = [p for p, *any_rank in zip(parameters, *has, strict=True) if any(any_rank)]
         for bucket in _buckets(touched):

@@ -105,7 +105,7 @@ class FullySharded(DataParallel):
             learner.base.model.to("meta")  # pyright: ignore[reportArgumentType]
 
     def evened(self, batches: Iterator[MicroBatch], *, packed: bool) -> Iterator[MicroBatch]:
-        """As many with something to predict as any rank has."""
+        """Return as many with something to predict as any rank has."""
         mine, device = list(batches), self.ranks.device
         passes = self.ranks.gather(sum(bool(len(b.target_N)) for b in mine), phase="counting micro-batches")
         missing = max(passes) - passes[self.ranks.rank]

@@ -379,13 +379,13 @@ class Learner:
 
     @verb
     def divide_gradients(self, by: float) -> None:
-        """Of a sum that was accumulated before its denominator was known."""
+        """Divide the accumulated gradients by `by`, once the denominator is known."""
         if gradients := [parameter.grad for parameter in self.parameters if parameter.grad is not None]:
             torch._foreach_div_(gradients, by)
 
     @verb
     def set_micro_tokens(self, micro_tokens: int) -> None:
-        """The token budget of micro-batches from now on."""
+        """Set the token budget of micro-batches from now on."""
         self.micro_tokens = micro_tokens
 
     @verb
@@ -441,7 +441,7 @@ class Learner:
 
     @verb
     def keep_reference(self) -> None:
-        """The reference begins with the policy as it is now: after `load_adapter`, before training and before `load`.
+        """Begin the reference with the policy as it is now: after `load_adapter`, before training and before `load`.
 
         Without an adapter this copies the model; with one, and the reference `base`, it does nothing.
         """
@@ -501,7 +501,7 @@ class Learner:
 
     @verb
     def spread_state(self) -> None:
-        """Every process takes over what rank 0 has: parameters, the optimizer's moments, counters."""
+        """Let every process take over what rank 0 has: parameters, the optimizer's moments, counters."""
         self.strategy.spread_state(self)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -718,7 +718,7 @@ class Learner:
             yield chosen_LSK is not None
 
     def _add(self, gradients: Gradients) -> None:
-        """In the order of micro-batches, whichever ended first."""
+        """Add in the order of micro-batches, whichever ended first."""
         for parameter, gradient in zip(self.parameters, gradients, strict=bool(gradients)):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -743,5 +743,5 @@ def _of_tokens(batch: MicroBatch, tokens: int) -> tuple[float, float]:
 
 
 def _no_loss(logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of a micro-batch that stands for no sample, and is run because other processes run one."""
+    """Return the loss of a micro-batch that stands for no sample, and is run because other processes run one."""
     return 0 * (logprobs_N.sum() + entropy_N.sum()), {}

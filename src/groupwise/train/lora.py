@@ -184,7 +184,7 @@ class ParameterLora(nn.Module):
         return self.base_layer.inner if isinstance(self.base_layer, ParameterLora) else self.base_layer
 
     def enable_adapters(self, enabled: bool) -> None:
-        """As PEFT's layers."""
+        """Enable adapters, as PEFT's layers do."""
         self.enabled = enabled
 
     def factors(self) -> tuple[Tensor, Tensor]:

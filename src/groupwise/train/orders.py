@@ -51,5 +51,5 @@ def follow(learner: Learner) -> Any:
 
 
 def end(ranks: Ranks, result: object = None, *, error: BaseException | None = None) -> None:
-    """Of rank 0: the run is over, with this result or error, and the others need not wait. Raises RankLostError."""
+    """End, on rank 0, the run with this result or error, and the others need not wait. Raises RankLostError."""
     ranks.send_order(order_bytes(_END, (result, None if error is None else f"{type(error).__name__}: {error}"), {}))

@@ -81,7 +81,7 @@ class Ranks:
         return box[0]
 
     def send_order(self, order: bytes) -> None:
-        """Of rank 0, to all others, who wait in `next_order`. Raises RankLostError."""
+        """Send an order from rank 0 to all others, who wait in `next_order`. Raises RankLostError."""
         key = self._next_key()
         with self.named("an order"):
             self._store.set(key, "")
@@ -149,7 +149,7 @@ class Ranks:
             raise watch.error
 
     def _missing(self) -> list[int]:
-        """Of rank 0, whose store answers: the ranks that have not come to this phase."""
+        """Return, on rank 0, whose store answers, the ranks that have not come to this phase."""
         with suppress(RuntimeError):
             keys = [f"phase/{rank}" for rank in range(self.size)]
             return [rank for rank, key in enumerate(keys) if int(self._store.get(key)) < self._phases]

@@ -91,7 +91,7 @@ class RolloutBatch:
         return [rows for minibatches in self.passes for rows in minibatches]
 
     def with_old(self, learner: Learner) -> RolloutBatch:
-        """With the learner's policy as it is as the one before the first step.
+        """Return it with the learner's policy as it is as the one before the first step.
 
         It is computed in the minibatches that are trained: what is packed together decides how 16-bit numbers are
         rounded, and the same packing gives a ratio of exactly 1 where the policy has not moved.
@@ -104,7 +104,8 @@ class RolloutBatch:
         return replace(self, old=old)
 
     def with_reference(self, learner: Learner) -> RolloutBatch:
-        """With the reference, where more than one pass reads it; else each step computes that of its samples."""
+        """Return it with the reference, where more than one pass reads it; else each step computes that of its
+        samples."""
         if len(self.passes) < 2 or not self.spec.reads_reference or not self.samples:
             return self
         reference = learner.forward(self.samples, temperature=self.temperature, reference=True)

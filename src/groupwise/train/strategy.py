@@ -32,7 +32,7 @@ Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of 
 
 
 def verb(method: Callable[P, R]) -> Callable[P, R]:
-    """Of a method of `Learner` that all processes must call: the strategy hears of it before it is done."""
+    """Decorate a method of `Learner` that every rank must call: the strategy is told before it runs."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -130,4 +130,4 @@ class SingleProcess:
         """Raise ConfigError where processes have different models or versions."""
 
     def spread_state(self, learner: Learner) -> None:
-        """Every process takes over what rank 0 has: parameters, the optimizer's moments, counters."""
+        """Let every process take over what rank 0 has: parameters, the optimizer's moments, counters."""

@@ -127,7 +127,8 @@ class RecordingPolicy:
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *, attention_mask: Any = None, **options: Any
     ) -> Any:
-        """As transformers' `generate`: ids [rows, prompt] -> ids [rows, prompt + new], padded on the right.
+        """Generate as transformers' `generate` does: ids [rows, prompt] -> ids [rows, prompt + new], padded on the
+        right.
 
         Raises EnvError for what the engine cannot do and for ids that are no prompt, LimitReached, and what the engine
         raises.

@@ -99,7 +99,7 @@ def _check_tokenizer(config: Config) -> None:
 
 
 def _write_trajectories(rollouts: Path, directory: Path) -> None:
-    """The groups that were trained, as the recipe writes them: a file a step, a line a completion."""
+    """Write the groups that were trained, as the recipe writes them: a file a step, a line a completion."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in sorted(rollouts.glob("step_*.jsonl")):
         step = int(path.stem.removeprefix("step_"))

@@ -150,7 +150,7 @@ def part_of(data: Mapping[str, Any]) -> str | None:
 
 
 def _read_none(section: dict[str, Any], path: str = "") -> None:
-    """The string "None" as null, or as the value that turns a key off where its default does not."""
+    """Read the string "None" as null, or as the value that turns a key off where its default does not."""
     off = {"trainer.optim.max_norm": 0.0, "trainer.model.ac": False}
     for key, value in section.items():
         if isinstance(value, dict):
@@ -212,7 +212,8 @@ def _put_batch(t: Translation, sources: list[Source]) -> None:
 
 
 def _put_refill(t: Translation, sources: list[Source]) -> None:
-    """Whether groups that teach nothing are replaced: by a gate of the source, and in older versions by a filter."""
+    """Put whether groups that teach nothing are replaced: by a gate of the source, and in older versions by a
+    filter."""
     replaces = [name for source in sources for name in _gates(t, source)]
     buffer, name = _table(t, "orchestrator.buffer"), "orchestrator.buffer"
     if buffer.pop("online_difficulty_filtering", False):
@@ -536,7 +537,7 @@ def _is_gym(sources: list[Source]) -> bool:
 
 
 def _put_problems(t: Translation, sources: list[Source]) -> None:
-    """The `reasoning-gym` environments of verifiers, one with several tasks or several, as generated problems."""
+    """Put the `reasoning-gym` environments of verifiers, one with several tasks or several, as generated problems."""
     for key, value in _problems(t, sources).items():
         t.put(f"data.{key}", value, SOURCES)
     t.put("data.size", sources[0].config.get("num_train_examples"), SOURCES)

@@ -105,7 +105,7 @@ def problem_id(task: str, level: int, index: int) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def generator(task: str, parameters: str, seed: int = 0, size: int = 1) -> Any:
-    """A generator of the package, by its name and its parameters as JSON. Raises ConfigError."""
+    """Return a generator of the package, by its name and its parameters as JSON. Raises ConfigError."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError("reasoning-gym is not installed", hint="pip install 'groupwise[reasoning-gym]'")
     factory: Any = importlib.import_module("reasoning_gym.factory")

@@ -69,7 +69,7 @@ class Checkpoint:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
     def public(self) -> dict[str, Any]:
-        """As the package's listings have it."""
+        """Return it as the package's listings have it."""
         return {
             "checkpoint_id": f"{self.kind}/{self.name}",
             "checkpoint_type": TYPES[self.kind],

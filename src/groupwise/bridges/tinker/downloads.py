@@ -182,7 +182,7 @@ def _recipients(keys: Sequence[str]) -> list[object]:
 
 
 def _encrypt(directory: Path, recipients: Sequence[object]) -> None:
-    """Every file for these recipients, under its name and `ENCRYPTED`."""
+    """Encrypt every file for these recipients, under its name and `ENCRYPTED`."""
     pyrage = _pyrage()
     for path in [*directory.iterdir()]:
         pyrage.encrypt_file(str(path), f"{path}{ENCRYPTED}", list(recipients))

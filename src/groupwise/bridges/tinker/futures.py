@@ -168,7 +168,7 @@ class Futures:
             del self._by_id[future.id]
 
     def _sweep(self) -> None:
-        """What is past its time goes; of what is too much, what was fetched, then what is oldest."""
+        """Forget what is past its time; of what is too much, first what was fetched, then what is oldest."""
         now = time.monotonic()
         too_much = self._load.kept > MOST_KEPT_BYTES or len(self._by_id) > MOST_KEPT
         if not too_much and now < self._swept + SWEEP_S:

@@ -88,7 +88,8 @@ class Tinker:
         self.futures.forget(session)
 
     async def _end_silent_sessions(self) -> None:
-        """Where as many models are trained as may be, end sessions of clients that are gone, the longest gone first."""
+        """End, where as many models are trained as may be, sessions of clients that are gone, the longest gone
+        first."""
         for session in self.sessions.silent(SILENT_S):
             if self.models.are_full and self.models.of(session.id):
                 await self.sessions.end(session.id)

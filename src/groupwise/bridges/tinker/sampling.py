@@ -113,7 +113,8 @@ class Samplers:
         return [each.id for each in self._by_id.values() if each.session == session]
 
     async def create(self, body: bodies.CreateSampler) -> SamplingSession:
-        """From the base model or a checkpoint. Raises RequestError, CheckpointNotFoundError, AdapterNotFoundError."""
+        """Make a sampler of the base model or a checkpoint. Raises RequestError, CheckpointNotFoundError,
+        AdapterNotFoundError."""
         id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         if id in self._by_id:
             return self._by_id[id]
@@ -297,7 +298,7 @@ class Samplers:
         return saved.path
 
     async def _follow(self, model: str, policies: Policies, version: PolicyVersion) -> None:
-        """Those that follow the model sample from `version` from now on."""
+        """Have samplers that follow the model sample from `version` from now on."""
         for sampler in [each for each in self._by_id.values() if each.follows and each.model == model]:
             if sampler.version != version:
                 before = replace(sampler)

@@ -320,7 +320,8 @@ class Models:
         )
 
     async def write_adapter(self, saved: Checkpoint, directory: Path) -> None:
-        """The adapter of a state, as PEFT has it. Raises StorageError, and ConfigError for another base model's."""
+        """Write the adapter of a state, as PEFT has it. Raises StorageError, and ConfigError for another base
+        model's."""
         client = await asyncio.to_thread(self._client, f"{saved.path} to take away", saved.lora)
 
         def write() -> None:
@@ -423,6 +424,7 @@ def _load_state(trainer: TrainingClient, directory: Path, *, optimizer: bool) ->
 
 
 def _lower_priority() -> None:
-    """In the thread that trains: what is served comes first. Threads that torch starts from it are as patient."""
+    """Lower the priority of the thread that trains: what is served comes first. Threads that torch starts from it are
+    as patient."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -70,7 +70,7 @@ def put_sampling(t: Translation, p: str) -> None:
 
 
 def put_regex(t: Translation, p: str, *, vllm: bool) -> None:
-    """What completions must match."""
+    """Put what completions must match."""
     name = f"{p}vllm_structured_outputs_regex"
     if not t[name]:
         return

@@ -38,7 +38,7 @@ def put_vllm(t: Translation, p: str, *, lora: bool, mode: str | None = None, fla
 
 
 def _put_place(t: Translation, p: str, mode: str) -> None:
-    """Where the server is, or that the process has vLLM itself."""
+    """Put where the server is, or that the process has vLLM itself."""
     url, host, port = f"{p}vllm_server_base_url", f"{p}vllm_server_host", f"{p}vllm_server_port"
     url = url if url in t.keys else f"{p}vllm_server_url"
     wait, sleep = f"{p}vllm_server_timeout", f"{p}vllm_enable_sleep_mode"

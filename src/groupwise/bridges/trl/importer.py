@@ -185,7 +185,7 @@ def _put_model(t: Translation) -> None:
 
 
 def _put_run(t: Translation, length: Length) -> None:
-    """The device, checkpoints, what is kept, and where metrics go."""
+    """Put the device, checkpoints, what is kept, and where metrics go."""
     t.put("device", "cpu" if t["use_cpu"] else None, "use_cpu")
     if t.given("gradient_checkpointing"):
         t.put("train.gradient_checkpointing", t["gradient_checkpointing"], "gradient_checkpointing")

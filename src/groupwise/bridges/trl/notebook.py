@@ -79,5 +79,5 @@ def _statements(cell: str) -> Iterator[str]:
 
 
 def _lines(text: str) -> str:
-    """As many lines as `text` has, empty."""
+    """Return as many lines as `text` has, empty."""
     return "\n" * text.count("\n")

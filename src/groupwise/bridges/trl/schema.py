@@ -45,7 +45,7 @@ class Drawn(_VllmSampling, OwnRequest):
     """`structured_outputs_regex`, as TRL called it before 0.26."""
 
     def whole(self) -> Self:
-        """With what `generation_kwargs` says in its place."""
+        """Return it with what `generation_kwargs` says in its place."""
         further = self.generation_kwargs
         given = {} if further is None else {name: getattr(further, name) for name in further.model_fields_set}
         if further is not None and further.answer_grammar is not None:

@@ -76,7 +76,7 @@ def _rename(t: Translation, name: str, other: str) -> None:
 
 
 def _put_length(t: Translation) -> None:
-    """What `max_seq_length` leaves for prompts, and vLLM's length."""
+    """Put what `max_seq_length` leaves for prompts, and vLLM's length."""
     name = f"{LOAD}max_seq_length"
     length, completion = t[name], t["max_completion_length"]
     if t["use_vllm"] and not t.given("vllm_max_model_length"):
@@ -91,7 +91,7 @@ def _put_length(t: Translation) -> None:
 
 
 def _change(t: Translation) -> None:
-    """The values that Unsloth replaces when it makes a GRPOConfig."""
+    """Replace the values that Unsloth does when it makes a GRPOConfig."""
     micro, group = t["per_device_train_batch_size"], t["num_generations"]
     whole = t["steps_per_generation"] is not None or t["generation_batch_size"] is not None
     if not whole and micro * t["gradient_accumulation_steps"] * t["num_processes"] % group:

@@ -24,7 +24,7 @@ class Written:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return {"page": str(self.page), "notes": list(self.notes)}
 
 

@@ -152,8 +152,8 @@ def outermost_first(steps: Sequence[int]) -> list[int]:
 
 
 def _fitting(groups: Sequence[RunRolloutGroup], room: int) -> tuple[list[dict[str, Any]], int]:
-    """Of the groups those that fit, the widest spread of rewards first, in the order in which they were sampled; and
-    their size in bytes."""
+    """Return those of the groups that fit, the widest spread of rewards first, in the order in which they were sampled;
+    and their size in bytes."""
     kept: dict[int, dict[str, Any]] = {}
     used = 0
     for index in sorted(range(len(groups)), key=lambda index: -_spread(groups[index])):

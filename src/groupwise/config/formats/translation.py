@@ -158,7 +158,7 @@ class Translation:
                 self.refuse(name, unread.why, instead=unread.instead)
 
     def problem(self, name: str, message: str) -> None:
-        """The file cannot be read as anything."""
+        """Record that the file cannot be read as anything."""
         self.problems.append(f"{self.place(name)}: {message}")
 
     def finish(self) -> RunConfig:
@@ -174,7 +174,7 @@ class Translation:
     # ---- reading ----
 
     def _read(self, section: Mapping[Any, Any], path: Keys, pattern: str) -> None:
-        """Every key of a section, whose keys' names begin with `pattern`."""
+        """Read every key of a section, whose keys' names begin with `pattern`."""
         for name, value in section.items():
             keys, known = (*path, name), f"{pattern}{name}"
             place = dotted(keys) + self.document.where(keys)

@@ -305,7 +305,7 @@ def likeliest(alternatives: Iterable[tuple[int, float]], top: int) -> tuple[tupl
 
 
 def _named(top: int, alternatives: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """Of {"token_id:12": -0.5, ...}."""
+    """Return the pairs of {"token_id:12": -0.5, ...}."""
     return likeliest(((int(name.removeprefix("token_id:")), at) for name, at in alternatives.items()), top)
 
 

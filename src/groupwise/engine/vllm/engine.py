@@ -335,8 +335,8 @@ class VllmEngine:
         return [await asyncio.to_thread(self._scored, request, each) for each in completions]
 
     def _scored(self, request: SamplingRequest, drawn: Completion) -> Completion:
-        """With the log-probabilities of the whole distribution. Where a grammar alone changed it, vLLM's own are those
-        of the part that each token was drawn from, which is recorded. Raises EngineError."""
+        """Return completions with the log-probabilities of the whole distribution. Where a grammar alone changed it,
+        vLLM's own are those of the part that each token was drawn from, which is recorded. Raises EngineError."""
         params, ids = request.params, drawn.token_ids
         score = partial(self._reference.score_top, temperature=params.temperature, top=params.top_logprobs)
         logprobs, tops = zip(*score(request.prompt_ids, ids, request.version), strict=True)
@@ -425,7 +425,7 @@ class VllmEngine:
     # -- versions ------------------------------------------------------------------------------------------------------
 
     def _hand_over(self, version: PolicyVersion, attempt: Callable[[], None]) -> None:
-        """As often as `sync_retries` allow. Raises EngineError with the last cause."""
+        """Hand over, as often as `sync_retries` allow. Raises EngineError with the last cause."""
         cause = ""
         for _ in range(1 + self._config.sync_retries):
             try:
@@ -626,7 +626,7 @@ class _FollowedCompletion(CompletionStream):
         self.spans: list[tuple[int, PolicyVersion]] = [(0, version)]
 
     def follow(self, version: PolicyVersion) -> None:
-        """From the next token on this version samples. What the one before still says is not heard."""
+        """Sample by this version from the next token on. What the one before still says is not heard."""
         at = len(self._ids)
         self.spans = [*(span for span in self.spans if span[0] < at), (at, version)]
         self.version = version

@@ -96,7 +96,7 @@ class Fleet:
         self._opened = True
 
     async def _tell_who_is_away(self, say: Callable[[str], None]) -> None:
-        """For ever, in intervals that grow."""
+        """Tell who is away, for ever, in intervals that grow."""
         started, pause = time.monotonic(), FIRST_SAID_S
         while True:
             await asyncio.sleep(pause)
@@ -215,7 +215,7 @@ class Fleet:
                     await self._tell()
 
     async def _live(self, member: FleetMember) -> None:
-        """One life of a server. Raises as `_bring_up`."""
+        """Live one life of a server. Raises as `_bring_up`."""
         accepted = await self._bring_up(member)
         member.lost, member.accepted = asyncio.get_running_loop().create_future(), accepted
         await self._tell()

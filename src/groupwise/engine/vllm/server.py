@@ -227,7 +227,7 @@ def keep_up(launch: ServerLaunch, *, say: Callable[[str], None]) -> None:
 
 
 def _specification(launch: ServerLaunch) -> dict[str, Any]:
-    """For the keeper: a trusted program without limits, whose output goes to the log."""
+    """Return what the keeper is told: a trusted program without limits, whose output goes to the log."""
     log = platform.stderr_path() if launch.log is None else str(launch.log.absolute())
     argv = ["/bin/sh", "-c", 'log=$0; exec "$@" >>"$log" 2>&1', log, *launch.argv]
     return trusted(argv, env=launch.environment, limits={}, output_bytes=LAST_BYTES)

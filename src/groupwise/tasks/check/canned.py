@@ -24,11 +24,11 @@ class Canned:
         self._turn = 0
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """As `sampler.Sampler.sample`."""
+        """See `sampler.Sampler.sample`."""
         return [self._answers(request) for request in requests]
 
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
-        """As `sampler.Submits.submit`; the futures are done."""
+        """See `sampler.Submits.submit`; the futures are done."""
         futures: list[Future[list[Completion]]] = [Future() for _ in requests]
         for future, request in zip(futures, requests, strict=True):
             future.set_result(self._answers(request))

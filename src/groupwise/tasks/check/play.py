@@ -123,7 +123,7 @@ class _Player:
         self._before = [copy.deepcopy(dict(prompt.columns)) for prompt in opened.prompts]
 
     async def play_scripts(self) -> None:
-        """Every script on every case; those that call tools where there are any."""
+        """Play every script on every case; those that call tools where there are any."""
         for case in range(len(self._cases)):
             tools: tuple[dict[str, Any], ...] = ()
             for script in SCRIPTS:
@@ -137,7 +137,7 @@ class _Player:
                 self.trial.episodes.append(played)
 
     async def play_again(self) -> None:
-        """The first case once more, one after the other and then at once; and with another seed."""
+        """Play the first case once more, one after the other and then at once; and with another seed."""
         first = [each for each in self.trial.episodes if each.case == 0]
         scripts = {script.name: script for script in SCRIPTS}
         for each in first:
@@ -174,7 +174,7 @@ class _Player:
                 )
 
     def compare_cases(self) -> None:
-        """Whether the environment changed a case, which other episodes are given too."""
+        """Find out whether the environment changed a case, which other episodes are given too."""
         for case, (before, prompt) in enumerate(zip(self._before, self._opened.prompts, strict=True)):
             if _text(before) != _text(dict(prompt.columns)):
                 self.trial.changed_case = case

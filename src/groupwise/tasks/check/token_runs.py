@@ -71,6 +71,6 @@ def _runs(segment: Segment, tokenizer: PreTrainedTokenizerBase) -> list[TokenRun
 
 
 def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """With the special tokens at its end, which `chat.decode` drops."""
+    """Return the text with the special tokens at its end, which `chat.decode` drops."""
     text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
