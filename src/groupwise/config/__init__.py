@@ -1,2 +1,1 @@
-"""Every option with its bounds and default, for YAML files, HTTP jobs and the SDK; importers of other systems'
-files."""
+"""Every option with its bounds and default, for YAML, HTTP jobs and the SDK; how files in other words are read."""

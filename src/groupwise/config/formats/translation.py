@@ -1,4 +1,4 @@
-"""The base of all importers: a table of keys, and a translation that records where every value came from.
+"""The base of all formats: a table of keys, and a translation that records where every value came from.
 
 A `Translation` reads the document against the system's table of keys: unknown keys and wrong values are problems, what
 is idle or absent is noted, plain keys are copied. The system's module then reads the rest by name and puts what it
