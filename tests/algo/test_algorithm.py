@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,12 +49,14 @@ def test_it_takes_the_place_of_the_formulas_whatever_else_is_in_the_batch():
 
 
 @pytest.mark.parametrize(
-    "returned", [[1.0], [1.0, math.inf], [0.0, math.nan]], ids=["too few", "infinite", "not a number"]
+    "returned",
+    [[1.0], [1.0, math.inf], [0.0, math.nan], None, 1.0, ["a", "b"]],
+    ids=["too few", "infinite", "not a number", "nothing", "one number", "texts"],
 )
-def test_what_is_no_advantage_is_an_error(returned: list[float]):
+def test_what_is_no_advantage_is_an_error(returned: Any):
     with pytest.raises(TrainingError) as caught:
         group_advantages(FunctionAlgorithm(lambda rewards, rollouts: returned), group(1.0, 0.0))
-    assert caught.value.code == TrainingError.code and caught.value.hint
+    assert caught.value.code == TrainingError.code and (caught.value.hint or caught.value.__cause__)
 
 
 def test_an_error_of_its_own_says_which_hook():
@@ -88,7 +91,14 @@ def test_as_many_weights_as_tokens():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("credit", "turn"), ("aggregation", "normalize_then_sum"), ("kl_in", "reward")]
+    ("key", "value"),
+    [
+        ("credit", "turn"),
+        ("aggregation", "normalize_then_sum"),
+        ("kl_in", "reward"),
+        ("advantage", "mean"),
+        ("advantage_ddof", 0),
+    ],
 )
 def test_what_does_not_go_with_an_algorithm_is_refused(key: str, value: str):
     with pytest.raises(ValueError, match=key):

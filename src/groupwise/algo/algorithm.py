@@ -84,10 +84,10 @@ def group_advantages(algorithm: Algorithm, group: RolloutGroup) -> list[Reward]:
     rewards = [float(rollout.reward or 0.0) for _, rollout in scored]
     found = [0.0] * len(rewards)
     if differ(rewards):
-        found = _called(lambda: algorithm.advantages(rewards, [rollout for _, rollout in scored]), "advantages")
+        found = _called(lambda: algorithm.advantages(rewards, [rollout for _, rollout in scored]), "advantages") or []
         _check(found, len(rewards), f"{type(algorithm).__name__}.advantages", "rollouts")
     for (i, _), value in zip(scored, found, strict=True):
-        result[i] = float(value)
+        result[i] = value
     return result
 
 
@@ -110,12 +110,14 @@ def _weighted(sample: Sample, rollout: Rollout, algorithm: Algorithm) -> Sample:
         return sample
     _check(weights, len(sample.completion_ids), f"{type(algorithm).__name__}.token_weights", "tokens")
     own = sample.weights or (1.0,) * len(sample.completion_ids)
-    return replace(sample, weights=tuple(a * float(b) for a, b in zip(own, weights, strict=True)))
+    return replace(sample, weights=tuple(a * b for a, b in zip(own, weights, strict=True)))
 
 
-def _called(hook: Callable[[], Any], name: str) -> Any:
+def _called(hook: Callable[[], Sequence[float] | None], name: str) -> list[float] | None:
+    """Return the hook's numbers, or None as it does. Raises TrainingError for what it raises and what is no number."""
     try:
-        return hook()
+        values = hook()
+        return None if values is None else [float(value) for value in values]
     except Exception as error:
         raise TrainingError(f"the algorithm's {name} raised {type(error).__name__}: {error}") from error
 

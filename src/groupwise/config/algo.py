@@ -168,8 +168,10 @@ class RunAlgoConfig(CreditConfig, AlgoConfig):
             message = f"the reward takes kl k1 with a kl_coeff above 0; they are {self.kl} and {self.kl_coeff}"
             raise conflict("kl_in", f"{message}: the gradient of another estimator would be wrong there")
         if self.algorithm is not None:
-            for key in ("credit", "aggregation", "kl_in"):
+            for key in ("credit", "aggregation", "advantage_eps", "advantage_ddof", "kl_in"):
                 self._refuse(key, "does not go with algorithm, which makes the advantages itself")
+            if self.advantage != _published_advantage({"policy_loss": self.policy_loss}):
+                raise conflict("advantage", f"{self.advantage!r} does not act with algorithm; leave one of the two out")
         if not self.mask_truncated:
             self._refuse("truncated_votes", "acts with mask_truncated only")
         if self.kl_target is None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from groupwise.algo.algorithm import with_token_weights
 from groupwise.algo.credit import with_advantages
 from groupwise.algo.distillation import (
     demonstration_metrics,
@@ -218,6 +219,8 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
             replace(group, rollouts=tuple(map(_made_up, range(COMPLETIONS), group.rollouts))) for group in groups
         ]
     samples = samples_of(weighed, mask_truncated=config.algo.mask_truncated and not made_up)
+    if plan.algorithm is not None:
+        samples = with_token_weights(samples, weighed, plan.algorithm)
     samples = [] if config.teacher_samples else samples
     told = {} if teacher is None else teacher_metrics(samples, teacher_scores(weighed) if samples else [])
     told |= demonstration_metrics(weighed) if shown else {}
