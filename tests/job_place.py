@@ -29,6 +29,7 @@ from groupwise.store import files as adapter_files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import JobRecord, JobState, Lease
+from groupwise.train.training_batch import TrainingBatch
 from groupwise.types import PolicyVersion
 
 SMALL = {"lora_rank": 2, "lora_alpha": 4.0, "target_modules": ["q_proj", "down_proj"], "learning_rate": 0.01}
@@ -116,17 +117,15 @@ class Place:
 
     def at_step(self, monkeypatch: Any, step: int, act: Callable[[], object]) -> None:
         """Call `act` when the gradient of step `step` (from 0) has been computed."""
-        from groupwise.run.job_update import GrpoTask
+        plain = TrainingBatch.accumulate
 
-        plain = GrpoTask.accumulate
-
-        def accumulate(task: GrpoTask, learner: Any, number: int) -> Any:
-            metrics = plain(task, learner, number)
+        def accumulate(batch: TrainingBatch, learner: Any, number: int) -> Any:
+            metrics = plain(batch, learner, number)
             if number == step:
                 act()
             return metrics
 
-        monkeypatch.setattr(GrpoTask, "accumulate", accumulate)
+        monkeypatch.setattr(TrainingBatch, "accumulate", accumulate)
 
 
 # --- the script ---

@@ -53,7 +53,9 @@ def counted() -> dict[str, set[str]]:
     return house.counted(trees)
 
 
-@pytest.mark.parametrize("what", ["core imports bridges", "isinstance on kinds", "options nothing sets"])
+@pytest.mark.parametrize(
+    "what", ["core imports bridges", "isinstance on kinds", "trained elsewhere", "options nothing sets"]
+)
 def test_there_is_none_of_it(counted: dict[str, set[str]], what: str) -> None:
     """An option is there only if a configuration, an example or a page names it; a bridge is found, never imported."""
     assert not counted[what]

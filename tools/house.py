@@ -4,8 +4,9 @@
     python tools/house.py --walks         # also runs one step and one job on the starter (about two minutes)
 
 With `--why` it lists what it has counted, so that each number can be looked up: second heads, imports of bridges by the
-core, kinds of environments that `run` asks for by `isinstance`, circles of imports that count those inside functions,
-options that nothing in the repository sets, docstrings of functions that begin with no verb.
+core, kinds of environments that `run` asks for by `isinstance`, optimizer steps and learner states that are made
+outside `train`, circles of imports that count those inside functions, options that nothing in the repository sets,
+docstrings of functions that begin with no verb.
 
 A *layer* is a place in the longest chain of imports made at import time, cycles counted as one. A *walk* is counted by
 running it: the modules of the package in which any function was called, in every process that took part,
@@ -154,6 +155,16 @@ def counted(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
             if isinstance(node, ast.Call)
             and ast.unparse(node.func) == "isinstance"
             and KINDS & set(re.findall(r"\w+", ast.unparse(node.args[1])))
+        },
+        "trained elsewhere": {
+            f"{module}:{node.lineno}"
+            for module, tree in trees.items()
+            if not module.startswith("train.")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("optim_step", "save_state", "restore")
+            and "learner" in ast.unparse(node)
         },
         "options nothing sets": unset_options(),
         "docstring fragments": {

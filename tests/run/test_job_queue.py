@@ -18,11 +18,11 @@ from groupwise.errors import Interrupted, LeaseLostError, StorageError
 from groupwise.run import job_queue
 from groupwise.run.job import JobCancelled
 from groupwise.run.job_queue import LeaseHeartbeat, describe
-from groupwise.run.job_update import GrpoTask
 from groupwise.store import faults
 from groupwise.store.files import WEIGHTS
 from groupwise.store.ledger_schema import JobState
 from groupwise.train.learner import Learner
+from groupwise.train.training_batch import TrainingBatch
 from job_place import CRASHING, KILLED, Place, groups
 
 HERE = Path(__file__).parent.parent
@@ -367,4 +367,4 @@ def test_a_killed_job_ends_with_the_same_bytes_in_one_version(crashes, point):
 
 def test_the_task_is_left_as_it_was():
     """`at_step` of these tests must have undone itself, or the others would not test the real thing."""
-    assert GrpoTask.accumulate.__module__ == "groupwise.run.job_update"
+    assert TrainingBatch.accumulate.__module__ == "groupwise.train.training_batch"

@@ -332,7 +332,9 @@ def test_an_epoch_is_every_example_once_in_its_own_order(place, monkeypatch):
     monkeypatch.setattr(
         Learner,
         "forward_backward_supervised",
-        lambda self, samples: seen.extend(s.prompt_ids[0] for s in samples) or plain(self, samples),
+        lambda self, samples, **options: (
+            seen.extend(s.prompt_ids[0] for s in samples) or plain(self, samples, **options)
+        ),
     )
     place.do(examples(7), kind="sft", epochs=2, batch_size=3)
     assert sorted(seen[:7]) == sorted(seen[7:]) == [30 + i for i in range(7)]

@@ -297,7 +297,7 @@ def test_a_state_is_whole_and_of_this_policy(service: TrainingService, policy: T
     policy.load_state(tmp_path / "state").result()
     policy.save_state(tmp_path / "state").result()
     assert not (tmp_path / ".replaced-state").exists()
-    for path in (tmp_path / "state").glob("*.distcp"):
+    for path in (tmp_path / "state").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StorageError, match="is damaged"):
         policy.load_state(tmp_path / "state").result()

@@ -87,9 +87,9 @@ def everything(learner: Learner, samples: list[Sample], *, steps_only: bool = Fa
     note("an idle rank", learner.step(samples[:1], grpo, learning_rate=RATE))
     if steps_only:
         return seen
-    stream = learner.begin_step(grpo)
+    stream = learner.begin_step()
     for part in (samples[:2], samples[2:]):
-        stream.accumulate(part)
+        stream.accumulate(part, grpo)
     note("a streamed step", stream.finish(learning_rate=RATE))
     note("cross-entropy", learner.forward_backward_supervised(samples))
     note("and its step", learner.optim_step(learning_rate=RATE).metrics())

@@ -146,9 +146,9 @@ def test_an_episode_counts_once_however_often_it_was_forked(make_learner, reduct
     assert metrics["loss/policy"] == pytest.approx(expected["loss/custom"], rel=1e-6)
     assert_same(ours, gradients(learner), atol=1e-7)
     if reduction != "token_mean":
-        stream = learner.begin_step(spec)
+        stream = learner.begin_step()
         for part in (samples[:2], samples[2:]):
-            stream.accumulate(part)
+            stream.accumulate(part, spec)
         learner.divide_gradients(spec.denominator(tokens=stream.tokens, rows=stream.rows))
         assert_same(ours, gradients(learner), atol=1e-7)
 

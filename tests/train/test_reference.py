@@ -82,8 +82,8 @@ def test_refresh_copies_the_policy_every_so_many_steps(make_learner, make_sample
 
 def test_streamed_steps_count_too(make_learner, make_samples):
     learner, samples = kept(make_learner, "refresh", every=1), make_samples(GROUPS)
-    stream = learner.begin_step(K3)
-    stream.accumulate(samples)
+    stream = learner.begin_step()
+    stream.accumulate(samples, K3)
     stream.finish(learning_rate=0.01)
     assert rows_equal(learner.forward(samples, reference=True), learner.forward(samples))
 

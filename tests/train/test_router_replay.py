@@ -22,8 +22,9 @@ from groupwise.config.lora import LoraSpec
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError, RequestError
+from groupwise.model.readable import check_routing
 from groupwise.recorded import RoutedExperts
-from groupwise.run.job_update import check_routing, make_task
+from groupwise.run.job_update import make_task
 from groupwise.server import rollouts
 from groupwise.server.assemble import open_engine
 from groupwise.server.bodies import parse_body

@@ -94,9 +94,9 @@ def test_micro_batches_and_streams_weigh_it_as_the_policy_loss(make_base):
             elif how == "cut":
                 learner.forward_backward(samples, spec)
             else:
-                stream = learner.begin_step(spec)
+                stream = learner.begin_step()
                 for sample in samples:
-                    stream.accumulate([sample])
+                    stream.accumulate([sample], spec)
                 learner.divide_gradients(spec.denominator(tokens=stream.tokens, rows=stream.rows))
             gradients.append([parameter.grad.clone() for parameter in learner.parameters])
         for one, *others in zip(*gradients, strict=True):

@@ -16,7 +16,7 @@ from groupwise.algo.loss import resolve_loss
 from groupwise.model.load import Head, plain_attention
 from groupwise.train.forward import fused_logprobs
 from groupwise.train.learner import Learner
-from groupwise.train.rollout_batch import RolloutBatch
+from groupwise.train.training_batch import TrainingBatch
 from groupwise.types import Sample, SequenceScores
 
 K, TEMPERATURE, COEFFICIENT = 4, 0.8, 0.7
@@ -89,10 +89,10 @@ def test_the_teachers_own_completions(make_learner, make_samples, samples: list[
     policy = [] if alone else samples
     spec = resolve_loss("importance_sampling")
     cut = {"minibatches": minibatches, "passes": 1, "temperature": TEMPERATURE}
-    batch = RolloutBatch.cut(policy, spec, shuffle=Random(0), demonstrations=shown, coefficient=COEFFICIENT, **cut)
+    batch = TrainingBatch.cut(policy, spec, shuffle=Random(0), demonstrations=shown, coefficient=COEFFICIENT, **cut)
     assert sorted(row for rows in batch.shown[0] for row in rows) == list(range(len(shown)))
-    assert len(batch.steps) == len(batch.shown[0]) == minibatches
-    for step, (rows, shown_rows) in enumerate(zip(batch.steps, batch.shown[0], strict=True)):
+    assert batch.steps == len(batch.shown[0]) == minibatches
+    for step, (rows, shown_rows) in enumerate(map(batch.step_rows, range(minibatches))):
         reference = make_learner()
         mine, theirs = [policy[row] for row in rows], [shown[row] for row in shown_rows]
         total = torch.zeros((), dtype=torch.float64)
@@ -212,9 +212,9 @@ def test_with_a_reference_and_as_it_arrives(make_learner, samples: list[Sample],
     spec = resolve_loss("grpo", kl="k3", soft_kl="forward")
     whole, streamed = make_learner(), make_learner()
     expected = whole.step(taught, spec, learning_rate=0.1)
-    step = streamed.begin_step(spec)
+    step = streamed.begin_step()
     for part in (taught[:4], taught[4:]):
-        step.accumulate(part)
+        step.accumulate(part, spec)
     found = step.finish(learning_rate=0.1)
     assert_same([p.detach() for p in streamed.parameters], [p.detach() for p in whole.parameters])
     assert found["loss/soft_kl"] == pytest.approx(expected["loss/soft_kl"]) and not math.isnan(found["kl/mean"])

@@ -95,9 +95,9 @@ def test_cut_streamed_side_by_side_and_custom(make_learner, monkeypatch, layout)
     small.forward_backward(samples, LOSS)
     assert_same(gradients(small), plain)
 
-    stream = learner.begin_step(LOSS)
-    stream.accumulate(samples[:4])
-    stream.accumulate(samples[4:])
+    stream = learner.begin_step()
+    stream.accumulate(samples[:4], LOSS)
+    stream.accumulate(samples[4:], LOSS)
     assert_same(gradients(learner), plain)
 
     learner.forward_backward_custom(

@@ -38,7 +38,11 @@ CHECKPOINT_INTERVAL = 10
 
 MAX_TOKENS = RolloutConfig.model_fields["max_tokens"].default  # what a constant reduction divides by
 
+# Where a job's defaults differ from a run's. A run has no KL unless it is asked for: its held-out evaluations show what
+# it unlearns. A job is one of many rounds on whatever its users scored, and nothing else may be looking: by default it
+# stays near the base model. Kiln, whose requests these are, has the same three.
 _CLIP_EPSILON, _KL_COEFF, _KL = 0.2, 0.1, "k3"
+
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[0-9]{1,12})?")
 
 

@@ -33,7 +33,7 @@ from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, In
 from groupwise.model.load import LoadedModel
 from groupwise.run.health_report import examine_job
 from groupwise.run.job_update import Task, make_task
-from groupwise.store import faults, files
+from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.store.job_checkpoint import (
@@ -151,7 +151,7 @@ def _resumed(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) 
         place.ledger.progress(lease, phase="loading", step=0, message=message)
         return None
     run = _Run(place, lease, config, task, learner, standing, dict(lease.job.metrics))
-    run.say(f"goes on from the checkpoint at step {standing.step} of {task.steps}")
+    run.say(f"goes on from the checkpoint at step {standing.step} of {task.batch.steps}")
     return run
 
 
@@ -259,7 +259,7 @@ def _new_learner(config: JobConfig, lora: LoraSpec, base: LoadedModel) -> Learne
 
 def _train(run: _Run, raise_if_stopped: Callable[[], None]) -> None:
     interval, saved = run.config.checkpoint_interval or CHECKPOINT_INTERVAL, run.standing.step
-    while run.standing.step < run.task.steps:
+    while run.standing.step < run.task.batch.steps:
         try:
             raise_if_stopped()
         except Interrupted:
@@ -267,33 +267,36 @@ def _train(run: _Run, raise_if_stopped: Callable[[], None]) -> None:
                 run.save()
             raise
         _step(run)
-        if run.standing.step % interval == 0 or run.standing.step == run.task.steps:
+        if run.standing.step % interval == 0 or run.standing.step == run.task.batch.steps:
             run.save()
             saved = run.standing.step
     if not run.standing.applied:
         raise TrainingError(
-            f"the job changed nothing: the gradients of all {run.task.steps} steps were not finite",
+            f"the job changed nothing: the gradients of all {run.task.batch.steps} steps were not finite",
             hint="look for huge rewards or log-probabilities, or lower learning_rate",
         )
 
 
 def _step(run: _Run) -> None:
     config, task, step, began = run.config, run.task, run.standing.step, time.monotonic()
-    metrics = {**task.facts, **task.accumulate(run.learner, step)}
-    faults.point("train:after-backward")
     rate = learning_rate_at(
         step,
         peak=config.learning_rate,
         warmup_steps=config.warmup_steps,
-        steps=task.steps,
+        steps=task.batch.steps,
         schedule=config.schedule,
     )
-    result = run.learner.optim_step(learning_rate=rate)
-    faults.point("train:after-step")
+    metrics, result = task.batch.take_step(run.learner, step, learning_rate=rate)
     run.standing = replace(run.standing, step=step + 1, applied=run.standing.applied + result.applied)
     seconds = time.monotonic() - began
-    metrics |= {"optim/lr": rate, "optim/grad_norm": result.grad_norm, "optim/refused": float(not result.applied)}
-    if run.standing.step == task.steps:
+    metrics = {
+        **task.facts,
+        **metrics,
+        "optim/lr": rate,
+        "optim/grad_norm": result.grad_norm,
+        "optim/refused": float(not result.applied),
+    }
+    if run.standing.step == task.batch.steps:
         with suppress(AdapterNotFoundError):  # what it started from was deleted meanwhile
             metrics |= {"final/logprob_drop": _logprob_drop(run)}
     run.metrics = metrics | {"time/step_s": seconds, "perf/tok_s": task.tokens(step) / seconds}
@@ -313,13 +316,13 @@ def _logprob_drop(run: _Run) -> float:
     task, config, parent = run.task, run.config, run.standing.parent
     samples = task.some(MEASURED_TOKENS)
     if parent.is_base:
-        before = run.learner.forward(samples, temperature=task.temperature, reference=True)
+        before = run.learner.forward(samples, temperature=task.batch.temperature, reference=True)
     else:
         start = _new_learner(config, run.standing.lora, run.place.base)
         with run.place.store.held(parent) as directory:
             start.load_adapter(directory, alpha_field="lora_alpha")
-        before = start.forward(samples, temperature=task.temperature)
-    return logprob_drop(samples, before, run.learner.forward(samples, temperature=task.temperature))
+        before = start.forward(samples, temperature=task.batch.temperature)
+    return logprob_drop(samples, before, run.learner.forward(samples, temperature=task.batch.temperature))
 
 
 # --- publishing ---

@@ -1,7 +1,7 @@
 """A payload as optimizer steps: what step k of a job accumulates the gradient of.
 
     grpo   `iterations` passes over the groups, each cut into `minibatches` optimizer steps: one rollout batch of a
-           run, with the same cuts, anchor and reference (`RolloutBatch`)
+           run, with the same cuts, anchor and reference (`TrainingBatch`)
     sft    `epochs` passes over the examples, each cut into steps of `batch_size`
 
 Step k's batch follows from the configuration and k alone, so that a job that goes on from a checkpoint does what it
@@ -18,7 +18,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, groupby
+from itertools import groupby
 
 from groupwise.algo.credit import has_signal, with_advantages
 from groupwise.algo.distillation import teacher_scores, with_teacher_advantages
@@ -26,12 +26,13 @@ from groupwise.algo.distillation_metrics import teacher_metrics
 from groupwise.algo.metrics import Metrics, rollout_metrics
 from groupwise.algo.samples import samples_of
 from groupwise.config.job import GrpoJobConfig, SftJobConfig
-from groupwise.errors import ContextLengthError, DataError, TrainingError
+from groupwise.errors import TrainingError
 from groupwise.model.load import LoadedModel
 from groupwise.model.packing import count_loss_tokens
+from groupwise.model.readable import check_readable
 from groupwise.store.job_payload import EncodedGroup, GrpoPayload, SftPayload
 from groupwise.train.learner import Learner
-from groupwise.train.rollout_batch import RolloutBatch
+from groupwise.train.training_batch import TrainingBatch
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, SequenceScores, Turn
 
 Rows = Sequence[tuple[float, ...]]  # a log-probability per token of each sample
@@ -45,48 +46,51 @@ _FACTS += ("rollout/len_mean", "rollout/len_max", "rollout/tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a job does. `batches` are the rows (indices of samples) of each optimizer step, `facts` metrics that hold
-    for all of them, `start` the samples' log-probabilities under the policy that the job starts from."""
+    """A job's work: the steps of `batch`.
 
-    samples: Sequence[Sample]
+    Attributes:
+        facts: metrics that hold for all of them.
+        start: log-probabilities of the samples under the policy that the job starts from, once `with_start` knows them;
+            until then a behaviour logprob that nobody recorded is NaN.
+    """
+
+    batch: TrainingBatch
     facts: Metrics
-    temperature: float = 1.0
     start: Rows | None = None
 
     @property
-    def batches(self) -> Sequence[Sequence[int]]:
-        raise NotImplementedError
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps."""
-        return len(self.batches)
+    def samples(self) -> list[Sample]:
+        """All that is trained on: scored completions, or examples."""
+        return [*self.batch.samples, *self.batch.demonstrations]
 
     @property
     def reads_start(self) -> bool:
         """Whether `started` must be called before the first step."""
-        return False
+        spec, samples = self.batch.spec, self.batch.samples
+        unknown = any(math.isnan(x) for sample in samples for x in sample.behaviour_logprobs or ())
+        return unknown or (spec is not None and spec.reads_old and self.batch.steps > 1)
 
     def started(self, learner: Learner) -> Task:
-        """Return the task, with its `start` under the learner's policy as it is."""
-        return self
+        """Return the task with its `start` under the learner's policy as it is now."""
+        return self.with_start(self.batch.with_old(learner).old or ())
 
     def with_start(self, start: Rows) -> Task:
         """Return the task, given its `start`."""
-        return replace(self, start=start)
+        filled = [
+            replace(sample, behaviour_logprobs=tuple(map(_known, sample.behaviour_logprobs or (), row)))
+            for sample, row in zip(self.batch.samples, start, strict=True)
+        ]
+        old = start if self.batch.spec is not None and self.batch.spec.reads_old else None
+        return replace(self, start=start, batch=replace(self.batch, samples=filled, old=old))
 
     def with_reference(self, learner: Learner) -> Task:
         """Return the task with the reference's log-probabilities, where several steps read those of one sample."""
-        return self
-
-    def accumulate(self, learner: Learner, step: int) -> Metrics:
-        """Accumulate the gradient of step `step`, from 0."""
-        raise NotImplementedError
+        return replace(self, batch=self.batch.with_reference(learner))
 
     @property
     def largest(self) -> int:
         """Tokens of the largest batch that goes through the model at once, a prompt counted once for its group."""
-        return max(_packed([self.samples[row] for row in rows]) for rows in self.batches)
+        return max(_packed(self.batch.step_samples(step)) for step in range(self.batch.steps))
 
     @property
     def longest(self) -> int:
@@ -94,61 +98,15 @@ class Task:
         return max(len(sample.prompt_ids) + len(sample.completion_ids) for sample in self.samples)
 
     def tokens(self, step: int) -> int:
-        """Completion tokens of step `step`."""
-        return sum(len(self.samples[row].completion_ids) for row in self.batches[step])
+        """Return the completion tokens of step `step`."""
+        return sum(len(sample.completion_ids) for sample in self.batch.step_samples(step))
 
     def some(self, tokens: int) -> list[Sample]:
         """Return as many of the samples as have about this many tokens together, at least one, from all over the
         job."""
-        each = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in self.samples) / len(self.samples)
-        return list(self.samples[:: max(1, math.ceil(len(self.samples) * each / tokens))])
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrpoTask(Task):
-    """Policy steps. A behaviour logprob that nobody recorded is NaN until `with_start`."""
-
-    batch: RolloutBatch
-
-    @property
-    def batches(self) -> Sequence[Sequence[int]]:
-        return self.batch.steps
-
-    @property
-    def reads_start(self) -> bool:
-        unknown = any(math.isnan(x) for sample in self.samples for x in sample.behaviour_logprobs or ())
-        return unknown or (self.batch.spec.reads_old and self.steps > 1)
-
-    def started(self, learner: Learner) -> GrpoTask:
-        return self.with_start(self.batch.with_old(learner).old or ())
-
-    def with_start(self, start: Rows) -> GrpoTask:
-        filled = [
-            replace(sample, behaviour_logprobs=tuple(map(_known, sample.behaviour_logprobs or (), row)))
-            for sample, row in zip(self.samples, start, strict=True)
-        ]
-        old = start if self.batch.spec.reads_old else None
-        return replace(self, samples=filled, start=start, batch=replace(self.batch, samples=filled, old=old))
-
-    def with_reference(self, learner: Learner) -> GrpoTask:
-        return replace(self, batch=self.batch.with_reference(learner))
-
-    def accumulate(self, learner: Learner, step: int) -> Metrics:
-        return self.batch.accumulate(learner, step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftTask(Task):
-    """Steps on the cross-entropy; `rows` are those of each."""
-
-    rows: Sequence[Sequence[int]]
-
-    @property
-    def batches(self) -> Sequence[Sequence[int]]:
-        return self.rows
-
-    def accumulate(self, learner: Learner, step: int) -> Metrics:
-        return learner.forward_backward_supervised([self.samples[row] for row in self.rows[step]])
+        samples = self.samples
+        each = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples) / len(samples)
+        return samples[:: max(1, math.ceil(len(samples) * each / tokens))]
 
 
 def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPayload, *, base: LoadedModel) -> Task:
@@ -170,7 +128,7 @@ def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPa
     return task
 
 
-def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
+def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> Task:
     groups = [_rollouts(i, group) for i, group in enumerate(payload.groups)]
     taught = [any(rollout.teacher for rollout in group.rollouts) for group in groups]
     differ = [has_signal(group, config) or each for group, each in zip(groups, taught, strict=True)]
@@ -186,7 +144,7 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
     scores, samples = teacher_scores(kept), samples_of(kept)
     samples = with_teacher_advantages(samples, scores, coefficient=config.teacher_coefficient)
     measured = rollout_metrics(groups, trained=kept, advantage=config)
-    batch = RolloutBatch.cut(
+    batch = TrainingBatch.cut(
         samples,
         config.loss(recorded=recorded),
         minibatches=config.minibatches,
@@ -194,10 +152,8 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
         shuffle=random.Random(config.seed),
         temperature=config.temperature or payload.temperature,
     )
-    return GrpoTask(
-        samples=samples,
+    return Task(
         batch=batch,
-        temperature=batch.temperature,
         facts={key: measured[key] for key in _FACTS} | (teacher_metrics(samples, scores) if any(taught) else {}),
     )
 
@@ -222,7 +178,7 @@ def _rollouts(index: int, group: EncodedGroup) -> RolloutGroup:
     return RolloutGroup(prompt=Prompt(id=str(index), token_ids=group.prompt_ids), rollouts=tuple(rollouts))
 
 
-def _sft_task(config: SftJobConfig, payload: SftPayload) -> SftTask:
+def _sft_task(config: SftJobConfig, payload: SftPayload) -> Task:
     if not payload.examples:
         raise TrainingError("there are no examples to train on", hint="post at least one")
     samples = [
@@ -230,8 +186,9 @@ def _sft_task(config: SftJobConfig, payload: SftPayload) -> SftTask:
         for each in payload.examples
     ]
     parts = config.steps(examples=len(samples)) // config.epochs
-    rows = [part for turn in range(config.epochs) for part in _epoch(len(samples), parts, f"{config.seed}/{turn}")]
-    return SftTask(samples=samples, rows=rows, facts={"data/examples": float(len(samples))})
+    rows = [list(_epoch(len(samples), parts, f"{config.seed}/{turn}")) for turn in range(config.epochs)]
+    batch = TrainingBatch(demonstrations=samples, shown=rows)
+    return Task(batch=batch, facts={"data/examples": float(len(samples))})
 
 
 def _epoch(examples: int, parts: int, seed: str) -> Iterator[list[int]]:
@@ -247,44 +204,6 @@ def _packed(samples: Sequence[Sample]) -> int:
     """Return tokens of a batch, where neighbours with equal prompts share theirs."""
     prompts = [prompt for prompt, _ in groupby(sample.prompt_ids for sample in samples)]
     return sum(map(len, prompts)) + sum(len(sample.completion_ids) for sample in samples)
-
-
-def check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
-    """On a GPU an id, also of a target that is read, or a position out of range would kill the process."""
-    for sample in samples:
-        length = len(sample.prompt_ids) + len(sample.completion_ids)
-        if length > base.context_length:
-            raise ContextLengthError(
-                f"a prompt of {len(sample.prompt_ids)} tokens and a completion of {len(sample.completion_ids)} do not "
-                f"fit: the maximum context length is {base.context_length} tokens",
-                hint="shorten the prompt or the completion",
-            )
-    check_ids(samples, base)
-    check_routing(samples, base)
-
-
-def check_routing(samples: Sequence[Sample], base: LoadedModel) -> None:
-    """Raise DataError unless the experts that are recorded, where they are, can be the model's."""
-    recorded = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
-    routing = base.routing if recorded else None
-    for routed in recorded:
-        if routing is None or not routing.has(routed):
-            own = "no routers" if routing is None else f"{routing.layers} routers that choose {routing.chosen} "
-            own += "" if routing is None else f"of {routing.experts} experts"
-            raise DataError(
-                f"routed_experts have {routed.shape[2]} experts of {routed.shape[1]} layers for each token, up to "
-                f"number {routed.array().max(initial=-1)}; {base.name} has {own}",
-                hint="train what this model sampled, or leave routed_experts out",
-            )
-
-
-def check_ids(samples: Sequence[Sample], base: LoadedModel) -> None:
-    """Raise DataError unless the model has every token id, and every target that is read."""
-    for sample in samples:
-        if (largest := max((*sample.prompt_ids, *sample.completion_ids))) >= base.vocabulary:
-            raise DataError(f"token id {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")
-        if (largest := max(compress(sample.targets or (), sample.mask), default=0)) >= base.vocabulary:
-            raise DataError(f"target {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")
 
 
 def _known(recorded: float, start: float) -> float:

@@ -94,7 +94,7 @@ class StepUpdate:
         self._updates, self._plan, self._learner, self._step = updates, updates.plan, updates.learner, step
         self._parts: list[_Part] = []
         streams = self._plan.config.rollout.stream_groups > 0
-        self._stream = self._learner.begin_step(self._loss, temperature=self._temperature) if streams else None
+        self._stream = self._learner.begin_step(temperature=self._temperature) if streams else None
 
     @property
     def groups(self) -> list[RolloutGroup]:
@@ -127,7 +127,7 @@ class StepUpdate:
         """Run forward and backward on the newest groups now, where the step is streamed; else `train` does."""
         if (stream := self._stream) is not None:
             samples = self._parts[-1].samples
-            await self._updates.in_learner_thread(lambda: stream.accumulate(samples))
+            await self._updates.in_learner_thread(lambda: stream.accumulate(samples, self._loss))
 
     async def train(self) -> Metrics:
         """Take the optimizer steps on all groups; return nothing but counts where no token is trained."""

@@ -21,30 +21,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from groupwise.algo.loss_metrics import rescaled
 from groupwise.algo.metrics import Metrics
 from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import LossSpec
 from groupwise.errors import ConfigError, ContextLengthError, DataError, TrainingError
 from groupwise.model.load import LoadedModel
-from groupwise.model.packing import MicroBatch, count_sequences
-from groupwise.run.job_update import check_ids, check_routing
+from groupwise.model.packing import MicroBatch
+from groupwise.model.readable import check_ids, check_routing
 from groupwise.run.update import learner_thread
 from groupwise.sdk.alignment import UNKNOWN
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, LossFn, built_in, check_inputs, checked_custom, rows_of, weights_of
 from groupwise.sdk.pending import Pending, T
 from groupwise.sdk.state import load, save
+from groupwise.train.accumulated_step import Normalization, check_adds_up
 from groupwise.train.learner import Learner, OptimStepResult
-from groupwise.train.streamed_step import SUMS
 from groupwise.types import Sample
-
-Normalization = Literal["NUM_LOSS_TOKENS", "NUM_SEQUENCES"]
 
 BUILDING = threading.Lock()  # models and adapters are made with the process's generator and default type
 
@@ -160,8 +157,7 @@ class TrainingClient:
     def __init__(self, learner: Learner, *, service: TrainingService, name: str, temperature: float = 1.0):
         self.learner, self.service, self.name, self.temperature = learner, service, name, temperature
         self.loads = 0  # states that were loaded
-        self._tokens = self._rows = self._calls = 0  # accumulated since the last optimizer step
-        self._spec: LossSpec | None = None  # whose reduction the gradient is divided by
+        self._step = learner.begin_step(temperature=temperature)
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
 
@@ -194,11 +190,7 @@ class TrainingClient:
         spec = built_in(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
         weights = weights_of(loss_fn)
         check_inputs(data, spec, weights=weights)
-        if not spec.streams:
-            hint = "use reduction token_mean"
-            raise ConfigError(
-                f"an entropy bonus does not add up over calls with reduction {spec.reduction!r}", hint=hint
-            )
+        check_adds_up(spec)
         samples = [datum.sample(weights) for datum in data]
         _check_readable(data, samples, self.learner.base)
         return self.service.submit(lambda: self._accumulate(data, samples, spec))
@@ -229,7 +221,7 @@ class TrainingClient:
             ConfigError: a loss that is a mean already would be divided again.
         """
         _check_kind("adam_params", adam_params, AdamParams, "give AdamParams(learning_rate=...)")
-        return self.service.submit(lambda: self._step(adam_params, grad_accumulation_normalization))
+        return self.service.submit(lambda: self._apply(adam_params, grad_accumulation_normalization))
 
     def save_state(self, path: str | Path, *, extra: Mapping[str, Any] | None = None) -> Pending[Path]:
         """Write policy, optimizer and counters, and `extra` beside them (`state`).
@@ -261,7 +253,6 @@ class TrainingClient:
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _accumulate(self, data: Sequence[Datum], samples: Sequence[Sample], spec: LossSpec) -> ForwardBackwardOutput:
-        self._check_reduction(spec)
         rows: dict[int, list[float]] = {}
 
         def keep(batch: MicroBatch, logprobs_N: Tensor) -> None:
@@ -269,19 +260,14 @@ class TrainingClient:
             for row, sample in zip(batch.rows, batch.samples, strict=True):
                 rows[row] = [next(values) if trained else UNKNOWN for trained in sample.mask]
 
-        tokens, loss_rows = sum(datum.loss_tokens for datum in data), count_sequences(samples, by_prompt=spec.by_prompt)
-        metrics = self.learner.forward_backward(
+        metrics = self._step.accumulate(
             samples,
             spec,
-            temperature=self.temperature,
             old_logprobs=rows_of(data, "old_logprobs"),
             reference_logprobs=rows_of(data, "reference_logprobs"),
-            totals=SUMS,
             on_logprobs=keep,
+            tokens=sum(datum.loss_tokens for datum in data),
         )
-        self._count(tokens, loss_rows, spec)
-        if tokens:
-            metrics = rescaled(metrics, tokens=tokens, policy=spec.denominator(tokens=tokens, rows=loss_rows))
         logprobs = [
             (*[UNKNOWN] * datum.skipped, *rows.get(i, [UNKNOWN] * (len(datum.model_input) - datum.skipped)))
             for i, datum in enumerate(data)
@@ -291,66 +277,29 @@ class TrainingClient:
     def _accumulate_custom(
         self, data: Sequence[Datum], samples: Sequence[Sample], loss_fn: LossFn
     ) -> ForwardBackwardOutput:
-        self._check_reduction(None)
         seen: list[tuple[float, ...]] = []
 
         def checked(logprobs: list[Tensor]) -> tuple[Tensor, Metrics]:
             seen.extend(tuple(row.tolist()) for row in logprobs)
             return checked_custom(loss_fn(data, logprobs))
 
-        metrics = self.learner.forward_backward_custom(samples, checked, temperature=self.temperature)
-        self._count(sum(datum.loss_tokens for datum in data), len(data), None)
+        metrics = self._step.accumulate_custom(samples, checked, tokens=sum(datum.loss_tokens for datum in data))
         return ForwardBackwardOutput(loss_fn_outputs=tuple({"logprobs": row} for row in seen), metrics=metrics)
 
-    def _check_reduction(self, spec: LossSpec | None) -> None:
-        """Refuse more than one divisor for all calls of a step."""
-        if self._calls and _reduction(spec) != _reduction(self._spec):
-            raise ConfigError(
-                f"a loss with reduction {_reduction(spec)!r} after one with {_reduction(self._spec)!r}: "
-                "one gradient cannot be divided by two numbers",
-                hint="call optim_step between them, or give both losses one reduction",
-            )
-
-    def _count(self, tokens: int, rows: int, spec: LossSpec | None) -> None:
-        self._tokens, self._rows, self._calls = self._tokens + tokens, self._rows + rows, self._calls + 1
-        self._spec = spec
-
-    def _step(self, adam: AdamParams, normalization: Normalization | None) -> OptimStepResult:
-        if not self._calls:
-            raise TrainingError("nothing was accumulated since the last step", hint="call forward_backward first")
-        divisor = self._divisor(normalization)
-        for parameter in self.learner.parameters:
-            if parameter.grad is not None:
-                parameter.grad /= divisor
-        for group in self.learner.optimizer.param_groups:
-            group.update(betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay)
-        self.learner.max_grad_norm = adam.grad_clip_norm or math.inf
-        self._forget()
-        return self.learner.optim_step(learning_rate=adam.learning_rate)
-
-    def _divisor(self, normalization: Normalization | None) -> float:
-        by_name = {None: 1.0, "NUM_LOSS_TOKENS": max(self._tokens, 1.0), "NUM_SEQUENCES": max(self._rows, 1.0)}
-        if normalization not in by_name:
-            valid = ", ".join(map(str, by_name))
-            raise ConfigError(f"grad_accumulation_normalization is {normalization!r}; valid: {valid}")
-        if normalization is not None and _reduction(self._spec) != "sum":
-            raise ConfigError(
-                f"{normalization} would divide again what reduction {_reduction(self._spec)!r} divides",
-                hint="leave grad_accumulation_normalization out",
-            )
-        if self._spec is None or normalization is not None:
-            return by_name[normalization]
-        return self._spec.denominator(tokens=self._tokens, rows=self._rows)
-
-    def _forget(self) -> None:
-        self._tokens = self._rows = self._calls = 0
-        self._spec = None
+    def _apply(self, adam: AdamParams, normalization: Normalization | None) -> OptimStepResult:
+        self.learner.set_adam(
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            max_grad_norm=adam.grad_clip_norm or math.inf,
+        )
+        return self._step.apply(learning_rate=adam.learning_rate, normalization=normalization)
 
     def save_now(self, directory: Path, extra: dict[str, Any]) -> Path:
         """`save_state`, for what `submit` runs."""
-        if self._calls:
+        if self._step.calls:
             raise TrainingError(
-                f"{self._calls} calls have accumulated a gradient, which a state does not have",
+                f"{self._step.calls} calls have accumulated a gradient, which a state does not have",
                 hint="call optim_step before save_state",
             )
         save(self.learner, directory, extra=extra)
@@ -365,13 +314,7 @@ class TrainingClient:
 
     def forget_now(self) -> None:
         """`zero_grad`, for what `submit` runs."""
-        self.learner.zero_grad()
-        self._forget()
-
-
-def _reduction(spec: LossSpec | None) -> str:
-    """Return what decides the divisor: of a custom loss, that it is a sum."""
-    return "sum" if spec is None else spec.reduction
+        self._step.forget()
 
 
 def _check_kind(name: str, value: object, kind: Any, hint: str) -> None:

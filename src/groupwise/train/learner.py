@@ -6,7 +6,7 @@
     forward_backward_custom   any function of the log-probabilities
     optim_step                clip, step AdamW, zero; a non-finite gradient is refused and counted
     step                      one rollout batch: as many of the above as `minibatches` and `passes` ask for
-    begin_step                one rollout batch that arrives in parts (`rollout_batch`)
+    begin_step                one batch that arrives in parts (`accumulated_step`)
 
 A batch is cut into micro-batches by a token budget; every loss divides by counts of the whole batch, so the cut changes
 nothing but rounding, and one for which a GPU's memory does not suffice is cut again. A small model's run side by side
@@ -25,7 +25,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -58,15 +58,15 @@ from groupwise.model.packing import (
     sequence_lengths,
     side_by_side,
 )
+from groupwise.train.accumulated_step import AccumulatedStep
 from groupwise.train.forward import of_tokens_alone
 from groupwise.train.lanes import ThreadedMicroBatches
 from groupwise.train.lora import add_lora, load_lora, router_parameters, save_lora
-from groupwise.train.optimizer import make_optimizer
+from groupwise.train.optimizer import OptimStepResult, make_optimizer
 from groupwise.train.reference import Reference, ReferenceSpec
-from groupwise.train.rollout_batch import RolloutBatch, train_on_batch, unmasked
 from groupwise.train.schedule import learning_rate_at
 from groupwise.train.strategy import Rows, SingleProcess, verb
-from groupwise.train.streamed_step import StreamedStep
+from groupwise.train.training_batch import TrainingBatch, train_on_batch, unmasked
 from groupwise.types import Sample
 
 __all__ = ["Learner", "Metrics", "OptimStepResult", "learning_rate_at"]
@@ -86,17 +86,6 @@ Passed = tuple[MicroBatch, Tensor, dict[str, Tensor], Gradients]  # ... its log-
 Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
 
 DEFAULTS = OptimizerConfig()
-
-
-@dataclass(frozen=True)
-class OptimStepResult:
-    """`grad_norm` is before clipping; `applied` is False when the step was refused because it was not finite."""
-
-    grad_norm: float
-    applied: bool
-
-    def metrics(self) -> Metrics:
-        return {"optim/grad_norm": self.grad_norm, "optim/refused": float(not self.applied)}
 
 
 class Learner:
@@ -417,7 +406,7 @@ class Learner:
         """Train on one rollout batch: `passes` times over it, each in `minibatches` optimizer steps; the metrics are
         means over these, and extremes of all of them. Each of these steps also has its part of the `demonstrations`,
         whose mean cross-entropy is added to the loss times `coefficient`."""
-        batch = RolloutBatch.cut(
+        batch = TrainingBatch.cut(
             samples,
             spec,
             minibatches=minibatches,
@@ -431,13 +420,16 @@ class Learner:
             batch = batch.with_old(self)
         return train_on_batch(self, batch.with_reference(self), learning_rate=learning_rate)
 
-    def begin_step(self, spec: LossSpec, *, temperature: float = 1.0) -> StreamedStep:
-        """Begin one optimizer step on a batch that arrives in parts; what was accumulated before is forgotten.
+    def begin_step(self, *, temperature: float = 1.0) -> AccumulatedStep:
+        """Begin one optimizer step on a batch that arrives in parts; what was accumulated before is forgotten."""
+        self.zero_grad()
+        return AccumulatedStep(self, temperature=temperature)
 
-        Raises:
-            ConfigError: the loss cannot be accumulated before the size of its batch is known.
-        """
-        return StreamedStep(self, spec, temperature=temperature)
+    def set_adam(self, *, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float) -> None:
+        """Set AdamW's constants and the norm that gradients are clipped to, from the next optimizer step on."""
+        for group in self.optimizer.param_groups:
+            group.update(betas=betas, eps=eps, weight_decay=weight_decay)
+        self.max_grad_norm = max_grad_norm
 
     @verb
     def keep_reference(self) -> None:

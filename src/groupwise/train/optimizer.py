@@ -7,10 +7,12 @@ out of memory does not.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from groupwise.algo.metrics import Metrics
 from groupwise.config.run import OptimizerConfig
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.model.quantized import require_bitsandbytes
@@ -18,6 +20,17 @@ from groupwise.model.quantized import require_bitsandbytes
 ADAM_EPS = 1e-8
 _PAGED = "paged_adamw_8bit"
 _LEVELS = "qmap"
+
+
+@dataclass(frozen=True)
+class OptimStepResult:
+    """`grad_norm` is before clipping; `applied` is False when the step was refused because it was not finite."""
+
+    grad_norm: float
+    applied: bool
+
+    def metrics(self) -> Metrics:
+        return {"optim/grad_norm": self.grad_norm, "optim/refused": float(not self.applied)}
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -1,6 +1,6 @@
 """The state of a learner whose parameters are cut, written and read in parts (torch.distributed.checkpoint).
 
-    <checkpoint>/shards/.metadata, __<rank>_<i>.distcp    the tensors of `learner_state`, under the same names
+    <checkpoint>/shards/.metadata, __<rank>_<i>.distcp    the tensors of `state_of`, under the same names
     <checkpoint>/learner.json                             counters, as there
 
 Each rank writes its own parts and reads those that its new parts overlap, so that a run goes on with another number

@@ -1,13 +1,16 @@
-"""One rollout batch as optimizer steps: `passes` times over it (mu, num_iterations), each in `minibatches`.
+"""A batch that is known whole, as optimizer steps: `passes` times over it (mu, num_iterations), each in `minibatches`.
 
     for each pass:  for each minibatch:  accumulate its gradient, one optimizer step
+
+A step of a run and a posted job, on scored groups or on examples, train through it.
 
 So `Learner.steps`, which counts optimizer steps, grows by passes x minibatches (less those that are refused). In a
 run they all have one learning rate: there schedules count rollout batches. What the policy is compared with stays
 while it moves: the anchor is the behaviour policy, or a snapshot from before the first of these steps; the reference
 follows only after the last.
 
-Beside the samples of the policy there may be demonstrations, a teacher's completions. A step's gradient is then that of
+Next to the samples of the policy there may be demonstrations: a teacher's completions, or the examples of supervised
+training, then alone. A step's gradient is that of
 
     policy loss of its samples  +  coefficient  sum -log pi(y_t) / tokens     over the tokens y_t of its demonstrations
 
@@ -26,6 +29,8 @@ from groupwise.algo.loss_metrics import averaged
 from groupwise.algo.metrics import Metrics
 from groupwise.algo.prefixes import groups_of
 from groupwise.config.loss import LossSpec
+from groupwise.store import faults
+from groupwise.train.optimizer import OptimStepResult
 from groupwise.train.strategy import Rows
 from groupwise.types import Sample
 
@@ -34,20 +39,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutBatch:
-    """A rollout batch, cut into optimizer steps: what `Learner.step` takes one after another, and a posted job one
-    between two checkpoints.
+class TrainingBatch:
+    """A batch, cut into optimizer steps: what `Learner.step` takes one after another, and a posted job one between two
+    checkpoints.
 
     Attributes:
+        spec: the policy loss of the samples; None where there are demonstrations alone.
         passes: of each pass over the samples, of each minibatch, the rows (indices of `samples`).
         old: log-probabilities of the samples under the policy before the first step (`with_old`), if they are known.
         reference: log-probabilities of the samples under the reference (`with_reference`), if they are known.
         demonstrations: what is learned by cross-entropy; `shown` are the rows of it, in the shape of `passes`.
     """
 
-    samples: Sequence[Sample]
-    spec: LossSpec
-    passes: Sequence[Sequence[Sequence[int]]]
+    samples: Sequence[Sample] = ()
+    spec: LossSpec | None = None
+    passes: Sequence[Sequence[Sequence[int]]] = ()
     temperature: float = 1.0
     old: Rows | None = None
     reference: Rows | None = None
@@ -67,7 +73,7 @@ class RolloutBatch:
         temperature: float = 1.0,
         demonstrations: Sequence[Sample] = (),
         coefficient: float = 1.0,
-    ) -> RolloutBatch:
+    ) -> TrainingBatch:
         """Return the samples in `passes` times `minibatches` steps; of each pass in an order of its own, drawn here. So
         are the demonstrations; where there are fewer of the one than steps, the last steps have none of it."""
         rows = [list(_minibatches(samples, minibatches, shuffle=shuffle)) for _ in range(passes)]
@@ -86,11 +92,23 @@ class RolloutBatch:
         )
 
     @property
-    def steps(self) -> list[Sequence[int]]:
-        """The rows of each optimizer step."""
-        return [rows for minibatches in self.passes for rows in minibatches]
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return sum(map(len, self.passes or self.shown))
 
-    def with_old(self, learner: Learner) -> RolloutBatch:
+    def step_rows(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the rows of optimizer step `step`, from 0: of the samples, and of the demonstrations."""
+        of_samples, of_demonstrations = (
+            [rows for minibatches in passes for rows in minibatches] for passes in (self.passes, self.shown)
+        )
+        return (of_samples[step] if of_samples else ()), (of_demonstrations[step] if of_demonstrations else ())
+
+    def step_samples(self, step: int) -> list[Sample]:
+        """Return all that goes through the model in optimizer step `step`, from 0."""
+        rows, shown = self.step_rows(step)
+        return [*(self.samples[row] for row in rows), *(self.demonstrations[row] for row in shown)]
+
+    def with_old(self, learner: Learner) -> TrainingBatch:
         """Return it with the learner's policy as it is as the one before the first step.
 
         It is computed in the minibatches that are trained: what is packed together decides how 16-bit numbers are
@@ -103,23 +121,30 @@ class RolloutBatch:
                 old[row] = values
         return replace(self, old=old)
 
-    def with_reference(self, learner: Learner) -> RolloutBatch:
+    def with_reference(self, learner: Learner) -> TrainingBatch:
         """Return it with the reference, where more than one pass reads it; else each step computes that of its
         samples."""
-        if len(self.passes) < 2 or not self.spec.reads_reference or not self.samples:
+        if self.spec is None or len(self.passes) < 2 or not self.spec.reads_reference or not self.samples:
             return self
         reference = learner.forward(self.samples, temperature=self.temperature, reference=True)
         return replace(self, reference=reference)
 
+    def take_step(self, learner: Learner, step: int, *, learning_rate: float) -> tuple[Metrics, OptimStepResult]:
+        """Take optimizer step `step`, from 0. Raises TrainingError as `Learner.optim_step`."""
+        metrics = self.accumulate(learner, step)
+        faults.point("train:after-backward")
+        result = learner.optim_step(learning_rate=learning_rate)
+        faults.point("train:after-step")
+        return metrics, result
+
     def accumulate(self, learner: Learner, step: int) -> Metrics:
-        """Forward and backward of optimizer step `step`, from 0."""
-        rows, metrics = self.steps[step], dict[str, float]()
-        shown = [each for steps in self.shown for each in steps][step] if self.shown else ()
+        """Run forward and backward of optimizer step `step`, from 0."""
+        (rows, shown), metrics = self.step_rows(step), dict[str, float]()
         if shown:
             metrics |= learner.forward_backward_supervised(
                 [self.demonstrations[row] for row in shown], coefficient=self.coefficient
             )
-        if shown and not rows:
+        if self.spec is None or (shown and not rows):
             return metrics
         return metrics | learner.forward_backward(
             [self.samples[row] for row in rows],
@@ -130,12 +155,12 @@ class RolloutBatch:
         )
 
 
-def train_on_batch(learner: Learner, batch: RolloutBatch, *, learning_rate: float) -> dict[str, float]:
+def train_on_batch(learner: Learner, batch: TrainingBatch, *, learning_rate: float) -> dict[str, float]:
     """Take all optimizer steps of the batch. Metrics are means over them, extremes of all of them."""
-    collected: list[dict[str, float]] = []
-    for step in range(len(batch.steps)):
-        metrics = batch.accumulate(learner, step)
-        collected.append({**metrics, **learner.optim_step(learning_rate=learning_rate).metrics()})
+    collected: list[Metrics] = []
+    for step in range(batch.steps):
+        metrics, result = batch.take_step(learner, step, learning_rate=learning_rate)
+        collected.append({**metrics, **result.metrics()})
     learner.end_batch()
     return averaged(collected)
 

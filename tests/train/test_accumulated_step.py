@@ -32,9 +32,9 @@ def test_the_update_is_that_of_the_whole(make_learner, make_samples, name: str, 
     samples = on_policy(whole, make_samples(GROUPS), temperature=0.8)
     expected = whole.step(samples, SPECS[name], learning_rate=0.01, temperature=0.8)
 
-    stream = streamed.begin_step(SPECS[name], temperature=0.8)
+    stream = streamed.begin_step(temperature=0.8)
     for part in parts_of(samples, cuts):
-        stream.accumulate(part)
+        stream.accumulate(part, SPECS[name])
     metrics = stream.finish(learning_rate=0.01)
     assert_same(parameters(streamed), parameters(whole))
     assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-8)
@@ -59,9 +59,9 @@ def test_the_gradient_of_every_reduction(make_learner, make_samples, monkeypatch
     monkeypatch.setattr(
         Learner, "optim_step", lambda self, **options: seen.append(gradients_of(self)) or original(self, **options)
     )
-    stream = learner.begin_step(spec)
+    stream = learner.begin_step()
     for part in parts_of(samples, CUTS[0]):
-        stream.accumulate(part)
+        stream.accumulate(part, spec)
     stream.finish(learning_rate=0.0)
     assert_same(seen[0], expected)
 
@@ -76,26 +76,26 @@ def test_in_float32(make_learner, make_samples):
     samples = on_policy(whole, make_samples(GROUPS))
     whole.forward_backward(samples, SPECS["grpo"])
     expected = gradients(whole)
-    stream = streamed.begin_step(SPECS["grpo"])
+    stream = streamed.begin_step()
     for part in parts_of(samples, CUTS[0]):
-        stream.accumulate(part)
+        stream.accumulate(part, SPECS["grpo"])
     for parameter, grad in zip(streamed.parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad / stream.rows, grad, rtol=1e-3, atol=1e-6)
 
 
 def test_an_entropy_bonus_beside_rows_is_refused(make_learner):
     with pytest.raises(ConfigError, match=r"entropy_coeff 0.1\) with reduction 'sequence_mean'.*size of the batch"):
-        make_learner().begin_step(resolve_loss("grpo", entropy_coeff=0.1))
+        make_learner().begin_step().accumulate([], resolve_loss("grpo", entropy_coeff=0.1))
 
 
 def test_nothing_to_train_on_changes_nothing(make_learner, make_samples):
     learner = make_learner()
     before = parameters(learner)
-    stream = learner.begin_step(SPECS["grpo"])
+    stream = learner.begin_step()
     assert stream.finish(learning_rate=0.1) == {}
     masked = [replace(sample, mask=(0,) * len(sample.mask)) for sample in make_samples(GROUPS)]
-    stream.accumulate([])
-    stream.accumulate(masked)
+    stream.accumulate([], SPECS["grpo"])
+    stream.accumulate(masked, SPECS["grpo"])
     assert (stream.tokens, stream.rows) == (0, 0)
     assert stream.finish(learning_rate=0.1) == {}
     assert learner.steps == 0 and all(map(torch.equal, before, parameters(learner)))
@@ -105,10 +105,10 @@ def test_what_was_left_behind_is_forgotten(make_learner, make_samples):
     """A step that was begun and given up, as when sampling failed, is no part of the next."""
     clean, other = make_learner(), make_learner()
     samples = on_policy(clean, make_samples(GROUPS))
-    other.begin_step(SPECS["grpo"]).accumulate(samples[:4])
+    other.begin_step().accumulate(samples[:4], SPECS["grpo"])
     for learner in (clean, other):
-        stream = learner.begin_step(SPECS["grpo"])
-        stream.accumulate(samples)
+        stream = learner.begin_step()
+        stream.accumulate(samples, SPECS["grpo"])
         stream.finish(learning_rate=0.01)
     assert all(map(torch.equal, parameters(clean), parameters(other)))
 
@@ -119,9 +119,9 @@ def test_dropout_differs_from_part_to_part_and_repeats(make_learner, make_sample
     grads = []
     for parts in (1, 2, 2):
         learner = make_learner(lora=lora)
-        stream = learner.begin_step(resolve_loss("reinforce"))
+        stream = learner.begin_step()
         for _ in range(parts):
-            stream.accumulate([sample])
+            stream.accumulate([sample], resolve_loss("reinforce"))
         grads.append(gradients(learner))
     assert not any(torch.allclose(2 * one, two) for one, two in zip(grads[0], grads[1], strict=True) if one.any())
     assert all(map(torch.equal, grads[1], grads[2]))
