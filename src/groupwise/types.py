@@ -101,6 +101,7 @@ class GrammarKind(StrEnum):
     JSON_OBJECT = "json_object"  # nothing: any JSON object
     REGEX = "regex"  # a regular expression, which the whole text matches
     CHOICE = "choice"  # a JSON list of texts, one of which it is
+    FREE = "free"  # nothing: any text, of which only the thought is bounded
     LARK = "lark"  # a context-free grammar in llguidance's Lark, or in llama.cpp's GBNF
 
 
@@ -109,8 +110,9 @@ class Grammar:
     """What the text of a completion must be (structured outputs); `engine.grammar` keeps tokens to it.
 
     `source` is written in the language of `kind`. `thoughts` says whether a <think> block may stand in front
-    ("optional"), or the prompt has begun one already ("begun"); thoughts are free. `lenient` leaves to the model what
-    of a JSON Schema cannot be guaranteed, which is an error otherwise. `parts` are grammars that a Lark source refers
+    ("optional"), or the prompt has begun one already ("begun"); thoughts are free, and after `thought_tokens` tokens
+    nothing is left to draw but their end. `lenient` leaves to the model what of a JSON Schema cannot be guaranteed,
+    which is an error otherwise. `parts` are grammars that a Lark source refers
     to, as @name. `field` is the name by which errors call the grammar.
 
     >>> Grammar.choice(["yes", "no"]).source, Grammar.of_json({"type": "integer"}).kind.value
@@ -120,6 +122,7 @@ class Grammar:
     kind: GrammarKind
     source: str = ""
     thoughts: Literal["none", "optional", "begun"] = "none"
+    thought_tokens: int | None = None
     lenient: bool = False
     parts: tuple[tuple[str, Grammar], ...] = ()
     field: str = field(default="grammar", compare=False)
@@ -181,6 +184,7 @@ class SamplingParams:
     With `include_stop` what ended the completion, a stop string or one of `stop_ids`, stays in the text. `top_logprobs`
     is how many of the likeliest tokens are reported beside each sampled one.
 
+    With a `thinking_budget` a thought ends after that many tokens (`tasks.structured.of_reply` makes a grammar of it).
     With a `grammar` a completion is text of it: in every place only tokens are drawn that it allows, and the end of the
     turn only where it is complete, so it ends with "stop" or is cut by `max_tokens`. It goes before `min_tokens`.
 
@@ -202,6 +206,7 @@ class SamplingParams:
     ignore_eos: bool = False
     top_logprobs: int = 0
     grammar: Grammar | None = None
+    thinking_budget: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -295,7 +300,9 @@ class SamplingRequest:
 class Prompt:
     """A row of the dataset: chat `messages` or plain `text`, and the other columns, which rewards receive by name.
 
-    With both, `text` is what the messages come to for a model that has no chat template.
+    With both, `text` is what the messages come to for a model that has no chat template. Where the assistant spoke
+    last, the policy continues its message, the `opening`; `shows_opening` says whether rewards see it in front of what
+    was sampled.
     """
 
     id: str
@@ -304,6 +311,18 @@ class Prompt:
     tools: tuple[dict[str, Any], ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
     token_ids: tuple[int, ...] = ()  # filled once by chat.encode_prompt
+    shows_opening: bool = False
+
+    @property
+    def opening(self) -> str:
+        """The assistant's words that the policy continues; empty where it begins a message of its own.
+
+        >>> Prompt(id="7", messages=({"role": "assistant", "content": "It is "},)).opening
+        'It is '
+        """
+        last = self.messages[-1] if self.messages else {}
+        content = last.get("content")
+        return content if last.get("role") == "assistant" and isinstance(content, str) else ""
 
 
 @dataclass(frozen=True, kw_only=True)

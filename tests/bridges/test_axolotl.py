@@ -293,7 +293,6 @@ def test_flex_attention_is_ours(read, override: str):
         ("trl.repetition_penalty=1.1", "trl.repetition_penalty=null"),
         ("trl.rollout_func=m.f", "trl.rollout_func=null"),
         ("trl.skip_zero_advantage_batches=false", "trl.skip_zero_advantage_batches=true"),
-        ("trl.chat_template_kwargs={enable_thinking: false}", "trl.chat_template_kwargs=null"),
         ("trl.generation_kwargs={suppress_tokens: [3]}", "trl.generation_kwargs=null"),
         ("chat_template=llama3", "chat_template=tokenizer_default"),
         ("special_tokens.eos_token=x", "special_tokens.eos_token=null"),

@@ -108,6 +108,7 @@ def outcome(read, system: str, name: str, value: Any) -> Any:
 
 
 SAMPLES = {
+    "chat.template_kwargs": {"enable_thinking": False},
     "data.shuffle": False,
     "algo.aggregation": "normalize_then_sum",
     "algo.mask_truncated": True,

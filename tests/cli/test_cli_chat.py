@@ -66,12 +66,18 @@ def test_a_conversation_is_streamed_and_remembered(monkeypatch):
 
     asked = []
     encode = encoding.encode_prompt
-    monkeypatch.setattr(encoding, "encode_prompt", lambda p, *a, **k: asked.append(p.messages) or encode(p, *a, **k))
+
+    def seen(prompt, tokenizer, **options):
+        encoded = encode(prompt, tokenizer, **options)
+        asked.append((prompt.messages, encoding.decode(encoded.token_ids, tokenizer, ends=())))
+        return encoded
+
+    monkeypatch.setattr(encoding, "encode_prompt", seen)
     monkeypatch.setattr("groupwise.cli.chat._typed", lambda: iter(["One", "Two"]))
     said = cli("chat", "toy", "--system", "Be brief.", "--seed", 1, "--max-tokens", 4)
     assert said.exit_code == 0, said.stderr
-    assert [message["role"] for message in asked[1]] == ["system", "user", "assistant", "user"]
-    assert asked[1][2]["content"].strip() in said.stdout
+    assert [message["role"] for message in asked[1][0]] == ["system", "user", "assistant", "user"]
+    assert asked[1][0][2]["content"].strip() in said.stdout
     assert said.stderr.count("(toy@2: cut at its longest") == 2
 
 
@@ -139,20 +145,29 @@ def test_serve_refuses_a_version_that_is_not_there(served):
 
 
 @pytest.mark.parametrize(("system", "roles"), [((), ["system", "user"]), (("--system", ""), ["user"])])
-def test_a_run_is_asked_as_it_was_trained(run, monkeypatch, system, roles):
-    """With the system message of its prompts, and with replies of the form that its completions had."""
+def test_a_run_is_asked_as_it_was_trained(run, monkeypatch, tmp_path, system, roles):
+    """With the system message and the template of its prompts; replies have the form that its completions had."""
     from groupwise.model import chat as encoding
 
     asked = []
     encode = encoding.encode_prompt
-    monkeypatch.setattr(encoding, "encode_prompt", lambda p, *a, **k: asked.append(p.messages) or encode(p, *a, **k))
+
+    def seen(prompt, tokenizer, **options):
+        encoded = encode(prompt, tokenizer, **options)
+        asked.append((prompt.messages, encoding.decode(encoded.token_ids, tokenizer, ends=())))
+        return encoded
+
+    monkeypatch.setattr(encoding, "encode_prompt", seen)
     saved = run / "config.yaml"
     before = saved.read_text()
     rollout = "rollout: {structured_outputs: {choice: [yes it is, no]}}"
-    saved.write_text(f"{before}data: {{source: p.jsonl, system: Be brief.}}\n{rollout}\nnot_a_key: 5\n")
+    chat = "chat: {template: own.jinja}\nfolder: " + str(tmp_path)
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}it: ")
+    saved.write_text(f"{before}data: {{source: p.jsonl, system: Be brief.}}\n{rollout}\n{chat}\nnot_a_key: 5\n")
     try:
         said = cli("chat", "toy", SUM, *system, "--json", "--seed", 1)
     finally:
         saved.write_text(before)
     assert json.loads(said.stdout)["text"].strip() in ("yes it is", "no"), said.stderr
-    assert [message["role"] for message in asked[0]] == roles
+    assert [message["role"] for message in asked[0][0]] == roles
+    assert asked[0][1].endswith("it: ") and asked[0][1].startswith(f"{roles[0]}: ")

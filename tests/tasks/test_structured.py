@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import GrammarError
 from groupwise.model.load import load_model
-from groupwise.tasks.structured import answer_grammars, reply_grammar, thoughts_of
+from groupwise.tasks.structured import answer_grammars, of_reply, reply_grammar, thoughts_of
 from groupwise.tasks.tool_calls import ToolCallFormat, format_of, parse
 from groupwise.types import Completion, Grammar, SamplingParams, SamplingRequest
 from slow_cases import slow_but
@@ -156,3 +156,45 @@ def test_thoughts_are_where_the_template_has_them(engine: LocalEngine) -> None:
     grammars = answer_grammars(Grammar.choice(["a"]), [plain, off], tokenizer)
     assert [each and each.thoughts for each in grammars] == ["optional", "none"]
     assert format_of(tokenizer) is ToolCallFormat.HERMES and json.loads(grammars[0].source) == ["a"]
+
+
+# ---- a thought's budget ----
+def thought_of(engine: LocalEngine, budget: int | None, opening: str, **params: Any) -> list[Completion]:
+    """Replies to a prompt behind which the assistant has said `opening` already."""
+    tokenizer = engine._base.tokenizer
+    asked = tokenizer.apply_chat_template(HI, add_generation_prompt=True, tokenize=False) + opening
+    ids = tuple(tokenizer.encode(asked, add_special_tokens=False))
+    given = SamplingParams(**{"max_tokens": 60, "seed": 4, "thinking_budget": budget} | params)
+    return engine.generate([SamplingRequest(prompt_ids=ids, n=8, params=of_reply(given, ids, tokenizer))])[0]
+
+
+@pytest.mark.parametrize("budget", [1, 4, 30])
+def test_a_thought_ends_when_its_tokens_are_used_up(engine, budget):
+    """What was left to draw is recorded: one token has probability 1 whatever the policy, and so no gradient."""
+    end = engine._base.tokenizer.convert_tokens_to_ids("</think>")
+    never = {"logit_bias": ((end, -50.0),)}  # a policy that ends no thought by itself
+    for reply in thought_of(engine, budget, "<think>\n", **never):
+        assert reply.token_ids.index(end) == budget
+        assert reply.kept is not None and reply.kept.array()[budget].sum() == 1
+        assert reply.kept_logprobs[budget] == 0.0 > reply.logprobs[budget]
+        assert reply.kept.array()[-1].sum() > 100  # the answer is free
+
+
+def test_a_thought_that_is_shorter_is_left_alone(engine):
+    free, bounded = (thought_of(engine, budget, "<think>\n") for budget in (None, 50))
+    assert [each.token_ids for each in free] == [each.token_ids for each in bounded]
+
+
+def test_where_nothing_thinks_there_is_nothing_to_bound(engine):
+    tokenizer = engine._base.tokenizer
+    closed = tuple(tokenizer.encode("<think>\n\n</think>\n\n", add_special_tokens=False))
+    assert of_reply(SamplingParams(thinking_budget=5), closed, tokenizer).grammar is None
+
+
+def test_a_bounded_thought_stands_before_an_answer_that_has_a_form(engine):
+    form = Grammar.of_json({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    end = engine._base.tokenizer.convert_tokens_to_ids("</think>")
+    said = thought_of(engine, 3, "<think>\n", grammar=form, logit_bias=((end, -50.0),), max_tokens=90)
+    whole = [each for each in said if each.finish_reason == "stop"]
+    assert whole and all(each.token_ids.index(end) == 3 for each in whole)
+    assert all("n" in json.loads(each.text.rpartition("</think>")[2]) for each in whole)

@@ -77,15 +77,17 @@ def chat(
     """Talk to what a run trained, or to a server; the reply is printed while it is sampled."""
     policy, text = _meant(run_or_message, message, url=url, adapter=adapter)
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    rendered: dict[str, Any] = {}
     if policy is not None and policy.run_dir is not None:
         from groupwise.store.locate import manner_of
 
         manner = manner_of(policy.run_dir)
         system = manner.get("system") if system is None else system
         options["grammar"] = _grammar(manner.get("structured_outputs"))
+        rendered = manner.get("chat", {})
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
     if policy is not None:
-        with closing(LocalPartner(policy, options)) as partner:
+        with closing(LocalPartner(policy, options, rendered)) as partner:
             return _converse(partner, messages, text, as_json=as_json)
     with open_client(url, api_key) as client:
         try:
@@ -216,16 +218,23 @@ class ServerPartner:
 
 
 class LocalPartner:
-    """What a run trained, loaded into this process. Raises ModelError, AdapterError if it cannot be."""
+    """What a run trained, loaded into this process; `rendered` is the run's `chat`.
 
-    def __init__(self, policy: TrainedPolicy, options: Mapping[str, Any]):
+    Raises:
+        ModelError, AdapterError: it cannot be loaded.
+    """
+
+    def __init__(self, policy: TrainedPolicy, options: Mapping[str, Any], rendered: Mapping[str, Any]):
+        from groupwise.config.chat import ChatConfig
         from groupwise.engine.local import LocalEngine
+        from groupwise.model.chat import configure_chat
         from groupwise.model.load import load_model
         from groupwise.types import PolicyVersion
 
         quiet_libraries()
         self._options = options
         self._base: LoadedModel = load_model(policy.model, quantization=policy.quantization)
+        configure_chat(self._base.tokenizer, ChatConfig.model_validate(dict(rendered)))
         self._engine: LocalEngine = LocalEngine(self._base, max_rows=1)
         self._version, self._name = PolicyVersion.base(), Path(policy.model).name
         if policy.run_dir is not None:

@@ -268,6 +268,7 @@ def check_as_json(report: CheckReport, loaded: LoadedRun) -> dict[str, Any]:
             for group in report.groups
             for rollout in group.rollouts
         ],
+        "thoughts": None if report.thoughts is None else asdict(report.thoughts),
         "one_step": asdict(report.trained_step),
         "step_seconds": asdict(report.pace) | {"run": report.pace.of_run(report.plan.config)},
         "warnings": list(report.warnings),
@@ -304,6 +305,7 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         ("memory", _memory(report)),
         ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
         ("advantage", advantage.algorithm or f"{advantage.advantage}, {advantage.aggregation}"),
+        *([] if report.thoughts is None else [("thoughts", str(report.thoughts))]),
         *([] if config.teacher is None else [("teacher", _teacher(config.teacher, report.trained_step.teacher))]),
         ("one step", _one_step(report.trained_step)),
         *([] if report.template is None else [("episodes", str(report.template))]),

@@ -51,6 +51,9 @@ class DatasetConfig(Section):
     the text as it is, and gives rewards strings."""
     system: Text | None = None
     """A system message to put before every chat prompt."""
+    completion_only: bool = True
+    """Of a prompt that ends with the assistant's words, which the policy continues: rewards see what was sampled alone;
+    false puts those words in front of it, as TRL does. They are not trained on either way."""
     limit: int | None = Field(default=None, ge=1)
     """Use only the first rows; null is all."""
 

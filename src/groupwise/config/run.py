@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from groupwise.config.algo import RunAlgoConfig
+from groupwise.config.chat import ChatConfig
 from groupwise.config.data import REASONING_GYM, DataConfig
 from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.evaluation import EVAL_SAMPLING, EvalConfig
@@ -284,6 +285,9 @@ class RolloutConfig(Section):
     distribution. Thoughts are free, and tool calls have their own form (docs/recipe.md)."""
     structured_outputs_regex: Text | None = None
     """`structured_outputs.regex`, as TRL calls it."""
+    thinking_budget: int | None = Field(default=None, ge=1)
+    """Tokens after which a <think> block is ended: then nothing is left to draw but its end, which is not learned. null
+    bounds it by `max_tokens` alone."""
     refill: float = Field(default=2.0, ge=1, le=64)
     """Groups with nothing to learn from are replaced by sampling at most `refill` times `prompts_per_step` prompts a
     step; 1 never replaces."""
@@ -357,6 +361,9 @@ class RolloutConfig(Section):
             raise conflict("in_flight_cache", f"{self.in_flight_cache} has no effect without in_flight_updates: true")
         if self.dtype is not None and self.compile:
             raise conflict("dtype", f"{self.dtype} does not go with compile: true, which compiles products in float32")
+        if self.thinking_budget is not None and self.thinking_budget >= self.max_tokens:
+            message = f"{self.thinking_budget} leaves no token of max_tokens = {self.max_tokens} for the answer"
+            raise conflict("thinking_budget", f"{message}; lower it, or raise max_tokens")
         if self.structured_outputs is not None and self.structured_outputs_regex is not None:
             message = "structured_outputs says already what completions must be; leave one of the two out"
             raise conflict("structured_outputs_regex", message)
@@ -390,6 +397,7 @@ class RolloutConfig(Section):
             stop=self.stop,
             include_stop=self.include_stop,
             grammar=self.grammar,
+            thinking_budget=self.thinking_budget,
             **narrowing,
         )
 
@@ -464,6 +472,8 @@ class RunConfig(Section):
     `run_dir` names may be finished: then only its result is said again."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
     """Where `data.source` and the modules of functions are looked up first; the default is the config file's folder."""
+    chat: ChatConfig = ChatConfig()
+    """How conversations become tokens: the chat template, and what it is told."""
     data: DataConfig | None = None
     """The prompts to train on; an environment with a method `cases` needs none."""
     eval: EvalConfig | None = None
@@ -589,6 +599,7 @@ class RunConfig(Section):
             self._check_demonstrations(teacher)
         narrowed = [key for key, off in NARROWING.items() if getattr(rollout, key) != off]
         narrowed += ["structured_outputs"] if rollout.grammar is not None else []
+        narrowed += ["thinking_budget"] if rollout.thinking_budget is not None else []
         if narrowed and teacher.loss != "sft":
             message = "draws from a part of the vocabulary, and a teacher's log-probabilities are of all of it"
             raise conflict("rollout", narrowed[0], f"{message}; leave it out, or the teacher")

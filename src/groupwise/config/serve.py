@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from groupwise.config.chat import ChatConfig
 from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.learn import GateConfig, LearnConfig
 from groupwise.config.section import Section, Text, Texts, conflict
@@ -159,6 +160,9 @@ class ServeConfig(Section):
     """Threads of the training worker; null is torch's own choice."""
     system: Text | None = None
     """The system message of chats that have none. `groupwise serve RUN` takes it from the run's `data.system`."""
+    chat: ChatConfig = ChatConfig()
+    """How conversations become tokens; a request's `chat_template_kwargs` go before. `groupwise serve RUN` takes it
+    from the run's `chat`."""
     structured_outputs: StructuredOutputsConfig | None = None
     """What replies to chats must be that ask for no form of their own (`response_format: {"type": "text"}` is one).
     `groupwise serve RUN` takes it from the run's `rollout`."""

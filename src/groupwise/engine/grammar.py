@@ -208,7 +208,7 @@ class GrammarCompiler:
 def digest(grammar: Grammar) -> bytes:
     """Return what stands for a grammar, whatever errors call it."""
     parts = [(name, digest(part)) for name, part in grammar.parts]
-    said = repr((grammar.kind.value, grammar.source, grammar.thoughts, grammar.lenient, parts))
+    said = repr((grammar.kind.value, grammar.source, grammar.thoughts, grammar.thought_tokens, grammar.lenient, parts))
     return hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -330,7 +330,7 @@ def _try(grammar: Grammar, tokenizer: LLTokenizer) -> tuple[LLMatcher, str]:
 
 def _definitions(grammar: Grammar, tokenizer: LLTokenizer) -> list[dict[str, Any]]:
     """llguidance's list of grammars, of which the first is the one."""
-    answer = {"name": "answer", **_definition(grammar)}
+    answer = {"name": "answer", **(_free(tokenizer) if grammar.kind is GrammarKind.FREE else _definition(grammar))}
     parts = [{"name": name, **_definition(part)} for name, part in grammar.parts]
     if grammar.thoughts == "none":
         return [answer, *parts]
@@ -352,7 +352,8 @@ def lark_text(grammar: Grammar, tokenizer: LLTokenizer) -> str:
         source = _one_source(grammar)
         return source if "%llguidance" in source else f"{header}\n{source}"
     thought = _with_thought(grammar, tokenizer).replace("@answer", "answer")
-    return f"{header}\n{thought}\nanswer: %lark {{\n{_one_source(grammar)}\n}}"
+    answer = _free(tokenizer)["lark_grammar"] if grammar.kind is GrammarKind.FREE else _one_source(grammar)
+    return f"{header}\n{thought}\nanswer: %lark {{\n{answer}\n}}"
 
 
 _REFERENCE = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|@([a-z_0-9]+)')  # texts and patterns are passed over
@@ -385,6 +386,8 @@ def _definition(grammar: Grammar, written: Mapping[str, Any] | None = None) -> d
             return {"lark_grammar": f"start: {' | '.join(quoted)}"}
         case GrammarKind.LARK:
             return {"lark_grammar": _lark(grammar)}
+        case GrammarKind.FREE:
+            return {"lark_grammar": "start: <[*]>*"}
 
 
 def _options(written: Mapping[str, Any] | None, *, lenient: bool) -> dict[str, Any]:
@@ -401,12 +404,30 @@ def _lark(grammar: Grammar) -> str:
 
 
 def _with_thought(grammar: Grammar, tokenizer: LLTokenizer) -> str:
-    """Return a reply in Lark: a thought, which is free, and then the answer."""
+    """Return a reply in Lark: a thought, which is free until its tokens are used up, and then the answer.
+
+    Raises:
+        GrammarError: the thought is bounded, and its end is several tokens of this model's: they could not be forced.
+    """
     opening, closing = marker(THINK_START, tokenizer), marker(THINK_END, tokenizer)
     start = "thought @answer" if grammar.thoughts == "begun" else f"{opening} thought @answer | @answer"
     lines = [f"start: {start}", "thought: ended GAP", "TEXT: /(.|\\n)*/", "GAP: /\\n{0,2}/"]
-    is_token = closing.startswith("<[")
+    most, is_token = grammar.thought_tokens, closing.startswith("<[")
+    if most is not None:
+        if not is_token or not opening.startswith("<["):
+            raise GrammarError(
+                f"{grammar.field} bounds a thought, and this model has no token of its own for {THINK_END}",
+                hint="leave it out, and bound the whole completion by max_tokens",
+                field=grammar.field,
+            )
+        return "\n".join([*lines, f"ended: said {closing}", f"said[max_tokens={most}]: TEXT"])
     return "\n".join([*lines, f"ended: TEXT {closing}" if is_token else f"ended[lazy]: TEXT {closing}"])
+
+
+def _free(tokenizer: LLTokenizer) -> dict[str, str]:
+    """Return an answer that may be anything but another thought, in llguidance's terms."""
+    opening = marker(THINK_START, tokenizer)
+    return {"lark_grammar": f"start: <[^{opening[2:-2]}]>*" if opening.startswith("<[") else "start: <[*]>*"}
 
 
 def marker(text: str, tokenizer: LLTokenizer) -> str:

@@ -9,6 +9,7 @@
     split_thinking      a reply without its <think> block, and that
     opens_thought       whether a reply begins inside a thought
     template_reads      whether the chat template reads a variable of this name
+    configure_chat      the template that is rendered, and what it is told of every chat
     stop_ids            the ids that end a turn;  special_ids  all special ones;  check_length  whether all fits
     least_tokens        how many tokens a text has at least, from its length alone;  check_text  whether it may fit
 
@@ -32,10 +33,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
-from groupwise.errors import ChatError, ContextLengthError
+from groupwise.config.chat import ChatConfig
+from groupwise.errors import ChatError, ConfigError, ContextLengthError
 from groupwise.types import Message, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -45,7 +48,9 @@ Span = tuple[int, int]  # characters of the rendered text, [start, end)
 CODE_START, CODE_END = "\ue000", "\ue001"  # a quoted special token is CODE_START, its number in `_quotable`, CODE_END
 RENDERING = Lock()  # transformers keeps one compiled template, whose record of assistant spans two threads would share
 ENDS = "_groupwise_ends"  # an attribute of a tokenizer: `remember_ends`
+TOLD = "_groupwise_told"  # the same: what templates are told of each chat, `configure_chat`
 THINK_START, THINK_END = "<think>", "</think>"
+THINKS = "enable_thinking"  # the variable by which templates of models that think at will switch that on and off
 PIECE = 1 << 14  # characters that are tokenised at once while a long text is only counted
 EXPECTED = (
     8  # characters a token; a text that has fewer for each token of the context is tokenised without counting first
@@ -66,7 +71,7 @@ def encode_prompt(
 
     Messages are rendered with the generation prompt; when the assistant spoke last, its message is left open and the
     completion continues it, unless `continues` is False. `template_kwargs` reach the template (as in
-    `enable_thinking=False`).
+    `enable_thinking=False`), over those of `configure_chat`.
     Plain text gets the special tokens that the tokenizer puts in front by itself, once, and none behind; the text of a
     prompt that has messages too is taken where the model has no chat template. With `context`, a text that is far
     longer than that many tokens is refused before it is rendered or tokenised whole.
@@ -330,6 +335,41 @@ def template_reads(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     return any(re.search(rf"\b{re.escape(name)}\b", text) for text in _templates(tokenizer))
 
 
+def configure_chat(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, *, folder: Path = Path()) -> None:
+    """Let the tokenizer render all chats as a configuration says. A template's file is looked for in `folder`.
+
+    Raises:
+        ConfigError: the template cannot be read, or reads no variable of a name that it is told. Switching thoughts off
+            for a model that has none changes nothing, and is no error.
+    """
+    if chat.template is not None:
+        tokenizer.chat_template = _template_of(chat.template, tokenizer, folder)
+    for name, value in chat.template_kwargs.items():
+        says_nothing = name == THINKS and value is False
+        if not says_nothing and not template_reads(name, tokenizer):
+            raise ConfigError(
+                f"chat.template_kwargs.{name} changes nothing: this model's chat template does not read {name!r}",
+                hint="leave it out, or look its name up in that template",
+            )
+    setattr(tokenizer, TOLD, dict(chat.template_kwargs))
+
+
+def _template_of(said: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    own = tokenizer.chat_template
+    if isinstance(own, Mapping) and said in own:
+        return own[said]
+    if "{{" in said or "{%" in said:
+        return said
+    try:
+        return (folder / said).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        names = f", or one of {', '.join(own)}" if isinstance(own, Mapping) else ""
+        raise ConfigError(
+            f"chat.template is {said!r}, and there is no such template: {error}",
+            hint=f"give the path of a Jinja file, from where the configuration is{names}",
+        ) from None
+
+
 def template_thinks(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the chat template, or one of several, has <think> or its end, which `split_thinking` reads."""
     return any(tag in text for text in _templates(tokenizer) for tag in (THINK_START, THINK_END))
@@ -435,6 +475,7 @@ def render_chat(
             hint="set one (tokenizer.chat_template), use the model's instruct variant, or give prompts as plain text",
         ) from error
     marked = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+    told = {**getattr(tokenizer, TOLD, {}), **(template_kwargs or {})}
     try:
         with RENDERING:
             texts, spans = render_jinja_template(
@@ -444,7 +485,7 @@ def render_chat(
                 return_assistant_tokens_mask=marked and not continue_final_message,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **{**tokenizer.special_tokens_map, **_quote(template_kwargs or {}, _quotable(tokenizer))},
+                **{**tokenizer.special_tokens_map, **_quote(told, _quotable(tokenizer))},
             )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         roles = ", ".join(message["role"] for message in chat)

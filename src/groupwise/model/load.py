@@ -29,11 +29,12 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from groupwise.config.chat import ChatConfig
 from groupwise.config.hub import model_path, reading
 from groupwise.config.lora import ALL_LINEAR, EXPERTS
 from groupwise.errors import FieldError, ModelError
 from groupwise.model.attention import ATTENTION
-from groupwise.model.chat import remember_ends, stop_ids
+from groupwise.model.chat import configure_chat, remember_ends, stop_ids
 from groupwise.model.mixture import fused_parameters, is_router, routing_shape
 from groupwise.model.quantized import (
     PACKAGE,
@@ -167,18 +168,24 @@ class ModelSettings(Protocol):
     def quantization(self) -> str | None: ...
     @property
     def cast_lm_head(self) -> str: ...
+    @property
+    def chat(self) -> ChatConfig: ...
+    @property
+    def folder(self) -> Path: ...
 
 
 def load_configured(config: ModelSettings, *, device: str | None = None, dtype: str | None = None) -> LoadedModel:
     """Return the model of a configuration, as `load_model`; `device` and `dtype` in the place of the
-    configuration's."""
-    return load_model(
+    configuration's. Raises ConfigError for a chat template that is not there."""
+    base = load_model(
         config.model,
         device=device or config.device,
         dtype=dtype or config.dtype,
         quantization=config.quantization,
         cast_lm_head=config.cast_lm_head,
     )
+    configure_chat(base.tokenizer, config.chat, folder=config.folder)
+    return base
 
 
 def load_model(
@@ -271,14 +278,18 @@ def load_config(name: str) -> PreTrainedConfig:
         raise _not_loaded("the configuration of model", name, error) from error
 
 
-def load_tokenizer(name: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model (of a Hugging Face name at `revision`), without its weights. Raises ModelError as
-    `load_model`."""
+def load_tokenizer(
+    name: str, *, revision: str | None = None, chat: ChatConfig | None = None, folder: Path = Path()
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model (of a Hugging Face name at `revision`), without its weights, which renders chats
+    as `chat` says. Raises ModelError as `load_model`, ConfigError as `configure_chat`."""
     try:
         with reading(path := model_path(name)):
-            return AutoTokenizer.from_pretrained(path, revision=revision or "main")
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision or "main")
     except _UNREADABLE as error:
         raise _not_loaded("the tokenizer of model", name, error) from error
+    configure_chat(tokenizer, chat or ChatConfig(), folder=folder)
+    return tokenizer
 
 
 def _not_loaded(what: str, name: str, error: Exception) -> ModelError:

@@ -299,7 +299,8 @@ def summarize(groups: Iterable[RolloutGroup]) -> RewardReport:
 
 def _columns(prompt: Prompt, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     size = len(rollouts)
-    said = [_messages(rollout) for rollout in rollouts]
+    opening = prompt.opening if prompt.shows_opening else ""
+    said = [_messages(rollout, opening) for rollout in rollouts]
     chat = prompt.messages is not None
     offered = {
         "completions": said if chat else [messages[-1]["content"] for messages in said],
@@ -311,10 +312,10 @@ def _columns(prompt: Prompt, rollouts: Sequence[Rollout]) -> dict[str, list[Any]
     return named | {name: [rollout.columns.get(name) for rollout in rollouts] for name in own} | offered
 
 
-def _messages(rollout: Rollout) -> list[dict[str, Any]]:
-    """Return what was said after the prompt."""
+def _messages(rollout: Rollout, opening: str) -> list[dict[str, Any]]:
+    """Return what was said after the prompt; a completion with the `opening` that it continues."""
     said = [dict(message) for message in rollout.messages]
-    return said or [{"role": "assistant", "content": rollout.completion.text}]
+    return said or [{"role": "assistant", "content": opening + rollout.completion.text}]
 
 
 def _combine(rollout: Rollout, functions: Sequence[RewardFunction], values: Sequence[Value]) -> Rollout:

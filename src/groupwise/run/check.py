@@ -46,6 +46,7 @@ from groupwise.run.memory_budget import device_memory, load_of, longest_allowed
 from groupwise.run.plan import RunPlan, plan_or_all_problems
 from groupwise.run.policy import Policy
 from groupwise.run.teacher import taught
+from groupwise.run.thoughts import CUT, ThoughtCost, thought_cost
 from groupwise.run.update import learner_thread
 from groupwise.store.adapters import AdapterStore
 from groupwise.tasks.rollout_sources import group_of, play_all
@@ -90,6 +91,7 @@ class CheckReport:
     pace: StepPace
     template: TemplateCheck | None  # with an environment: whether episodes can be trained as one sequence
     family: ModelRow | None
+    thoughts: ThoughtCost | None  # None where nothing thinks
     warnings: tuple[str, ...]
 
 
@@ -427,14 +429,17 @@ def _report(
     )
     needed = memory(config, load, micro_tokens=parts.learner.micro_tokens)
     available = device_memory(parts.base.device)
+    thoughts = thought_cost(groups, parts.base.tokenizer)
     context = parts.base.context_length
     warnings = [
         *_of_the_rate(config, tried),
-        *_of_rewards(groups),
+        *_of_rewards(groups, thoughts),
         *_of_data(plan, encoded, context=context),
         *_of_batch(config),
         *plan.warnings,
     ]
+    if thoughts is not None and (cut := thoughts.warning(config.rollout, parts.base.tokenizer)) is not None:
+        warnings.insert(0, cut)
     if not parts.learner.packed:
         warnings.append(f"{type(model).__name__} cannot be trained packed; padded rows are {PLAIN_COST}")
     if parts.learner.why_not_flex is not None:
@@ -464,6 +469,7 @@ def _report(
         pace=pace,
         template=None if plan.env is None else template_check(parts.base.tokenizer),
         family=family,
+        thoughts=thoughts,
         warnings=tuple(warnings),
     )
 
@@ -492,7 +498,7 @@ def _of_the_rate(config: RunConfig, tried: StepTrial) -> list[str]:
     ]
 
 
-def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
+def _of_rewards(groups: Sequence[RolloutGroup], thoughts: ThoughtCost | None) -> Iterator[str]:
     """Yield what is suspicious about the trial completions and their rewards."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     count = len(rollouts)
@@ -516,7 +522,7 @@ def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
     if report.failed:
         yield f"{report.failed} of {count} trial completions could not be scored; the first cause: {report.first_cause}"
     cut = sum(any(t.completion.finish_reason is FinishReason.LENGTH for t in rollout.turns) for rollout in rollouts)
-    if cut > count * TRUNCATED:
+    if cut > count * TRUNCATED and (thoughts is None or thoughts.cut <= CUT * thoughts.turns):
         yield f"{cut} of {count} trial completions were cut at their longest; raise rollout.max_tokens"
 
 

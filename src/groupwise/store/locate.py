@@ -224,14 +224,18 @@ def _model_of_run(run_dir: Path) -> str | None:
 
 def manner_of(run_dir: Path) -> dict[str, Any]:
     """Return what a run's prompts and completions had besides the messages, as far as it is there: `system`, the
-    message before them, and `structured_outputs`, what completions had to be. Only these keys are read, whatever
-    version wrote them."""
+    message before them, `chat`, how they were rendered, and `structured_outputs`, what completions had to be. Only
+    these keys are read, whatever version wrote them."""
     try:
         said = YAML(typ="safe").load((run_dir / CONFIG).read_text(encoding="utf-8"))
         data, rollout = said.get("data") or {}, said.get("rollout") or {}
         regex = rollout.get("structured_outputs_regex")
         form = rollout.get("structured_outputs") or ({"regex": regex} if regex else None)
-        found = {"system": data.get("system"), "structured_outputs": form}
+        chat = dict(said.get("chat") or {})
+        if (template := chat.get("template")) and (Path(said.get("folder", ".")) / template).is_file():
+            chat["template"] = str(Path(said.get("folder", ".")) / template)
+        chat = {key: value for key, value in chat.items() if value}
+        found = {"system": data.get("system"), "chat": chat, "structured_outputs": form}
     except (OSError, YAMLError, ValueError, TypeError, AttributeError):
         return {}
     return {key: value for key, value in found.items() if value}

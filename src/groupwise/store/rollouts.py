@@ -37,6 +37,7 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
             "tools": prompt.tools,
             "columns": plain(prompt.columns),
             "token_ids": prompt.token_ids,
+            **({"shows_opening": True} if prompt.shows_opening else {}),
         },
         "rollouts": [_rollout_to_json(rollout, prompt) for rollout in group.rollouts],
         **(
@@ -71,6 +72,7 @@ def group_from_json(raw: Any) -> RolloutGroup:
             tools=tuple(fields["tools"]),
             columns=fields["columns"],
             token_ids=tuple(fields["token_ids"]),
+            shows_opening=fields.get("shows_opening", False),
         )
         rollouts, demonstrations = (
             tuple(_rollout_from_json(entry, prompt) for entry in entries)

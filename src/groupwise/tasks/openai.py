@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.tasks.dialects.form import DialectRequest, Ending, StreamEvent, read, renamed
-from groupwise.tasks.structured import format_grammar, reply_grammar, thoughts_of
+from groupwise.tasks.structured import format_grammar, of_reply, reply_grammar, thoughts_of
 from groupwise.tasks.tool_calls import format_of
 from groupwise.types import NARROWING, Completion, Grammar, Message, SamplingParams
 
@@ -218,10 +218,12 @@ class AgentChatRequest(BaseModel):
                 message = f"{field} is not supported by this engine, which does not record what it leaves to be drawn"
                 hint = "describe it in a message, or train with engine: local"
                 raise RequestError(message, hint=hint, field=field)
-            return run
+            return run if run.thinking_budget is None else of_reply(run, prompt_ids, tokenizer)
         grammar = self._grammar(format_of(tokenizer), tokenizer, run.grammar)
-        if grammar is not None:
-            grammar = replace(grammar, thoughts=thoughts_of(prompt_ids, tokenizer))
+        if grammar is None:
+            return of_reply(replace(run, **self.narrowing, grammar=None), prompt_ids, tokenizer)
+        thoughts = thoughts_of(prompt_ids, tokenizer)
+        grammar = replace(grammar, thoughts=thoughts, thought_tokens=run.thinking_budget)
         return replace(run, **self.narrowing, grammar=grammar)
 
     def _grammar(self, form: ToolCallFormat, tokenizer: PreTrainedTokenizerBase, own: Grammar | None) -> Grammar | None:

@@ -19,7 +19,7 @@ import json
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -227,7 +227,15 @@ def open_prompts(
     Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
     """
     prompts = [
-        to_prompt(row, id=id, prompt_key=config.prompt_key, raw=config.raw, system=config.system, case=cases)
+        to_prompt(
+            row,
+            id=id,
+            prompt_key=config.prompt_key,
+            raw=config.raw,
+            system=config.system,
+            case=cases,
+            completion_only=config.completion_only,
+        )
         for id, row in read_rows(config, folder=folder)
     ]
     if not prompts:
@@ -368,8 +376,10 @@ def to_prompt(
     raw: bool = False,
     system: str | None = None,
     case: bool = False,
+    completion_only: bool = True,
 ) -> Prompt:
-    """Return a row as a Prompt; a `case` without a prompt of its own has columns alone.
+    """Return a row as a Prompt; a `case` without a prompt of its own has columns alone. Where a prompt ends with the
+    assistant's words, `completion_only` says whether rewards see what continues them without them.
 
     A string is a message of the user, and plain text for a model without a chat template; `raw` makes it plain text for
     every model. Raises DataError naming `id` and the key that is wrong.
@@ -401,7 +411,8 @@ def to_prompt(
             raise DataError(f"{id}: {key}[0] is a system message already; remove it or data.system")
         messages = (Message(role="system", content=system), *messages)
     text = None if len(messages) > 1 or tools else text  # without a template these would be lost
-    return Prompt(id=id, messages=messages, text=text, tools=_tools(tools, id), columns=columns)
+    prompt = Prompt(id=id, messages=messages, text=text, tools=_tools(tools, id), columns=columns)
+    return replace(prompt, shows_opening=not completion_only and bool(prompt.opening))
 
 
 def _case(row: Mapping[str, Any], id: str, system: str | None) -> Prompt:
@@ -432,9 +443,19 @@ def _messages(value: Any, place: str) -> tuple[Message, ...]:
     if not value:
         raise DataError(f"{place} is an empty list; a chat prompt needs at least one message")
     messages = tuple(_message(each, f"{place}[{index}]") for index, each in enumerate(value))
-    if messages[-1]["role"] not in ("user", "tool"):
-        role = messages[-1]["role"]
+    last = messages[-1]
+    if last["role"] in ("user", "tool"):
+        return messages
+    if last["role"] != "assistant":
+        role = last["role"]
         raise DataError(f"{place} ends with a message of {role!r}; the policy answers a 'user' or 'tool' message")
+    if place.endswith(": messages"):
+        raise DataError(
+            f"{place} ends with a message of the assistant's, which as a rule is the answer",
+            hint="leave the answer out; or, where the policy is to continue it, call the column 'prompt'",
+        )
+    if last.get("tool_calls") or not isinstance(last.get("content"), str):
+        raise DataError(f"{place} ends with a message of the assistant's that is no text, which nothing can continue")
     return messages
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.errors import GrammarError
-from groupwise.model.chat import THINK_END, decode, opens_thought, template_reads
+from groupwise.model.chat import THINK_END, THINKS, decode, opens_thought, template_reads
 from groupwise.tasks.tool_calls import (
     ARGS,
     CALL_END,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tool = Mapping[str, Any]  # OpenAI's definition
-SWITCH = "enable_thinking"  # what templates of models that think at will read
+BUDGET = "rollout.thinking_budget"
 
 _TEXT = "/(.|\\n)*/"
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties")
@@ -50,7 +50,7 @@ def thoughts_of(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -
     if opens_thought(prompt_ids, tokenizer):
         return "begun"
     is_closed = decode(prompt_ids[-8:], tokenizer).rstrip().endswith(THINK_END)
-    return "optional" if template_reads(SWITCH, tokenizer) and not is_closed else "none"
+    return "optional" if template_reads(THINKS, tokenizer) and not is_closed else "none"
 
 
 def answer_grammars(
@@ -82,13 +82,19 @@ def of_reply(
     *,
     tools: Sequence[Tool] = (),
 ) -> SamplingParams:
-    """`params` for the reply to this prompt, where `params.grammar` is that of an answer: the reply may think first,
-    and may be calls of `tools` instead. Raises GrammarError where what a tool takes cannot be guaranteed."""
+    """Return `params` for the reply to this prompt, where `params.grammar` is that of an answer: the reply may think
+    first, for `params.thinking_budget` tokens, and may be calls of `tools` instead. Raises GrammarError where what a
+    tool takes cannot be guaranteed."""
+    thoughts, budget = thoughts_of(prompt_ids, tokenizer), params.thinking_budget
     if params.grammar is None:
-        return params
+        if budget is None or thoughts == "none":
+            return params
+        return replace(
+            params, grammar=Grammar(GrammarKind.FREE, thoughts=thoughts, thought_tokens=budget, field=BUDGET)
+        )
     grammar = reply_grammar(format_of(tokenizer), tools, tokenizer, answer=params.grammar)
     assert grammar is not None  # as there is an answer
-    return replace(params, grammar=replace(grammar, thoughts=thoughts_of(prompt_ids, tokenizer)))
+    return replace(params, grammar=replace(grammar, thoughts=thoughts, thought_tokens=budget))
 
 
 def reply_grammar(

@@ -129,9 +129,10 @@ def _require(t: Translation) -> None:
 
 
 def _check_template(t: Translation) -> None:
-    """Prompts are rendered with the tokenizer's own template; another name must stand for what that renders."""
+    """Prompts are rendered with the tokenizer's own template or `chat_template_jinja`; another name must stand for what
+    the tokenizer's own renders."""
     name = t["chat_template"]
-    if name is None or name.startswith("tokenizer_default"):
+    if name is None or name.startswith("tokenizer_default") or (name == "jinja" and t.given("chat_template_jinja")):
         return
     from groupwise.bridges.axolotl.data import tokenizer_of
 
@@ -215,6 +216,7 @@ def _put_dataset(t: Translation, to: str, block: str, folder: Path, *, part: str
         t.put(f"{to}.args", args, block)
     t.put(f"{to}.prompt_key", "prompt", origin="the column that GRPO reads there")
     t.put(f"{to}.raw", True, origin="a prompt that is a string is sampled as it is there")
+    t.put(f"{to}.completion_only", False, origin="rewards see an opened message with what continues it there")
 
 
 def _local(path: str, folder: Path) -> str | None:

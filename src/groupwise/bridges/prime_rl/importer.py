@@ -45,6 +45,7 @@ EVAL_PROBLEMS = 100  # of verifiers' reasoning-gym environment, unless it is tol
 MOST_REFILL = 64.0  # there it has no end
 SOURCES, EVAL_SOURCES = "orchestrator.train.source", "orchestrator.eval.source"
 SAMPLING = "orchestrator.train.sampling"
+TEMPLATE_KWARGS = "chat_template_kwargs"  # of `extra_body`
 SOURCE = ("name", "env", "ratio", "serve", "sampling", "group_size", "algo", "curriculum")
 OLDER = ("id", "args", "legacy", "taskset", "harness", "address", "num_workers", "max_retries", "extra_env_kwargs")
 OF_EVAL = ("num_examples", "interval", "rollouts_per_example", "skip_first")
@@ -262,8 +263,10 @@ def _put_sampling(t: Translation, sources: list[Source]) -> None:
     for key, value in {**_table(t, name), **own.get("extra_body", {})}.items():
         if key in NARROWING_OFF:
             put_narrowing(t, name, f"rollout.{key}", value, vllm=False)
+        elif key == TEMPLATE_KWARGS:
+            t.put("chat.template_kwargs", value, name)
         elif key != "return_token_ids":
-            t.refuse(name, f"{key!r} is not here; it knows {', '.join(NARROWING_OFF)}")
+            t.refuse(name, f"{key!r} is not here; it knows {', '.join((*NARROWING_OFF, TEMPLATE_KWARGS))}")
 
 
 def _put_max_tokens(t: Translation, own: Mapping[str, Any]) -> None:

@@ -145,6 +145,7 @@ def _put_dataset(t: Translation, to: str, split: str) -> None:
         t.put(f"{to}.args", {"name": t["dataset_config"]} if t.given("dataset_config") else None, "dataset_config")
     t.put(f"{to}.prompt_key", "prompt", origin="the column that GRPO reads there")
     t.put(f"{to}.raw", True, origin="a prompt that is a string is sampled as it is there")
+    t.put(f"{to}.completion_only", False, origin="rewards see an opened message with what continues it there")
     if t.given("dataset_prompt_column", "system_prompt"):  # open-r1 makes a conversation of it
         t.put(f"{to}.prompt_key", t["dataset_prompt_column"], "dataset_prompt_column")
         t.put(f"{to}.system", t["system_prompt"], "system_prompt")
