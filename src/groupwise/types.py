@@ -312,6 +312,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     token_ids: tuple[int, ...] = ()  # filled once by chat.encode_prompt
     shows_opening: bool = False
+    answer: tuple[Message, ...] = ()  # what supervised training learns: the dataset's own
 
     @property
     def opening(self) -> str:

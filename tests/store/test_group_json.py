@@ -31,6 +31,8 @@ GROUP = RolloutGroup(
         tools=({"type": "function", "function": {"name": "add"}},),
         columns={"answer": "4", "none": None, "nested": {"a": [1, 2.5, True]}},
         token_ids=(5, 10, 5, 11),
+        shows_opening=True,
+        answer=({"role": "assistant", "content": "4"},),
     ),
     rollouts=(
         Rollout(

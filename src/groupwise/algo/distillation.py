@@ -73,18 +73,20 @@ def _weighed(rollout: Rollout, weight: float) -> Rollout:
 
 
 def demonstrations(groups: Sequence[RolloutGroup]) -> list[Sample]:
-    """Return what is learned by cross-entropy: all tokens that a teacher sampled for the groups, after the policy's
-    prompt."""
+    """Return what is learned by cross-entropy: all tokens of the groups' demonstrations, which a teacher sampled or a
+    dataset has, after the policy's prompt."""
     return [
         Sample(
-            prompt_ids=group.prompt.token_ids,
-            completion_ids=rollout.completion.token_ids,
-            mask=(1,) * len(rollout.completion.token_ids),
+            prompt_ids=segment.prompt_ids,
+            completion_ids=segment.completion_ids,
+            mask=segment.mask,
+            continues=number > 0,
             group=index,
         )
         for index, group in enumerate(groups)
         for rollout in group.demonstrations
-        if rollout.completion.token_ids
+        for number, segment in enumerate(segments_of(rollout.turns))
+        if segment.completion_ids
     ]
 
 

@@ -169,6 +169,8 @@ def time_metrics(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> 
         "perf/sample_tok_s": ("rollout/tokens", "rollout"),
         "perf/train_tok_s": ("train/tokens", "train"),
     }
+    if not metrics.get("rollout/tokens"):  # nothing was sampled, as in supervised training
+        rates = {"perf/tok_s": ("train/tokens", "step"), "perf/train_tok_s": ("train/tokens", "train")}
     return times | {
         rate: metrics[tokens] / seconds[part]
         for rate, (tokens, part) in rates.items()

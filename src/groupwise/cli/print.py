@@ -349,10 +349,12 @@ def _a_step(config: RunConfig, step: StepSize) -> str:
     """Return what is sampled and trained in a step."""
     parts = {"minibatches": config.train.minibatches, "passes": config.train.passes}
     several = [f"{count} {name}" for name, count in parts.items() if count > 1]
+    what = f"{step.prompts} prompt{_s(step.prompts)} x {config.group_size} = {step.completions:,} completions"
+    what = what if config.kind == "grpo" else f"{step.prompts} example{_s(step.prompts)}"
     return (
-        f"{step.prompts} prompt{_s(step.prompts)} x {config.rollout.group_size} = {step.completions:,} completions, "
-        f"about {step.tokens:,} tokens (completions at most {step.max_tokens:,}); decoded in {step.decode_waves} "
-        f"wave{_s(step.decode_waves)}, {step.forwards} forward pass{'es' if step.forwards > 1 else ''}, "
+        f"{what}, about {step.tokens:,} tokens (completions at most {step.max_tokens:,}); decoded in "
+        f"{step.decode_waves} wave{_s(step.decode_waves)}, "
+        f"{step.forwards} forward pass{'es' if step.forwards > 1 else ''}, "
         f"{step.optimizer_steps} optimizer step{_s(step.optimizer_steps)}"
         + (f" ({' x '.join(several)})" if several else "")
     )

@@ -12,6 +12,8 @@ from pydantic import Field, model_validator
 
 from groupwise.config.section import Section, Text, conflict
 
+ReferenceKind = Literal["base", "start", "ema", "refresh"]
+
 
 def _published_advantage(given: Mapping[str, Any]) -> Literal["group_std", "mean"]:
     """Dr. GRPO is a loss and a mean without a deviation (arXiv 2503.20783); GDPO has scales of its own."""
@@ -145,7 +147,7 @@ class RunAlgoConfig(CreditConfig, AlgoConfig):
     """Nats per token that the weight is adapted to (arXiv 1909.08593); null keeps it."""
     kl_horizon: float = Field(default=10.0, ge=1)
     """How slowly it adapts: the weight changes by at most 0.2 / kl_horizon of itself in a step."""
-    reference: Literal["base", "start", "ema", "refresh"] = "base"
+    reference: ReferenceKind = "base"
     """The policy that the divergence is taken from: the base model, the adapter that the run starts from, an average
     of the policy, or the policy as it was every so many steps."""
     reference_decay: float = Field(default=0.99, ge=0, lt=1)

@@ -46,6 +46,9 @@ class DatasetConfig(Section):
     """With source reasoning-gym: which problems; null is 0 for training and 1 for evaluation, so that they differ."""
     prompt_key: Text | None = None
     """The column with the prompt: a string, or a list of chat messages; null is `messages` or `prompt`."""
+    answer_key: Text | None = None
+    """With `kind: sft`, the column with the answer that is learned: text, or the assistant's messages; null is
+    `completion`, `answer`, `response` or `output`, or what the assistant says in a conversation."""
     raw: bool = False
     """A prompt that is a string is a user's message, in the model's chat template where it has one; true samples from
     the text as it is, and gives rewards strings."""

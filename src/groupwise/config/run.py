@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from groupwise.config.algo import RunAlgoConfig
+from groupwise.config.algo import ReferenceKind, RunAlgoConfig
 from groupwise.config.chat import ChatConfig
 from groupwise.config.data import REASONING_GYM, DataConfig
 from groupwise.config.engine import Engine, VllmConfig
@@ -36,6 +36,7 @@ from groupwise.config.lora import LoraSpec
 from groupwise.config.promote import PromoteConfig
 from groupwise.config.rewards import Rewards, ScoringConfig
 from groupwise.config.section import AdapterName, Name, Section, Temperature, Text, Texts, conflict
+from groupwise.config.stages import stage_config, stage_names
 from groupwise.config.structured import StructuredOutputsConfig
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
 from groupwise.config.yaml import Document, to_yaml, validate
@@ -449,6 +450,9 @@ class RunConfig(Section):
 
     name: AdapterName = "run"
     """The run's name, and the adapter's: letters, digits, `.`, `_` and `-`; not "base"."""
+    kind: Literal["grpo", "sft"] = "grpo"
+    """grpo: learn from the rewards of what the policy samples. sft: learn the dataset's own answers by cross-entropy
+    (`data.answer_key`); `rollout.prompts_per_step` are then the examples of a step, and rewards only evaluate."""
     model: Text = "starter"
     """`starter` (the model in the package), a Hugging Face name, or a directory (relative to where you are)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -472,6 +476,9 @@ class RunConfig(Section):
     `run_dir` names may be finished: then only its result is said again."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
     """Where `data.source` and the modules of functions are looked up first; the default is the config file's folder."""
+    stages: tuple[dict[str, Any], ...] = Field(default=(), strict=False)
+    """Runs that come first, each from the adapter of the one before: a `name`, and the keys in which it differs from
+    this file (docs/examples_to_rewards.md)."""
     chat: ChatConfig = ChatConfig()
     """How conversations become tokens: the chat template, and what it is told."""
     data: DataConfig | None = None
@@ -531,12 +538,13 @@ class RunConfig(Section):
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
         self._check_engine()
         self._check_quantization()
+        self._check_stages()
         if self.promote is not None:
             modes = None if self.eval is None else self.eval.modes
             self.promote.check(modes, adapter=self.train.lora is not None, engine=self.engine)
         if self.teacher is not None:
             self._check_teacher(self.teacher)
-        elif self.env is None and not any(reward.weight for reward in self.rewards):
+        elif self.env is None and self.kind == "grpo" and not any(reward.weight for reward in self.rewards):
             raise conflict("rewards", "every weight is 0, so there is nothing to train for; give one a weight")
         return self
 
@@ -565,12 +573,65 @@ class RunConfig(Section):
         if kind and self.train.parallel == "fsdp":
             raise conflict("quantization", f"{kind} weights are not cut by fsdp; set train.parallel: ddp")
 
+    def _check_stages(self) -> None:
+        """Refuse stages that are no runs, or leave no adapter to go on from."""
+        if not self.stages:
+            return
+        if self.train.lora is None:
+            raise conflict("stages", "go on from an adapter, and all parameters are trained here; set train.lora")
+        if self.adapters.start is not None:
+            message = f"{self.adapters.start!r} is where the run starts, and so is its last stage"
+            raise conflict("adapters", "start", f"{message}; give it to the first stage")
+        names = stage_names(self)
+        if len(set(names)) < len(names):
+            raise conflict("stages", f"two have the name {max(names, key=names.count)!r}; give each its own")
+        for number in range(len(self.stages)):
+            try:
+                stage_config(self, number)
+            except ConfigError as error:
+                message = error.message.removeprefix("stages")
+                raise conflict("stages", f"{message}; {error.hint}" if error.hint else message) from None
+
     @property
-    def teacher_samples(self) -> bool:
-        """Whether a teacher samples all completions, and the policy none (`teacher.loss: sft` without rewards, or with
-        reward_weight 0)."""
-        teacher = self.teacher
-        return teacher is not None and teacher.loss == "sft" and (not self.rewards or teacher.reward_weight == 0)
+    def reference(self) -> ReferenceKind:
+        """The policy that the divergence is taken from: `algo.reference`; with `stages` it is the policy that they
+        leave, unless the file names another."""
+        named = "reference" in self.algo.model_fields_set
+        return "start" if self.stages and not named else self.algo.reference
+
+    @property
+    def group_size(self) -> int:
+        """Completions of a prompt: `rollout.group_size`, or one answer of the dataset."""
+        return 1 if self.kind == "sft" else self.rollout.group_size
+
+    @property
+    def shows(self) -> bool:
+        """Whether something is learned by cross-entropy: the dataset's answers, or a teacher's completions."""
+        return self.kind == "sft" or (self.teacher is not None and self.teacher.loss == "sft")
+
+    @property
+    def shows_alone(self) -> bool:
+        """Whether nothing else is learned, and the policy samples nothing: with `kind: sft`, and with `teacher.loss:
+        sft` without rewards or with reward_weight 0."""
+        weighs = self.teacher is not None and self.teacher.reward_weight > 0
+        return self.shows and (self.kind == "sft" or not self.rewards or not weighs)
+
+    def _check_supervised(self) -> None:
+        """Refuse what cannot go with the dataset's own answers."""
+        if self.data is None:
+            raise conflict("data", "required and missing: name the examples (data.source)")
+        for key, given in (("env", self.env), ("teacher", self.teacher), ("promote", self.promote)):
+            if given is not None:
+                raise conflict(key, "does not go with kind sft, which learns the dataset's own answers; leave it out")
+        for key, given in (("stream_groups", self.rollout.stream_groups), ("replay", self.rollout.replay.size)):
+            if given:
+                raise conflict("rollout", key, "does not go with kind sft; leave one of the two out")
+        if self.algo.kl is not None:
+            raise conflict("algo", "kl", f"{self.algo.kl!r} is of what the policy samples; leave it out with kind sft")
+        if self.eval is not None and self.eval.data is None:
+            raise conflict("eval", "data", "required and missing: name the held-out prompts")
+        if self.eval is not None and not self.rewards and not self.eval.rewards:
+            raise conflict("eval", "evaluation is by rewards, and there are none; name some (eval.rewards)")
 
     def _check_demonstrations(self, teacher: TeacherConfig) -> None:
         """Refuse what cannot go with a teacher's completions."""
@@ -583,7 +644,7 @@ class RunConfig(Section):
         if teacher.least_reward is not None and not self.rewards:
             message = f"{teacher.least_reward:g} is of rewards, and there are none"
             raise conflict("teacher", "least_reward", f"{message}; name some, or leave it out")
-        if not self.teacher_samples:
+        if not self.shows_alone:
             return
         if teacher.completions is not None:
             message = f"{teacher.completions} acts beside rewards; where the teacher samples all, set"
@@ -665,6 +726,10 @@ class RunConfig(Section):
 
     def _check_sources(self) -> None:
         """Without an environment there must be prompts and rewards."""
+        if self.kind == "sft":
+            return self._check_supervised()
+        if self.data is not None and self.data.answer_key is not None:
+            raise conflict("data", "answer_key", f"{self.data.answer_key!r} acts with kind sft only; leave it out")
         if self.env is not None:
             return
         if self.data is None:

@@ -74,7 +74,7 @@ def step_size(
     """`prompt_tokens` and `completion_tokens` are means; `rows` is the size of the dataset; `micro_tokens` are those of
     the configuration where None; without `packed` every completion has its prompt in its row."""
     prompts, minibatches, passes = config.rollout.prompts_per_step, config.train.minibatches, config.train.passes
-    completions = prompts * config.rollout.group_size
+    completions = prompts * config.group_size
     tokens = round((prompts if packed else completions) * prompt_tokens + completions * completion_tokens)
     return StepSize(
         prompts=prompts,
@@ -344,7 +344,7 @@ def _activations(config: RunConfig, load: Load, micro_tokens: int) -> int:
 def _worst(config: RunConfig, load: Load, micro_tokens: int) -> tuple[PackedShape, ...]:
     """Return the largest micro-batches: all completions as long as they may be, and lengths so uneven that grids are
     full of holes. Padded rows: every completion with its prompt, which may be of one token."""
-    prompt, completion, size = load.longest_prompt, config.rollout.max_tokens, config.rollout.group_size
+    prompt, completion, size = load.longest_prompt, config.rollout.max_tokens, config.group_size
     group = prompt + size * completion
     groups = math.ceil(config.rollout.prompts_per_step / config.train.minibatches)
     if not load.packed:

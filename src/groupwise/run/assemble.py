@@ -9,7 +9,7 @@ import gc
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,10 +36,12 @@ from groupwise.run.plan import RunPlan
 from groupwise.run.replay import ReplayBuffer, RerollQueue, total_reward
 from groupwise.run.teacher import Teacher, TeacherRollouts, taught
 from groupwise.sampler import Sampler, UpdatesInFlight
+from groupwise.tasks.answers import AnswerRollouts
 from groupwise.tasks.data_source import data_source
 from groupwise.tasks.env_kind import EnvKind, PlayParts
 from groupwise.tasks.prompts import PromptStream
 from groupwise.tasks.rollout_sources import Environments, RolloutSource, SingleTurnRollouts
+from groupwise.tasks.structured import free_reply
 from groupwise.train.learner import Learner
 from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt
@@ -122,7 +124,7 @@ def open_components(
         device = config.device if ranks is None else str(ranks.device)
         base = load_configured(config, device=device)
         learner = open_learner(config, base, threads=threads, ranks=ranks)
-        if plan.reads_reference:
+        if plan.keeps_reference:
             learner.keep_reference()
         if config.engine == "vllm":
             on_phase("waiting for vLLM")
@@ -140,6 +142,8 @@ def open_components(
         load = _fitted(plan, base, learner, play, teacher, engine) if limited else None
         eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
         rollouts = play
+        if config.kind == "sft":
+            rollouts = AnswerRollouts(play, base.tokenizer, context=base.context_length)
         if teacher is not None and teacher.config.loss == "sft":
             rollouts = TeacherRollouts(config, teacher, play)
         batches = _batches(plan, engine, rollouts, taught(scorer, teacher, config))
@@ -205,7 +209,9 @@ def check_in_flight(config: RunConfig, engine: Sampler) -> None:
 
 def check_grammar(config: RunConfig, engine: Sampler) -> None:
     """Compile what completions must be, for this model's vocabulary. Raises ConfigError where that cannot be done."""
-    grammar = config.rollout.grammar
+    rollout, grammar = config.rollout, config.rollout.grammar
+    if rollout.thinking_budget is not None:
+        grammar = replace(grammar or free_reply(), thoughts="begun", thought_tokens=rollout.thinking_budget)
     if grammar is None or not isinstance(engine, LocalEngine):  # actors of Ray say so with the first completion
         return
     try:
@@ -298,7 +304,7 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
         micro_tokens=train.micro_tokens,
         gradient_checkpointing=train.gradient_checkpointing,
         attention=train.attention,
-        reference=ReferenceSpec(kind=algo.reference, decay=algo.reference_decay, every=algo.reference_every),
+        reference=ReferenceSpec(kind=config.reference, decay=algo.reference_decay, every=algo.reference_every),
         seed=config.seed,
         threads=threads,
         router_replay=train.router_replay is not False,

@@ -389,8 +389,9 @@ class _FailureGuard:
         self.lost: Exception | None = None
 
     def scored(self, group: RolloutGroup, *, started: float) -> None:
-        """Count a group without any reward, since the last that had one; `started` is when its scoring began."""
-        if any(rollout.error is None and _is_answered(rollout) for rollout in group.rollouts):
+        """Count a group without any reward, since the last that had one, or of which nothing was asked; `started` is
+        when its scoring began."""
+        if not group.rollouts or any(rollout.error is None and _is_answered(rollout) for rollout in group.rollouts):
             self._in_vain.clear()
         elif len(self._in_vain) < self._most:  # enough to stop the run, however many end before anyone looks
             self._in_vain.append((group, started))

@@ -223,7 +223,7 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
     samples = samples_of(weighed, mask_truncated=config.algo.mask_truncated and not made_up)
     if plan.algorithm is not None:
         samples = with_token_weights(samples, weighed, plan.algorithm)
-    samples = [] if config.teacher_samples else samples
+    samples = [] if config.shows_alone else samples
     told = {} if teacher is None else teacher_metrics(samples, teacher_scores(weighed) if samples else [])
     told |= demonstration_metrics(weighed) if shown else {}
     samples = with_teacher(samples, weighed, teacher)
@@ -407,7 +407,8 @@ def _report(
     config, model = plan.config, parts.base.model
     asked = usable if plan.env is None else [group.prompt for group in groups]  # an environment asks when it is played
     lengths = [len(prompt.token_ids) for prompt in asked]
-    completions = [_answer_length(rollout) for group in groups for rollout in group.rollouts]
+    said = [rollout for group in groups for rollout in (*group.rollouts, *group.demonstrations)]
+    completions = [_answer_length(rollout) for rollout in said]
     step = step_size(
         config,
         prompt_tokens=sum(lengths) / len(lengths),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _SHOWN = {
     "reward/mean": ("reward", "{:.3f}"),
     "loss/policy": ("loss", "{:.2g}"),
+    "loss/cross_entropy": ("cross-entropy", "{:.3f}"),
     "kl/mean": ("kl", "{:.3g}"),
     "optim/grad_norm": ("grad", "{:.3g}"),
     "mismatch/logprob_diff_mean": ("mismatch", "{:.2g}"),

@@ -19,7 +19,8 @@ before, during and after, a display; and `StopRequest`, a clean Ctrl-C.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from groupwise.run.assemble import RemoteBackends, open_components
 from groupwise.run.display import Display, open_display
 from groupwise.run.plan import RunPlan, make_plan
 from groupwise.run.ranks import on_all_ranks
+from groupwise.run.stages import run_stages
 from groupwise.run.stop_request import StopRequest
 from groupwise.run.training_run import Evaluations, TrainingRun
 from groupwise.store.checkpoint import RunState
@@ -75,8 +77,16 @@ def run_loop(
     environments, and `stop` is who else may ask for a clean stop.
 
     Ctrl-C finishes the step, publishes it and returns with `interrupted`; a second one stops at once, and so does one
-    before the first step. Under torchrun each process calls this, and rank 0 does it (`cluster.learners`).
+    before the first step. What `config.stages` names is run first, in the run's directory (`run/stages.py`). Under
+    torchrun each process calls this, and rank 0 does it (`cluster.learners`).
     """
+
+    if config.stages:
+        run_stage = partial(run_loop, display=display, remote=remote, stop=stop)
+        config, earlier = run_stages(config, run_stage)
+        if earlier is not None:
+            return earlier
+        plan = None if plan is None else replace(plan, config=config)
 
     def lead(ranks: Ranks | None) -> RunResult:
         with stop or StopRequest(graceful=False) as asked, display or open_display(config.train.steps) as shown:

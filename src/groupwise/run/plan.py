@@ -75,6 +75,11 @@ class RunPlan:
         return self.kl_coeff is not None or self.loss.reads_reference
 
     @property
+    def keeps_reference(self) -> bool:
+        """Whether the learner keeps a reference: where it is read, and to measure how far a run is from its stages."""
+        return self.reads_reference or bool(self.config.stages)
+
+    @property
     def kl_coeff(self) -> float | None:
         """The KL's weight in the reward (`kl_in: reward`); None if it is not there."""
         return self.config.algo.kl_coeff if self.config.algo.kl_in == "reward" else None
@@ -178,7 +183,10 @@ def _source(config: RunConfig, env: EnvKind | None) -> PromptSource:
         if env is not None and env.makes_prompts:
             method = env.case_methods[0].partition("(")[0]
             raise ConfigError(f"data does not go with {env.name}, whose {method} makes the prompts; remove it")
-        source = open_prompts(config.data, folder=config.folder, seed=config.seed, cases=_takes_cases(env))
+        answers = config.kind == "sft"
+        source = open_prompts(
+            config.data, folder=config.folder, seed=config.seed, cases=_takes_cases(env), answers=answers
+        )
         if env is not None:
             env.check(source.all(), config.data.source)
         return source
@@ -275,7 +283,12 @@ def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
     attempts: list[Callable[[], object]] = [
         lambda: load_rewards(config.rewards, folder=config.folder),
         lambda: _eval_rewards(config),
-        lambda: config.data and open_prompts(config.data, folder=config.folder, cases=config.env is not None),
+        lambda: (
+            config.data
+            and open_prompts(
+                config.data, folder=config.folder, cases=config.env is not None, answers=config.kind == "sft"
+            )
+        ),
         lambda: (
             config.eval
             and config.eval.data

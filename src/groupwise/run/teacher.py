@@ -307,7 +307,7 @@ class TeacherRollouts:
 
     def __init__(self, config: RunConfig, teacher: Teacher, policy: RolloutSource):
         assert config.teacher is not None
-        self._teacher, self._policy, self.alone = teacher, policy, config.teacher_samples
+        self._teacher, self._policy, self.alone = teacher, policy, config.shows_alone
         self._n, self._temperature = config.teacher.completions, config.teacher.temperature
 
     def prepare(self, prompt: Prompt) -> Prompt:
@@ -344,7 +344,7 @@ class Demonstrator:
 
     def __init__(self, config: RunConfig, score: Score):
         assert config.teacher is not None
-        self._score, self._least, self._alone = score, config.teacher.least_reward, config.teacher_samples
+        self._score, self._least, self._alone = score, config.teacher.least_reward, config.shows_alone
 
     async def __call__(self, group: RolloutGroup) -> RolloutGroup:
         """Return the group with its rewards."""
@@ -399,10 +399,15 @@ def with_context(prompt: Prompt, context: str, *, template: str) -> Prompt:
     return replace(prompt, messages=None if messages is None else tuple(messages), text=text, token_ids=())
 
 
+async def _as_it_is(group: RolloutGroup) -> RolloutGroup:
+    """Return the group: a dataset's answers are learned whatever rewards would give them."""
+    return group
+
+
 def taught(score: Score, teacher: Teacher | None, config: RunConfig) -> Score:
     """Return what scores a group by rewards, and then has the teacher score it, or add what it says itself."""
     if teacher is None:
-        return score
+        return score if config.kind == "grpo" else _as_it_is
     if teacher.config.loss == "sft":
         return Demonstrator(config, score)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from groupwise.algo.metrics import Metrics, rollout_metrics, time_metrics
+from groupwise.config.stages import STAGES, stage_names
 from groupwise.run.assemble import Components
 from groupwise.run.display import Display
 from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
@@ -64,12 +65,15 @@ class TrainingRun:
         """Before the first step: the adapter to start from, the evaluation before. Returns 0, the steps done."""
         if self.promotion is not None:
             self.promotion.open()
-        if (start := self.plan.config.adapters.start) is not None:
+        start = self.plan.config.adapters.start
+        if names := stage_names(self.plan.config):
+            start = str(self.run_dir / STAGES / names[-1])
+        if start is not None:
             located = find_adapter(start)
             located.check_base(self.parts.base.hash)
             with located.held():
                 self.policy.begin(located.directory)
-            if self.plan.reads_reference:
+            if self.plan.keeps_reference:
                 self.parts.learner.keep_reference()
         self.parts.batches.sync(self.policy.sampling, step=0)
         await self.evaluate(0)

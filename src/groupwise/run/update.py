@@ -132,7 +132,8 @@ class StepUpdate:
     async def train(self) -> Metrics:
         """Take the optimizer steps on all groups; return nothing but counts where no token is trained."""
         metrics = sample_metrics(self.samples)
-        if (teacher := self._plan.config.teacher) is not None and teacher.loss == "sft":
+        teacher = self._plan.config.teacher
+        if self._plan.config.shows:
             shown = demonstration_metrics(self.groups)
             metrics["train/samples"] += shown["teacher/demonstrations"]
             metrics["train/tokens"] += shown["teacher/demonstrated_tokens"]
@@ -154,7 +155,7 @@ class StepUpdate:
         )
         if teacher is not None:
             weighed = with_reward_weight(weighed, teacher.reward_weight)
-        if plan.config.teacher_samples:  # nothing of it is the policy's
+        if plan.config.shows_alone:  # nothing of it is the policy's
             return _Part(groups=weighed, samples=[])
         first = len(self.groups)
         samples = samples_of(weighed, first=first)

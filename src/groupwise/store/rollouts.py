@@ -38,6 +38,7 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
             "columns": plain(prompt.columns),
             "token_ids": prompt.token_ids,
             **({"shows_opening": True} if prompt.shows_opening else {}),
+            **({"answer": prompt.answer} if prompt.answer else {}),
         },
         "rollouts": [_rollout_to_json(rollout, prompt) for rollout in group.rollouts],
         **(
@@ -73,6 +74,7 @@ def group_from_json(raw: Any) -> RolloutGroup:
             columns=fields["columns"],
             token_ids=tuple(fields["token_ids"]),
             shows_opening=fields.get("shows_opening", False),
+            answer=tuple(fields.get("answer", ())),
         )
         rollouts, demonstrations = (
             tuple(_rollout_from_json(entry, prompt) for entry in entries)

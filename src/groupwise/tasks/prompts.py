@@ -34,6 +34,7 @@ from groupwise.types import Message, Prompt, RolloutGroup
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_KEYS = ("messages", "prompt")
+ANSWER_KEYS = ("completion", "answer", "response", "output")
 LIKELY_KEYS = ("question", "problem", "query", "instruction", "input", "text")  # in data of others; only suggested
 _BUILDER = "one of another kind, or a directory of many, is read by a builder: source: json, args: {data_files: PATH}"
 RESERVED = ("prompts", "completions", "completion_ids")  # what rewards get under these names is not the dataset's
@@ -220,9 +221,10 @@ class WrappedStream:
 
 
 def open_prompts(
-    config: DatasetConfig, *, folder: str | Path = ".", seed: int = 0, cases: bool = False
+    config: DatasetConfig, *, folder: str | Path = ".", seed: int = 0, cases: bool = False, answers: bool = False
 ) -> PromptSource:
-    """Read and check every row of a dataset; with `cases`, of an environment or agent, a row may be without a prompt.
+    """Read and check every row of a dataset; with `cases`, of an environment or agent, a row may be without a prompt,
+    and with `answers` it must have an answer (`data.answer_key`).
 
     Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
     """
@@ -236,6 +238,8 @@ def open_prompts(
             case=cases,
             completion_only=config.completion_only,
         )
+        if not answers
+        else to_example(row, id=id, config=config)
         for id, row in read_rows(config, folder=folder)
     ]
     if not prompts:
@@ -413,6 +417,56 @@ def to_prompt(
     text = None if len(messages) > 1 or tools else text  # without a template these would be lost
     prompt = Prompt(id=id, messages=messages, text=text, tools=_tools(tools, id), columns=columns)
     return replace(prompt, shows_opening=not completion_only and bool(prompt.opening))
+
+
+def to_example(row: Any, *, id: str, config: DatasetConfig) -> Prompt:
+    """Return a row as a Prompt with the `answer` that supervised training learns.
+
+    The answer is the column that `config.answer_key` names: a text, a message, or several. Without that key it is what
+    the assistant says in `messages`, from its first message on; else the first of `ANSWER_KEYS`; else what the
+    assistant says in another conversation. Raises DataError naming `id` and what is missing.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"{id}: the row is a {type(row).__name__}; it must be an object such as {{'prompt': ...}}")
+    prompt_key = config.prompt_key or _find_key(row, id)
+    said = row.get(prompt_key)
+    key = config.answer_key or next((each for each in ANSWER_KEYS if row.get(each) is not None), None)
+    whole = config.answer_key is None and (key is None or prompt_key == "messages")  # the conversation has the answer
+    if whole and isinstance(said, Sequence) and not isinstance(said, str):
+        places = [i for i, each in enumerate(said) if _role(each) == "assistant"]
+        if places and places[0]:
+            first, last = places[0], places[-1]
+            answer = [_message(said[i], f"{id}: {prompt_key}[{i}]") for i in range(first, last + 1)]
+            return replace(_asked({**row, prompt_key: said[:first]}, id, config), answer=tuple(answer))
+    if key is None or row.get(key) is None:
+        what = (
+            f"no column {key!r}" if key else f"no answer: none of {', '.join(ANSWER_KEYS)}, and no assistant's message"
+        )
+        held = ", ".join(map(repr, row)) or "none"
+        raise DataError(f"{id}: {what}; the columns are {held}", hint="name the column in data.answer_key")
+    value = row[key]
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        answer = [Message(role="assistant", content=str(value))]
+        if not str(value).strip():
+            raise DataError(f"{id}: {key!r} is an empty string; an answer needs text")
+    else:
+        listed = [value] if isinstance(value, Mapping) else value
+        if not isinstance(listed, Sequence) or not listed:
+            raise DataError(f"{id}: {key!r} is {value!r:.80}; it must be text, a message or a list of messages")
+        answer = [_message(each, f"{id}: {key}[{i}]") for i, each in enumerate(listed)]
+        if _role(answer[-1]) != "assistant":
+            raise DataError(f"{id}: {key!r} ends with a message of {_role(answer[-1])!r}; the last is the assistant's")
+    return replace(_asked(row, id, config), answer=tuple(answer))
+
+
+def _asked(row: Mapping[str, Any], id: str, config: DatasetConfig) -> Prompt:
+    """Return the row's prompt; columns whose names rewards get from us are left out, being answers here."""
+    kept = {name: value for name, value in row.items() if name not in RESERVED}
+    return to_prompt(kept, id=id, prompt_key=config.prompt_key, raw=config.raw, system=config.system)
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _case(row: Mapping[str, Any], id: str, system: str | None) -> Prompt:

@@ -89,12 +89,15 @@ def of_reply(
     if params.grammar is None:
         if budget is None or thoughts == "none":
             return params
-        return replace(
-            params, grammar=Grammar(GrammarKind.FREE, thoughts=thoughts, thought_tokens=budget, field=BUDGET)
-        )
+        return replace(params, grammar=replace(free_reply(), thoughts=thoughts, thought_tokens=budget))
     grammar = reply_grammar(format_of(tokenizer), tools, tokenizer, answer=params.grammar)
     assert grammar is not None  # as there is an answer
     return replace(params, grammar=replace(grammar, thoughts=thoughts, thought_tokens=budget))
+
+
+def free_reply() -> Grammar:
+    """Return the grammar of a reply of which only the thought is bounded (`rollout.thinking_budget`)."""
+    return Grammar(GrammarKind.FREE, field=BUDGET)
 
 
 def reply_grammar(

@@ -21,16 +21,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from groupwise.config.algo import ReferenceKind
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.train.lora import adapter_off
 
-Kind = Literal["base", "start", "ema", "refresh"]
 _KEY = "reference."
 
 
@@ -42,13 +42,13 @@ class ReferenceSpec:
         ConfigError: an unknown kind, or a number out of range.
     """
 
-    kind: Kind = "base"
+    kind: ReferenceKind = "base"
     decay: float = 0.99
     every: int = 64
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ConfigError(f"reference is {self.kind!r}; valid: {', '.join(get_args(Kind))}")
+        if self.kind not in get_args(ReferenceKind):
+            raise ConfigError(f"reference is {self.kind!r}; valid: {', '.join(get_args(ReferenceKind))}")
         if not (math.isfinite(self.decay) and 0 <= self.decay < 1):
             raise ConfigError(f"reference_decay is {self.decay}; it must be in [0, 1)")
         if self.every < 1:

@@ -1,0 +1,107 @@
+"""The dataset's own answers: what of a row is the answer, and which tokens are learned."""
+
+from itertools import pairwise
+
+import pytest
+
+from groupwise.config.data import DatasetConfig
+from groupwise.errors import DataError
+from groupwise.model.chat import decode, encode_prompt
+from groupwise.model.load import load_tokenizer
+from groupwise.tasks.answers import answer_turns
+from groupwise.tasks.prompts import to_example
+from groupwise.types import Prompt
+
+ASKED = {"role": "user", "content": "What is 4+5?"}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "calculator", "arguments": {"expression": "4+5"}}}],
+}
+RESULT = {"role": "tool", "content": "9"}
+TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+
+
+def nine(content: str = "9") -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def example(row, **options) -> Prompt:
+    return to_example(row, id="rows.jsonl:1", config=DatasetConfig(source="rows.jsonl", **options))
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"prompt": "What is 4+5?", "completion": "9"}, {}),  # TRL's prompt-completion
+        ({"prompt": [ASKED], "completion": [nine()]}, {}),
+        ({"prompt": "What is 4+5?", "answer": 9}, {}),
+        ({"question": "What is 4+5?", "response": "9"}, {"prompt_key": "question"}),
+        ({"prompt": "What is 4+5?", "gold": nine(), "answer": "no"}, {"answer_key": "gold"}),
+        ({"messages": [ASKED, nine()]}, {}),  # TRL's and OpenAI's conversations
+        ({"messages": [ASKED, nine()], "answer": "the number"}, {}),
+        ({"messages": [ASKED, nine(), {"role": "user", "content": "Thanks"}]}, {}),
+    ],
+)
+def test_the_answer_of_a_row(row, options):
+    prompt = example(row, **options)
+    assert [dict(message) for message in prompt.messages or ()] == [ASKED]
+    assert [dict(message) for message in prompt.answer] == [nine()]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "said"),
+    [
+        ({"prompt": "2+2"}, {}, "no answer"),
+        ({"prompt": "2+2", "answer": "4"}, {"answer_key": "gold"}, "no column 'gold'"),
+        ({"prompt": "2+2", "answer": " "}, {}, "'answer' is an empty string"),
+        ({"prompt": "2+2", "answer": [ASKED]}, {}, "ends with a message of 'user'"),
+        ({"prompt": "2+2", "answer": []}, {}, "'answer' is []"),
+        ({"messages": [ASKED]}, {}, "no answer"),
+        ([1], {}, "the row is a list"),
+    ],
+)
+def test_a_row_without_one_is_named(row, options, said):
+    with pytest.raises(DataError) as caught:
+        example(row, **options)
+    assert "rows.jsonl:1" in str(caught.value) and said in str(caught.value)
+
+
+def learned(row, **options) -> tuple[str, list[str]]:
+    """What the first learned token is conditioned on, and the learned texts."""
+    tokenizer = load_tokenizer("starter")
+    prompt = encode_prompt(example(row, **options), tokenizer)
+    turns = answer_turns(prompt, tokenizer)
+    texts = [decode(turn.completion.token_ids, tokenizer, ends=()) for turn in turns]
+    for before, after in pairwise(turns):  # one goes on from the other
+        whole = (*before.prompt_ids, *before.completion.token_ids)
+        assert after.prompt_ids[: len(whole)] == whole
+    return decode(turns[0].prompt_ids, tokenizer, ends=()), texts
+
+
+def test_a_text_follows_the_prompt_as_a_completion_would():
+    before, texts = learned({"prompt": "What is 4+5?", "answer": "9"})
+    assert before.endswith("<|im_start|>assistant\n") and texts == ["9<|im_end|>"]
+
+
+def test_calls_and_later_turns_are_learned_and_what_others_say_is_not():
+    row = {"messages": [ASKED, CALL, RESULT, nine(), ASKED, nine("Still 9.")], "tools": [TOOL]}
+    before, texts = learned(row)
+    assert before.endswith("<|im_start|>assistant\n") and "calculator" in before
+    assert len(texts) == 3 and texts[0].startswith("<tool_call>") and texts[1:] == ["9<|im_end|>", "Still 9.<|im_end|>"]
+
+
+def test_what_the_assistant_said_in_the_prompt_is_not_learned():
+    row = {"prompt": [ASKED, nine("5"), {"role": "user", "content": "Sure?"}], "completion": [CALL, RESULT, nine()]}
+    before, texts = learned(row)
+    assert "5<|im_end|>" in before and len(texts) == 2 and texts[1] == "9<|im_end|>"
+
+
+def test_a_thought_that_the_prompt_has_opened_is_not_opened_again():
+    row = {"prompt": [ASKED, nine("<think>\n")], "answer": "<think>\n4+5=9\n</think>\n\n9"}
+    before, texts = learned(row)
+    assert before.endswith("<think>\n") and texts == ["4+5=9\n</think>\n\n9<|im_end|>"]
+
+
+def test_plain_text_is_continued_and_ended():
+    before, texts = learned({"prompt": "4+5=", "answer": "9"}, raw=True)
+    assert before.endswith("4+5=") and texts == ["9<|im_end|>"]
