@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cli_project import cli
+from groupwise.errors import TrainingError
 
 TUTORIALS = Path(__file__).parent.parent / "docs" / "tutorials"
 SMALL = "rollout.prompts_per_step=2 rollout.group_size=4 eval=null train.steps=2"
@@ -104,6 +105,19 @@ def test_the_first_live_loop(
     reader.follow("first_live_loop.md")
     assert re.fullmatch(r"sums@\d+\n", capsys.readouterr().out)
     assert "sums@" in reader.said["groupwise adapters list"] and "completed" in reader.said["groupwise train status"]
+
+
+def test_from_examples_to_rewards(place: Path) -> None:
+    reader = Reader(place, {"groupwise check": "scoring.workers=0", "groupwise run": "elsewhere"})
+    reader.follow("examples_to_rewards.md")
+    said = " ".join(reader.said["groupwise check rewards_only.yaml"].split())
+    assert "examples first (stages, kind: sft)" in said
+    small = "rollout.prompts_per_step=4 rollout.group_size=4 train.steps=1 scoring.workers=0 eval.data.limit=2"
+    ended = cli("run", "both.yaml", *small.split())
+    assert ended.exit_code in (0, TrainingError.exit_code), ended.stderr  # shortened, no completion may be right
+    (run,) = place.glob("runs/both-*")
+    stage = (run / "stages" / "examples" / "metrics.jsonl").read_text()
+    assert stage.count('"loss/cross_entropy"') == 100 and (run / "metrics.jsonl").exists()
 
 
 def test_training_without_a_reward_function(place: Path) -> None:

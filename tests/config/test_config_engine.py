@@ -20,7 +20,7 @@ def parse(**keys: Any):
 def test_the_default_is_the_local_engine_and_vllm_has_its_defaults():
     assert parse().engine == "local"
     vllm = parse(engine="vllm").vllm
-    assert vllm == VllmConfig() and (vllm.mode, vllm.urls, vllm.gpu_memory_utilization) == ("server", (), 0.9)
+    assert vllm == VllmConfig() and (vllm.mode, vllm.urls, vllm.gpu_memory_utilization) == ("server", (), None)
     assert "engine: vllm" in dump_resolved(parse(engine="vllm", vllm={"urls": ["http://a:1"]}))
 
 

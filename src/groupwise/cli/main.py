@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +39,7 @@ from groupwise.errors import ConfigError, Interrupted, TrainingError
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
+    from groupwise.run.check import CheckReport
     from groupwise.run.config_file import LoadedRun
     from groupwise.run.plan import RunPlan
 
@@ -177,6 +179,7 @@ def run(
         "groupwise check my_run.yaml",
         "groupwise check my.yaml --json",
         "groupwise check axolotl.yaml --origins",
+        "groupwise check my_run.yaml --gpus 1x80",
     ),
 )
 def check(
@@ -185,13 +188,23 @@ def check(
     origins: Annotated[
         bool, typer.Option("--origins", help="Only show every effective value and where it comes from; tries nothing.")
     ] = False,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NxGIB",
+            help="Say what the run would choose and take on such GPUs (1x80); needs only the model's config.json.",
+        ),
+    ] = None,
     set_: Set = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Try CONFIG out: load everything, score a few completions, train one step; keeps nothing."""
     loaded = _read(config, overrides, set_)
+    if gpus is not None:
+        return _check_gpus(loaded.config, gpus, as_json=as_json)
     from groupwise.cli.print import check_as_json, notes_as_json, origins_as_json, print_check, print_origins
+    from groupwise.config.stages import stage_config, stage_names
 
     if origins:
         print_json(notes_as_json(loaded) | origins_as_json(loaded)) if as_json else print_origins(stdout(), loaded)
@@ -203,14 +216,25 @@ def check(
         plan = _plan(loaded.config, plan_or_all_problems)
         from groupwise.run.check import check as try_out
 
-        with json_alone(as_json):
-            report = try_out(
-                loaded.config,
-                plan=plan,
-                on_phase=lambda phase: say(f"{phase} ..."),
-                on_family=lambda row: say(str(row)),
-            )
-        print_json(check_as_json(report, loaded)) if as_json else print_check(stdout(), report, loaded)
+        def tried(run: RunConfig, plan: RunPlan | None) -> CheckReport:
+            with json_alone(as_json):
+                phase, family = (lambda phase: say(f"{phase} ...")), (lambda row: say(str(row)))
+                return try_out(run, plan=plan, on_phase=phase, on_family=family)
+
+        stages = {}
+        for number, name in enumerate(stage_names(loaded.config)):
+            say(f"stage {name}:")
+            stages[name] = tried(stage_config(loaded.config, number), None)
+            if not as_json:
+                print_check(stdout(), stages[name], replace(loaded, config=stages[name].plan.config))
+        if stages:
+            say("the run itself, tried with the policy that its stages begin with:")
+        report = tried(loaded.config, plan)
+        if as_json:
+            of_stages = {name: check_as_json(each, loaded) for name, each in stages.items()}
+            print_json(check_as_json(report, loaded) | ({"stages": of_stages} if stages else {}))
+        else:
+            print_check(stdout(), report, loaded)
     try:
         loaded.runnable()
     except ConfigError as error:  # what `run` refuses comes last, and --json stays one object
@@ -441,6 +465,18 @@ def _show_untested(as_json: bool) -> None:
 
 
 # ---- shared ----
+def _check_gpus(config: RunConfig, gpus: str, *, as_json: bool) -> None:
+    """Say what a run would choose and take on these GPUs. Ends with ConfigError's exit code where it does not fit."""
+    from groupwise.cli.print_fit import fit_as_json, print_fit
+    from groupwise.run.gpu_fit import Cards, fit
+
+    quiet_libraries()
+    found = fit(config, Cards.parse(gpus))
+    print_json(fit_as_json(found)) if as_json else print_fit(stdout(), found)
+    if not found.fits:
+        raise typer.Exit(ConfigError.exit_code)
+
+
 def _load(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None) -> RunConfig:
     """Return the run; what of a file comes out otherwise than in the system that it was written for is said first."""
     loaded = _read(path, overrides, more)

@@ -10,6 +10,8 @@ from groupwise.config.section import Section, Text, Texts, conflict
 
 Engine = Literal["local", "vllm"]
 
+OWN_SHARE = 0.9  # of a GPU's memory, where vLLM has it to itself
+
 OF_SERVERS = ("urls", "python", "host", "port", "gpus", "arguments", "environment", "log")
 """Keys of `vllm` that say how a server is reached or started."""
 
@@ -29,9 +31,11 @@ class VllmConfig(Section):
     port: int | None = Field(default=None, ge=1, le=65535)
     """... and its port; null is a free one, or 8000 for `groupwise vllm-serve`."""
     gpus: Text | None = None
-    """CUDA_VISIBLE_DEVICES of the server, as in "2,3"; null is all that this process sees."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """The share of the GPU's memory that vLLM takes; lower it to 0.3 or so where the trainer is on the same GPU."""
+    """CUDA_VISIBLE_DEVICES of the server, as in "2,3"; null is as many as it needs of those that no learner uses, else
+    the learner's own."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """The share of the GPU's memory that vLLM takes. null is 0.9 on GPUs of its own, and on the learner's GPU what
+    training leaves in its worst batch (`groupwise check FILE --gpus 1x80` says how much)."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that share one copy of the model."""
     max_model_len: int | None = Field(default=None, ge=2)

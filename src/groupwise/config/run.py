@@ -36,8 +36,9 @@ from groupwise.config.lora import LoraSpec
 from groupwise.config.promote import PromoteConfig
 from groupwise.config.rewards import Rewards, ScoringConfig
 from groupwise.config.section import AdapterName, Name, Section, Temperature, Text, Texts, conflict
-from groupwise.config.stages import stage_config, stage_names
+from groupwise.config.stages import check_stages
 from groupwise.config.structured import StructuredOutputsConfig
+from groupwise.config.supervised import check_supervised
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
 from groupwise.config.yaml import Document, to_yaml, validate
 from groupwise.errors import ConfigError
@@ -478,7 +479,7 @@ class RunConfig(Section):
     """Where `data.source` and the modules of functions are looked up first; the default is the config file's folder."""
     stages: tuple[dict[str, Any], ...] = Field(default=(), strict=False)
     """Runs that come first, each from the adapter of the one before: a `name`, and the keys in which it differs from
-    this file (docs/examples_to_rewards.md)."""
+    this file (docs/tutorials/examples_to_rewards.md)."""
     chat: ChatConfig = ChatConfig()
     """How conversations become tokens: the chat template, and what it is told."""
     data: DataConfig | None = None
@@ -538,7 +539,7 @@ class RunConfig(Section):
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
         self._check_engine()
         self._check_quantization()
-        self._check_stages()
+        check_stages(self)
         if self.promote is not None:
             modes = None if self.eval is None else self.eval.modes
             self.promote.check(modes, adapter=self.train.lora is not None, engine=self.engine)
@@ -573,25 +574,6 @@ class RunConfig(Section):
         if kind and self.train.parallel == "fsdp":
             raise conflict("quantization", f"{kind} weights are not cut by fsdp; set train.parallel: ddp")
 
-    def _check_stages(self) -> None:
-        """Refuse stages that are no runs, or leave no adapter to go on from."""
-        if not self.stages:
-            return
-        if self.train.lora is None:
-            raise conflict("stages", "go on from an adapter, and all parameters are trained here; set train.lora")
-        if self.adapters.start is not None:
-            message = f"{self.adapters.start!r} is where the run starts, and so is its last stage"
-            raise conflict("adapters", "start", f"{message}; give it to the first stage")
-        names = stage_names(self)
-        if len(set(names)) < len(names):
-            raise conflict("stages", f"two have the name {max(names, key=names.count)!r}; give each its own")
-        for number in range(len(self.stages)):
-            try:
-                stage_config(self, number)
-            except ConfigError as error:
-                message = error.message.removeprefix("stages")
-                raise conflict("stages", f"{message}; {error.hint}" if error.hint else message) from None
-
     @property
     def reference(self) -> ReferenceKind:
         """The policy that the divergence is taken from: `algo.reference`; with `stages` it is the policy that they
@@ -615,23 +597,6 @@ class RunConfig(Section):
         sft` without rewards or with reward_weight 0."""
         weighs = self.teacher is not None and self.teacher.reward_weight > 0
         return self.shows and (self.kind == "sft" or not self.rewards or not weighs)
-
-    def _check_supervised(self) -> None:
-        """Refuse what cannot go with the dataset's own answers."""
-        if self.data is None:
-            raise conflict("data", "required and missing: name the examples (data.source)")
-        for key, given in (("env", self.env), ("teacher", self.teacher), ("promote", self.promote)):
-            if given is not None:
-                raise conflict(key, "does not go with kind sft, which learns the dataset's own answers; leave it out")
-        for key, given in (("stream_groups", self.rollout.stream_groups), ("replay", self.rollout.replay.size)):
-            if given:
-                raise conflict("rollout", key, "does not go with kind sft; leave one of the two out")
-        if self.algo.kl is not None:
-            raise conflict("algo", "kl", f"{self.algo.kl!r} is of what the policy samples; leave it out with kind sft")
-        if self.eval is not None and self.eval.data is None:
-            raise conflict("eval", "data", "required and missing: name the held-out prompts")
-        if self.eval is not None and not self.rewards and not self.eval.rewards:
-            raise conflict("eval", "evaluation is by rewards, and there are none; name some (eval.rewards)")
 
     def _check_demonstrations(self, teacher: TeacherConfig) -> None:
         """Refuse what cannot go with a teacher's completions."""
@@ -727,7 +692,7 @@ class RunConfig(Section):
     def _check_sources(self) -> None:
         """Without an environment there must be prompts and rewards."""
         if self.kind == "sft":
-            return self._check_supervised()
+            return check_supervised(self)
         if self.data is not None and self.data.answer_key is not None:
             raise conflict("data", "answer_key", f"{self.data.answer_key!r} acts with kind sft only; leave it out")
         if self.env is not None:

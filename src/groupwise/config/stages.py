@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from groupwise.config.section import conflict
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +64,26 @@ def stage_config(config: RunConfig, number: int) -> RunConfig:
 def stage_names(config: RunConfig) -> list[str]:
     """Return the names of the stages, in order."""
     return [str(stage.get("name")) for stage in config.stages]
+
+
+def check_stages(config: RunConfig) -> None:
+    """Refuse stages that are no runs, or leave no adapter to go on from."""
+    if not config.stages:
+        return
+    if config.train.lora is None:
+        raise conflict("stages", "go on from an adapter, and all parameters are trained here; set train.lora")
+    if config.adapters.start is not None:
+        message = f"{config.adapters.start!r} is where the run starts, and so is its last stage"
+        raise conflict("adapters", "start", f"{message}; give it to the first stage")
+    names = stage_names(config)
+    if len(set(names)) < len(names):
+        raise conflict("stages", f"two have the name {max(names, key=names.count)!r}; give each its own")
+    for number in range(len(config.stages)):
+        try:
+            stage_config(config, number)
+        except ConfigError as error:
+            message = error.message.removeprefix("stages")
+            raise conflict("stages", f"{message}; {error.hint}" if error.hint else message) from None
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from groupwise.run.open_teacher import open_teacher
 from groupwise.run.plan import RunPlan
 from groupwise.run.replay import ReplayBuffer, RerollQueue, total_reward
 from groupwise.run.teacher import Teacher, TeacherRollouts, taught
+from groupwise.run.vllm_place import with_place
 from groupwise.sampler import Sampler, UpdatesInFlight
 from groupwise.tasks.answers import AnswerRollouts
 from groupwise.tasks.data_source import data_source
@@ -126,6 +127,7 @@ def open_components(
         learner = open_learner(config, base, threads=threads, ranks=ranks)
         if plan.keeps_reference:
             learner.keep_reference()
+        config = with_place(config, base.device)
         if config.engine == "vllm":
             on_phase("waiting for vLLM")
         engine = open_engine(config, base, threads=threads, say=say) if remote is None else remote.engine(config, base)
@@ -139,7 +141,7 @@ def open_components(
         if teacher is not None:
             opened.callback(teacher.close)
         limited = config.train.memory_gb is not None or base.device.type == "cuda"  # gpu-aware
-        load = _fitted(plan, base, learner, play, teacher, engine) if limited else None
+        load = _fitted(replace(plan, config=config), base, learner, play, teacher, engine) if limited else None
         eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
         rollouts = play
         if config.kind == "sft":

@@ -507,9 +507,11 @@ def _of_rewards(groups: Sequence[RolloutGroup], thoughts: ThoughtCost | None) ->
     if any(rollout.teacher for rollout in rollouts) or any(group.demonstrations for group in groups):
         pass  # whatever the rewards are, the teacher has something to say
     elif len(rewards) == 1:
+        only = rewards.pop()
+        untaught = "; where the model cannot do the task at all, show it examples first (stages, kind: sft)"
         yield (
-            f"all {count} trial completions have the reward {rewards.pop():g}: a group of equal rewards teaches "
-            "nothing; look at the completions, and see whether the reward can tell good from bad"
+            f"all {count} trial completions have the reward {only:g}: a group of equal rewards teaches nothing; look "
+            "at the completions, and see whether the reward can tell good from bad" + untaught * (only == 0)
         )
     elif all(len({rollout.reward for rollout in group.rollouts}) == 1 for group in groups):
         yield f"in each of the {len(groups)} trial groups the rewards are equal; such groups teach nothing"

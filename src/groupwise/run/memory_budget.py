@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from transformers import PreTrainedModel
 
+from groupwise.config.engine import OWN_SHARE
 from groupwise.config.run import RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.activations import ModelSize
@@ -96,7 +97,7 @@ def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
     cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     if device.type == "cpu" and cache_gib:
         return weights + int(cache_gib) * GIB
-    return int(config.vllm.gpu_memory_utilization * device_memory(device))
+    return int((config.vllm.gpu_memory_utilization or OWN_SHARE) * device_memory(device))
 
 
 def longest_allowed(config: RunConfig, *, context: int) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise import platform
-from groupwise.config.engine import VllmConfig
+from groupwise.config.engine import OWN_SHARE, VllmConfig
 from groupwise.errors import ConfigError
 from groupwise.rewards.sandbox import Box, SandboxError, trusted
 
@@ -70,7 +70,7 @@ def engine_options(config: VllmConfig, shape: Shape) -> dict[str, Any]:
         "max_model_len": context,
         "max_num_seqs": shape.rows,
         "logprobs_mode": "processed_logprobs",
-        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "gpu_memory_utilization": config.gpu_memory_utilization or OWN_SHARE,
         "tensor_parallel_size": config.tensor_parallel_size,
         "enable_prefix_caching": config.enable_prefix_caching,
         "enforce_eager": config.enforce_eager or (shape.reloads and shape.cpu),  # compiled for a minute, for nothing

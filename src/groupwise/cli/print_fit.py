@@ -1,0 +1,88 @@
+"""What `groupwise check FILE --gpus 1x80` prints: what a run would choose and take on GPUs that are not here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from groupwise.cli.output import print_pairs, say
+from groupwise.run.gpu_fit import GpuFit
+
+
+def fit_as_json(found: GpuFit) -> dict[str, Any]:
+    low, high = found.hours
+    return {
+        "gpus": asdict(found.cards),
+        "fits": found.fits,
+        "parameters": found.parameters,
+        "trained": found.trained,
+        "learners": found.learners,
+        "samplers": found.samplers,
+        "attention": found.attention,
+        "micro_tokens": found.micro_tokens,
+        "rows": found.rows,
+        "vllm_share": found.vllm_share,
+        "longest_prompt": found.prompt,
+        "memory_bytes": asdict(found.needed) | {"total": found.needed.total, "available": found.available},
+        "hours": [low, high],
+    }
+
+
+def print_fit(console: Console, found: GpuFit) -> None:
+    config, cards = found.config, found.cards
+    train, assumed = config.train, " (assumed: rollout.max_prompt_tokens is not set)" if found.assumed else ""
+    parts = {name.replace("_", " "): size for name, size in asdict(found.needed).items() if size}
+    listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sorted(parts.items(), key=lambda each: -each[1]))
+    who = f"{found.learners} train" + (f", {found.samplers} sample (vLLM)" if found.samplers else "")
+    sampling = f"local engine, {found.rows} completions at once at their longest"
+    if config.engine == "vllm":
+        share = found.vllm_share
+        sampling = "vLLM" if share is None else f"vLLM on the same GPU, vllm.gpu_memory_utilization {share:g}"
+    low, high = found.hours
+    verdict = "fits" if found.fits else "does not fit"
+    rows = (
+        ("model", f"{config.model}: {found.parameters / 1e9:.2f}B parameters, {found.trained / 1e6:.1f}M trained"),
+        ("GPUs", f"{cards.count} x {cards.gib:g} GiB: {who}"),
+        ("sampling", sampling),
+        (
+            "training",
+            f"attention {found.attention}, micro-batches of {found.micro_tokens:,} tokens"
+            + (", gradient checkpointing" if train.gradient_checkpointing else "")
+            + f"; prompts of at most {found.prompt:,} tokens{assumed}",
+        ),
+        (
+            "memory",
+            f"{verdict}: {found.needed.total / 2**30:.1f} of {found.available / 2**30:.1f} GiB in the worst batch: "
+            f"{listed}",
+        ),
+        (
+            "time",
+            f"{_hours(low)} to {_hours(high)} hours for {train.steps} steps on H100s, from what was measured on one "
+            "(docs/performance.md); the lower end is for completions of a quarter of rollout.max_tokens",
+        ),
+    )
+    print_pairs(rows, console=console)
+    if not found.fits:
+        say(f"error: the run does not fit {cards.count} x {cards.gib:g} GiB: {_smaller(found)}")
+
+
+def _hours(value: float) -> str:
+    return f"{value:.1g}" if value < 1 else f"{value:,.0f}"
+
+
+def _smaller(found: GpuFit) -> str:
+    """Return what would make a run smaller, the largest part first."""
+    ways = {
+        "kv_cache": "lower rollout.cache_gb, rollout.batch_rows or rollout.max_tokens",
+        "activations": "set train.gradient_checkpointing: true, or lower train.micro_tokens or rollout.max_tokens",
+        "weights": "set quantization: nf4, or take a smaller model",
+        "trained": "train an adapter (train.lora), or of a lower rank",
+        "shards": "use more GPUs (train.parallel: fsdp)",
+    }
+    if found.vllm_share == 0:
+        return "training leaves too little for vLLM; use engine: local, or give vLLM a GPU of its own"
+    sizes = asdict(found.needed)
+    largest = sorted((name for name in ways if sizes.get(name)), key=lambda name: -sizes[name])
+    return "; ".join(ways[name] for name in largest[:2])

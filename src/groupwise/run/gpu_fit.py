@@ -1,0 +1,231 @@
+"""Would a run fit the GPUs that one has? Answered from the configuration and the model's config.json alone.
+
+    groupwise check FILE --gpus 1x80      one GPU of 80 GiB;  2x24: two of 24 GiB
+
+What a run chooses on such a GPU (attention, micro-batch, rows that decode at once, what is left to vLLM) is worked out
+by the code that chooses it there, over a model without weights. Memory is that of the worst batch (`model.memory`).
+Times are ranges, from what was measured on one H100 (docs/performance.md): training in proportion to the parameters
+that a token meets, a decode step in proportion to the layers, and what it takes to read the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from groupwise.config.run import RunConfig
+from groupwise.errors import ConfigError
+from groupwise.model.activations import ModelSize
+from groupwise.model.backbone import is_lean
+from groupwise.model.load import load_config
+from groupwise.model.memory import CACHE_SHARE, GIB, Load, Memory, cache_token_bytes, fitting_tokens, memory
+from groupwise.model.mixture import routing_shape
+from groupwise.model.packed_check import ways_of
+from groupwise.run.memory_budget import FRAGMENTED
+from groupwise.train.lora import add_lora
+
+CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process
+PROMPT_TOKENS = 512  # where the configuration does not bound a prompt
+BETWEEN_TURNS = 128  # tokens that an environment says between two turns
+QUANTIZED_BYTES = {"nf4": 0.57, "int8": 1.02}  # of a value, with its scales
+VLLM_SPARE = 0.02  # of a GPU's memory that nobody is given
+LEAST_VLLM = 1.2  # of the model's weights: what a vLLM needs at least
+
+# parameters x tokens a second of training: 0.6B at 24,741 tokens/s, 4B at 8,701, both with checkpointing on an H100
+TRAINED = (1.5e13, 3.5e13)
+DECODE_LAYER_S = 256 / 7095 / 28  # of a decode step of 256 rows, each of 0.6B's 28 layers: no CUDA graphs, on an H100
+READ_BYTES_S = 2e12  # of weights, which every decode step reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cards:
+    """So many GPUs of so many GiB each."""
+
+    count: int
+    gib: float
+
+    @classmethod
+    def parse(cls, text: str) -> Cards:
+        """Read "2x24". Raises ConfigError.
+
+        >>> Cards.parse("8x80")
+        Cards(count=8, gib=80.0)
+        """
+        match = re.fullmatch(r"(\d{1,5})\s*[xX]\s*(\d{1,4}(?:\.\d+)?)(?:\s*(?:GB|GiB|G))?", text.strip())
+        if match is None or not int(match[1]) or not float(match[2]):
+            raise ConfigError(
+                f"--gpus is {text!r}; it must be a number of GPUs and the GiB of each", hint="--gpus 1x80, or 2x24"
+            )
+        return cls(count=int(match[1]), gib=float(match[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFit:
+    """What a run would choose and take on each of its learner's GPUs.
+
+    Attributes:
+        learners: GPUs that train; `samplers` are those that vLLM has to itself.
+        needed: bytes by part of the GPU that trains and leads, beside `available`, what a process can use of it.
+        rows: completions of the greatest length that decode at once; 0 where vLLM samples.
+        left: the share of a learner's GPU that is left to a vLLM; 0 where that does not suffice for its weights.
+        vllm_share: `left`, where vLLM shares a GPU with a learner; None where it shares none.
+        active: parameters that a token meets: of routed experts those that are chosen.
+        decode_s: seconds of a decode step on an H100.
+        prompt: tokens of the longest prompt; `assumed` says that the configuration does not bound it.
+    """
+
+    config: RunConfig
+    cards: Cards
+    parameters: int
+    trained: int
+    learners: int
+    samplers: int
+    attention: str
+    micro_tokens: int
+    rows: int
+    left: float
+    vllm_share: float | None
+    needed: Memory
+    available: int
+    active: int
+    decode_s: float
+    prompt: int
+    assumed: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the worst batch has room, and so has a vLLM on the same GPU."""
+        return self.needed.total <= self.available and (self.vllm_share is None or self.vllm_share > 0)
+
+    @property
+    def step_seconds(self) -> tuple[float, float]:
+        """From and to how many seconds a step takes on H100s, sampling and training."""
+        rollout, train = self.config.rollout, self.config.train
+        completions = rollout.prompts_per_step * self.config.group_size
+        most = completions * rollout.max_tokens
+        sampled = 0 if self.config.kind == "sft" else most
+        trained = train.passes * (most + rollout.prompts_per_step * self.prompt)
+        slow, fast = (self.learners * each / self.active for each in TRAINED)
+        rate = (self.rows or rollout.batch_rows) / self.decode_s
+        return 0.25 * (sampled / rate + trained / fast), sampled / rate + trained / slow
+
+    @property
+    def hours(self) -> tuple[float, float]:
+        """From and to how many hours the run takes, without evaluations: the lower end is for completions that end
+        after a quarter of `rollout.max_tokens`."""
+        low, high = self.step_seconds
+        return low * self.config.train.steps / 3600, high * self.config.train.steps / 3600
+
+
+def fit(config: RunConfig, cards: Cards) -> GpuFit:
+    """Return what a run would choose on these GPUs.
+
+    Raises:
+        ConfigError: vLLM and the learner need more GPUs than there are.
+        ModelError: the model's configuration cannot be read, or the model can be neither trained nor sampled.
+    """
+    shape = load_config(config.model)
+    ways = ways_of(shape)
+    value = 4 if config.dtype == "float32" else 2
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32 if value == 4 else torch.bfloat16)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    active = parameters - _idle(model)
+    lora, packed, lean = config.train.lora, ways.why_not_packed is None, is_lean(model)
+    stored = None
+    if config.quantization is not None:
+        linear = sum(m.weight.numel() for m in model.get_decoder().modules() if isinstance(m, torch.nn.Linear))
+        stored = int(linear * QUANTIZED_BYTES[config.quantization] + (parameters - linear) * value)
+    text = shape.get_text_config()
+    size = ModelSize.of(text, parameters=parameters, value_bytes=value, lean=lean and packed, stored=stored)
+    if stored is not None:  # one layer at a time is multiplied with in the weights' own type
+        size = replace(size, product=size.hidden * max(size.intermediate, size.query) * value)
+    if lora is not None:
+        with torch.device("meta"):
+            add_lora(model, lora, seed=0)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    learners, samplers = _shared_out(config, cards)
+    shares = config.engine == "vllm" and not samplers and not config.vllm.urls
+    prompt, assumed = _longest_prompt(config, context=int(getattr(text, "max_position_embeddings", 1 << 20)))
+    total = int(cards.gib * GIB)
+    available = int((total - CONTEXT_BYTES) / FRAGMENTED)
+    cache = config.rollout.cache_gb
+    attention = config.train.attention
+    if attention == "auto":
+        attention = "flex" if packed and size.weights > 1 << 28 else "merged"
+    load = Load(
+        model=size,
+        trained=trained,
+        longest_prompt=prompt,
+        keeps_reference=lora is None and (config.algo.kl is not None or config.algo.reference != "base"),
+        gpu=True,
+        flex=attention == "flex",
+        packed=packed,
+        cache=int(cache * GIB) if cache is not None else int(CACHE_SHARE * max(0, available - size.weights)),
+        free=available,
+    )
+    config = config.model_copy(update={"train": config.train.model_copy(update={"devices": learners})})
+    tokens = fitting_tokens(config, load)
+    needed = memory(config, load, micro_tokens=tokens)
+    left = _left(needed.total, total, size.weights)
+    row = math.ceil((prompt + config.rollout.max_tokens) * 1.25) * cache_token_bytes(size)
+    return GpuFit(
+        config=config,
+        cards=cards,
+        parameters=parameters,
+        trained=trained,
+        learners=learners,
+        samplers=samplers,
+        attention=attention if packed else "padded rows",
+        micro_tokens=tokens,
+        rows=0 if config.engine == "vllm" else min(config.rollout.batch_rows, needed.kv_cache // max(1, row)),
+        left=left,
+        vllm_share=left if shares else None,
+        needed=needed,
+        available=available,
+        active=active,
+        decode_s=DECODE_LAYER_S * size.layers + size.weights / READ_BYTES_S,
+        prompt=prompt,
+        assumed=assumed,
+    )
+
+
+def _idle(model: PreTrainedModel) -> int:
+    """Return the parameters of routed experts that are not chosen for a token."""
+    routed = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+    if not routed or (shape := routing_shape(model)) is None:
+        return 0
+    return round(routed * (1 - shape.chosen / shape.experts))
+
+
+def _shared_out(config: RunConfig, cards: Cards) -> tuple[int, int]:
+    """Return how many GPUs train, and how many vLLM has to itself."""
+    per_server = config.vllm.tensor_parallel_size
+    own = config.engine == "vllm" and config.vllm.mode == "server" and not config.vllm.urls and cards.count > 1
+    samplers = per_server if own else 0
+    learners = config.train.devices or max(1, cards.count - samplers)
+    if learners + samplers > cards.count:
+        raise ConfigError(
+            f"{learners} GPUs to train and {samplers} for vLLM are more than the {cards.count} of --gpus",
+            hint="lower train.devices or vllm.tensor_parallel_size",
+        )
+    return learners, samplers
+
+
+def _left(needed: int, total: int, weights: int) -> float:
+    """Return the share of a GPU that training leaves to vLLM; 0 where that does not suffice for its weights."""
+    share = math.floor(100 * ((total - CONTEXT_BYTES - needed) / total - VLLM_SPARE)) / 100
+    return share if share * total >= LEAST_VLLM * weights else 0.0
+
+
+def _longest_prompt(config: RunConfig, *, context: int) -> tuple[int, bool]:
+    """Return tokens of the longest prompt, of an episode all before its last reply, and whether that is assumed."""
+    room = max(1, context - config.rollout.max_tokens)
+    first = config.rollout.max_prompt_tokens or PROMPT_TOKENS
+    if config.env is not None:
+        first += (config.env.max_turns - 1) * (config.rollout.max_tokens + BETWEEN_TURNS)
+    return min(first, room), config.rollout.max_prompt_tokens is None

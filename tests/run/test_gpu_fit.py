@@ -1,0 +1,172 @@
+"""What a run would choose and take on GPUs that are not here, and the place of a vLLM that it starts there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli_project import cli
+from groupwise.config.run import RunConfig, parse_config
+from groupwise.errors import ConfigError
+from groupwise.model.memory import GIB
+from groupwise.run.gpu_fit import Cards, GpuFit, fit
+from groupwise.run.vllm_place import place_of, with_place
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+sys.path.insert(0, str(DOCS))
+import generate_hardware  # noqa: E402
+from published_shapes import SHAPES, shape_dir  # noqa: E402
+
+PARAMETERS = {"Qwen3-0.6B": 596_049_920, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360}  # as published
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """`run(shape, **sections)`: a configuration whose model is a config.json of this shape."""
+
+    def make(shape: str = "Qwen3-0.6B", **sections) -> RunConfig:
+        data = {"data": {"source": "rows.jsonl"}, "rewards": ["my:reward"], "model": shape_dir(shape, tmp_path)}
+        return parse_config({**data, **sections})
+
+    return make
+
+
+@pytest.mark.parametrize("shape", PARAMETERS)
+def test_parameters_are_those_that_were_published(run, shape: str):
+    found = fit(run(shape), Cards(count=1, gib=80))
+    assert found.parameters == PARAMETERS[shape]
+    config = SHAPES[shape]
+    widths = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    query, key = widths
+    layer = (
+        2 * (config.hidden_size + query)
+        + 2 * (config.hidden_size + key)
+        + 3 * (config.hidden_size + config.intermediate_size)
+    )
+    assert found.trained == 16 * config.num_hidden_layers * layer  # LoRA of rank 16 on all linear layers
+    assert found.needed.weights == 2 * found.parameters
+
+
+def test_of_experts_a_token_meets_those_that_are_chosen(run):
+    found = fit(run("Qwen3-30B-A3B"), Cards(count=1, gib=80))
+    assert found.parameters == pytest.approx(30.5e9, rel=0.01) and found.active == pytest.approx(3.3e9, rel=0.05)
+
+
+@pytest.mark.parametrize(("config", "shape", "gpus"), [(k, *v) for k, v in generate_hardware.SHIPPED.items()])
+def test_a_shipped_configuration_fits_the_gpu_that_it_names(config: str, shape: str, gpus: str):
+    gib = gpus.partition("x")[2]
+    head = (generate_hardware.CONFIGS / f"{config}.yaml").read_text().partition("\nname:")[0]
+    assert f"{gib} GB" in head
+    assert generate_hardware.found(config, shape, gpus).fits
+
+
+@pytest.mark.parametrize("config", ["countdown-3b", "tool-use-4b"])
+def test_a_head_that_names_a_smaller_one_with_nf4_is_right(config: str):
+    shape, _ = generate_hardware.SHIPPED[config]
+    assert generate_hardware.found(config, shape, "1x24", "quantization=nf4").fits
+
+
+def test_the_page_has_what_is_found():
+    written = generate_hardware.TARGET.read_text(encoding="utf-8")
+    assert generate_hardware.page(written) == written, "run: python docs/generate_hardware.py"
+
+
+def test_less_memory_is_smaller_passes_and_fewer_rows_and_then_none(run):
+    rows, tokens = [], []
+    for gib in (80, 24, 12, 1.5):
+        found = fit(run(rollout={"max_tokens": 1024}), Cards(count=1, gib=gib))
+        assert found.fits == (gib > 2)
+        rows.append(found.rows)
+        tokens.append(found.micro_tokens)
+    assert rows == sorted(rows, reverse=True) and tokens == sorted(tokens, reverse=True)
+
+
+def test_what_is_trained_is_shared_by_fsdp_and_not_by_ddp(run):
+    whole = {"train": {"lora": None, "parallel": "ddp"}, "dtype": "float32"}
+    cut = {"train": {"lora": None, "parallel": "fsdp"}, "dtype": "float32"}
+    alone, shared = (fit(run(**each), Cards(count=8, gib=80)).needed.trained for each in (whole, cut))
+    assert shared == alone // 8
+
+
+def test_time_is_a_range_and_less_with_more_gpus(run):
+    one, eight = (fit(run(), Cards(count=count, gib=80)) for count in (1, 8))
+    assert 0 < one.hours[0] < one.hours[1] and eight.hours[1] < one.hours[1]
+
+
+@pytest.mark.parametrize("text", ["80", "0x80", "1x0", "1x", "x80", "-1x80", "1x80x2"])
+def test_what_is_no_number_of_gpus_is_refused(text: str):
+    with pytest.raises(ConfigError):
+        Cards.parse(text)
+
+
+def test_units_may_be_said():
+    assert Cards.parse("2x24GB") == Cards.parse("2X24") == Cards(count=2, gib=24)
+
+
+# ---- vLLM ----
+def test_vllm_gets_what_training_leaves_of_the_gpu(run):
+    config = run("Qwen3-4B", engine="vllm", rollout={"max_tokens": 512})
+    found = fit(config, Cards(count=1, gib=80))
+    assert (found.learners, found.samplers, found.rows) == (1, 0, 0)
+    assert found.vllm_share is not None and found.needed.total + found.vllm_share * 80 * GIB < 80 * GIB
+    placed = place_of(config, visible=["0"], first=0, gib=80)
+    assert (placed.gpus, placed.gpu_memory_utilization) == ("0", found.vllm_share)
+
+
+def test_and_is_refused_where_that_is_too_little(run):
+    config = run("Qwen3-8B", engine="vllm")
+    assert not fit(config, Cards(count=1, gib=24)).fits
+    with pytest.raises(ConfigError) as caught:
+        place_of(config, visible=["0"], first=0, gib=24)
+    assert caught.value.field == "vllm.gpu_memory_utilization" and "engine: local" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("visible", "first", "devices", "tensor_parallel", "gpus"),
+    [
+        (["0", "1"], 0, None, 1, "1"),
+        (["0", "1"], 1, None, 1, "0"),  # device: cuda:1
+        (["3", "5", "6", "7"], 0, 2, 2, "6,7"),
+        (["0", "1", "2", "3"], 0, 1, 2, "1,2"),
+    ],
+)
+def test_vllm_gets_gpus_that_no_learner_uses(run, visible, first, devices, tensor_parallel, gpus):
+    config = run(engine="vllm", vllm={"tensor_parallel_size": tensor_parallel}, train={"devices": devices})
+    placed = place_of(config, visible=visible, first=first, gib=80)
+    assert (placed.gpus, placed.gpu_memory_utilization) == (gpus, 0.9)
+    found = fit(config, Cards(count=len(visible), gib=80))
+    assert found.samplers == tensor_parallel and found.vllm_share is None
+
+
+def test_what_the_configuration_says_goes_before(run):
+    said = {"gpus": "4", "gpu_memory_utilization": 0.35}
+    placed = place_of(run(engine="vllm", vllm=said), visible=["0"], first=0, gib=24)
+    assert (placed.gpus, placed.gpu_memory_utilization) == ("4", 0.35)
+
+
+def test_elsewhere_nothing_is_changed(run):
+    for config in (run(engine="vllm"), run(), run(engine="vllm", vllm={"urls": ["http://a"]})):
+        assert with_place(config, torch.device("cpu")) is config
+
+
+# ---- the command ----
+@pytest.mark.parametrize(("gpus", "code"), [("1x80", 0), ("1x2", 2)])
+def test_the_command_says_so(run, tmp_path: Path, gpus: str, code: int):
+    model = shape_dir("Qwen3-4B", tmp_path)
+    (tmp_path / "run.yaml").write_text("data: {source: none.jsonl}\nrewards: [none:none]\n")  # nothing of it is read
+    words = ("check", str(tmp_path / "run.yaml"), "--gpus", gpus, f"model={model}")
+    shown, said = cli(*words), cli(*words, "--json")
+    assert shown.exit_code == said.exit_code == code
+    assert "4.02B parameters" in shown.stdout and ("quantization: nf4" in shown.stderr) == bool(code)
+    found = json.loads(said.stdout)
+    assert found["fits"] == (not code) and found["memory_bytes"]["total"] > found["memory_bytes"]["weights"]
+
+
+def test_more_gpus_than_there_are_is_an_error(run):
+    with pytest.raises(ConfigError):
+        fit(run(engine="vllm", vllm={"tensor_parallel_size": 4}, train={"devices": 6}), Cards(count=8, gib=80))
+    assert isinstance(fit(run(), Cards(count=1, gib=80)), GpuFit)
