@@ -15,7 +15,7 @@ FILES = (".jsonl", ".json", ".csv", ".parquet")  # what a `data.source` that is 
 REASONING_GYM = "reasoning-gym"  # the `data.source`, and the reward that its tasks bring
 SCORE_ANSWER = "groupwise.bridges.reasoning_gym.reward:score_answer"
 GENERATED = ("tasks", "size", "seed")  # keys of generated problems only
-READ = ("args", "split", "prompt_key")  # keys of rows that are read only
+READ = ("args", "split", "columns", "prompt_key", "answer_key")  # keys of rows that are read only
 
 
 def _tasks(value: Any) -> Any:
@@ -44,6 +44,8 @@ class DatasetConfig(Section):
     """With source reasoning-gym: how many problems are generated; null is 1000."""
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
     """With source reasoning-gym: which problems; null is 0 for training and 1 for evaluation, so that they differ."""
+    columns: dict[Text, Text] = Field(default_factory=dict)
+    """New names for columns, before anything else reads them: `{prompt: question, answer: label}`."""
     prompt_key: Text | None = None
     """The column with the prompt: a string, or a list of chat messages; null is `messages` or `prompt`."""
     answer_key: Text | None = None

@@ -29,6 +29,7 @@ from groupwise.config.hub import reading
 from groupwise.config.load import load_object, with_folder
 from groupwise.errors import ConfigError, DataError
 from groupwise.tasks.data_source import data_source
+from groupwise.tasks.row_formats import as_ours
 from groupwise.tasks.tables import csv_rows, parquet_rows, row_of
 from groupwise.types import Message, Prompt, RolloutGroup
 
@@ -228,23 +229,25 @@ def open_prompts(
 
     Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
     """
-    prompts = [
-        to_prompt(
-            row,
-            id=id,
-            prompt_key=config.prompt_key,
-            raw=config.raw,
-            system=config.system,
-            case=cases,
-            completion_only=config.completion_only,
-        )
-        if not answers
-        else to_example(row, id=id, config=config)
-        for id, row in read_rows(config, folder=folder)
-    ]
+    prompts = [_read(row, id, config, cases=cases, answers=answers) for id, row in read_rows(config, folder=folder)]
     if not prompts:
         raise DataError(f"{config.source} has no rows", hint="a dataset needs at least one prompt")
     return PromptSource(prompts, seed=seed, shuffle=isinstance(config, DataConfig) and config.shuffle)
+
+
+def _read(row: Any, id: str, config: DatasetConfig, *, cases: bool, answers: bool) -> Prompt:
+    ours = as_ours(row, id=id, columns=config.columns, prompt_key=config.prompt_key)
+    if answers:
+        return to_example(ours, id=id, config=config)
+    return to_prompt(
+        ours,
+        id=id,
+        prompt_key=config.prompt_key,
+        raw=config.raw,
+        system=config.system,
+        case=cases,
+        completion_only=config.completion_only,
+    )
 
 
 def read_rows(config: DatasetConfig, *, folder: str | Path = ".") -> Iterator[tuple[str, Any]]:
@@ -506,7 +509,7 @@ def _messages(value: Any, place: str) -> tuple[Message, ...]:
     if place.endswith(": messages"):
         raise DataError(
             f"{place} ends with a message of the assistant's, which as a rule is the answer",
-            hint="leave the answer out; or, where the policy is to continue it, call the column 'prompt'",
+            hint="learn the answers (kind: sft), or leave them out; what the policy is to continue is called 'prompt'",
         )
     if last.get("tool_calls") or not isinstance(last.get("content"), str):
         raise DataError(f"{place} ends with a message of the assistant's that is no text, which nothing can continue")
