@@ -25,8 +25,45 @@ EXIT_CODES = (
 )
 
 
+ELSEWHERE = {
+    "sft": "groupwise run FILE with `kind: sft` learns from examples",
+    "dpo": "preference pairs are not trained here; learn from rewards (groupwise run FILE) or examples (`kind: sft`)",
+    "grpo": "groupwise run FILE",
+    "finetune": "groupwise run FILE, or groupwise demo for a first look",
+    "resume": "groupwise run FILE resume=auto",
+    "runs": "groupwise ui lists the runs of this directory; groupwise health RUN looks at one",
+    "compare": "groupwise report RUN --compare RUN, or groupwise eval FILE --adapter A --against B",
+    "status": "groupwise health RUN of a run, groupwise health of a server, groupwise train status JOB of a job",
+    "logs": "groupwise health RUN says what is wrong; the run's directory has metrics.jsonl and rollouts/",
+    "push": "nothing is uploaded; groupwise adapters export NAME DIR --run RUN writes a directory for `hf upload`",
+    "export": "groupwise adapters export NAME DIR --run RUN",
+    "merge": "groupwise adapters export NAME DIR --run RUN --format merged",
+    "generate": "groupwise chat RUN, or groupwise rollouts sample on a server",
+    "evaluate": "groupwise eval FILE --adapter RUN",
+    "lint": "groupwise rewards lint MODULE:FUNCTION, or groupwise env check MODULE:CLASS",
+    "new": "groupwise init",
+    "vllm": "groupwise vllm-serve FILE",
+    "convert": "groupwise import FILE",
+}  # commands of others, and what does the same here
+_SAME = {
+    "list": "runs", "ls": "runs", "upload": "push", "inference": "generate", "infer": "generate", "predict": "generate",
+    "test": "evaluate", "create": "new", "continue": "resume", "rl": "grpo", "fine-tune": "finetune", "diff": "compare",
+}  # fmt: skip
+
+
 class CommandGroup(TyperGroup):
-    """Turns errors into messages and exit codes."""
+    """Turns errors into messages and exit codes, and says what does what an unknown command asks for."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command; fails as click does where there is none, in our words where these are known."""
+        word = args[0].lower() if args else ""
+        if word and self.get_command(ctx, args[0]) is None:
+            said = ELSEWHERE.get(_SAME.get(word, word)) if ctx.parent is None else None
+            if word.endswith((".yaml", ".yml", ".toml")):
+                said = f"groupwise run {args[0]} trains as a file says"
+            if said is not None:
+                ctx.fail(f"There is no command {args[0]!r}: {said}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
