@@ -138,12 +138,14 @@ def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
 
 
 def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]]:
-    """Before and after on held-out prompts; without `eval`, the first and the last step's training reward."""
+    """Before and after on held-out prompts; without `eval`, the first and the last step's training reward, or the
+    cross-entropy of what was imitated."""
     if config.eval is not None:
         return compare(result.before, result.after, by=config.eval.by)
     lines = read_metrics(result.run_dir / METRICS)
-    rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
-    return [("training reward, first and last step", rewards[0], rewards[-1])] if rewards else []
+    key, name = ("loss/cross_entropy", "cross-entropy") if config.kind == "sft" else ("reward/mean", "training reward")
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return [(f"{name}, first and last step", values[0], values[-1])] if values else []
 
 
 def print_extremes(console: Console, result: RunResult) -> None:
@@ -285,6 +287,8 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
             none = "taught" if rollout.teacher and rollout.error is None else "failed"
             reward = f"  {none}" if rollout.reward is None else f"  {rollout.reward:6.3f}"
             table.add_row(reward, Text(visible(shown)))
+        for shown in group.demonstrations:
+            table.add_row("  learned", Text(visible(_ends(" ".join(said(shown).split())))))
         console.print(table)
     where = " ".join(_where(report).values())
     loss, advantage = report.plan.loss, report.plan.config.algo
@@ -300,11 +304,17 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
             f"{config.train.steps} steps, {config.train.steps * step.optimizer_steps:,} optimizer steps, "
             f"{step.epochs:.3g} epochs of {len(report.plan.source):,} prompts",
         ),
-        ("sampling", _pace(config)),
+        *([] if config.kind == "sft" else [("sampling", _pace(config))]),
         ("time", _time(report)),
         ("memory", _memory(report)),
-        ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
-        ("advantage", advantage.algorithm or f"{advantage.advantage}, {advantage.aggregation}"),
+        *(
+            [("loss", "cross-entropy on the dataset's own answers")]
+            if config.kind == "sft"
+            else [
+                ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
+                ("advantage", advantage.algorithm or f"{advantage.advantage}, {advantage.aggregation}"),
+            ]
+        ),
         *([] if report.thoughts is None else [("thoughts", str(report.thoughts))]),
         *([] if config.teacher is None else [("teacher", _teacher(config.teacher, report.trained_step.teacher))]),
         ("one step", _one_step(report.trained_step)),
