@@ -250,6 +250,10 @@ def test_structured_outputs_are_text_of_the_grammar_and_are_trained(attach, star
         call: lambda text: "<tool_call>" in text,
         either: lambda text: text in ("true", "false") or "<tool_call>" in text,
         Grammar(GrammarKind.CHOICE, '["yes"]', thoughts="optional"): lambda text: text.endswith("yes"),
+        Grammar(GrammarKind.FREE, thoughts="begun", thought_tokens=5): lambda text: "</think>" in text,
+        Grammar(GrammarKind.FREE, thoughts="optional", thought_tokens=5): lambda text: (
+            not text.startswith("<think>") or "</think>" in text
+        ),
     }
     for i, (grammar, is_valid) in enumerate(texts.items()):
         params = SamplingParams(max_tokens=64, temperature=0.8, seed=i, grammar=grammar)
