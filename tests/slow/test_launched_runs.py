@@ -58,6 +58,10 @@ def adapter(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "adapters" / "launched" / f"v{step:06d}" / "adapter_model.safetensors")
 
 
+def newest(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(max(run_dir.glob("adapters/launched/v*")) / "adapter_model.safetensors")
+
+
 def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     """In float32 Adam's first steps turn the sign of a rounding error into whole steps where a gradient is nothing."""
     assert ours.keys() == theirs.keys()
@@ -69,6 +73,17 @@ def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 def alone(place: Path) -> Path:
     done(begin(place, "alone"))
     return place / "alone"
+
+
+def test_stages_are_run_one_after_another_in_the_same_processes(place: Path) -> None:
+    """And again, where all of them are finished."""
+    stages = "stages=[{name: shown, kind: sft, train: {steps: 2}}, {name: again, kind: sft, train: {steps: 1}}]"
+    done(begin(place, "staged alone", stages))
+    for _ in range(2):
+        done(begin(place, "staged", stages, "train.devices=2"))
+    for stage in ("shown", "again"):
+        assert_near(*(newest(place / run / "stages" / stage) for run in ("staged", "staged alone")))
+    assert newest(place / "staged").keys() == newest(place / "staged alone").keys()
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

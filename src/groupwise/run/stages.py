@@ -32,14 +32,14 @@ def run_stages(config: RunConfig, run: Callable[[RunConfig], RunResult]) -> tupl
     Raises:
         GroupwiseError: of any of the stages, before the first of them begins; or what `run` raises.
     """
-    stages = [stage_config(config, number) for number in range(len(config.stages))]
-    for stage in stages:
+    stages, here = [stage_config(config, number) for number in range(len(config.stages))], world()
+    for stage in stages if here.leads else ():
         make_plan(stage)
     run_dir = _reserved(config)
     config, start = config.model_copy(update={"run_dir": str(run_dir)}), None
     for name, stage in zip(stage_names(config), stages, strict=True):
         directory = run_dir / STAGES / name
-        if not _is_finished(directory):
+        if here.size > 1 or not _is_finished(directory):  # of several processes only the first would see it
             where = {"run_dir": str(directory), "resume": "auto"}
             adapters = stage.adapters if start is None else stage.adapters.model_copy(update={"start": str(start)})
             result = run(stage.model_copy(update={**where, "adapters": adapters}))
@@ -51,7 +51,7 @@ def run_stages(config: RunConfig, run: Callable[[RunConfig], RunResult]) -> tupl
 
 def _reserved(config: RunConfig) -> Path:
     """Return the run's directory, in which its configuration stands from now on, so that it is found again."""
-    if not world().leads:  # which only the first process writes to
+    if not world().leads:  # only the first process writes to it
         return config.run_path(now=datetime.now(UTC))
     run_dir = reserve_run_dir(config)
     if not (run_dir / CONFIG).exists():

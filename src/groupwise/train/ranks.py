@@ -13,6 +13,7 @@ Between orders rank 0 may sample for as long as it likes: the others look whethe
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -31,6 +32,7 @@ from groupwise.errors import RankLostError
 
 T = TypeVar("T")
 MOST_BEAT_S = 5.0
+_MEETINGS = itertools.count()  # of this process, and as many of each other
 MIN_LOOK_S, MAX_LOOK_S = 0.0005, 0.02  # between two looks for an order
 _LOST = re.compile(
     r"gloo|nccl|Connection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|monitoredBarrier|Socket", re.IGNORECASE
@@ -188,19 +190,24 @@ class _Watch:
 
 
 def join(world: World, *, device: torch.device, deadline_s: float) -> Ranks:
-    """Meet the other processes at MASTER_ADDR:MASTER_PORT. Raises RankLostError if not all come in time."""
+    """Meet the other processes at MASTER_ADDR:MASTER_PORT; again, after a run, for the next one in the same processes.
+
+    Raises:
+        RankLostError: not all came in time.
+    """
+    meeting = next(_MEETINGS)  # the store outlives a run, and with it where its processes listened
     started, timeout = time.monotonic(), timedelta(seconds=deadline_s)
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # gpu-aware
-            store=PrefixStore("groups", store),
+            store=PrefixStore(f"groups/{meeting}", store),
             rank=rank,
             world_size=size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        return Ranks(world, PrefixStore("orders", store), device=device, deadline_s=deadline_s)
+        return Ranks(world, PrefixStore(f"orders/{meeting}", store), device=device, deadline_s=deadline_s)
     except (RuntimeError, ValueError) as error:
         raise RankLostError(
             f"rank {world.rank} of {world.size} did not meet the others in {time.monotonic() - started:.1f} s "
