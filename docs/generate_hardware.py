@@ -1,16 +1,21 @@
-"""The tables of docs/hardware.md, made by what `groupwise check FILE --gpus 1x80` asks.
+"""The example and the tables of docs/hardware.md, made by what `groupwise check FILE --gpus 1x80` asks and prints.
 
-python docs/generate_hardware.py    write the tables into docs/hardware.md
+python docs/generate_hardware.py    write both into docs/hardware.md
 """
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Console
+
+from groupwise.cli.print_fit import print_fit
 from groupwise.config.run import load_config
 from groupwise.run.gpu_fit import Cards, GpuFit, fit
 
@@ -19,6 +24,7 @@ from published_shapes import shape_dir
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TARGET = Path(__file__).parent / "hardware.md"
+EXAMPLE = re.compile(r"```text\nmodel .*?```", re.DOTALL)
 BLOCK = re.compile(r"(<!-- fits -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 1 << 30
 SHIPPED = {  # the GPU that its head names, and the shape of its model
@@ -62,8 +68,17 @@ def tables() -> Iterator[str]:
             yield row("", shape, gpus, found("gsm8k-qwen3-0.6b", shape, gpus))
 
 
+def example() -> list[str]:
+    """The lines that the page's command prints."""
+    fits = found("gsm8k-qwen3-0.6b", "Qwen3-0.6B", "1x24")
+    named = replace(fits, config=fits.config.model_copy(update={"model": "Qwen/Qwen3-0.6B"}))
+    print_fit(Console(file=(written := io.StringIO()), width=118), named)
+    return [line.rstrip() for line in written.getvalue().splitlines()]
+
+
 def page(text: str) -> str:
-    """The page with its tables as they are now."""
+    """The page with its example and its tables as they are now."""
+    text = EXAMPLE.sub(lambda block: "\n".join(["```text", *example(), "```"]), text)
     return BLOCK.sub(lambda block: "\n".join(["<!-- fits -->", *tables(), "", "<!-- end -->"]), text)
 
 

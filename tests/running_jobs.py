@@ -9,6 +9,8 @@ from typing import Any
 
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.run.display import LineDisplay
+from groupwise.store.tracking import read_rollouts
+from groupwise.types import RolloutGroup
 
 NOT_COMPARED = ("time", "time/", "perf/")
 
@@ -28,10 +30,31 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
         "scoring": {"workers": 0},
         "output_dir": str(tmp_path / "runs"),
     }
+    return parse_config(merged(data, sections))
+
+
+def two_steps(folder: Path, **sections: Any) -> dict[str, Any]:
+    """The sections of a run of two steps of 4 prompts x 4 completions in `folder`, every group of it used."""
+    data: dict[str, Any] = {
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 24, "refill": 1.0},
+        "train": {"steps": 2},
+        "device": "cpu",
+        "dtype": "float32",
+        "folder": str(folder),
+        "run_dir": str(folder / "run"),
+    }
+    if "env" not in sections:
+        data["scoring"] = {"workers": 0}
+    return merged(data, sections)
+
+
+def merged(data: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` with the keys of `sections`, a section's own keys merged into it; without what is None."""
+    result = dict(data)
     for name, section in sections.items():
-        both = isinstance(section, Mapping) and isinstance(data.get(name), Mapping)
-        data[name] = {**data[name], **section} if both else section
-    return parse_config(data)
+        both = isinstance(section, Mapping) and isinstance(result.get(name), Mapping)
+        result[name] = {**result[name], **section} if both else section
+    return {name: section for name, section in result.items() if section is not None}
 
 
 def says_a(completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -61,8 +84,13 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: v for key, v in record.items() if not key.startswith(NOT_COMPARED)} for record in records]
 
 
+def groups_of(run_dir: Path) -> list[RolloutGroup]:
+    """The groups of all steps, in order, as what they were."""
+    return [group for path in sorted((run_dir / "rollouts").glob("*.jsonl")) for group in read_rollouts(path)]
+
+
 def rollouts_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The groups of all steps, in order."""
+    """The groups of all steps, in order, as their files say."""
     paths = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 

@@ -521,6 +521,15 @@ def test_what_plays_whole_episodes_is_played(project, name):
     assert "Is 2 even?" in answer["episode"]["segments"][0][0]["text"]
 
 
+def test_what_is_played_is_rendered_as_the_files_chat_says(project):
+    """Without the template's own words, a prompt is the message alone."""
+    written = (project / "harness.yaml").read_text()
+    (project / "chatted.yaml").write_text(written + "chat: {template: \"{{ messages[-1]['content'] }}\"}\n")
+    result = run(project / "chatted.yaml", "--no-model", "--json")
+    first = json.loads(result.stdout)["episode"]["segments"][0][0]["text"]
+    assert result.exit_code == 0 and first == "Is 2 even?", result.output
+
+
 def test_the_model_plays_a_harness_and_keys_may_be_changed(project):
     result = run(
         project / "harness.yaml", "--json", "--episodes", 3, "--set", "harness.score.command=[grep,No,said.txt]"

@@ -17,8 +17,8 @@ from groupwise.run.check import check
 from groupwise.run.evaluate import load_evaluations
 from groupwise.run.loop import run_loop
 from groupwise.run.thoughts import ThoughtCost
-from groupwise.store.tracking import read_metrics, read_rollouts
-from groupwise.types import RolloutGroup
+from groupwise.store.tracking import read_metrics
+from running_jobs import groups_of, two_steps
 
 CODE = """
 SEEN = []
@@ -40,26 +40,10 @@ def settings(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         said = [{"role": "assistant", "content": opening}] if opening else []
         rows = [[{"role": "user", "content": f"What is {n} + 8?"}, *said] for n in range(6)]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
-        sizes = {"prompts_per_step": 4, "group_size": 4, "max_tokens": 24, "refill": 1.0}
         data = {"source": "rows.jsonl"} | sections.pop("data", {})
-        return {
-            "data": data,
-            "rewards": ["my_odd:odd"],
-            "scoring": {"workers": 0},
-            "device": "cpu",
-            "dtype": "float32",
-            "folder": str(tmp_path),
-            "run_dir": str(tmp_path / "run"),
-            "train": {"steps": 2},
-            **sections,
-            "rollout": sizes | sections.get("rollout", {}),
-        }
+        return two_steps(tmp_path, data=data, rewards=["my_odd:odd"], **sections)
 
     return make
-
-
-def played(run_dir: Path) -> list[RolloutGroup]:
-    return [group for file in sorted((run_dir / "rollouts").glob("*.jsonl")) for group in read_rollouts(file)]
 
 
 @pytest.mark.parametrize("thinks", [True, False])
@@ -69,7 +53,7 @@ def test_the_template_is_told_in_training_and_evaluation(settings, thinks: bool)
     result = run_loop(parse_config(settings(chat=chat, eval=evaluated)))
     tokenizer = load_tokenizer("starter")
     evaluated = [group for each in load_evaluations(result.run_dir, 2).values() for group in each.groups]
-    groups = [*played(result.run_dir), *evaluated]
+    groups = [*groups_of(result.run_dir), *evaluated]
     assert evaluated
     for group in groups:
         assert decode(group.prompt.token_ids, tokenizer, ends=()).endswith(EMPTY) == (not thinks)
@@ -78,7 +62,7 @@ def test_the_template_is_told_in_training_and_evaluation(settings, thinks: bool)
 @pytest.mark.parametrize("completion_only", [True, False])
 def test_an_opened_message_is_prompt_and_rewards_see_it_as_the_key_says(settings, completion_only: bool, monkeypatch):
     result = run_loop(parse_config(settings("It is ", data={"completion_only": completion_only})))
-    tokenizer, groups = load_tokenizer("starter"), played(result.run_dir)
+    tokenizer, groups = load_tokenizer("starter"), groups_of(result.run_dir)
     for group in groups:
         assert group.prompt.opening == "It is " and group.prompt.shows_opening is not completion_only
         assert decode(group.prompt.token_ids, tokenizer, ends=()).endswith("<|im_start|>assistant\nIt is ")
@@ -95,7 +79,7 @@ def test_an_opened_message_is_prompt_and_rewards_see_it_as_the_key_says(settings
 def test_a_thought_is_bounded_and_trained_as_it_was_drawn(settings):
     result = run_loop(parse_config(settings("<think>\n", rollout={"thinking_budget": 3})))
     end = load_tokenizer("starter").convert_tokens_to_ids("</think>")
-    said = [rollout.completion for group in played(result.run_dir) for rollout in group.rollouts]
+    said = [rollout.completion for group in groups_of(result.run_dir) for rollout in group.rollouts]
     assert all(each.token_ids.index(end) <= 3 for each in said)
     forced = [each for each in said if each.token_ids.index(end) == 3]
     assert forced and all(each.kept_logprobs[3] == 0 for each in forced)

@@ -142,6 +142,18 @@ def test_vllm_gets_gpus_that_no_learner_uses(run, visible, first, devices, tenso
     assert found.samplers == tensor_parallel and found.vllm_share is None
 
 
+def test_learners_on_every_gpu_leave_a_share_of_theirs(run):
+    config = run("Qwen3-4B", engine="vllm", train={"devices": 2}, rollout={"max_tokens": 512})
+    placed = place_of(config, visible=["0", "1"], first=0, gib=80)
+    assert placed.gpus == "0" and placed.gpu_memory_utilization == fit(config, Cards(count=2, gib=80)).vllm_share
+
+
+def test_a_vllm_of_several_gpus_shares_none(run):
+    config = run(engine="vllm", vllm={"tensor_parallel_size": 2}, train={"devices": 2})
+    with pytest.raises(ConfigError):
+        place_of(config, visible=["0", "1", "2"], first=0, gib=80)
+
+
 def test_what_the_configuration_says_goes_before(run):
     said = {"gpus": "4", "gpu_memory_utilization": 0.35}
     placed = place_of(run(engine="vllm", vllm=said), visible=["0"], first=0, gib=24)

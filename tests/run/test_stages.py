@@ -24,7 +24,7 @@ from groupwise.run.stop_request import StopRequest
 from groupwise.store.checkpoint import read
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.answers import answer_turns
-from running_jobs import Dies, adapter_bytes, metrics_of
+from running_jobs import Dies, adapter_bytes, merged, metrics_of
 
 ROWS = [
     {"prompt": f"Spell {word} backwards.", "answer": word[::-1]} for word in ("abc", "bad", "cab", "dab", "fed", "bee")
@@ -49,10 +49,7 @@ def file(tmp_path: Path) -> Callable[..., RunConfig]:
             "folder": str(tmp_path),
             "output_dir": str(tmp_path / "runs"),
         }
-        for name, section in sections.items():
-            both = isinstance(section, dict) and isinstance(data.get(name), dict)
-            data[name] = {**data[name], **section} if both else section
-        return parse_config({key: value for key, value in data.items() if value is not None})
+        return parse_config(merged(data, sections))
 
     return make
 

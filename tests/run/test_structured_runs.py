@@ -22,8 +22,9 @@ from groupwise.run.assemble import open_components
 from groupwise.run.evaluate import load_evaluations
 from groupwise.run.loop import run_loop
 from groupwise.run.plan import make_plan
-from groupwise.store.tracking import read_metrics, read_rollouts
-from groupwise.types import FinishReason, Rollout, RolloutGroup
+from groupwise.store.tracking import read_metrics
+from groupwise.types import FinishReason, Rollout
+from running_jobs import groups_of, two_steps
 
 CODE = '''
 from groupwise.tasks.env import Observation, StepResult
@@ -81,24 +82,10 @@ def settings(tmp_path: Path):
     (tmp_path / "my_code.py").write_text(CODE)
 
     def make(**sections: Any) -> dict[str, Any]:
-        sizes = {"prompts_per_step": 4, "group_size": 4, "max_tokens": 24, "refill": 1.0}
-        plain = {"data": {"source": "code.jsonl"}, "rewards": ["my_code:odd"], "scoring": {"workers": 0}}
-        return {
-            **({} if "env" in sections else plain),
-            "device": "cpu",
-            "dtype": "float32",
-            "folder": str(tmp_path),
-            "run_dir": str(tmp_path / "run"),
-            "train": {"steps": 2},
-            **sections,
-            "rollout": sizes | sections.get("rollout", {}),
-        }
+        plain = {} if "env" in sections else {"data": {"source": "code.jsonl"}, "rewards": ["my_code:odd"]}
+        return two_steps(tmp_path, **{**plain, **sections})
 
     return make
-
-
-def played(run_dir: Path) -> list[RolloutGroup]:
-    return [group for file in sorted((run_dir / "rollouts").glob("*.jsonl")) for group in read_rollouts(file)]
 
 
 def assert_on_policy(run_dir: Path) -> None:
@@ -137,7 +124,7 @@ def test_every_completion_matches_and_is_trained_as_it_was_drawn(settings, form:
     asked, pattern = FORMS[form]
     evaluated = {"data": {"source": "code.jsonl", "limit": 3}, "every": 0}
     result = run_loop(parse_config(settings(rollout={**asked, "max_tokens": 64}, eval=evaluated)))
-    trained = played(result.run_dir)
+    trained = groups_of(result.run_dir)
     held_out = [
         group for step in (0, 2) for each in load_evaluations(result.run_dir, step).values() for group in each.groups
     ]
@@ -151,7 +138,7 @@ def test_every_completion_matches_and_is_trained_as_it_was_drawn(settings, form:
 def test_of_plain_text_all_that_is_said_matches(settings):
     asked = {"structured_outputs_regex": "[A-Z]{2,3}-[0-9]{2}"}
     result = run_loop(parse_config(settings(rollout=asked, data={"source": "code.jsonl", "raw": True})))
-    said = [rollout.completion.text for group in played(result.run_dir) for rollout in group.rollouts]
+    said = [rollout.completion.text for group in groups_of(result.run_dir) for rollout in group.rollouts]
     assert len(said) == 32 and all(re.fullmatch("[A-Z]{2,3}-[0-9]{2}", each) for each in said)
     assert_on_policy(result.run_dir)
 
@@ -163,7 +150,7 @@ def test_in_an_environment_every_turn_is_an_answer_or_a_call(settings, tools):
     result = run_loop(
         parse_config(settings(env=env, rollout={"structured_outputs_regex": "[0-9]{1,3}", "max_tokens": 64}))
     )
-    messages = [m for group in played(result.run_dir) for r in group.rollouts for m in r.messages]
+    messages = [m for group in groups_of(result.run_dir) for r in group.rollouts for m in r.messages]
     said = [m for m in messages if m["role"] == "assistant"]
     called = [call["function"] for m in said for call in m.get("tool_calls", ())]
     plain = [m["content"] for m in said if not m.get("tool_calls")]

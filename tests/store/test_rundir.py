@@ -19,7 +19,7 @@ from groupwise.store import checkpoint, rundir
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import RunState
 from groupwise.store.files import Provenance
-from groupwise.store.locate import find_adapter, find_policy
+from groupwise.store.locate import find_adapter, find_policy, manner_of
 from groupwise.store.rundir import open_run_dir, owned
 from groupwise.train.learner import Learner
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
@@ -313,3 +313,14 @@ def test_what_is_no_adapter_is_told_what_there_is(runs, text):
     with pytest.raises(AdapterNotFoundError) as caught:
         find_adapter(text)
     assert "math" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_chat_template_is_found_whether_it_is_a_file_or_is_written_out(tmp_path, beside: bool):
+    """A template that is longer than a file's name can be is still no file."""
+    written = "own.jinja" if beside else "{{ messages[0]['content'] }}" + "{# the rest is silence #}" * 200
+    (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}")
+    said = {"folder": str(tmp_path), "chat": {"template": written}, "data": {"system": "Be brief."}}
+    (tmp_path / "config.yaml").write_text(json.dumps(said))
+    template = str(tmp_path / "own.jinja") if beside else written
+    assert manner_of(tmp_path) == {"system": "Be brief.", "chat": {"template": template}}

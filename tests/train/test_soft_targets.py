@@ -92,7 +92,7 @@ def test_the_teachers_own_completions(make_learner, make_samples, samples: list[
     batch = TrainingBatch.cut(policy, spec, shuffle=Random(0), demonstrations=shown, coefficient=COEFFICIENT, **cut)
     assert sorted(row for rows in batch.shown[0] for row in rows) == list(range(len(shown)))
     assert batch.steps == len(batch.shown[0]) == minibatches
-    for step, (rows, shown_rows) in enumerate(map(batch.step_rows, range(minibatches))):
+    for step, (rows, shown_rows) in enumerate(batch.step_rows):
         reference = make_learner()
         mine, theirs = [policy[row] for row in rows], [shown[row] for row in shown_rows]
         total = torch.zeros((), dtype=torch.float64)

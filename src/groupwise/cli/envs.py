@@ -141,6 +141,7 @@ def _of_run(path: Path, *, given: Mapping[str, Any], overrides: Sequence[str]) -
         folder=Path(config.folder),
         data=config.data,
         model=config.model,
+        chat=config.chat,
         params=config.rollout.sampling(),
         scored=bool(config.rewards),
     )

@@ -1,4 +1,4 @@
-"""What `groupwise check FILE --gpus 1x80` prints: what a run would choose and take on GPUs that are not here."""
+"""Print what a run would choose and take on GPUs that are not here (`groupwise check FILE --gpus 1x80`)."""
 
 from __future__ import annotations
 

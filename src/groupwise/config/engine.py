@@ -31,11 +31,11 @@ class VllmConfig(Section):
     port: int | None = Field(default=None, ge=1, le=65535)
     """... and its port; null is a free one, or 8000 for `groupwise vllm-serve`."""
     gpus: Text | None = None
-    """CUDA_VISIBLE_DEVICES of the server, as in "2,3"; null is as many as it needs of those that no learner uses, else
-    the learner's own."""
+    """CUDA_VISIBLE_DEVICES of the server, as in "2,3". null is, where a run starts the server, as many as it needs of
+    those that no learner uses, else the learner's own; elsewhere all that this process sees."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """The share of the GPU's memory that vLLM takes. null is 0.9 on GPUs of its own, and on the learner's GPU what
-    training leaves in its worst batch (`groupwise check FILE --gpus 1x80` says how much)."""
+    """The share of the GPU's memory that vLLM takes. null is 0.9, but on the learner's own GPU what training leaves in
+    its worst batch (`groupwise check FILE --gpus 1x80` says how much)."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that share one copy of the model."""
     max_model_len: int | None = Field(default=None, ge=2)

@@ -587,16 +587,16 @@ class RunConfig(Section):
         return 1 if self.kind == "sft" else self.rollout.group_size
 
     @property
-    def shows(self) -> bool:
+    def imitates(self) -> bool:
         """Whether something is learned by cross-entropy: the dataset's answers, or a teacher's completions."""
         return self.kind == "sft" or (self.teacher is not None and self.teacher.loss == "sft")
 
     @property
-    def shows_alone(self) -> bool:
+    def imitates_alone(self) -> bool:
         """Whether nothing else is learned, and the policy samples nothing: with `kind: sft`, and with `teacher.loss:
         sft` without rewards or with reward_weight 0."""
         weighs = self.teacher is not None and self.teacher.reward_weight > 0
-        return self.shows and (self.kind == "sft" or not self.rewards or not weighs)
+        return self.imitates and (self.kind == "sft" or not self.rewards or not weighs)
 
     def _check_demonstrations(self, teacher: TeacherConfig) -> None:
         """Refuse what cannot go with a teacher's completions."""
@@ -609,7 +609,7 @@ class RunConfig(Section):
         if teacher.least_reward is not None and not self.rewards:
             message = f"{teacher.least_reward:g} is of rewards, and there are none"
             raise conflict("teacher", "least_reward", f"{message}; name some, or leave it out")
-        if not self.shows_alone:
+        if not self.imitates_alone:
             return
         if teacher.completions is not None:
             message = f"{teacher.completions} acts beside rewards; where the teacher samples all, set"

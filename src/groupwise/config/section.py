@@ -84,7 +84,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [{key: value for key, value in schema.items() if key not in about}, null], **about}
 
 
-def conflict(*keys_and_message: str) -> ValidationError:
+def conflict(*keys_and_message: str | int) -> ValidationError:
     """Return an error of a model validator that points at one of its keys: pydantic passes on the location of this
     kind."""
     *keys, message = keys_and_message

@@ -23,47 +23,29 @@ if TYPE_CHECKING:
 
 STAGES = "stages"  # of a run directory: the directories of its stages
 
+_WHOLE = ("stages", "run_dir", "resume")  # of the whole run, not of one stage
 _OF_SAMPLING = ("env", "teacher", "promote", "algo")
 _OF_BATCHES = ("stream_groups", "replay", "reroll", "structured_outputs", "structured_outputs_regex")
-_ITS_OWN = ("stages", "run_dir", "resume", "name")  # never a stage's, or never the run's
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def stage_config(config: RunConfig, number: int) -> RunConfig:
-    """Return the run that stage `number` (from 0) of a configuration is.
-
-    Raises:
-        ConfigError: it is not valid.
-    """
+    """Return the run that stage `number` (from 0) of a configuration is. Raises ConfigError if it is not valid."""
     from groupwise.config.run import parse_config
 
-    stage = dict(config.stages[number])
-    name = stage.pop("name", None)
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise ConfigError(
-            f"stages[{number}].name is {name!r}; a stage needs a name, letters, digits, '.', '_' and '-'",
-            hint=f"stages[{number}].name={stage.get('kind', 'first')}",
-        )
-    if wrong := [key for key in _ITS_OWN if key in stage]:
-        raise ConfigError(f"stages[{number}].{wrong[0]} is of the whole run, not of one stage", hint="leave it out")
-    base = config.model_dump(mode="json", exclude_unset=True)
+    stage = {key: value for key, value in config.stages[number].items() if key != "name"}
+    left_out = {*_WHOLE, *(["data"] if "data" in stage else [])}
+    kept = config.model_dump(mode="json", exclude_unset=True)
     if stage.get("kind", config.kind) == "sft":
-        base = {key: value for key, value in base.items() if key not in _OF_SAMPLING}
-        if "rollout" in base:
-            base["rollout"] = {key: value for key, value in base["rollout"].items() if key not in _OF_BATCHES}
-        if config.env is not None:  # what its evaluation plays is left out with it
-            base.pop("eval", None)
-    if "data" in stage:
-        base.pop("data", None)
-    base = {key: value for key, value in base.items() if key not in ("stages", "run_dir", "resume")}
-    try:
-        return parse_config(_merged(base, stage) | {"name": config.name, "folder": str(config.folder)})
-    except ConfigError as error:
-        raise ConfigError(f"stages[{number}] ({name}): {error.message}", hint=error.hint) from None
+        left_out |= {*_OF_SAMPLING, *(["eval"] if config.env is not None else [])}  # an environment's is played in it
+        kept["rollout"] = {key: value for key, value in kept.get("rollout", {}).items() if key not in _OF_BATCHES}
+    kept = {key: value for key, value in kept.items() if key not in left_out}
+    return parse_config(_merged(kept, stage) | {"name": config.name, "folder": str(config.folder)})
 
 
 def stage_names(config: RunConfig) -> list[str]:
     """Return the names of the stages, in order."""
-    return [str(stage.get("name")) for stage in config.stages]
+    return [str(stage.get("name", "")) for stage in config.stages]
 
 
 def check_stages(config: RunConfig) -> None:
@@ -76,14 +58,22 @@ def check_stages(config: RunConfig) -> None:
         message = f"{config.adapters.start!r} is where the run starts, and so is its last stage"
         raise conflict("adapters", "start", f"{message}; give it to the first stage")
     names = stage_names(config)
-    if len(set(names)) < len(names):
-        raise conflict("stages", f"two have the name {max(names, key=names.count)!r}; give each its own")
-    for number in range(len(config.stages)):
+    for number, (stage, name) in enumerate(zip(config.stages, names, strict=True)):
+        if not _NAME.fullmatch(name):
+            given = repr(stage.get("name"))
+            message = f"{given} is not valid; a stage needs a name, of letters, digits, '.', '_' and '-'"
+            raise conflict("stages", number, "name", message)
+        if name in names[:number]:
+            raise conflict("stages", number, "name", f"{name!r} is another stage's; give each its own")
+        for key in _WHOLE:
+            if key in stage:
+                raise conflict("stages", number, key, "is of the whole run, not of one stage; leave it out")
         try:
             stage_config(config, number)
         except ConfigError as error:
-            message = error.message.removeprefix("stages")
-            raise conflict("stages", f"{message}; {error.hint}" if error.hint else message) from None
+            raise conflict(
+                "stages", number, f"{error.message}; {error.hint}" if error.hint else error.message
+            ) from None
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

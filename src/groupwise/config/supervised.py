@@ -1,4 +1,4 @@
-"""What a run of kind sft may have: the dataset's own answers are learned, and the policy samples nothing to learn."""
+"""Check a run of kind sft: it learns the dataset's own answers, and the policy samples nothing to learn from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_supervised(config: RunConfig) -> None:
-    """Refuse what cannot go with the dataset's own answers."""
+    """Raise ConfigError for sections and keys that do nothing where the dataset's own answers are learned."""
     if config.data is None:
         raise conflict("data", "required and missing: name the examples (data.source)")
     for key, given in (("env", config.env), ("teacher", config.teacher), ("promote", config.promote)):

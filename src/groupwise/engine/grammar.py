@@ -330,8 +330,8 @@ def _try(grammar: Grammar, tokenizer: LLTokenizer) -> tuple[LLMatcher, str]:
 
 def _definitions(grammar: Grammar, tokenizer: LLTokenizer) -> list[dict[str, Any]]:
     """llguidance's list of grammars, of which the first is the one."""
-    answer = {"name": "answer", **(_free(tokenizer) if grammar.kind is GrammarKind.FREE else _definition(grammar))}
-    parts = [{"name": name, **_definition(part)} for name, part in grammar.parts]
+    answer = {"name": "answer", **_definition(grammar, tokenizer)}
+    parts = [{"name": name, **_definition(part, tokenizer)} for name, part in grammar.parts]
     if grammar.thoughts == "none":
         return [answer, *parts]
     return [{"name": "reply", "lark_grammar": _with_thought(grammar, tokenizer)}, answer, *parts]
@@ -349,27 +349,26 @@ def lark_text(grammar: Grammar, tokenizer: LLTokenizer) -> str:
     """
     header = "%llguidance {}"
     if grammar.thoughts == "none":
-        source = _one_source(grammar)
+        source = _one_source(grammar, tokenizer)
         return source if "%llguidance" in source else f"{header}\n{source}"
     thought = _with_thought(grammar, tokenizer).replace("@answer", "answer")
-    answer = _free(tokenizer)["lark_grammar"] if grammar.kind is GrammarKind.FREE else _one_source(grammar)
-    return f"{header}\n{thought}\nanswer: %lark {{\n{answer}\n}}"
+    return f"{header}\n{thought}\nanswer: %lark {{\n{_one_source(grammar, tokenizer)}\n}}"
 
 
 _REFERENCE = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|@([a-z_0-9]+)')  # texts and patterns are passed over
 
 
-def _one_source(grammar: Grammar) -> str:
+def _one_source(grammar: Grammar, tokenizer: LLTokenizer) -> str:
     """Return a grammar with its parts, whose thoughts are another's affair, as Lark with a rule `start`."""
-    definition = _definition(grammar, _ONE_LINE)
+    definition = _definition(grammar, tokenizer, _ONE_LINE)
     if "json_schema" in definition:
         return f"start: %json {json.dumps(definition['json_schema'])}"
     rules = [_REFERENCE.sub(lambda found: found[1] or found[0], definition["lark_grammar"])]
-    rules += [f"{name}: %lark {{\n{_one_source(part)}\n}}" for name, part in grammar.parts]
+    rules += [f"{name}: %lark {{\n{_one_source(part, tokenizer)}\n}}" for name, part in grammar.parts]
     return "\n".join(rules) if grammar.parts else definition["lark_grammar"]
 
 
-def _definition(grammar: Grammar, written: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _definition(grammar: Grammar, tokenizer: LLTokenizer, written: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return it in llguidance's terms; JSON is `written` as said there, or as models write it."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
@@ -387,7 +386,8 @@ def _definition(grammar: Grammar, written: Mapping[str, Any] | None = None) -> d
         case GrammarKind.LARK:
             return {"lark_grammar": _lark(grammar)}
         case GrammarKind.FREE:
-            return {"lark_grammar": "start: <[*]>*"}
+            opening = marker(THINK_START, tokenizer)  # a thought is what stands before an answer, not within it
+            return {"lark_grammar": f"start: <[^{opening[2:-2]}]>*" if opening.startswith("<[") else "start: <[*]>*"}
 
 
 def _options(written: Mapping[str, Any] | None, *, lenient: bool) -> dict[str, Any]:
@@ -422,12 +422,6 @@ def _with_thought(grammar: Grammar, tokenizer: LLTokenizer) -> str:
             )
         return "\n".join([*lines, f"ended: said {closing}", f"said[max_tokens={most}]: TEXT"])
     return "\n".join([*lines, f"ended: TEXT {closing}" if is_token else f"ended[lazy]: TEXT {closing}"])
-
-
-def _free(tokenizer: LLTokenizer) -> dict[str, str]:
-    """Return an answer that may be anything but another thought, in llguidance's terms."""
-    opening = marker(THINK_START, tokenizer)
-    return {"lark_grammar": f"start: <[^{opening[2:-2]}]>*" if opening.startswith("<[") else "start: <[*]>*"}
 
 
 def marker(text: str, tokenizer: LLTokenizer) -> str:

@@ -345,13 +345,24 @@ def configure_chat(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, *, fold
     if chat.template is not None:
         tokenizer.chat_template = _template_of(chat.template, tokenizer, folder)
     for name, value in chat.template_kwargs.items():
-        says_nothing = name == THINKS and value is False
-        if not says_nothing and not template_reads(name, tokenizer):
+        if changes_nothing(name, value, tokenizer):
             raise ConfigError(
                 f"chat.template_kwargs.{name} changes nothing: this model's chat template does not read {name!r}",
                 hint="leave it out, or look its name up in that template",
+                field=f"chat.template_kwargs.{name}",
             )
     setattr(tokenizer, TOLD, dict(chat.template_kwargs))
+
+
+def told_always(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what the tokenizer's template is told of every chat (`configure_chat`)."""
+    return dict(getattr(tokenizer, TOLD, {}))
+
+
+def changes_nothing(name: str, value: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the template ignores a variable that it is told. Thoughts that are switched off for a model that
+    has none are as they should be."""
+    return not (name == THINKS and value is False) and not template_reads(name, tokenizer)
 
 
 def _template_of(said: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
@@ -367,6 +378,7 @@ def _template_of(said: str, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
         raise ConfigError(
             f"chat.template is {said!r}, and there is no such template: {error}",
             hint=f"give the path of a Jinja file, from where the configuration is{names}",
+            field="chat.template",
         ) from None
 
 
@@ -475,7 +487,7 @@ def render_chat(
             hint="set one (tokenizer.chat_template), use the model's instruct variant, or give prompts as plain text",
         ) from error
     marked = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-    told = {**getattr(tokenizer, TOLD, {}), **(template_kwargs or {})}
+    told = {**told_always(tokenizer), **(template_kwargs or {})}
     try:
         with RENDERING:
             texts, spans = render_jinja_template(

@@ -252,15 +252,20 @@ def _quantization_options(
         return {}
     if device.type == "mps":  # gpu-only: quantised weights on an Apple GPU are refused
         raise ModelError(f"quantization {kind} does not run on Apple's GPUs", hint="set device: cpu, or leave it out")
-    options = bits_config(kind, dtype, keep=_not_quantised(config))
+    options = bits_config(kind, dtype, keep=not_quantised(config))
     return {"quantization_config": options, "device_map": {"": str(device)}}
 
 
-def _not_quantised(config: PreTrainedConfig) -> list[str]:
-    """Full names of the linear layers that stay as they are: the LM head, routers, and what takes no adapter because
-    it is no part of the text decoder or is multiplied without being called."""
+def empty_model(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Return a model of this configuration without weights (on torch's meta device): its modules, and their shapes."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **({} if dtype is None else {"dtype": dtype}))
+
+
+def not_quantised(config: PreTrainedConfig) -> list[str]:
+    """Return the full names of the linear layers that quantisation leaves as they are: the LM head, routers, and what
+    takes no adapter because it is no part of the text decoder or is multiplied without being called."""
+    model = empty_model(config)
     modules, refused = dict(model.named_modules()), AdaptableModules.of(model).refused
     return [
         name for name, module in modules.items()

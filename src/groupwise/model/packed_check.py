@@ -31,6 +31,7 @@ from groupwise.model.backbone import Backbone, decoder_of
 from groupwise.model.load import (
     AdaptableModules,
     Head,
+    empty_model,
     longest_row,
     plain_attention,
     plain_implementation,
@@ -361,9 +362,7 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 def _check_size(config: PreTrainedConfig) -> None:
     """Raise ValueError where a model is too large to be made by the way."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    if (count := sum(parameter.numel() for parameter in model.parameters())) > _MOST_PARAMETERS:
+    if (count := sum(parameter.numel() for parameter in empty_model(config).parameters())) > _MOST_PARAMETERS:
         raise ValueError(f"{count:,} parameters are too many for a trial")
 
 

@@ -46,7 +46,7 @@ from groupwise.run.memory_budget import device_memory, load_of, longest_allowed
 from groupwise.run.plan import RunPlan, plan_or_all_problems
 from groupwise.run.policy import Policy
 from groupwise.run.teacher import taught
-from groupwise.run.thoughts import CUT, ThoughtCost, thought_cost
+from groupwise.run.thoughts import ThoughtCost, thought_cost
 from groupwise.run.update import learner_thread
 from groupwise.store.adapters import AdapterStore
 from groupwise.tasks.rollout_sources import group_of, play_all
@@ -107,15 +107,17 @@ class ModelRow:
     thinks: bool
 
     @classmethod
-    def of(cls, model: str) -> ModelRow | None:
-        """None where transformers cannot make a small model of this configuration: it is known once it is loaded.
+    def of(cls, config: RunConfig) -> ModelRow | None:
+        """Return that of a run's model and chat template; None where transformers cannot make a small model of this
+        configuration: it is known once it is loaded.
 
         Raises:
             ModelError: configuration or tokenizer cannot be read, or the model can be neither trained nor sampled.
         """
-        config, tokenizer = load_config(model), load_tokenizer(model)
+        shape = load_config(config.model)
+        tokenizer = load_tokenizer(config.model, chat=config.chat, folder=config.folder)
         try:
-            ways = ways_of(config)
+            ways = ways_of(shape)
         except GroupwiseError:
             raise
         except Exception:  # of an architecture that is not made of what its configuration says, as others are
@@ -180,7 +182,7 @@ def check(
     """
     plan = plan or plan_or_all_problems(config)
     on_phase("trying the model's configuration")
-    family = ModelRow.of(config.model)
+    family = ModelRow.of(config)
     if family is not None:
         on_family(family)
     with open_components(plan, on_phase=on_phase, say=on_phase) as parts:
@@ -223,7 +225,7 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
     samples = samples_of(weighed, mask_truncated=config.algo.mask_truncated and not made_up)
     if plan.algorithm is not None:
         samples = with_token_weights(samples, weighed, plan.algorithm)
-    samples = [] if config.shows_alone else samples
+    samples = [] if config.imitates_alone else samples
     told = {} if teacher is None else teacher_metrics(samples, teacher_scores(weighed) if samples else [])
     told |= demonstration_metrics(weighed) if shown else {}
     samples = with_teacher(samples, weighed, teacher)
@@ -431,16 +433,16 @@ def _report(
     needed = memory(config, load, micro_tokens=parts.learner.micro_tokens)
     available = device_memory(parts.base.device)
     thoughts = thought_cost(groups, parts.base.tokenizer)
+    thinking = None if thoughts is None else thoughts.warning(config.rollout, parts.base.tokenizer)
     context = parts.base.context_length
     warnings = [
+        *filter(None, (thinking,)),
         *_of_the_rate(config, tried),
-        *_of_rewards(groups, thoughts),
+        *_of_rewards(groups, explained=thinking is not None),
         *_of_data(plan, encoded, context=context),
         *_of_batch(config),
         *plan.warnings,
     ]
-    if thoughts is not None and (cut := thoughts.warning(config.rollout, parts.base.tokenizer)) is not None:
-        warnings.insert(0, cut)
     if not parts.learner.packed:
         warnings.append(f"{type(model).__name__} cannot be trained packed; padded rows are {PLAIN_COST}")
     if parts.learner.why_not_flex is not None:
@@ -499,8 +501,9 @@ def _of_the_rate(config: RunConfig, tried: StepTrial) -> list[str]:
     ]
 
 
-def _of_rewards(groups: Sequence[RolloutGroup], thoughts: ThoughtCost | None) -> Iterator[str]:
-    """Yield what is suspicious about the trial completions and their rewards."""
+def _of_rewards(groups: Sequence[RolloutGroup], *, explained: bool) -> Iterator[str]:
+    """Yield what is suspicious about the trial completions and their rewards; `explained` is said already why they are
+    cut."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     count = len(rollouts)
     rewards = {rollout.reward for rollout in rollouts if rollout.reward is not None}
@@ -525,7 +528,7 @@ def _of_rewards(groups: Sequence[RolloutGroup], thoughts: ThoughtCost | None) ->
     if report.failed:
         yield f"{report.failed} of {count} trial completions could not be scored; the first cause: {report.first_cause}"
     cut = sum(any(t.completion.finish_reason is FinishReason.LENGTH for t in rollout.turns) for rollout in rollouts)
-    if cut > count * TRUNCATED and (thoughts is None or thoughts.cut <= CUT * thoughts.turns):
+    if cut > count * TRUNCATED and not explained:
         yield f"{cut} of {count} trial completions were cut at their longest; raise rollout.max_tokens"
 
 

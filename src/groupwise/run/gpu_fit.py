@@ -1,4 +1,4 @@
-"""Would a run fit the GPUs that one has? Answered from the configuration and the model's config.json alone.
+"""Tell whether a run fits the GPUs that one has, from the configuration and the model's config.json alone.
 
     groupwise check FILE --gpus 1x80      one GPU of 80 GiB;  2x24: two of 24 GiB
 
@@ -12,20 +12,31 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError
 from groupwise.model.activations import ModelSize
 from groupwise.model.backbone import is_lean
-from groupwise.model.load import load_config
-from groupwise.model.memory import CACHE_SHARE, GIB, Load, Memory, cache_token_bytes, fitting_tokens, memory
+from groupwise.model.load import context_length, empty_model, load_config, not_quantised
+from groupwise.model.memory import (
+    CACHE_SHARE,
+    GIB,
+    STORE_GROWTH,
+    Load,
+    Memory,
+    cache_token_bytes,
+    fitting_tokens,
+    memory,
+)
 from groupwise.model.mixture import routing_shape
 from groupwise.model.packed_check import ways_of
 from groupwise.run.memory_budget import FRAGMENTED
+from groupwise.train.learner import is_light
 from groupwise.train.lora import add_lora
 
 CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process
@@ -43,7 +54,7 @@ READ_BYTES_S = 2e12  # of weights, which every decode step reads
 
 @dataclass(frozen=True, kw_only=True)
 class Cards:
-    """So many GPUs of so many GiB each."""
+    """Names a machine: so many GPUs of so many GiB each."""
 
     count: int
     gib: float
@@ -65,14 +76,13 @@ class Cards:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFit:
-    """What a run would choose and take on each of its learner's GPUs.
+    """Says what a run would choose, and take on each of its learner's GPUs.
 
     Attributes:
         learners: GPUs that train; `samplers` are those that vLLM has to itself.
         needed: bytes by part of the GPU that trains and leads, beside `available`, what a process can use of it.
         rows: completions of the greatest length that decode at once; 0 where vLLM samples.
         left: the share of a learner's GPU that is left to a vLLM; 0 where that does not suffice for its weights.
-        vllm_share: `left`, where vLLM shares a GPU with a learner; None where it shares none.
         active: parameters that a token meets: of routed experts those that are chosen.
         decode_s: seconds of a decode step on an H100.
         prompt: tokens of the longest prompt; `assumed` says that the configuration does not bound it.
@@ -88,7 +98,6 @@ class GpuFit:
     micro_tokens: int
     rows: int
     left: float
-    vllm_share: float | None
     needed: Memory
     available: int
     active: int
@@ -97,13 +106,18 @@ class GpuFit:
     assumed: bool
 
     @property
+    def vllm_share(self) -> float | None:
+        """Return `left` where vLLM shares a GPU with a learner, None where it shares none."""
+        return self.left if self.config.engine == "vllm" and not self.config.vllm.urls and not self.samplers else None
+
+    @property
     def fits(self) -> bool:
-        """Whether the worst batch has room, and so has a vLLM on the same GPU."""
+        """Return whether the worst batch has room, and so has a vLLM on the same GPU."""
         return self.needed.total <= self.available and (self.vllm_share is None or self.vllm_share > 0)
 
     @property
     def step_seconds(self) -> tuple[float, float]:
-        """From and to how many seconds a step takes on H100s, sampling and training."""
+        """Return from and to how many seconds a step takes on H100s, sampling and training."""
         rollout, train = self.config.rollout, self.config.train
         completions = rollout.prompts_per_step * self.config.group_size
         most = completions * rollout.max_tokens
@@ -115,8 +129,8 @@ class GpuFit:
 
     @property
     def hours(self) -> tuple[float, float]:
-        """From and to how many hours the run takes, without evaluations: the lower end is for completions that end
-        after a quarter of `rollout.max_tokens`."""
+        """Return from and to how many hours the run takes, without evaluations; the lower end is for completions that
+        end after a quarter of `rollout.max_tokens`."""
         low, high = self.step_seconds
         return low * self.config.train.steps / 3600, high * self.config.train.steps / 3600
 
@@ -129,39 +143,28 @@ def fit(config: RunConfig, cards: Cards) -> GpuFit:
         ModelError: the model's configuration cannot be read, or the model can be neither trained nor sampled.
     """
     shape = load_config(config.model)
-    ways = ways_of(shape)
     value = 4 if config.dtype == "float32" else 2
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32 if value == 4 else torch.bfloat16)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    active = parameters - _idle(model)
-    lora, packed, lean = config.train.lora, ways.why_not_packed is None, is_lean(model)
-    stored = None
-    if config.quantization is not None:
-        linear = sum(m.weight.numel() for m in model.get_decoder().modules() if isinstance(m, torch.nn.Linear))
-        stored = int(linear * QUANTIZED_BYTES[config.quantization] + (parameters - linear) * value)
-    text = shape.get_text_config()
-    size = ModelSize.of(text, parameters=parameters, value_bytes=value, lean=lean and packed, stored=stored)
-    if stored is not None:  # one layer at a time is multiplied with in the weights' own type
-        size = replace(size, product=size.hidden * max(size.intermediate, size.query) * value)
+    model = empty_model(shape, dtype=torch.float32 if value == 4 else torch.bfloat16)
+    packed = ways_of(shape).why_not_packed is None
+    size, active = _size(config, model, packed=packed), _active(model)
+    lora = config.train.lora
     if lora is not None:
         with torch.device("meta"):
             add_lora(model, lora, seed=0)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     learners, samplers = _shared_out(config, cards)
-    shares = config.engine == "vllm" and not samplers and not config.vllm.urls
-    prompt, assumed = _longest_prompt(config, context=int(getattr(text, "max_position_embeddings", 1 << 20)))
+    prompt, assumed = _longest_prompt(config, context=context_length(shape))
     total = int(cards.gib * GIB)
     available = int((total - CONTEXT_BYTES) / FRAGMENTED)
     cache = config.rollout.cache_gb
     attention = config.train.attention
     if attention == "auto":
-        attention = "flex" if packed and size.weights > 1 << 28 else "merged"
+        attention = "flex" if packed and not is_light(size.weights) else "merged"
     load = Load(
         model=size,
         trained=trained,
         longest_prompt=prompt,
-        keeps_reference=lora is None and (config.algo.kl is not None or config.algo.reference != "base"),
+        keeps_reference=lora is None and config.algo.kl not in (None, "none"),
         gpu=True,
         flex=attention == "flex",
         packed=packed,
@@ -171,20 +174,18 @@ def fit(config: RunConfig, cards: Cards) -> GpuFit:
     config = config.model_copy(update={"train": config.train.model_copy(update={"devices": learners})})
     tokens = fitting_tokens(config, load)
     needed = memory(config, load, micro_tokens=tokens)
-    left = _left(needed.total, total, size.weights)
-    row = math.ceil((prompt + config.rollout.max_tokens) * 1.25) * cache_token_bytes(size)
+    row = math.ceil((prompt + config.rollout.max_tokens) * STORE_GROWTH) * cache_token_bytes(size)
     return GpuFit(
         config=config,
         cards=cards,
-        parameters=parameters,
+        parameters=size.parameters,
         trained=trained,
         learners=learners,
         samplers=samplers,
         attention=attention if packed else "padded rows",
         micro_tokens=tokens,
         rows=0 if config.engine == "vllm" else min(config.rollout.batch_rows, needed.kv_cache // max(1, row)),
-        left=left,
-        vllm_share=left if shares else None,
+        left=_left(needed.total, total, size.weights),
         needed=needed,
         available=available,
         active=active,
@@ -194,23 +195,44 @@ def fit(config: RunConfig, cards: Cards) -> GpuFit:
     )
 
 
-def _idle(model: PreTrainedModel) -> int:
-    """Return the parameters of routed experts that are not chosen for a token."""
+def _size(config: RunConfig, model: PreTrainedModel, *, packed: bool) -> ModelSize:
+    """Return the size of a model, with the layers in few bits that bitsandbytes would quantise."""
+    value, stored, product = model.dtype.itemsize, None, 0
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if config.quantization is not None:
+        kept = set(not_quantised(model.config))
+        linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in kept}
+        sizes = [module.weight.numel() for module in linear.values()]
+        stored = int(sum(sizes) * QUANTIZED_BYTES[config.quantization] + (parameters - sum(sizes)) * value)
+        product = max(sizes, default=0) * value  # one layer at a time is multiplied with in the weights' own type
+    return ModelSize.of(
+        model.config.get_text_config(),
+        parameters=parameters,
+        value_bytes=value,
+        lean=is_lean(model) and packed,
+        stored=stored,
+        product=product,
+    )
+
+
+def _active(model: PreTrainedModel) -> int:
+    """Return the parameters that a token meets: of routed experts those that are chosen for it."""
+    every = sum(parameter.numel() for parameter in model.parameters())
     routed = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
-    if not routed or (shape := routing_shape(model)) is None:
-        return 0
-    return round(routed * (1 - shape.chosen / shape.experts))
+    shape = routing_shape(model)
+    return every if shape is None else every - round(routed * (1 - shape.chosen / shape.experts))
 
 
 def _shared_out(config: RunConfig, cards: Cards) -> tuple[int, int]:
-    """Return how many GPUs train, and how many vLLM has to itself."""
-    per_server = config.vllm.tensor_parallel_size
-    own = config.engine == "vllm" and config.vllm.mode == "server" and not config.vllm.urls and cards.count > 1
-    samplers = per_server if own else 0
-    learners = config.train.devices or max(1, cards.count - samplers)
+    """Return how many GPUs train, and how many vLLM has to itself: none where it shares the learner's one."""
+    vllm, devices = config.vllm, config.train.devices
+    starts = config.engine == "vllm" and vllm.mode == "server" and not vllm.urls
+    apart = starts and (vllm.tensor_parallel_size > 1 or cards.count > (devices or 1))
+    samplers = vllm.tensor_parallel_size if apart else 0
+    learners = devices or max(1, cards.count - samplers)
     if learners + samplers > cards.count:
         raise ConfigError(
-            f"{learners} GPUs to train and {samplers} for vLLM are more than the {cards.count} of --gpus",
+            f"{learners} GPUs to train and {samplers} for vLLM are more than the {cards.count} that there are",
             hint="lower train.devices or vllm.tensor_parallel_size",
         )
     return learners, samplers

@@ -307,7 +307,7 @@ class TeacherRollouts:
 
     def __init__(self, config: RunConfig, teacher: Teacher, policy: RolloutSource):
         assert config.teacher is not None
-        self._teacher, self._policy, self.alone = teacher, policy, config.shows_alone
+        self._teacher, self._policy, self.alone = teacher, policy, config.imitates_alone
         self._n, self._temperature = config.teacher.completions, config.teacher.temperature
 
     def prepare(self, prompt: Prompt) -> Prompt:
@@ -344,7 +344,7 @@ class Demonstrator:
 
     def __init__(self, config: RunConfig, score: Score):
         assert config.teacher is not None
-        self._score, self._least, self._alone = score, config.teacher.least_reward, config.shows_alone
+        self._score, self._least, self._alone = score, config.teacher.least_reward, config.imitates_alone
 
     async def __call__(self, group: RolloutGroup) -> RolloutGroup:
         """Return the group with its rewards."""

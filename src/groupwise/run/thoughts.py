@@ -1,4 +1,4 @@
-"""What thinking costs a run: how long the trial completions thought, and how many were cut inside a thought.
+"""Measure what thinking costs a run: how long its trial completions thought, and how many were cut meanwhile.
 
 A completion that is cut before its </think> has no answer for the rewards to see, so that a group of them teaches
 nothing. That is known from a few completions, before a run is spent on it.
@@ -23,7 +23,7 @@ CUT = 0.1  # share of completions cut inside a thought from which there is a war
 
 @dataclass(frozen=True, kw_only=True)
 class ThoughtCost:
-    """Thoughts of the trial's turns.
+    """Counts the thoughts of a trial's turns.
 
     Attributes:
         turns: turns in all, of which `thinking` began a thought, and `cut` had not ended it at their last token.

@@ -133,7 +133,7 @@ class StepUpdate:
         """Take the optimizer steps on all groups; return nothing but counts where no token is trained."""
         metrics = sample_metrics(self.samples)
         teacher = self._plan.config.teacher
-        if self._plan.config.shows:
+        if self._plan.config.imitates:
             shown = demonstration_metrics(self.groups)
             metrics["train/samples"] += shown["teacher/demonstrations"]
             metrics["train/tokens"] += shown["teacher/demonstrated_tokens"]
@@ -155,7 +155,7 @@ class StepUpdate:
         )
         if teacher is not None:
             weighed = with_reward_weight(weighed, teacher.reward_weight)
-        if plan.config.shows_alone:  # nothing of it is the policy's
+        if plan.config.imitates_alone:  # nothing of it is the policy's
             return _Part(groups=weighed, samples=[])
         first = len(self.groups)
         samples = samples_of(weighed, first=first)

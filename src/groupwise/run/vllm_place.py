@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -44,19 +43,18 @@ def place_of(config: RunConfig, *, visible: Sequence[str], first: int, gib: floa
         gpus = ",".join(free[: vllm.tensor_parallel_size]) if apart else visible[first]
     share = vllm.gpu_memory_utilization
     if share is None:
-        share = OWN_SHARE if apart else _left(config, gib)
+        share = OWN_SHARE if apart else _left(config, learners=learners, gib=gib)
     return vllm.model_copy(update={"gpus": gpus, "gpu_memory_utilization": share})
 
 
-def _left(config: RunConfig, gib: float) -> float:
+def _left(config: RunConfig, *, learners: int, gib: float) -> float:
     """Return the share of a GPU that training leaves to vLLM."""
-    found = fit(config, Cards(count=1, gib=gib))
-    found = replace(found, vllm_share=found.left) if found.vllm_share is None else found
-    if not found.vllm_share:
+    found = fit(config, Cards(count=learners, gib=gib))
+    if not found.left:
         raise ConfigError(
             f"training takes up to {found.needed.total / GIB:.1f} of the GPU's {gib:.0f} GiB, which leaves too little "
             "to a vLLM on the same GPU",
             hint="use engine: local, give vLLM a GPU of its own, or say vllm.gpu_memory_utilization yourself",
             field="vllm.gpu_memory_utilization",
         )
-    return found.vllm_share
+    return found.left

@@ -46,8 +46,7 @@ def template_options(
         if name in tokenizer.special_tokens_map:
             message = f"{where} is one of the tokenizer's special tokens; a request cannot set it"
             raise RequestError(message, hint="leave it out", field=where)
-        says_nothing = name == "enable_thinking" and value is False  # to a model that does not think
-        if not says_nothing and not chat.template_reads(name, tokenizer):
+        if chat.changes_nothing(name, value, tokenizer):
             message = f"{where} changes nothing: this model's chat template does not read {name!r}"
             raise RequestError(message, hint="leave it out, or look its name up in that template", field=where)
     return given

@@ -12,6 +12,7 @@ a policy    an adapter with its base model; or a RUN that trained all parameters
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -232,8 +233,8 @@ def manner_of(run_dir: Path) -> dict[str, Any]:
         regex = rollout.get("structured_outputs_regex")
         form = rollout.get("structured_outputs") or ({"regex": regex} if regex else None)
         chat = dict(said.get("chat") or {})
-        if (template := chat.get("template")) and (Path(said.get("folder", ".")) / template).is_file():
-            chat["template"] = str(Path(said.get("folder", ".")) / template)
+        if os.path.isfile(file := os.path.join(said.get("folder", "."), chat.get("template") or "")):
+            chat["template"] = file
         chat = {key: value for key, value in chat.items() if value}
         found = {"system": data.get("system"), "chat": chat, "structured_outputs": form}
     except (OSError, YAMLError, ValueError, TypeError, AttributeError):

@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from groupwise.errors import DataError
-from groupwise.model.chat import THINK_START, CompletionEncoder, decode, opens_thought
+from groupwise.model.chat import THINK_START, decode, encode_completion, opens_thought
 from groupwise.model.supervised import encode_supervised
 from groupwise.tasks.rollout_sources import RolloutSource
 from groupwise.types import (
@@ -66,18 +65,13 @@ class AnswerRollouts:
 
 
 def answer_turns(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Turn, ...]:
-    """Return the assistant's turns in the answer of an encoded prompt, each after all that comes before it.
-
-    Raises:
-        DataError: the answer says nothing.
-        ChatError: the template refuses its messages, or rewrites what was said before.
-    """
+    """Return the assistant's turns in the answer of an encoded prompt, each after all that comes before it. Raises
+    ChatError where the template refuses its messages, or rewrites what was said before."""
     text = _only_text(prompt)
     if text is not None:
         if opens_thought(prompt.token_ids, tokenizer):  # the prompt has it already
             text = text.removeprefix(THINK_START).removeprefix("\n")
-        ids = CompletionEncoder(prompt, tokenizer).encode(text)
-        return (Turn(prompt.token_ids, _answered(ids, tokenizer)),)
+        return (Turn(prompt.token_ids, _answered(encode_completion(prompt, text, tokenizer), tokenizer)),)
     whole = encode_supervised([*(prompt.messages or ()), *prompt.answer], tokenizer, tools=prompt.tools or None)
     before, turns = whole.prompt_ids, list[Turn]()
     for trained, run in groupby(zip(whole.completion_ids, whole.mask, strict=True), key=lambda pair: pair[1]):
@@ -86,10 +80,6 @@ def answer_turns(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Tu
             turns.append(Turn(before, _answered(ids, tokenizer)))
         before += ids
     given = sum(message["role"] == "assistant" for message in prompt.answer)
-    if not given:
-        raise DataError(
-            f"{prompt.id}: the answer has no message of the assistant's", hint="give it one, or leave it out"
-        )
     return tuple(turns[-given:])  # what the assistant says in the prompt is not learned
 
 

@@ -391,8 +391,7 @@ def to_prompt(
     A string is a message of the user, and plain text for a model without a chat template; `raw` makes it plain text for
     every model. Raises DataError naming `id` and the key that is wrong.
     """
-    if not isinstance(row, Mapping):
-        raise DataError(f"{id}: the row is a {type(row).__name__}; it must be an object such as {{'prompt': ...}}")
+    row = _object(row, id)
     if case and prompt_key is None and all(row.get(key) is None for key in PROMPT_KEYS):
         return _case(row, id, system)
     key = prompt_key or _find_key(row, id)
@@ -412,7 +411,7 @@ def to_prompt(
         if raw:
             return Prompt(id=id, text=text, columns=columns)
         value = ({"role": "user", "content": text},)
-    messages = _messages(value, f"{id}: {key}")
+    messages = _messages(value, f"{id}: {key}", answered=key == "messages")
     if system is not None:
         if messages[0]["role"] in ("system", "developer"):
             raise DataError(f"{id}: {key}[0] is a system message already; remove it or data.system")
@@ -422,6 +421,12 @@ def to_prompt(
     return replace(prompt, shows_opening=not completion_only and bool(prompt.opening))
 
 
+def _object(row: Any, id: str) -> Mapping[str, Any]:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{id}: the row is a {type(row).__name__}; it must be an object such as {{'prompt': ...}}")
+    return row
+
+
 def to_example(row: Any, *, id: str, config: DatasetConfig) -> Prompt:
     """Return a row as a Prompt with the `answer` that supervised training learns.
 
@@ -429,8 +434,7 @@ def to_example(row: Any, *, id: str, config: DatasetConfig) -> Prompt:
     the assistant says in `messages`, from its first message on; else the first of `ANSWER_KEYS`; else what the
     assistant says in another conversation. Raises DataError naming `id` and what is missing.
     """
-    if not isinstance(row, Mapping):
-        raise DataError(f"{id}: the row is a {type(row).__name__}; it must be an object such as {{'prompt': ...}}")
+    row = _object(row, id)
     prompt_key = config.prompt_key or _find_key(row, id)
     said = row.get(prompt_key)
     key = config.answer_key or next((each for each in ANSWER_KEYS if row.get(each) is not None), None)
@@ -494,7 +498,9 @@ def _find_key(row: Mapping[str, Any], id: str) -> str:
     return found[0]
 
 
-def _messages(value: Any, place: str) -> tuple[Message, ...]:
+def _messages(value: Any, place: str, *, answered: bool) -> tuple[Message, ...]:
+    """Return the messages of a prompt. Where the assistant's last one is an answer as a rule (`answered`), and not the
+    beginning of one, it is refused."""
     if not isinstance(value, Sequence):
         raise DataError(f"{place} is {value!r:.80} ({type(value).__name__}); it must be a string or a list of messages")
     if not value:
@@ -506,7 +512,7 @@ def _messages(value: Any, place: str) -> tuple[Message, ...]:
     if last["role"] != "assistant":
         role = last["role"]
         raise DataError(f"{place} ends with a message of {role!r}; the policy answers a 'user' or 'tool' message")
-    if place.endswith(": messages"):
+    if answered:
         raise DataError(
             f"{place} ends with a message of the assistant's, which as a rule is the answer",
             hint="learn the answers (kind: sft), or leave them out; what the policy is to continue is called 'prompt'",

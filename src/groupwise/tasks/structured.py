@@ -85,9 +85,12 @@ def of_reply(
     """Return `params` for the reply to this prompt, where `params.grammar` is that of an answer: the reply may think
     first, for `params.thinking_budget` tokens, and may be calls of `tools` instead. Raises GrammarError where what a
     tool takes cannot be guaranteed."""
-    thoughts, budget = thoughts_of(prompt_ids, tokenizer), params.thinking_budget
+    budget = params.thinking_budget
+    if params.grammar is None and budget is None:
+        return params
+    thoughts = thoughts_of(prompt_ids, tokenizer)
     if params.grammar is None:
-        if budget is None or thoughts == "none":
+        if thoughts == "none":
             return params
         return replace(params, grammar=replace(free_reply(), thoughts=thoughts, thought_tokens=budget))
     grammar = reply_grammar(format_of(tokenizer), tools, tokenizer, answer=params.grammar)

@@ -88,6 +88,11 @@ Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
 DEFAULTS = OptimizerConfig()
 
 
+def is_light(weights: int) -> bool:
+    """Return whether a model of so many bytes of weights is small: a GPU's compiled kernels do not pay for it."""
+    return weights <= LANE_BYTES
+
+
 class Learner:
     """Trains an adapter on (or, with `lora=None`, all parameters of) a base model.
 
@@ -511,7 +516,7 @@ class Learner:
         return self.device.type == "cuda" and not self._is_light()  # gpu-aware
 
     def _is_light(self) -> bool:
-        return sum(weight.numel() * weight.itemsize for weight in self.base.model.parameters()) <= LANE_BYTES
+        return is_light(sum(weight.numel() * weight.itemsize for weight in self.base.model.parameters()))
 
     def _verify_packed(self) -> bool:
         why = why_not_packed(self.model)

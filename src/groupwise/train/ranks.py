@@ -32,7 +32,7 @@ from groupwise.errors import RankLostError
 
 T = TypeVar("T")
 MOST_BEAT_S = 5.0
-_MEETINGS = itertools.count()  # of this process, and as many of each other
+_MEETINGS = itertools.count()  # numbers the runs of this process; every other process counts alike
 MIN_LOOK_S, MAX_LOOK_S = 0.0005, 0.02  # between two looks for an order
 _LOST = re.compile(
     r"gloo|nccl|Connection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|monitoredBarrier|Socket", re.IGNORECASE

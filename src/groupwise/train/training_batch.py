@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, zip_longest
+from functools import cached_property
+from itertools import chain, pairwise, zip_longest
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -94,18 +95,16 @@ class TrainingBatch:
     @property
     def steps(self) -> int:
         """Optimizer steps."""
-        return sum(map(len, self.passes or self.shown))
+        return len(self.step_rows)
 
-    def step_rows(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the rows of optimizer step `step`, from 0: of the samples, and of the demonstrations."""
-        of_samples, of_demonstrations = (
-            [rows for minibatches in passes for rows in minibatches] for passes in (self.passes, self.shown)
-        )
-        return (of_samples[step] if of_samples else ()), (of_demonstrations[step] if of_demonstrations else ())
+    @cached_property
+    def step_rows(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        """Rows of each optimizer step: of the samples, and of the demonstrations."""
+        return list(zip_longest(chain.from_iterable(self.passes), chain.from_iterable(self.shown), fillvalue=()))
 
     def step_samples(self, step: int) -> list[Sample]:
         """Return all that goes through the model in optimizer step `step`, from 0."""
-        rows, shown = self.step_rows(step)
+        rows, shown = self.step_rows[step]
         return [*(self.samples[row] for row in rows), *(self.demonstrations[row] for row in shown)]
 
     def with_old(self, learner: Learner) -> TrainingBatch:
@@ -139,7 +138,7 @@ class TrainingBatch:
 
     def accumulate(self, learner: Learner, step: int) -> Metrics:
         """Run forward and backward of optimizer step `step`, from 0."""
-        (rows, shown), metrics = self.step_rows(step), dict[str, float]()
+        (rows, shown), metrics = self.step_rows[step], dict[str, float]()
         if shown:
             metrics |= learner.forward_backward_supervised(
                 [self.demonstrations[row] for row in shown], coefficient=self.coefficient

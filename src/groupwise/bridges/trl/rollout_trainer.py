@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import EnvError
-from groupwise.model.chat import TOLD, encode_prompt
+from groupwise.model.chat import encode_prompt, told_always
 from groupwise.tasks.policy_calls import PolicyCalls
 from groupwise.types import Completion, Prompt, SamplingParams
 
@@ -83,7 +83,7 @@ class Trainer(Offered):
             "use_vllm": True,
             "vllm_mode": "server",
             "vllm_tensor_parallel_size": 1,
-            "chat_template_kwargs": dict(getattr(tokenizer, TOLD, {})),
+            "chat_template_kwargs": told_always(tokenizer),
         }
         super().__init__(**sampling)
         self.args = Args(

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from groupwise.config.hub import reading
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
@@ -16,7 +15,14 @@ from groupwise.engine.vllm.handshake import linear_names
 from groupwise.engine.vllm.publish import TrainerScores
 from groupwise.engine.vllm.server import ServerLaunch, Shape, launch_of
 from groupwise.errors import ConfigError, ModelError
-from groupwise.model.load import LoadedModel, context_length, load_configured, resolve_device, resolve_dtype
+from groupwise.model.load import (
+    LoadedModel,
+    context_length,
+    empty_model,
+    load_configured,
+    resolve_device,
+    resolve_dtype,
+)
 from groupwise.store.export import AdapterMerge
 
 
@@ -103,7 +109,5 @@ def read_launch(config: RunConfig, *, port: int) -> ServerLaunch:
             shape = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"model {config.model!r} cannot be read: {error}") from error
-    with torch.device("meta"):
-        dtype = resolve_dtype(config.dtype, resolve_device(config.device))
-        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
+    model = empty_model(shape, dtype=resolve_dtype(config.dtype, resolve_device(config.device)))
     return launch_of(config.vllm, _shape(config, model), port=port)

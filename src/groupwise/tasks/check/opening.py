@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from groupwise.config.chat import ChatConfig
 from groupwise.config.data import DatasetConfig
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, EnvError
+from groupwise.model.chat import configure_chat
 from groupwise.model.load import LoadedModel, load_model, load_tokenizer
 from groupwise.sampler import Sampler
 from groupwise.tasks.agent_rollouts import AgentRollouts
@@ -33,13 +35,15 @@ T = TypeVar("T")
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest:
     """What is to be checked: `env` as in a run, and what it is played with. `model` plays unless `scripts_only`; its
-    tokenizer and template are used in any case. `scored`: the run has reward functions, which are not called here."""
+    tokenizer is used in any case, with the chat template that `chat` says. `scored`: the run has reward functions,
+    which are not called here."""
 
     env: EnvConfig
     params: SamplingParams
     folder: Path = Path()
     data: DatasetConfig | None = None
     model: str = "starter"
+    chat: ChatConfig = field(default_factory=ChatConfig)
     scripts_only: bool = False
     scored: bool = False
 
@@ -63,6 +67,7 @@ def opened(
     if kind.needs_model or not wanted.scripts_only:
         say(f"loading {wanted.model} ...")
         base = load_model(wanted.model, device="cpu" if wanted.scripts_only else "auto", dtype="auto")
+        configure_chat(base.tokenizer, wanted.chat, folder=wanted.folder)
     engine = None if base is None or wanted.scripts_only else engine_of(base)
     try:
         yield kind.open_check(wanted, base, say), engine
@@ -73,7 +78,7 @@ def opened(
 
 def open_agent(agent: Agent, wanted: CheckRequest, base: LoadedModel | None) -> Opened:
     """Return an agent or a harness, ready to play. Raises EnvError where there are no cases."""
-    tokenizer = load_tokenizer(wanted.model) if base is None else base.tokenizer
+    tokenizer = load_tokenizer(wanted.model, chat=wanted.chat, folder=wanted.folder) if base is None else base.tokenizer
     prompts = rows_of(wanted) or agent.cases()
     if prompts is None:
         raise EnvError(f"there are no cases: {agent.name} has no method cases", hint="give --data")
@@ -106,7 +111,7 @@ def open_factory(
         raise ConfigError(f"env check plays one player, and {factory.name} has {len(factory.players)}", hint=hint)
     watch = Watch()
     factory = watch.of(factory)
-    tokenizer = load_tokenizer(wanted.model) if base is None else base.tokenizer
+    tokenizer = load_tokenizer(wanted.model, chat=wanted.chat, folder=wanted.folder) if base is None else base.tokenizer
     say("reading its cases ...")
     prompts = rows_of(wanted) or in_time(factory.cases, f"{factory.name}.cases", wanted)
     if prompts is None:
