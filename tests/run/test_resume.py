@@ -14,7 +14,7 @@ from cli_project import save_model
 from groupwise.config.run import RunConfig
 from groupwise.errors import StorageError
 from groupwise.run.display import LineDisplay
-from groupwise.run.loop import run_loop
+from groupwise.run.loop import RunResult, run_loop
 from groupwise.run.training_run import TrainingRun
 from groupwise.store.adapters import AdapterStore
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
@@ -56,6 +56,21 @@ def died(tmp_path: Path, step: int, **sections) -> Path:
 
 
 KEPT = {"adapters": {"keep": 100}}
+
+
+def test_a_finished_run_goes_on_for_more_steps(tmp_path: Path) -> None:
+    """At a constant rate it is the run that was asked for as many from the beginning."""
+
+    def ran(place: Path, steps: int, **sections) -> RunResult:
+        return run_loop(config(place, train={"steps": steps, "warmup_steps": 1}, **sections))
+
+    short, whole = ran(tmp_path / "short", 2), ran(tmp_path / "whole", 4)
+    result = ran(tmp_path / "short", 4, resume="auto")
+    assert (result.run_dir, result.steps, result.newest) == (short.run_dir, 4, whole.newest)
+    assert metrics_of(result.run_dir) == metrics_of(whole.run_dir)
+    assert rollouts_of(result.run_dir) == rollouts_of(whole.run_dir)
+    kept, expected = adapter_bytes(result.run_dir), adapter_bytes(whole.run_dir)
+    assert kept.keys() >= expected.keys() and {name: kept[name] for name in expected} == expected != {}
 
 
 @pytest.mark.parametrize(

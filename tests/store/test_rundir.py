@@ -130,6 +130,24 @@ def test_a_finished_run_that_is_named_is_as_it_was(tmp_path: Path, make_base) ->
 
 
 @pytest.mark.parametrize("named", [True, False])
+def test_a_finished_run_goes_on_where_more_steps_are_asked_for(tmp_path: Path, make_base, named: bool) -> None:
+    place = {"run_dir": str(tmp_path / "runs" / "run-20200101T000000Z")}
+    run_dir = begun(tmp_path, make_base, finished=True, **place)
+    kept = (run_dir / "metrics.jsonl").read_text().splitlines()
+    longer = {"train": {**config(tmp_path).model_dump()["train"], "steps": 5000}, **(place if named else {})}
+    assert opened(config(tmp_path, **longer)) == (run_dir, STANDING)
+    assert (run_dir / "metrics.jsonl").read_text().splitlines() == kept[: STANDING.step + 1]
+    assert "steps: 5000" in (run_dir / "config.yaml").read_text()
+    assert opened(config(tmp_path, **longer)) == (run_dir, STANDING)  # it was ended before its next checkpoint
+    fewer = {**longer, "train": {**longer["train"], "steps": 4000}}
+    if named:
+        with pytest.raises(ConfigError):
+            opened(config(tmp_path, **fewer))
+    else:
+        assert opened(config(tmp_path, **fewer))[0] != run_dir
+
+
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("changed", [{}, {"seed": 5}])
 def test_a_run_that_is_being_trained_is_left_as_it_is(tmp_path: Path, make_base, named: bool, changed: dict) -> None:
     """A second process finds it, and reads and writes nothing there before it is told that it may not."""

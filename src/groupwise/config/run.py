@@ -473,8 +473,9 @@ class RunConfig(Section):
     run_dir: Text | None = None
     """... unless it is named here."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` goes on with the run of this name and configuration that was not finished, if there is one. One that
-    `run_dir` names may be finished: then only its result is said again."""
+    """`auto` goes on with the run of this name and configuration that was not finished, if there is one. A finished run
+    goes on, too, where `train.steps` asks for more than it did; one that `run_dir` names and that did all of them only
+    says its result again."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
     """Where `data.source` and the modules of functions are looked up first; the default is the config file's folder."""
     stages: tuple[dict[str, Any], ...] = Field(default=(), strict=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,20 @@ def newest(run_dir: Path) -> Path | None:
     """Return the checkpoint with the highest step, if there is one."""
     found = max(_saved(run_dir / CHECKPOINTS), key=_step_of, default=None)
     return None if found is None else files.whole_directory(found)
+
+
+def standing(run_dir: Path) -> RunState | None:
+    """Return the state of the newest checkpoint, if there is one. Raises StorageError if it is damaged."""
+    found = newest(run_dir)
+    return None if found is None else read(found)
+
+
+def reopen(run_dir: Path) -> None:
+    """Mark the run as not finished: it goes on from its newest checkpoint. Raises StorageError."""
+    found = newest(run_dir)
+    assert found is not None, run_dir
+    with files.writing(f"writing the checkpoint {found}"):
+        files.replace(found / _STANDING, replace(read(found), finished=False).dump())
 
 
 def _saved(root: Path) -> set[Path]:

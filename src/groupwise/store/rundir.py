@@ -41,8 +41,8 @@ def open_run_dir(
     config: RunConfig, *, note: Callable[[str], None] = lambda text: None
 ) -> Iterator[tuple[Path, checkpoint.RunState | None]]:
     """Context manager: the run's directory, locked against other processes, and the state from which a resumed run goes
-    on (`resume: auto`). The run that `run_dir` names may be finished: then there is nothing left but to conclude it
-    again. `note` is told why a run that may go on with another begins anew.
+    on (`resume: auto`). A finished run goes on where `train.steps` asks for more; else, if `run_dir` names it, there is
+    nothing left but to conclude it again. `note` is told why a run that may go on with another begins anew.
 
     The directory is locked before anything in it is changed: a run that is being trained stays as it is.
 
@@ -133,16 +133,28 @@ def _entered(run_dir: Path, config: RunConfig) -> checkpoint.RunState | None:
         with files.writing(f"making the run directory {run_dir}"):
             files.replace(run_dir / CONFIG, dump_resolved(config))
         return None
-    if changed := _changes(run_dir / CONFIG, config):
+    changed, standing = _changes(run_dir / CONFIG, config), checkpoint.standing(run_dir)
+    if _is_longer(changed, standing, config):
+        checkpoint.reopen(run_dir)
+        with files.writing(f"writing the configuration of {run_dir}"):
+            files.replace(run_dir / CONFIG, dump_resolved(config))
+        standing = checkpoint.standing(run_dir)
+    elif changed:
         raise ConfigError(
             f"run_dir {str(run_dir)!r} holds a run with another {', '.join(changed)}",
-            hint="resume with the configuration that the run was started with, or name another directory",
+            hint="resume with the configuration of that run, or with more train.steps and no other change; or name "
+            "another directory",
+            field="run_dir",
         )
-    found = checkpoint.newest(run_dir)
-    standing = None if found is None else checkpoint.read(found)
     if standing is None or not standing.finished:
         _wind_back(run_dir, config.name, standing)
     return standing
+
+
+def _is_longer(changed: Mapping[str, object], standing: checkpoint.RunState | None, config: RunConfig) -> bool:
+    """Return whether the configuration asks for more steps of a run, and for nothing else."""
+    steps = changed.get("train.steps")
+    return standing is not None and len(changed) == 1 and isinstance(steps, int) and steps < config.train.steps
 
 
 def _check_free(run_dir: Path, config: RunConfig) -> None:
@@ -154,8 +166,8 @@ def _check_free(run_dir: Path, config: RunConfig) -> None:
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
-    """Return the newest run of this configuration in `output_dir` that was not finished; else why the newest of this
-    name does not go on, which is "" where there is none."""
+    """Return the newest run of this configuration in `output_dir` that was not finished, or that has fewer steps than
+    are asked for; else why the newest of this name does not go on, which is "" where there is none."""
     pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
     matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]
     begun = [(match[1], int(match[2] or 1), path) for match, path in matches if match]
@@ -163,37 +175,37 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
     for _, _, run_dir in sorted(begun, reverse=True):
         if not (run_dir / CONFIG).exists():
             continue
-        if changed := _changes(run_dir / CONFIG, config):
+        changed, standing = _changes(run_dir / CONFIG, config), checkpoint.standing(run_dir)
+        if changed and not _is_longer(changed, standing, config):
             why = why or f"{run_dir} has another {', '.join(changed)}"
-            continue
-        at = checkpoint.newest(run_dir)
-        if at is None or not checkpoint.read(at).finished:
+        elif changed or standing is None or not standing.finished:
             return run_dir, ""
-        why = why or f"{run_dir} was finished"
+        else:
+            why = why or f"{run_dir} was finished after step {standing.step}; with more train.steps it goes on"
     return None, why
 
 
-def _changes(saved: Path, config: RunConfig) -> list[str]:
-    """Return the keys in which a saved configuration differs from this one."""
+def _changes(saved: Path, config: RunConfig) -> dict[str, object]:
+    """Return the keys in which a saved configuration differs from this one, with the values that it has."""
     yaml = YAML(typ="safe")
     try:
         before = identity(dict(yaml.load(saved.read_text(encoding="utf-8"))))
         now = identity(resolved(config))
     except (OSError, YAMLError, ValueError, TypeError):
-        return ["configuration, or one that cannot be read"]
-    return list(_differing(before, now))
+        return {"configuration, or one that cannot be read": None}
+    return dict(_differing(before, now))
 
 
-def _differing(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
-    """Yield the dotted keys whose values differ."""
+def _differing(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield the dotted keys whose values differ, each with the value before."""
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)
         if _text(old) == _text(new):
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from (f"{key}.{inner}" for inner in _differing(old, new))
+            yield from ((f"{key}.{inner}", value) for inner, value in _differing(old, new))
         else:
-            yield key
+            yield key, old
 
 
 def _text(value: object) -> str:
