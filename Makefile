@@ -1,5 +1,6 @@
 # make demo    everything a fresh machine needs, then the main job: the starter model learns arithmetic
 # make test    everything a fresh machine needs, then lint, types, layers, the documentation and the test suite
+# make wording the words of all refusals that tests meet, written anew to tests/*/wording.txt, to be read
 # make docs    the documentation as a site, in build/site; a dead link is an error
 # make vllm    vLLM's CPU build in .venv-vllm (2.5 GB), and its engine against ours (six minutes)
 # make ui      the web interface from its sources in ui/ (needs Node; what is built is in the repository)
@@ -13,7 +14,7 @@ VENV   := .venv
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 2)')
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types suite compiled docs bench gpu vllm ui clean
+.PHONY: demo test lint types suite compiled wording docs bench gpu vllm ui clean
 
 demo: $(VENV)/.installed
 	$(BIN)/groupwise demo
@@ -32,6 +33,10 @@ types: $(VENV)/.installed-dev
 
 suite: compiled
 	$(BIN)/pytest -q -n $(TESTERS) --dist loadgroup
+
+wording: compiled
+	WORDING=write $(BIN)/pytest -q -n $(TESTERS) --dist loadgroup
+	git diff --stat -- '*wording.txt'
 
 # once: the tests start hundreds of processes, which would each compile what they import, and pytest rewrites the tests'
 # assertions, which each test process would do by itself. What it says of broken tests `suite` says again.

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import wording
 from cli_project import Project, save_model
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_model, wrap_model
@@ -47,6 +48,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if named := getattr(item, "_nodeid", None):
             item._id = coerce_node_id(named)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The words of refusals are kept by test."""
+    wording.begin(item)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """`make wording` writes them, once all processes are done."""
+    wording.begin(None)
+    if wording.WRITES and not hasattr(session.config, "workerinput"):
+        asked = session.config.option
+        some = asked.keyword or any("::" in str(each) for each in asked.file_or_dir)
+        wording.gather(of="some" if some else "files" if asked.file_or_dir else "all")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

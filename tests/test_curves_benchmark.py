@@ -18,6 +18,7 @@ import pytest
 from groupwise.rewards.call import RewardFunction
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from test_benchmarks import FOLDER
+from wording import raises
 
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("textarena")
@@ -44,7 +45,7 @@ def test_held_out_problems_are_neither_trained_on_nor_shown(curves: Any, tmp_pat
         for seed in (curves.SHOWN, curves.TRAINING, curves.EVALUATION)
     )
     assert others & trained and others & shown
-    with pytest.raises(ValueError, match="widen its parameters"):
+    with raises(ValueError):
         curves.write_held_out(task, tmp_path)
     task = replace(task, parameters={"max_numbers": 2, "max_value": 40})
     monkeypatch.setitem(shown_lcm, "lcm", task.parameters)

@@ -17,6 +17,7 @@ from groupwise.algo.credit import has_signal, with_advantages
 from groupwise.config.algo import AdvantageConfig, RunAlgoConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
+from wording import raises
 
 KINDS = ("group_std", "mean", "batch_std", "leave_one_out")
 GDPO = AdvantageConfig(aggregation="normalize_then_sum")
@@ -195,7 +196,7 @@ def test_what_was_cut_may_have_no_vote():
     (by_turn,) = with_advantages([mixed], turns)
     assert [r.advantage for r in by_turn.rollouts] == [0.25, -0.25, None, None]
     assert [r.reward for r in by_turn.rollouts] == [1.0, 0.5, 0.0, 0.0]
-    with pytest.raises(ValidationError, match="truncated_votes"):
+    with raises(ValidationError):
         RunAlgoConfig(truncated_votes=False)
 
 
@@ -215,7 +216,7 @@ def test_a_function_that_failed_for_some_makes_those_unscorable():
 
 
 def test_a_weight_for_no_function_is_refused():
-    with pytest.raises(ConfigError, match="'maths'"):
+    with raises(ConfigError):
         weighted_rewards([{"math": 1.0}], {"maths": 1.0})
 
 
@@ -271,18 +272,18 @@ def test_has_signal():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    "options",
     [
-        ({"advantage": "rloo"}, "leave_one_out"),
-        ({"aggregation": "sum"}, "normalize_then_sum"),
-        ({"advantage_eps": 0.0}, "greater than 0"),
-        ({"advantage": "mean", "advantage_eps": 1e-6}, "does not act"),
-        ({"advantage_ddof": 2}, "less than or equal to 1"),
-        ({"advantage_ddof": True}, "valid integer"),
-        ({"advantage": "leave_one_out", "advantage_ddof": 0}, "does not act"),
-        ({"advantage": "mean", "aggregation": "normalize_then_sum"}, "does not act"),
+        {"advantage": "rloo"},
+        {"aggregation": "sum"},
+        {"advantage_eps": 0.0},
+        {"advantage": "mean", "advantage_eps": 1e-6},
+        {"advantage_ddof": 2},
+        {"advantage_ddof": True},
+        {"advantage": "leave_one_out", "advantage_ddof": 0},
+        {"advantage": "mean", "aggregation": "normalize_then_sum"},
     ],
 )
-def test_options_that_cannot_act_are_refused(options: dict, says: str):
-    with pytest.raises(ValidationError, match=says):
+def test_options_that_cannot_act_are_refused(options: dict):
+    with raises(ValidationError):
         AdvantageConfig(**options)

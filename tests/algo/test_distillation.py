@@ -24,6 +24,7 @@ from groupwise.algo.samples import samples_of
 from groupwise.config.teacher import TeacherConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, SequenceScores, Turn
+from wording import raises
 
 
 def distributions(seed: int, vocabulary: int = 9, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,9 +175,9 @@ def test_the_loss_without_what_it_reads_is_refused():
         total_tokens=2,
         total_rows=1,
     )
-    with pytest.raises(ConfigError, match="soft_kl 'forward' reads soft targets"):
+    with raises(ConfigError):
         policy_loss(torch.zeros(2), inputs, resolve_loss("grpo", soft_kl="forward"))
-    with pytest.raises(ConfigError, match="has no effect with soft_kl 'none'"):
+    with raises(ConfigError, field="soft_kl_coeff", kind="ineffective"):
         resolve_loss("grpo", soft_kl_coeff=0.5)
 
 

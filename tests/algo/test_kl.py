@@ -17,6 +17,7 @@ from groupwise.algo.loss_inputs import LossInputs
 from groupwise.config.algo import AdvantageConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
+from wording import raises
 
 
 def rollout(reward: float | None, *, turns: int = 1) -> Rollout:
@@ -45,7 +46,7 @@ def test_sequence_kl_is_over_trained_finite_tokens():
         prompt_ids=(1,), completion_ids=(5, 6, 7, 8), mask=(1, 0, 1, 1), behaviour_logprobs=(-1.0, -9.0, math.nan, -2.0)
     )
     assert sequence_kl(row, (-1.5, -1.0, -1.0, -1.0)) == 0.5 - 1.0
-    with pytest.raises(ConfigError, match="behaviour logprobs"):
+    with raises(ConfigError):
         sequence_kl(replace(row, behaviour_logprobs=None), (0.0,) * 4)
 
 
@@ -92,7 +93,7 @@ def test_groups_without_advantages_are_left_alone():
     spec = AdvantageConfig()
     groups = with_advantages([group(None, 1.0), group(1.0, 0.0)], spec)
     assert advantages_of(with_kl_penalty(groups, [1.0, 1.0], spec, coeff=1.0)) == advantages_of(groups)
-    with pytest.raises(ValueError, match="3 KLs for 2 segments"):
+    with raises(ValueError):
         with_kl_penalty(groups, [1.0, 1.0, 1.0], spec, coeff=1.0)
 
 
@@ -174,14 +175,14 @@ def test_the_controller_resumes():
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    "values",
     [
-        ({"target": 0.0}, "target"),
-        ({"coeff": -1.0}, "coeff"),
-        ({"horizon": 0.5}, "at least 1"),
-        ({"coeff": math.nan}, "coeff"),
+        {"target": 0.0},
+        {"coeff": -1.0},
+        {"horizon": 0.5},
+        {"coeff": math.nan},
     ],
 )
-def test_the_controllers_numbers_are_checked(values: dict, says: str):
-    with pytest.raises(ConfigError, match=says):
+def test_the_controllers_numbers_are_checked(values: dict):
+    with raises(ConfigError):
         AdaptiveKL(**{"coeff": 0.1, "target": 0.1} | values)

@@ -14,6 +14,7 @@ from groupwise.algo.loss_inputs import LossInputs
 from groupwise.config.algo import AlgoConfig
 from groupwise.config.loss import PRESETS, LossSpec, loss_of, resolve_loss
 from groupwise.errors import ConfigError, FieldError
+from wording import raises
 
 # knob -> another value that a loss which reads it must notice
 OTHER = {
@@ -45,7 +46,7 @@ def specs() -> list[LossSpec]:
 @pytest.mark.parametrize("knob", OTHER)
 def test_every_knob_acts_or_is_refused(spec: LossSpec, knob: str):
     if not spec.reads(knob):
-        with pytest.raises(FieldError, match=f"{knob}.*no effect") as refused:
+        with raises(FieldError) as refused:
             replace(spec, **{knob: OTHER[knob]})
         assert (refused.value.field, refused.value.kind) == (knob, "ineffective")
         return
@@ -55,54 +56,52 @@ def test_every_knob_acts_or_is_refused(spec: LossSpec, knob: str):
 
 
 @pytest.mark.parametrize(
-    ("preset", "overrides", "names"),
+    ("preset", "overrides", "field"),
     [
-        ("reinforce", {"clip_low": 0.1}, ["clip_low=0.1", "'reinforce'", "clip", "dapo"]),
-        ("grpo", {"kl_coeff": 0.1}, ["kl_coeff=0.1", "'none'", "k3"]),
-        ("cispo", {"dual_clip": 3.0}, ["dual_clip", "'cispo'", "dapo"]),
-        ("reinforce", {"anchor": "old"}, ["anchor", "no ratio"]),
-        ("reinforce", {"ratio": "sequence"}, ["ratio", "'reinforce'"]),
-        ("dapo", {"reduction_length": 10}, ["reduction_length", "constant"]),
-        ("grpo", {"correction_cap": 2.0}, ["correction_cap", "tis_token"]),
-        ("gspo", {"sapo_tau_positive": 1.0}, ["sapo_tau_positive", "sapo"]),
+        ("reinforce", {"clip_low": 0.1}, "clip_low"),
+        ("grpo", {"kl_coeff": 0.1}, "kl_coeff"),
+        ("cispo", {"dual_clip": 3.0}, "dual_clip"),
+        ("reinforce", {"anchor": "old"}, "anchor"),
+        ("reinforce", {"ratio": "sequence"}, "ratio"),
+        ("dapo", {"reduction_length": 10}, "reduction_length"),
+        ("grpo", {"correction_cap": 2.0}, "correction_cap"),
+        ("gspo", {"sapo_tau_positive": 1.0}, "sapo_tau_positive"),
     ],
 )
-def test_an_override_without_effect_names_the_alternatives(preset: str, overrides: dict, names: list[str]):
-    with pytest.raises(ConfigError) as raised:
+def test_an_override_without_effect_names_the_alternatives(preset: str, overrides: dict, field: str):
+    with raises(ConfigError, field=field, kind="ineffective"):
         resolve_loss(preset, **overrides)
-    for name in names:
-        assert name in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "field"),
     [
-        (lambda: resolve_loss("grop"), "did you mean 'grpo'"),
-        (lambda: resolve_loss("grpo", clip_hgih=0.3), "did you mean 'clip_high'"),
-        (lambda: resolve_loss("grpo", kl="k4"), "valid: none, k1"),
-        (lambda: resolve_loss("grpo", beta=0.1), "kl_coeff"),
-        (lambda: resolve_loss("grpo", delta=4.0), "dual_clip"),
-        (lambda: resolve_loss("grpo", clip_low=-0.1), "0 or more"),
-        (lambda: resolve_loss("grpo", clip_high=float("nan")), "finite"),
-        (lambda: resolve_loss("grpo", clip_high="0.2"), "finite number"),
-        (lambda: resolve_loss("grpo", clip_high=1e308), r"clip_high is 1e\+308; float32.* ends at 3.4e\+38"),
-        (lambda: resolve_loss("grpo", dual_clip=0.5), "above 1"),
-        (lambda: resolve_loss("grpo", kl="k3", kl_coeff=0.0), "positive"),
+        (lambda: resolve_loss("grop"), "policy_loss"),
+        (lambda: resolve_loss("grpo", clip_hgih=0.3), "clip_hgih"),
+        (lambda: resolve_loss("grpo", kl="k4"), "kl"),
+        (lambda: resolve_loss("grpo", beta=0.1), "beta"),
+        (lambda: resolve_loss("grpo", delta=4.0), "delta"),
+        (lambda: resolve_loss("grpo", clip_low=-0.1), "clip_low"),
+        (lambda: resolve_loss("grpo", clip_high=float("nan")), "clip_high"),
+        (lambda: resolve_loss("grpo", clip_high="0.2"), "clip_high"),
+        (lambda: resolve_loss("grpo", clip_high=1e308), "clip_high"),
+        (lambda: resolve_loss("grpo", dual_clip=0.5), "dual_clip"),
+        (lambda: resolve_loss("grpo", kl="k3", kl_coeff=0.0), "kl_coeff"),
         (
             lambda: resolve_loss("grpo", correction="mask_token", correction_cap=1.0, correction_floor=2.0),
-            "below the cap",
+            "correction_floor",
         ),
-        (lambda: resolve_loss("grpo", correction="mask_token", correction_cap=None), "masks nothing"),
-        (lambda: resolve_loss("grpo", correction="tis_token", anchor="behaviour"), "twice"),
-        (lambda: resolve_loss("grpo", ratio="none"), "needs a ratio"),
-        (lambda: resolve_loss("grpo", clip_high=None), "clip_high is not set"),
-        (lambda: resolve_loss("dppo", ratio="sequence"), "of tokens"),
-        (lambda: resolve_loss("grpo", surrogate="custom"), "function of yours"),
-        (lambda: LossSpec(surrogate="sapo", ratio="token"), "sapo_tau_positive is not set"),
+        (lambda: resolve_loss("grpo", correction="mask_token", correction_cap=None), "correction"),
+        (lambda: resolve_loss("grpo", correction="tis_token", anchor="behaviour"), "correction"),
+        (lambda: resolve_loss("grpo", ratio="none"), "surrogate"),
+        (lambda: resolve_loss("grpo", clip_high=None), "clip_high"),
+        (lambda: resolve_loss("dppo", ratio="sequence"), "ratio"),
+        (lambda: resolve_loss("grpo", surrogate="custom"), "surrogate"),
+        (lambda: LossSpec(surrogate="sapo", ratio="token"), "sapo_tau_positive"),
     ],
 )
-def test_mistakes_are_explained(call, says: str):
-    with pytest.raises(FieldError, match=says) as mistake:
+def test_mistakes_are_explained(call, field: str):
+    with raises(FieldError, field=field) as mistake:
         call()
     assert mistake.value.field in {
         *(each.name for each in fields(LossSpec)),
@@ -114,7 +113,7 @@ def test_mistakes_are_explained(call, says: str):
 
 
 def test_a_mistake_in_a_configuration_has_its_path():
-    with pytest.raises(FieldError, match=r"^clip_low=0\.1 has no effect") as mistake:
+    with raises(FieldError) as mistake:
         loss_of(AlgoConfig(policy_loss="reinforce", clip_low=0.1), max_tokens=8)
     assert (mistake.value.field, mistake.value.kind) == ("algo.clip_low", "ineffective")
 

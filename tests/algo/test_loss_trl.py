@@ -18,6 +18,7 @@ from groupwise.config.loss import loss_of
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import read_run
 from trl_peer import MAX_LENGTH, trl_loss
+from wording import raises
 
 TRL_FILE = """\
 model_name_or_path: starter
@@ -143,7 +144,7 @@ def test_an_imported_delta_is_trls(tmp_path: Path, loss_type: str, delta: float)
 def test_a_delta_below_1_is_refused(tmp_path: Path):
     file = tmp_path / "trl.yaml"
     file.write_text(TRL_FILE + "delta: 0.9\n")
-    with pytest.raises(ConfigError, match=r"delta.*0\.9 is not valid.*write 1 or more"):
+    with raises(ConfigError):
         read_run(file, ()).runnable()
 
 

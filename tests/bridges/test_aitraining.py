@@ -12,6 +12,7 @@ from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.importing import import_run
 from groupwise.store.tracking import read_metrics
+from wording import raises, wording
 
 HOTEL = [
     "--model",
@@ -67,23 +68,19 @@ def test_which_turns_are_trained_is_said_unless_it_was_chosen():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (["--rl-env-module", "m"], "rl_env_class: required with rl_env_module and missing; name the class"),
-        (["--rl-env-class", "C"], "rl_env_module: required with rl_env_class and missing; name the module"),
-        (["--rl-env-config", "{}"], "rl_env_config: there is no environment; write rl_env_module and rl_env_class"),
-        (
-            [*HOTEL, "--rl-env-config", "{bad"],
-            """it must be a JSON object, as in '{"difficulty": "hard"}'; Expecting""",
-        ),
-        ([*HOTEL, "--rl-env-config", "[1]"], "it must be a JSON object"),
-        ([*HOTEL, "--train-turns", "last"], "it must be one of all, first"),
+        ["--rl-env-module", "m"],
+        ["--rl-env-class", "C"],
+        ["--rl-env-config", "{}"],
+        [*HOTEL, "--rl-env-config", "{bad"],
+        [*HOTEL, "--rl-env-config", "[1]"],
+        [*HOTEL, "--train-turns", "last"],
     ],
 )
-def test_an_environment_that_is_not_said_right(arguments, message):
-    with pytest.raises(ConfigError) as caught:
+def test_an_environment_that_is_not_said_right(arguments):
+    with raises(ConfigError):
         imported(*arguments)
-    assert message in str(caught.value)
 
 
 def test_the_rows_that_an_environment_makes_are_an_epoch(tmp_path, monkeypatch):
@@ -108,10 +105,10 @@ def test_with_prompts_and_rewards_it_is_a_run(tmp_path, monkeypatch):
     config = imported(*without_environment, "--epochs", "3", "data.source=p.jsonl", "rewards=[m:f]").runnable()
     assert config.train.steps == 15 and config.train.warmup_steps == 2  # 10% of 15
     missing = imported(*without_environment)
-    with pytest.raises(ConfigError, match="it runs with: rl_env_module=MODULE rl_env_class=CLASS"):
+    with raises(ConfigError):
         missing.runnable()
     rewards_only = imported(*without_environment, "rewards=[m:f]")
-    with pytest.raises(ConfigError, match=r"it runs with: data.source=FILE.jsonl"):
+    with raises(ConfigError):
         rewards_only.runnable()
 
 
@@ -133,21 +130,20 @@ def test_a_configuration_file_with_params(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (["--rl-num-generation", "4"], "did you mean rl_num_generations?"),
-        (["--trainer", "ppo"], "ppo is not trained here; write grpo"),
-        (["--batch-size", "3", "--gradient-accumulation", "1"], "write gradient_accumulation: 4"),
-        (["--peft", "true", "stray"], "'stray' is not a flag"),
-        (["-x"], "'-x' is not a flag"),
-        (["--rl-loss-type", "gspo"], "it must be one of grpo, bnpo, dr_grpo, dapo, cispo, sapo"),
-        (["--rl-loss-type", "cispo"], "0.2 would be the largest ratio with cispo"),
+        ["--rl-num-generation", "4"],
+        ["--trainer", "ppo"],
+        ["--batch-size", "3", "--gradient-accumulation", "1"],
+        ["--peft", "true", "stray"],
+        ["-x"],
+        ["--rl-loss-type", "gspo"],
+        ["--rl-loss-type", "cispo"],
     ],
 )
-def test_what_cannot_be_read(arguments, message):
-    with pytest.raises(ConfigError) as caught:
+def test_what_cannot_be_read(arguments):
+    with raises(ConfigError):
         imported(*arguments)
-    assert message in str(caught.value)
 
 
 def test_flags_as_a_document():
@@ -167,7 +163,7 @@ def test_losses_with_their_bounds():
 
 def test_vllm_is_the_engine():
     said = ["--use-vllm", "--vllm-mode", "server", "--vllm-server-gpus", "2", "--vllm-server-url", "http://gpu:8000/v1"]
-    with pytest.raises(ConfigError, match=r"--peft trains one(.|\n)*it runs with: peft=true"):  # all parameters
+    with raises(ConfigError):  # all parameters
         imported(*HOTEL, "--peft=false", *said).runnable()
     loaded = imported(*HOTEL, *said)
     config = loaded.runnable()
@@ -227,11 +223,14 @@ def test_run_check_eval_and_import_take_the_flags(folder, model_dir):
 
 def test_what_is_wrong_with_the_names_is_said(folder, model_dir):
     missing = cli("run", *words(model_dir), "--rl-env-class", "Vowel")
-    assert missing.exit_code == 2 and "did you mean Vowels?" in missing.stderr
+    assert missing.exit_code == 2
+    wording(missing.stderr)
     module = cli("run", *words(model_dir), "--rl-env-module", "vowels_env")
-    assert module.exit_code == 2 and "did you mean vowel_env?" in module.stderr
+    assert module.exit_code == 2
+    wording(module.stderr)
     config = cli("run", *words(model_dir), "--rl-env-config", '{"letter": "a"}')
-    assert config.exit_code == 2 and "takes letters" in config.stderr
+    assert config.exit_code == 2
+    wording(config.stderr)
 
 
 @pytest.mark.parametrize("given", [["run.yaml", "--jsn"], ["--jsn", "run.yaml"], ["run.yaml", "--epochs", "3"]])
@@ -260,7 +259,7 @@ def test_python_takes_the_parameters(folder, model_dir, monkeypatch):
     with pytest.warns(UserWarning, match="every turn that the environment generates is trained"):
         result = train(params)
     assert result.steps == 1 and result.run_dir.name.startswith("vowels-")
-    with pytest.raises(ConfigError, match="did you mean rl_env_class"):
+    with raises(ConfigError):
         LLMTrainingParams(rl_env_clas="x").run_config()
 
 

@@ -18,6 +18,7 @@ from groupwise.config.yaml import key_paths
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
 from reference_files import CPU, DORA, FULL_ASYNC, QUICK_START, write_project
+from wording import raises
 
 LOCAL = ("trl.use_vllm=false",)
 
@@ -349,13 +350,13 @@ def test_losses_are_our_presets_with_trls_epsilon(read, loss):
 def test_epsilon_high_is_the_largest_ratio_with_cispo(read):
     loaded = read(QUICK_START, *LOCAL, "trl.loss_type=cispo", "trl.epsilon_high=5.0")
     assert algo(loaded) == {"clip_high": 4.0}
-    with pytest.raises(ConfigError, match=r"trl\.epsilon.*largest ratio with cispo"):
+    with raises(ConfigError):
         read(QUICK_START, *LOCAL, "trl.loss_type=cispo")
 
 
 def test_sequence_level_ratios(read):
     assert algo(read(QUICK_START, *LOCAL, "trl.importance_sampling_level=sequence"))["ratio"] == "sequence"
-    with pytest.raises(ConfigError, match="luspo is a loss of sequences"):
+    with raises(ConfigError):
         read(QUICK_START, *LOCAL, "trl.loss_type=luspo")
     read(QUICK_START, *LOCAL, "trl.loss_type=luspo", "trl.importance_sampling_level=sequence").runnable()
 
@@ -431,7 +432,7 @@ def test_scales_of_rewards(read, scale, advantage):
 
 def test_gdpo_normalises_each_reward_and_refuses_the_other_order(read):
     assert read(QUICK_START, *LOCAL, "rl=gdpo").config.algo.aggregation == "normalize_then_sum"
-    with pytest.raises(ConfigError, match="rl: gdpo is normalize_then_sum"):
+    with raises(ConfigError):
         read(QUICK_START, "rl=gdpo", "trl.multi_objective_aggregation=sum_then_normalize")
 
 
@@ -454,7 +455,7 @@ def test_generation_kwargs_act(read):
     kwargs = "trl.generation_kwargs={stop: END, top_k: -1, max_new_tokens: 64, temperature: 0.5}"
     rollout = read(QUICK_START, *LOCAL, kwargs).runnable().rollout
     assert (rollout.stop, rollout.top_k, rollout.max_tokens, rollout.temperature) == (("END",), 0, 64, 0.5)
-    with pytest.raises(ConfigError, match="'typical_p' is not here; it knows temperature"):
+    with raises(ConfigError):
         read(QUICK_START, *LOCAL, "trl.generation_kwargs={typical_p: 0.9}").runnable()
 
 
@@ -466,7 +467,7 @@ def test_a_part_of_the_vocabulary_arrives_but_with_vllm(read):
     assert {note.place.split()[0] for note in loaded.differs} >= {"trl.top_p", "trl.generation_kwargs"}
     off = read(QUICK_START, *LOCAL, "trl.top_p=0.9", "trl.generation_kwargs={top_p: 1.0}").runnable().rollout
     assert off.top_p == 1
-    with pytest.raises(ConfigError, match=r"trl\.top_p.*: top_p 0\.9: vLLM does not report which"):
+    with raises(ConfigError):
         read(QUICK_START, "trl.use_vllm=true", "trl.top_p=0.9").runnable()
 
 
@@ -475,7 +476,7 @@ def test_what_completions_must_match_arrives_but_with_vllm(read, name):
     loaded = read(QUICK_START, *LOCAL, f"trl.{name}=x+")
     assert loaded.runnable().rollout.structured_outputs_regex == "x+"
     assert f"trl.{name}" in {note.place.split()[0] for note in loaded.differs}
-    with pytest.raises(ConfigError, match=rf"trl\.{name}.*vLLM does not report which"):
+    with raises(ConfigError):
         read(QUICK_START, "trl.use_vllm=true", f"trl.{name}=x+").runnable()
 
 
@@ -546,7 +547,7 @@ def test_epochs_are_steps_of_whole_batches(read):
     assert loaded.config.train.steps == 3 * 2
     assert loaded.document.origin(("train", "steps")) == "num_epochs given as 'num_epochs=3'"
     assert read(local, *LOCAL, *data, "micro_batch_size=10", "data.limit=5").config.train.steps == 1
-    with pytest.raises(ConfigError, match="12 prompts are fewer than the 50 of one step"):
+    with raises(ConfigError):
         read(local, *LOCAL, *data, "micro_batch_size=100")
 
 

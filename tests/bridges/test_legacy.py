@@ -13,6 +13,7 @@ from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.tasks.env_loading import EnvFactory
 from groupwise.tasks.prompts import to_prompt
 from groupwise.types import SamplingParams
+from wording import raises
 
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 MESSAGES = [{"role": "user", "content": "A room in Paris?"}]
@@ -66,28 +67,24 @@ def test_without_case_idx_the_row_is_the_case_and_that_is_said_once(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    "rows",
     [
-        ([], "returned no rows"),
-        ("rows", "returned a str"),
-        (7, "returned a int"),
-        ({"train": []}, "returned a dict"),
-        (["a"], "row 0 is 'a'"),
-        (
-            [{"prompt": "a", "case_idx": 0}, {"question": "b", "case_idx": 1}],
-            "row 1 has no 'prompt'; it has 'question'",
-        ),
-        ([{"prompt": "a", "case_idx": 0}, {"prompt": "b"}], "case:1 has no 'case_idx'"),
-        ([{"prompt": "a", "case_idx": 0}, {"prompt": "b", "case_idx": None}], "case:1 has no 'case_idx'"),
-        ([{"prompt": ""}], "empty string"),
-        ([{"prompt": [{"role": "robot", "content": "x"}], "case_idx": 0}], "role is 'robot'"),
+        [],
+        "rows",
+        7,
+        {"train": []},
+        ["a"],
+        [{"prompt": "a", "case_idx": 0}, {"question": "b", "case_idx": 1}],
+        [{"prompt": "a", "case_idx": 0}, {"prompt": "b"}],
+        [{"prompt": "a", "case_idx": 0}, {"prompt": "b", "case_idx": None}],
+        [{"prompt": ""}],
+        [{"prompt": [{"role": "robot", "content": "x"}], "case_idx": 0}],
     ],
 )
-def test_a_dataset_that_cannot_be_used(tokenizer, rows, message):
+def test_a_dataset_that_cannot_be_used(tokenizer, rows):
     env = legacy(tokenizer, args={"rows": rows}, note=lambda text: None)
-    with pytest.raises(DataError) as caught:
+    with raises(DataError):
         env.cases()
-    assert message in str(caught.value)
 
 
 def test_tools_are_asked_for_once_and_go_into_prompts_of_messages(tokenizer):
@@ -114,7 +111,7 @@ def test_an_environment_needs_no_tools_and_odd_ones_are_refused(tokenizer):
             return len(given)
 
     assert legacy(tokenizer, Bare).cases()[0].tools == ()
-    with pytest.raises(EnvError, match=r"Hotel.get_tools returned \['search'\]"):
+    with raises(EnvError, field="Hotel.get_tools"):
         legacy(tokenizer, args={"tools": ["search"]})
 
 
@@ -123,14 +120,13 @@ def test_a_scorer_that_cannot_be_called_by_these_names_is_refused_at_once(tokeni
         def score_episode(self, model, tokenizer, completion):
             return 1.0
 
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError):
         legacy(tokenizer, NoCase)
-    assert "unexpected keyword argument 'case_idx'" in str(caught.value)
 
 
 @pytest.mark.parametrize("option", [{"max_tool_calls": 3}, {"step_timeout_s": 2.0}, {"stop_at_cut": False}])
 def test_options_that_would_do_nothing_are_refused(tokenizer, option):
-    with pytest.raises(ConfigError, match=f"env.{next(iter(option))} does nothing for Hotel"):
+    with raises(ConfigError):
         legacy(tokenizer, **option)
 
 
@@ -139,7 +135,7 @@ def test_what_the_dataset_raises_names_the_method(tokenizer):
         def build_dataset(self, tokenizer):
             raise RuntimeError("no network")
 
-    with pytest.raises(EnvError, match=r"Hotel.build_dataset raised RuntimeError: no network"):
+    with raises(EnvError, field="Hotel.build_dataset", kind="exception"):
         legacy(tokenizer, Broken).cases()
 
 
@@ -169,12 +165,12 @@ def test_held_out_rows_must_name_their_case(tokenizer):
             return [{"prompt": "c"}]
 
     assert legacy(tokenizer).cases(held_out=True) is None
-    with pytest.raises(DataError, match=r"build_eval_dataset: case:0 has no 'case_idx'"):
+    with raises(DataError):
         legacy(tokenizer, WithEval).cases(held_out=True)
     chosen = legacy(tokenizer, args={"tools": [TOOL]})
     row = {"prompt": MESSAGES, "case_idx": 1}
     assert chosen.check([to_prompt(row, id="r:1")], "eval.jsonl")[0].tools == (TOOL,)
-    with pytest.raises(DataError, match=r"eval.jsonl: r:1 has no 'case_idx'"):
+    with raises(DataError):
         chosen.check([to_prompt({"prompt": "a"}, id="r:1")], "eval.jsonl")
 
 
@@ -243,17 +239,16 @@ def test_a_generation_config_counts_and_options_win_over_it():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"num_beams": 4}, "generate(num_beams=4) is not here"),
-        ({"repetition_penalty": 1.2}, "generate(repetition_penalty=1.2) is not here"),
-        ({"temprature": 0.5}, "it knows do_sample, eos_token_id"),
-        ({"temperature": -1}, "temperature is -1.0"),
-        ({"max_new_tokens": 0}, "max_tokens is 0"),
-        ({"num_return_sequences": 0}, "num_return_sequences is 0"),
+        {"num_beams": 4},
+        {"repetition_penalty": 1.2},
+        {"temprature": 0.5},
+        {"temperature": -1},
+        {"max_new_tokens": 0},
+        {"num_return_sequences": 0},
     ],
 )
-def test_what_the_engine_cannot_do_is_refused(options, message):
-    with pytest.raises(EnvError) as caught:
+def test_what_the_engine_cannot_do_is_refused(options):
+    with raises(EnvError):
         generate_options_of(None, options, given=RUN, run=RUN)
-    assert message in str(caught.value)

@@ -24,6 +24,7 @@ from groupwise.store.tracking import read_metrics
 from groupwise.tasks.env_loading import EnvFactory
 from groupwise.tasks.rollout_sources import play_all
 from groupwise.types import PolicyVersion, RolloutGroup, SamplingParams
+from wording import raises, wording
 
 RUN = SamplingParams(max_tokens=6)
 G = 4
@@ -175,7 +176,7 @@ def test_on_error_says_what_a_failure_is_worth(play):
     zero = play(scored_by(lambda: 1 / 0), on_error="zero")[0].rollouts
     assert sorted(rollout.reward for rollout in zero if rollout.reward is not None) == [0.0] + [0.5] * (G - 1)
     assert sum(rollout.info["failed"] for rollout in zero) == 1 and all(rollout.error is None for rollout in zero)
-    with pytest.raises(EnvError, match="ZeroDivisionError"):
+    with raises(EnvError, kind="exception"):
         play(scored_by(lambda: 1 / 0), on_error="stop")
 
 
@@ -231,7 +232,7 @@ def test_an_engine_that_cannot_answer_is_not_the_environments_fault(play):
             except Exception:
                 return 1.0
 
-    with pytest.raises(AdapterNotFoundError, match="gone@1"):
+    with raises(AdapterNotFoundError):
         play(Swallows)
 
 
@@ -343,7 +344,8 @@ def test_simple_match_trains_a_step_on_a_gpt2_without_a_template(gpt2):
 
 def test_a_run_trains_on_all_turns_and_its_engine_agrees_with_the_trainer(gpt2):
     result = cli("run", *flags("Vowels", "eval.every=0", "eval.data.source=held_out.jsonl"))
-    assert result.exit_code == 2 and "there is no file" in result.stderr
+    assert result.exit_code == 2
+    wording(result.stderr)
     (gpt2 / "held_out.jsonl").write_text('{"prompt": "Hi", "case_idx": 2}\n')
     result = cli("run", *flags("Vowels", "eval.every=0", "eval.data.source=held_out.jsonl", "--rl-top-k", "0"))
     assert result.exit_code == 0, result.stderr

@@ -9,6 +9,7 @@ import pytest
 
 from groupwise.bridges.openenv import OpenEnvironment
 from groupwise.errors import ConfigError
+from wording import raises
 
 CLIENT = """
 from types import SimpleNamespace as Result
@@ -93,7 +94,7 @@ def test_what_ends_the_episode_ends_it_before_the_next_call(folder):
 
 
 def test_a_lost_server_is_no_answer_of_a_tool(folder):
-    with pytest.raises(ConnectionError, match="the server is gone"):
+    with raises(ConnectionError):
         play(folder, calls(-1), tools=True)
 
 
@@ -106,5 +107,5 @@ def test_text_is_an_action_where_there_are_no_tools_or_an_action_is_given(folder
 
 
 def test_a_server_without_tools_is_named(folder):
-    with pytest.raises(ConfigError, match="the server at http://x lists no tools"):
+    with raises(ConfigError):
         play(folder, client="Without", tools=True)

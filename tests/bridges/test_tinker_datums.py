@@ -5,6 +5,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from wording import raises
+
 pytest.importorskip("google.protobuf")
 
 from groupwise.bridges.tinker.datums import (
@@ -59,19 +61,19 @@ def test_several_targets_a_position_are_a_datum_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "values", "wanted"),
+    ("loss", "values"),
     [
-        ("cross_entropy", {"weights": [1, 1, 1]}, r"weights of shape \[3\]"),
-        ("cross_entropy", {"weights": [[1], [1], [1]]}, r"of shape \[3, 2\] and weights of shape \[3, 1\]"),
-        ("cross_entropy", {"target_tokens": [[6] * 33] * 3}, "K from 1 to 32"),
-        ("cross_entropy", {"target_tokens": [[], [], []]}, "K from 1 to 32"),
-        ("cross_entropy", {"target_tokens": [[6, 7]] * 2}, "2 entries"),
-        ("cross_entropy", {"target_tokens": [[6, -7]] * 3}, "-7 is not a token"),
-        ("importance_sampling", {"advantages": [1, 1, 1], "logprobs": [0, 0, 0]}, "are for cross_entropy"),
+        ("cross_entropy", {"weights": [1, 1, 1]}),
+        ("cross_entropy", {"weights": [[1], [1], [1]]}),
+        ("cross_entropy", {"target_tokens": [[6] * 33] * 3}),
+        ("cross_entropy", {"target_tokens": [[], [], []]}),
+        ("cross_entropy", {"target_tokens": [[6, 7]] * 2}),
+        ("cross_entropy", {"target_tokens": [[6, -7]] * 3}),
+        ("importance_sampling", {"advantages": [1, 1, 1], "logprobs": [0, 0, 0]}),
     ],
 )
-def test_several_targets_that_do_not_fit_are_refused(loss: str, values: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(GroupwiseError, match=wanted) as refused:
+def test_several_targets_that_do_not_fit_are_refused(loss: str, values: dict[str, Any]) -> None:
+    with raises(GroupwiseError) as refused:
         datums_of(request("m", 1, [([5, 6, 7], {"target_tokens": [[6, 9], [7, 8], [2, 0]], **values})], loss))
     assert refused.value.status == 400
 
@@ -82,29 +84,28 @@ def test_gspo_reads_its_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "values", "wanted"),
+    ("loss", "values"),
     [
-        ("ppo", {"weights": [1, 1, 1]}, "ppo does not read"),
-        ("ppo", {"clip_low_threshold": [1, 1, 1]}, "does not read"),
-        ("gspo", {"advantages": [0, 1, 1], "logprobs": [0, 0, 0]}, "sequence_ratio_mask"),
-        ("gspo", {"advantages": [1, 1, 1], "logprobs": [0, 0, 0], "sequence_ratio_mask": [0, 1, 1]}, "outside"),
-        ("cross_entropy", {"targets": [6, 7], "weights": [1, 1, 1]}, "target_tokens has 2 entries"),
-        ("cross_entropy", {"targets": [-100, 7, 2], "weights": [0, 1, 1]}, "-100 is not a token"),
-        ("cross_entropy", {"weights": [1, 1]}, r"data\[0\].weights has 2 entries and its model_input 3 tokens"),
-        ("ppo", {"advantages": [1, 1, 1]}, r"data\[0\] has no logprobs, which ppo reads"),
-        ("ppo", {"logprobs": [0, 0, 0]}, r"data\[0\] has no advantages"),
+        ("ppo", {"weights": [1, 1, 1]}),
+        ("ppo", {"clip_low_threshold": [1, 1, 1]}),
+        ("gspo", {"advantages": [0, 1, 1], "logprobs": [0, 0, 0]}),
+        ("gspo", {"advantages": [1, 1, 1], "logprobs": [0, 0, 0], "sequence_ratio_mask": [0, 1, 1]}),
+        ("cross_entropy", {"targets": [6, 7], "weights": [1, 1, 1]}),
+        ("cross_entropy", {"targets": [-100, 7, 2], "weights": [0, 1, 1]}),
+        ("cross_entropy", {"weights": [1, 1]}),
+        ("ppo", {"advantages": [1, 1, 1]}),
+        ("ppo", {"logprobs": [0, 0, 0]}),
         (
             "gspo",
             {"advantages": [0, 1, 1], "logprobs": [0, 0, 0], "sequence_ratio_mask": [0, 1]},
-            "sequence_ratio_mask has 2 entries",
         ),
-        ("cross_entropy", {"weights": [1, float("nan"), 1]}, "nan"),
-        ("importance_sampling", {"advantages": [1, float("inf"), 1], "logprobs": [0, 0, 0]}, "inf"),
-        ("cross_entropy", {"targets": [6, 7, -1], "weights": [1, 1, 1]}, "-1 is not a token"),
+        ("cross_entropy", {"weights": [1, float("nan"), 1]}),
+        ("importance_sampling", {"advantages": [1, float("inf"), 1], "logprobs": [0, 0, 0]}),
+        ("cross_entropy", {"targets": [6, 7, -1], "weights": [1, 1, 1]}),
     ],
 )
-def test_what_cannot_be_trained_is_refused(loss: str, values: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(GroupwiseError, match=wanted) as refused:
+def test_what_cannot_be_trained_is_refused(loss: str, values: dict[str, Any]) -> None:
+    with raises(GroupwiseError) as refused:
         one(loss, **values)
     assert refused.value.status == 400
     assert "build_grpo_datums" not in str(refused.value) and "N - 1" not in str(refused.value)
@@ -114,7 +115,7 @@ def test_images_sparse_and_wide_tensors_are_refused() -> None:
     def refused(change: Any, wanted: str) -> None:
         message = request("m", 1, [datum(TOKENS, weights=[1, 1, 1])])
         change(message.data[0])
-        with pytest.raises(RequestError, match=wanted):
+        with raises(RequestError):
             datums_of(message)
 
     refused(lambda d: d.model_input.add().image.SetInParent(), "an image")
@@ -159,17 +160,17 @@ def test_a_sparse_tensor_is_a_dense_one_with_gaps() -> None:
     ],
 )
 def test_a_sparse_tensor_that_is_none_is_refused(wrong: Any) -> None:
-    with pytest.raises(RequestError, match="not a sparse tensor"):
+    with raises(RequestError):
         datums_of(sparse(*wrong))
 
 
 def test_losses_and_knobs() -> None:
     assert loss_config(request("m", 1, [], "ppo", {"clip_low_threshold": 0.9})) == {"clip_low_threshold": 0.9}
-    with pytest.raises(RequestError, match="not published"):
+    with raises(RequestError, field="loss_fn"):
         loss_config(request("m", 1, [], "stable_reinforce"))
     text = ForwardBackwardRequest(loss_fn="ppo")
     text.loss_fn_config_v2["x"].text = "y"
-    with pytest.raises(RequestError, match="is a text"):
+    with raises(RequestError, field="loss_fn_config"):
         loss_config(text)
 
 

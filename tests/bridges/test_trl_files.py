@@ -16,6 +16,7 @@ from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, LoadError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.loop import run_loop
+from wording import raises
 
 FILE = """\
 model_name_or_path: starter
@@ -178,16 +179,16 @@ def test_batches(read):
     config = read(FILE + "steps_per_generation: 4\ngradient_accumulation_steps: 2\nnum_iterations: 3\n").runnable()
     assert (config.rollout.prompts_per_step, config.train.minibatches, config.train.passes) == (8, 2, 3)
     assert config.train.steps == 2  # 10 optimizer steps, 6 on each rollout batch
-    with pytest.raises(ConfigError, match="generation_batch_size says the same"):
+    with raises(ConfigError):
         read(FILE + "steps_per_generation: 4\ngeneration_batch_size: 32\n")
-    with pytest.raises(ConfigError, match=r"steps_per_generation \(trl.yaml:8\): .*the nearest are 12"):
+    with raises(ConfigError):
         read(FILE.replace("8", "3") + "gradient_accumulation_steps: 4\nsteps_per_generation: 2\n")
 
 
 def test_a_template_with_half_a_group_is_refused_with_what_fits(read):
     """A well-known template: a batch of 4 with groups of 8."""
     text = FILE.replace("num_generations: 4", "num_generations: 8").replace("size: 8", "size: 1")
-    with pytest.raises(ConfigError, match="write gradient_accumulation_steps: 8, or per_device_train_batch_size: 2"):
+    with raises(ConfigError):
         read(text + "gradient_accumulation_steps: 4\n")
 
 
@@ -198,7 +199,7 @@ def test_short_names_of_rewards(read):
         "groupwise.rewards.length:soft_overlong",
         "groupwise.rewards.classifier:reward_model",
     ]
-    with pytest.raises(ConfigError, match="nor one of accuracy_reward, reasoning_accuracy_reward"):
+    with raises(ConfigError):
         read(FILE, "reward_funcs=[accuracy]")
 
 
@@ -223,23 +224,22 @@ def test_evaluation_and_trackers(read):
     ],
 )
 def test_what_is_not_here(read, override, instead):
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError):
         read(FILE, override).runnable()
-    assert f"it runs with: {instead}" in str(caught.value)
     read(FILE, override, instead).runnable()
 
 
 def test_an_environment_stands_beside_the_file(read):
     """What the refusal of an argument for tools says is what runs."""
     tools = ("max_tool_calling_iterations=3", "env.environment=my_env:Shop", "env.max_turns=4")
-    with pytest.raises(ConfigError, match=r"env\.environment=MODULE:CLASS adds one, and env\.max_turns is its limit"):
+    with raises(ConfigError):
         read(FILE, *tools).runnable()
     config = read(FILE, *tools[1:]).runnable()
     assert config.env is not None and (config.env.environment, config.env.max_turns) == ("my_env:Shop", 4)
 
 
 def test_a_typo_names_the_key_and_line(read):
-    with pytest.raises(ConfigError, match=r"num_generatons \(trl.yaml:7\): unknown; did you mean num_generations\?"):
+    with raises(ConfigError):
         read(FILE + "num_generatons: 4\n")
 
 
@@ -265,11 +265,11 @@ def test_how_processes_share_the_model(read, tmp_path, said, expected):
 
 
 def test_two_ways_to_share_the_model_are_a_problem(read):
-    with pytest.raises(ConfigError, match="fsdp says how the model is shared too; write one of them"):
+    with raises(ConfigError):
         read(f"{FILE}fsdp: full_shard\ndeepspeed: zero3.json\n")
-    with pytest.raises(ConfigError, match=r"it runs with: deepspeed=null train\.parallel=fsdp"):
+    with raises(ConfigError):
         read(f"{FILE}deepspeed: mine.json\n").runnable()
-    with pytest.raises(ConfigError, match="it must be true or false, or some of full_shard"):
+    with raises(ConfigError):
         read(f"{FILE}fsdp: [sharded]\n")
 
 
@@ -319,13 +319,13 @@ def test_differences_are_warnings():
 
 
 def test_what_cannot_be_read_is_refused():
-    with pytest.raises(ConfigError, match="args is a int"):
+    with raises(ConfigError):
         from_trl(5, model="starter", rewards=score, data="p.jsonl")
-    with pytest.raises(ConfigError, match="data is a int; give a Dataset"):
+    with raises(ConfigError):
         from_trl({"max_steps": 5}, model="starter", rewards=score, data=5)
-    with pytest.raises(ConfigError, match=r"data is a mapping with train, and no source"):
+    with raises(ConfigError):
         from_trl({"max_steps": 5}, model="starter", rewards=score, data={"train": []})
-    with pytest.raises(ConfigError, match="row 1 of data is a str"):
+    with raises(ConfigError):
         from_trl({"max_steps": 5}, model="starter", rewards=score, data=[{"prompt": "a"}, "b"])
 
 
@@ -362,9 +362,8 @@ def test_a_dataset_lambdas_instances_and_a_lora_config_are_trained(tmp_path):
 
 
 def test_what_was_handed_over_is_missing_in_another_process():
-    with pytest.raises(LoadError, match="'rows_of_another_process' was handed over in Python") as caught:
+    with raises(LoadError):
         load_object("groupwise.config.held_objects:rows_of_another_process")
-    assert "run the script that made it again" in str(caught.value)
     assert not hasattr(importers, "torch"), "torch's compiler asks all modules for it"
 
 
@@ -376,11 +375,11 @@ def test_what_a_lora_config_says_besides_is_refused():
         peft.LoraConfig(target_modules=["q_proj"], layers_to_transform=[0]),
         peft.LoraConfig(target_modules=["q_proj"], lora_bias=True),
     ):
-        with pytest.raises(ConfigError, match=r"peft has (rank_pattern|layers_to_transform|lora_bias)"):
+        with raises(ConfigError):
             from_trl({"max_steps": 5}, peft=lora, **said)
     loaded = from_trl({"max_steps": 5}, peft=peft.LoraConfig(target_modules=["q_proj"], use_dora=True), **said)
     assert loaded.train.lora is not None and loaded.train.lora.use_dora
-    with pytest.raises(ConfigError, match="peft is a int"):
+    with raises(ConfigError):
         from_trl({"max_steps": 5}, peft=4, **said)
 
 

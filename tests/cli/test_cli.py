@@ -18,6 +18,7 @@ from groupwise.model.load import load_model
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.store.tracking import read_metrics
+from wording import wording
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +152,8 @@ def test_check_finds_what_only_the_first_publish_would(project, monkeypatch):
 
     monkeypatch.setattr("groupwise.train.learner.Learner.save_adapter", fails)
     result = cli("check", project.config)
-    assert result.exit_code != 0 and "No space left on device" in result.stderr
+    assert result.exit_code != 0
+    wording(result.stderr)
 
 
 def test_check_tries_a_step_where_all_rewards_are_equal_and_where_all_parameters_are_trained(project):
@@ -345,11 +347,14 @@ def test_eval_has_sampling_parameters_of_its_own(project):
     short = json.loads(cli("eval", project.config, "eval.max_tokens=1", "--json").stdout)["metrics"]
     assert short["eval/greedy/reward"] != cold["eval/greedy/reward"]
     refused = cli("eval", project.config, "eval.modes=[greedy]", "eval.top_p=0.9")
-    assert refused.exit_code == 2 and "acts in mode sampled only" in refused.stderr
+    assert refused.exit_code == 2
+    wording(refused.stderr)
     refused = cli("eval", project.config, "eval.answer=number")
-    assert refused.exit_code == 2 and "k is 1" in refused.stderr
+    assert refused.exit_code == 2
+    wording(refused.stderr)
     refused = cli("eval", project.config, "eval.k=2", "eval.answer=nummer")
-    assert refused.exit_code == 2 and "valid: final, number, module:function" in refused.stderr
+    assert refused.exit_code == 2
+    wording(refused.stderr)
 
 
 def test_eval_tests_one_version_against_another(project, store):
@@ -388,7 +393,8 @@ def test_eval_by_a_suite_refuses_what_does_not_go_with_it(project, tmp_path):
         refused = cli("eval", project.config, *words)
         assert refused.exit_code == 2 and said in " ".join(refused.stderr.split()), refused.stderr
     refused = cli("eval", "--suite", "lm-eval", "--tasks", "a")
-    assert refused.exit_code == 2 and "nothing to evaluate" in refused.stderr
+    assert refused.exit_code == 2
+    wording(refused.stderr)
     assert "CONFIG is missing" in cli("eval").stderr
 
 
@@ -410,12 +416,14 @@ def test_eval_survives_a_reward_that_loops_or_exits(project, reward, kind):
 def test_eval_refuses_an_adapter_of_another_base_model(project, store, make_base, tmp_path):
     other = save_model(make_base("qwen3", dtype=torch.float32, context=256, seed=1), tmp_path / "other")
     result = cli("eval", project.config, f"model={other}", "--adapter", "toy@1")
-    assert result.exit_code == 1 and "was trained on" in result.stderr and "base hash" in result.stderr
+    assert result.exit_code == 1
+    wording(result.stderr)
 
 
 def test_eval_refuses_an_unknown_mode(project):
     result = cli("eval", project.config, "--mode", "best")
-    assert result.exit_code == 2 and "valid: greedy, sampled" in result.stderr
+    assert result.exit_code == 2
+    wording(result.stderr)
 
 
 # ---- adapters ----
@@ -454,7 +462,8 @@ def test_adapters_export_is_a_plain_peft_directory(store, tmp_path):
         "adapter_model.safetensors",
     }
     again = cli("adapters", "export", "toy@1", "plain")
-    assert again.exit_code == 1 and "not an empty directory" in again.stderr
+    assert again.exit_code == 1
+    wording(again.stderr)
 
 
 def test_adapters_export_finds_what_the_other_formats_find(store, project, base):
@@ -470,14 +479,17 @@ def test_adapters_export_finds_what_the_other_formats_find(store, project, base)
     assert plain.exit_code != 0 and not Path("again").exists()
     save_model(base, project.folder / "runs" / "full-1" / "model")
     whole = cli("adapters", "export", "full-1", "whole")
-    assert whole.exit_code == 2 and "--format merged" in whole.stderr and not Path("whole").exists()
+    assert whole.exit_code == 2 and not Path("whole").exists()
+    wording(whole.stderr)
 
 
 def test_adapters_of_nowhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     nothing = cli("adapters", "list")
-    assert nothing.exit_code == 2 and "--run RUN_DIR" in nothing.stderr
+    assert nothing.exit_code == 2
+    wording(nothing.stderr)
     assert cli("adapters", "list", "--store", tmp_path / "none").exit_code == 2
     both = cli("adapters", "list", "--store", tmp_path, "--run", tmp_path)
-    assert both.exit_code == 2 and "both a run and a store" in both.stderr
+    assert both.exit_code == 2
+    wording(both.stderr)
     assert not any(tmp_path.iterdir())  # looking makes nothing

@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from cli_project import cli
 from groupwise.cli.rewards import rewards_app
+from wording import wording
 
 MINE = '''
 def in_tag(completions, answer):
@@ -74,7 +75,8 @@ def test_lint_of_a_module(folder):
     assert answer["skipped"] == {"mine:anywhere": ["amount"]}
     broken = answer["rewards"][1]
     error = next(each for each in broken["findings"] if each["severity"] == "error")
-    assert (error["check"], error["probe"]) == ("exception", "empty") and "ZeroDivisionError" in error["message"]
+    assert (error["check"], error["probe"]) == ("exception", "empty")
+    wording(error)
     assert broken["hack"] is None and broken["p95_ms"] > 0
     empty = next(each for each in broken["probes"] if (each["row"], each["name"]) == (0, "empty"))
     assert empty["value"] is None and "ZeroDivisionError" in empty["failure"]
@@ -124,7 +126,8 @@ def test_rows_are_read_as_a_runs_are(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n{"question": "3 + 3?", "answer": "6"}\n')
     words = ("rewards", "lint", "groupwise.rewards.text:exact_match", "--folder", str(tmp_path), "--data", "q.jsonl")
     refused = cli(*words)
-    assert refused.exit_code == 2 and "data.prompt_key: question" in refused.stderr
+    assert refused.exit_code == 2
+    wording(refused.stderr)
     read = cli(*words, "data.prompt_key=question", "--json")
     assert read.exit_code == 0, read.stderr
     assert cli(*words, "data.prompt_kye=question").exit_code == cli(*words[:5], "data.limit=1").exit_code == 2

@@ -15,6 +15,7 @@ from groupwise.config.loss import LossSpec, resolve_loss
 from groupwise.config.run import OTHER_NAMES, RunConfig, dump_resolved, load_config, parse_config
 from groupwise.config.yaml import key_paths, models_in
 from groupwise.errors import ConfigError
+from wording import raises
 
 MINIMAL = {"data": {"source": "prompts.jsonl"}, "rewards": ["groupwise.rewards.text:exact_match"]}
 TEXT = """\
@@ -105,7 +106,7 @@ def test_a_part_of_the_vocabulary_is_trained_where_it_is_recorded(key, value, of
     """By the local engine. Of what vLLM samples the loss would compare log-probabilities of everything: the ratio would
     read 1 and the bias would not show."""
     narrowed = MINIMAL | {"rollout": {key: value}}
-    with pytest.raises(ConfigError, match=rf"rollout\.{key}: {value} draws from a part.*Set it to {off} \(off\)"):
+    with raises(ConfigError, kind="conflict"):
         parse_config(narrowed | {"engine": "vllm"})
     assert parse_config(narrowed).rollout.sampling().reshaped == (key,)
     parse_config(MINIMAL | {"engine": "vllm", "rollout": {key: float(off) if key != "top_k" else 0}})
@@ -113,9 +114,7 @@ def test_a_part_of_the_vocabulary_is_trained_where_it_is_recorded(key, value, of
 
 def test_unknown_keys_are_named_with_line_and_suggestion(write):
     text = TEXT.replace("learning_rate", "learing_rate")
-    with pytest.raises(
-        ConfigError, match=r"train.learing_rate \(cfg.yaml:9\): unknown; did you mean train.learning_rate"
-    ) as unknown:
+    with raises(ConfigError) as unknown:
         load_config(write(text))
     assert (unknown.value.field, unknown.value.kind) == ("train.learing_rate", "unknown")
 
@@ -200,7 +199,7 @@ def test_refusals(data, message):
 
 
 def test_a_missing_section_points_at_the_file(write):
-    with pytest.raises(ConfigError, match=r"rewards \(cfg.yaml\): required and missing") as missing:
+    with raises(ConfigError) as missing:
         load_config(write("data: {source: x.jsonl}\n"))
     assert missing.value.field == "rewards"
     with pytest.raises(ConfigError) as missing:

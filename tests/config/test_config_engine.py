@@ -9,6 +9,7 @@ import pytest
 from groupwise.config.engine import OF_SERVERS, VllmConfig
 from groupwise.config.run import dump_resolved, parse_config
 from groupwise.errors import ConfigError
+from wording import raises
 
 RUN: dict[str, Any] = {"data": {"source": "p.jsonl"}, "rewards": ["m:f"]}
 
@@ -25,26 +26,26 @@ def test_the_default_is_the_local_engine_and_vllm_has_its_defaults():
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "field"),
     [
-        ({"vllm": {"port": 8000}}, "vllm: .*does nothing with engine local"),
+        ({"vllm": {"port": 8000}}, "vllm"),
         ({"engine": "sglang"}, "engine"),
-        ({"engine": "vllm", "rollout": {"draft_tokens": 4}}, r"rollout\.draft_tokens: .*is the local engine's"),
-        ({"engine": "vllm", "rollout": {"prefix_cache_mb": 0}}, r"rollout\.prefix_cache_mb"),
-        ({"engine": "vllm", "rollout": {"top_k": 50}}, r"rollout\.top_k: .*Set it to 0 \(off\)"),
-        ({"engine": "vllm", "vllm": {"sleep": True}}, r"vllm\.sleep: .*mode colocate only"),
-        ({"engine": "vllm", "vllm": {"max_loras": 2}}, r"vllm\.max_loras"),
-        ({"engine": "vllm", "vllm": {"url": "http://a:1"}}, r"vllm\.url: .*did you mean vllm\.urls"),
+        ({"engine": "vllm", "rollout": {"draft_tokens": 4}}, "rollout.draft_tokens"),
+        ({"engine": "vllm", "rollout": {"prefix_cache_mb": 0}}, "rollout.prefix_cache_mb"),
+        ({"engine": "vllm", "rollout": {"top_k": 50}}, "rollout.top_k"),
+        ({"engine": "vllm", "vllm": {"sleep": True}}, "vllm.sleep"),
+        ({"engine": "vllm", "vllm": {"max_loras": 2}}, "vllm.max_loras"),
+        ({"engine": "vllm", "vllm": {"url": "http://a:1"}}, "vllm.url"),
     ],
 )
-def test_what_does_not_go_together(keys: dict[str, Any], said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_what_does_not_go_together(keys: dict[str, Any], field: str):
+    with raises(ConfigError, field=field):
         parse(**keys)
 
 
 def test_what_belongs_to_servers_is_refused_with_colocate():
     given = {"urls": ["http://a:1"], "arguments": ["--x"], "environment": {"A": "b"}, "port": 1, "host": "0.0.0.0"}
     for key in OF_SERVERS:
-        with pytest.raises(ConfigError, match=rf"vllm\.{key}: .*in this process"):
+        with raises(ConfigError, kind="conflict"):
             parse(engine="vllm", vllm={"mode": "colocate", key: given.get(key, "x")})
     assert parse(engine="vllm", vllm={"mode": "colocate", "sleep": True}).vllm.sleep

@@ -10,6 +10,7 @@ import ruamel.yaml
 from groupwise.config.run import RunConfig, dump_resolved, parse_config
 from groupwise.config.teacher import TeacherConfig
 from groupwise.errors import ConfigError
+from wording import raises
 
 DATA = {"data": {"source": "x"}}
 ADAPTER = {"adapter": "runs/better"}
@@ -27,7 +28,7 @@ def parsed(teacher: dict[str, Any], **sections: Any) -> RunConfig:
 def test_a_teacher_does_without_rewards(teacher: dict):
     assert parsed(teacher).rewards == ()
     assert parsed(teacher, **REWARDS).teacher == TeacherConfig(**teacher)
-    with pytest.raises(ConfigError, match=r"name a reward function, an environment \(env\) or a teacher"):
+    with raises(ConfigError, field="rewards", kind="conflict"):
         parse_config(DATA)
 
 
@@ -35,7 +36,7 @@ def test_a_run_without_rewards_is_evaluated_by_the_evaluations_own():
     evaluation = {"data": {"source": "y"}, "rewards": ["mine:right"]}
     config = parsed(ADAPTER, eval=evaluation)
     assert config.rewards == () and config.eval is not None and config.eval.rewards[0].function == "mine:right"
-    with pytest.raises(ConfigError, match="every weight is 0, so evaluations would count nothing"):
+    with raises(ConfigError, field="eval.rewards", kind="conflict"):
         parsed(ADAPTER, eval=evaluation | {"rewards": [{"function": "mine:right", "weight": 0}]})
 
 
@@ -53,45 +54,44 @@ def test_it_is_written_as_it_is_read():
 
 
 @pytest.mark.parametrize(
-    ("teacher", "said"),
+    ("teacher", "field"),
     [
-        ({}, "teacher.model: there is none of model, adapter, self and base_url"),
-        ({**ADAPTER, "model": "big"}, "there are model and adapter; name one teacher"),
-        ({**ADAPTER, **URL}, "there are adapter and base_url; name one teacher"),
-        ({"base_url": "http://x/v1"}, "teacher.model: required with base_url"),
-        ({**URL, "base_url": "localhost:8000"}, "must be a URL"),
-        ({"self": True, "loss": "sdpo"}, "teacher.context: required with self"),
-        ({"self": True, "context": "hint"}, "set loss: sdpo"),
-        ({**ADAPTER, "loss": "sdpo"}, "set self: true"),
-        ({**ADAPTER, "divergence": "forward"}, "'forward' acts with top_k only"),
-        ({**ADAPTER, "template": "{context} {prompt}"}, "acts with context only"),
-        ({**SELF, "template": "{context}"}, "it must have {prompt} once"),
-        ({**ADAPTER, "dtype": "float32"}, "acts with model, when it is loaded in this process only"),
-        ({**URL, "dtype": "float32"}, "acts with model, when it is loaded in this process only"),
-        ({**ADAPTER, "timeout_s": 5.0}, "5.0 acts with base_url only"),
+        ({}, "teacher.model"),
+        ({**ADAPTER, "model": "big"}, "teacher.adapter"),
+        ({**ADAPTER, **URL}, "teacher.base_url"),
+        ({"base_url": "http://x/v1"}, "teacher.model"),
+        ({**URL, "base_url": "localhost:8000"}, "teacher.base_url"),
+        ({"self": True, "loss": "sdpo"}, "teacher.context"),
+        ({"self": True, "context": "hint"}, "teacher.loss"),
+        ({**ADAPTER, "loss": "sdpo"}, "teacher.loss"),
+        ({**ADAPTER, "divergence": "forward"}, "teacher.divergence"),
+        ({**ADAPTER, "template": "{context} {prompt}"}, "teacher.template"),
+        ({**SELF, "template": "{context}"}, "teacher.template"),
+        ({**ADAPTER, "dtype": "float32"}, "teacher.dtype"),
+        ({**URL, "dtype": "float32"}, "teacher.dtype"),
+        ({**ADAPTER, "timeout_s": 5.0}, "teacher.timeout_s"),
         ({**ADAPTER, "coefficient": 0}, "teacher.coefficient"),
         ({**ADAPTER, "top_k": -1}, "teacher.top_k"),
-        ({**ADAPTER, "reward_weight": 0.5}, "0.5 acts with rewards, and there are none"),
-        ({**SELF, "context": "best_completion"}, "best_completion is told by rewards"),
-        ({**SELF, "loss": "sft"}, "teacher.self: does not go with loss sft"),
-        ({**URL, "loss": "sft"}, "teacher.base_url: does not go with loss sft"),
-        ({**SFT, "top_k": 4}, "4 acts with loss opd or sdpo only"),
-        ({**SFT, "context": "best_completion"}, "name a column"),
-        ({**SFT, "least_reward": 1.0}, "1 is of rewards, and there are none"),
-        ({**SFT, "completions": 4}, "set rollout.group_size"),
-        ({**ADAPTER, "completions": 4}, "4 acts with loss sft only"),
-        ({**ADAPTER, "temperature": 0.5}, "0.5 acts with loss sft only"),
-        ({**ADAPTER, "least_reward": 1.0}, "1.0 acts with loss sft only"),
+        ({**ADAPTER, "reward_weight": 0.5}, "teacher.reward_weight"),
+        ({**SELF, "context": "best_completion"}, "teacher.context"),
+        ({**SELF, "loss": "sft"}, "teacher.self"),
+        ({**URL, "loss": "sft"}, "teacher.base_url"),
+        ({**SFT, "top_k": 4}, "teacher.top_k"),
+        ({**SFT, "context": "best_completion"}, "teacher.context"),
+        ({**SFT, "least_reward": 1.0}, "teacher.least_reward"),
+        ({**SFT, "completions": 4}, "teacher.completions"),
+        ({**ADAPTER, "completions": 4}, "teacher.completions"),
+        ({**ADAPTER, "temperature": 0.5}, "teacher.temperature"),
+        ({**ADAPTER, "least_reward": 1.0}, "teacher.least_reward"),
     ],
 )
-def test_what_does_not_go_together(teacher: dict, said: str):
-    with pytest.raises(ConfigError) as refused:
+def test_what_does_not_go_together(teacher: dict, field: str):
+    with raises(ConfigError, field=field):
         parsed(teacher)
-    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("teacher", "sections", "said"),
+    ("teacher", "sections", "field"),
     [
         (ADAPTER, {"rollout": {"top_p": 0.9}}, "rollout.top_p"),
         (ADAPTER, {"rollout": {"structured_outputs_regex": "a"}}, "rollout.structured_outputs"),
@@ -101,18 +101,17 @@ def test_what_does_not_go_together(teacher: dict, said: str):
         (
             ADAPTER,
             {"eval": {"data": {"source": "y"}}},
-            "evaluation is by rewards, and there are none; name some (eval.r",
+            "eval",
         ),
         (ADAPTER, {"train": {"lora": None}}, "teacher.adapter"),
-        (SELF, {"engine": "vllm"}, "set engine: local"),
-        (SFT, {"env": {"environment": "a:B"}}, "an environment is played in several"),
-        (SFT, {**REWARDS, "rollout": {"stream_groups": 2}}, "stream_groups: does not go with teacher.loss sft"),
-        (SFT, {**REWARDS, "rollout": {"replay": {"size": 4}}}, "replay: does not go with teacher.loss sft"),
-        (SFT, {"algo": {"kl": "k3", "kl_coeff": 0.1}}, "algo.kl: 'k3' is of what the policy samples"),
-        (SELF, {"rollout": {"max_staleness": 1, "in_flight_updates": True}}, "in_flight_updates"),
+        (SELF, {"engine": "vllm"}, "teacher.self"),
+        (SFT, {"env": {"environment": "a:B"}}, "teacher.loss"),
+        (SFT, {**REWARDS, "rollout": {"stream_groups": 2}}, "rollout.stream_groups"),
+        (SFT, {**REWARDS, "rollout": {"replay": {"size": 4}}}, "rollout.replay"),
+        (SFT, {"algo": {"kl": "k3", "kl_coeff": 0.1}}, "algo.kl"),
+        (SELF, {"rollout": {"max_staleness": 1, "in_flight_updates": True}}, "teacher.self"),
     ],
 )
-def test_what_does_not_go_with_other_sections(teacher: dict, sections: dict, said: str):
-    with pytest.raises(ConfigError) as refused:
+def test_what_does_not_go_with_other_sections(teacher: dict, sections: dict, field: str):
+    with raises(ConfigError, field=field, kind="conflict"):
         parsed(teacher, **sections)
-    assert said in str(refused.value)

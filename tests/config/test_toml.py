@@ -7,6 +7,7 @@ import pytest
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import read_run
+from wording import raises
 
 TEXT = '''\
 # a comment
@@ -89,16 +90,16 @@ def test_a_key_that_is_not_there_has_the_line_around_it(document):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("name = x\n", r"malformed TOML in .*c.toml: Invalid value \(at line 1, column 8\)"),
-        ("a = 1\na = 2\n", r"malformed TOML in .*c.toml: Cannot overwrite a value \(at line 2"),
-        ("", r"c.toml is empty"),
+        "name = x\n",
+        "a = 1\na = 2\n",
+        "",
     ],
 )
-def test_what_is_not_toml(tmp_path, text, message):
+def test_what_is_not_toml(tmp_path, text):
     (tmp_path / "c.toml").write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError):
         Document.read(tmp_path / "c.toml")
 
 
@@ -107,8 +108,7 @@ def test_a_run_may_be_written_in_toml(tmp_path):
     loaded = read_run(tmp_path / "run.toml", ["train.learning_rate=1e-3"])
     assert loaded.system == "Groupwise" and (loaded.config.train.steps, loaded.config.train.learning_rate) == (7, 1e-3)
     (tmp_path / "run.toml").write_text((tmp_path / "run.toml").read_text().replace("steps", "stepz"))
-    with pytest.raises(ConfigError, match=r"train.stepz \(run.toml:5\): unknown; did you mean train.steps"):
+    with raises(ConfigError, field="train.stepz", kind="unknown"):
         read_run(tmp_path / "run.toml")
-    with pytest.raises(ConfigError, match="cannot read") as caught:
+    with raises(ConfigError):
         read_run(tmp_path / "runs.toml")
-    assert caught.value.hint is not None and "run.toml" in caught.value.hint

@@ -2,6 +2,7 @@ import pytest
 
 from groupwise.config.world import World, world
 from groupwise.errors import ConfigError
+from wording import raises
 
 
 def test_one_process_unless_torchrun_says_more(monkeypatch) -> None:
@@ -19,5 +20,5 @@ def test_one_process_unless_torchrun_says_more(monkeypatch) -> None:
 def test_an_environment_that_cannot_be(monkeypatch, rank, size) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
-    with pytest.raises(ConfigError, match="unset WORLD_SIZE"):
+    with raises(ConfigError):
         world()

@@ -21,6 +21,7 @@ from groupwise.run.plan import make_plan
 from groupwise.store.tracking import read_metrics
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest
 from starter_run import starter_run
+from wording import raises
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 1)
 HAS = torch.cpu.get_capabilities()
@@ -304,39 +305,39 @@ def test_a_loss_that_does_not_see_the_gap_is_warned_of(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    "keys",
     [
-        ({"rollout": {"dtype": "int4"}}, "rollout.dtype"),
-        ({"rollout": {"dtype": "int8", "compile": True}}, "does not go with compile: true"),
-        ({"rollout": {"dtype": "int8"}, "engine": "vllm"}, "is the local engine's"),
-        ({"rollout": {"dtype": "int8"}, "quantization": "nf4"}, "rounds float32 weights, and quantization is nf4"),
+        {"rollout": {"dtype": "int4"}},
+        {"rollout": {"dtype": "int8", "compile": True}},
+        {"rollout": {"dtype": "int8"}, "engine": "vllm"},
+        {"rollout": {"dtype": "int8"}, "quantization": "nf4"},
     ],
 )
-def test_configurations_with_which_it_does_not_go(keys: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_configurations_with_which_it_does_not_go(keys: dict[str, Any]):
+    with raises(ConfigError, field="rollout.dtype"):
         parse_config({"data": {"source": "p.jsonl"}, "rewards": ["m:f"], **keys})
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype", "message"),
+    ("architecture", "dtype"),
     [
-        ("gemma3", torch.float32, "it is for the Llama family .* and this is Gemma3ForCausalLM"),
-        ("qwen3", torch.bfloat16, "the weights are bfloat16 already"),
+        ("gemma3", torch.float32),
+        ("qwen3", torch.bfloat16),
     ],
 )
-def test_models_with_which_it_cannot_be_had(open_engine, make_base, architecture: str, dtype: Any, message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_models_with_which_it_cannot_be_had(open_engine, make_base, architecture: str, dtype: Any):
+    with raises(ConfigError, field="rollout.dtype"):
         open_engine(make_base(architecture, dtype=dtype), dtype="int8")
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_cpu_without_the_instructions(open_engine, make_base, monkeypatch, kind: str):
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    with pytest.raises(ConfigError, match=rf"this CPU has no instructions for it \({NEEDED[kind]}\)"):
+    with raises(ConfigError, field="rollout.dtype"):
         open_engine(make_base(dtype=torch.float32), dtype=kind)
 
 
 @of_kind["int8"]
 def test_compiled_steps_do_not_go_with_it(open_engine, make_base):
-    with pytest.raises(ConfigError, match="dtype cannot be had with compile"):
+    with raises(ConfigError):
         open_engine(make_base(dtype=torch.float32), dtype="int8", compile=True)

@@ -26,6 +26,7 @@ from groupwise.types import (
     SamplingRequest,
 )
 from processes import becomes
+from wording import raises
 
 POINT = {
     "type": "object",
@@ -166,7 +167,7 @@ def test_what_else_ends_a_completion_still_does(open_engine) -> None:
     assert longer.text in ("a", "b") and longer.finish_reason is FinishReason.STOP
     biased = engine.generate([request(Grammar.choice(["a", "b"]), logit_bias=tuple((i, 100.0) for i in range(97)))])
     assert biased[0][0].text in ("a", "b")
-    with pytest.raises(ValueError, match="ignore_eos"):
+    with raises(ValueError):
         request(Grammar.choice(["a"]), ignore_eos=True)
 
 
@@ -184,31 +185,36 @@ def test_thoughts_are_free_and_the_answer_is_not(open_engine, thoughts: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("grammar", "field", "says"),
+    ("grammar", "field"),
     [
-        (Grammar.of_json({"properties": {"a": {"items": {"type": "strin"}}}}), "grammar.properties.a.items", "strin"),
-        (Grammar.of_json({"$defs": {"b": {"pattern": "("}}, "$ref": "#/$defs/b"}), "grammar.$defs.b", "unclosed"),
-        (Grammar.of_json({"anyOf": [{}, {"uniqueItems": True}]}), "grammar.anyOf[1]", "cannot be guaranteed"),
-        (Grammar.of_json({"oneOf": [{"type": "integer"}, {"minimum": 3}]}), "grammar", "oneOf"),
-        (Grammar.of_json({"type": "object", "properties": {f"p{i}": {} for i in range(900)}}), "grammar", "2000"),
-        (Grammar.of_json({"$ref": "https://example.com/x"}), "grammar", "example.com"),
-        (Grammar.of_json({"enum": ["x" * 70_000]}), "grammar", "65536"),
-        (Grammar(GrammarKind.JSON_SCHEMA, "[1]"), "grammar", "object"),
-        (Grammar(GrammarKind.JSON_SCHEMA, "[" * 5000), "grammar", "not JSON"),
-        (Grammar.regex("(?=x)", field="guided_regex"), "guided_regex", "look-around"),
-        (Grammar.lark("start: missing"), "grammar", "missing"),
-        (Grammar.lark("&&&"), "grammar", "neither"),
+        (
+            Grammar.of_json({"properties": {"a": {"items": {"type": "strin"}}}}),
+            "grammar.properties.a.items",
+        ),
+        (
+            Grammar.of_json({"$defs": {"b": {"pattern": "("}}, "$ref": "#/$defs/b"}),
+            "grammar.$defs.b",
+        ),
+        (Grammar.of_json({"anyOf": [{}, {"uniqueItems": True}]}), "grammar.anyOf[1]"),
+        (Grammar.of_json({"oneOf": [{"type": "integer"}, {"minimum": 3}]}), "grammar"),
+        (Grammar.of_json({"type": "object", "properties": {f"p{i}": {} for i in range(900)}}), "grammar"),
+        (Grammar.of_json({"$ref": "https://example.com/x"}), "grammar"),
+        (Grammar.of_json({"enum": ["x" * 70_000]}), "grammar"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "[1]"), "grammar"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "[" * 5000), "grammar"),
+        (Grammar.regex("(?=x)", field="guided_regex"), "guided_regex"),
+        (Grammar.lark("start: missing"), "grammar"),
+        (Grammar.lark("&&&"), "grammar"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_grammar_that_cannot_be_kept_to_is_refused_before_anything_is_queued(
-    open_engine, grammar: Grammar, field: str, says: str
+    open_engine, grammar: Grammar, field: str
 ) -> None:
     engine = open_engine()
     for ask in (lambda: engine.prepare(grammar).result(), lambda: engine.submit([request(None), request(grammar)])):
-        with pytest.raises(GrammarError, match=says) as caught:
+        with raises(GrammarError, field=field):
             ask()
-        assert caught.value.field == field
     assert engine.stats()["waiting"] == engine.stats()["running"] == 0
     assert engine.generate([request(GRAMMARS[2])])
 
@@ -224,7 +230,7 @@ def test_lenient_schemas_and_descriptive_formats_compile(open_engine) -> None:
     named["additionalProperties"] = False
     assert json.loads(engine.generate([request(Grammar.of_json(named))])[0][0].text) == {"format": "int32"}
     switched = {"x-guidance": {"lenient": True}, "uniqueItems": True}
-    with pytest.raises(GrammarError, match="uniqueItems"):
+    with raises(GrammarError, field="grammar"):
         engine.prepare(Grammar.of_json(switched)).result()
 
 
@@ -240,7 +246,7 @@ def test_a_grammar_that_fails_while_it_is_sampled_fails_its_request_alone(open_e
     deep = Grammar.of_json({"type": "object", "properties": {name: wide}, "required": [name]})
     engine.prepare(deep).result()
     beside, hopeless, after = engine.submit([request(GRAMMARS[0]), request(deep, n=3), request(GRAMMARS[1])])
-    with pytest.raises(GrammarError, match="too complex"):
+    with raises(GrammarError, field="grammar"):
         hopeless.result(timeout=60)
     assert check_whole(GRAMMARS[0], beside.result(timeout=60), engine) == 1
     assert check_whole(GRAMMARS[1], after.result(timeout=60), engine) == 1

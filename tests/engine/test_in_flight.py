@@ -19,6 +19,7 @@ from groupwise.errors import AdapterNotFoundError, ConfigError
 from groupwise.train.learner import Learner
 from groupwise.types import Completion, PolicyVersion, Sample, SamplingParams, SamplingRequest
 from slow_cases import slow_but
+from wording import raises
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("math", 1), PolicyVersion("math", 2)
 pytestmark = pytest.mark.filterwarnings("ignore:.*(packed rows|recurrent layers).*:UserWarning")
@@ -241,9 +242,9 @@ def test_what_stands_for_a_version_until_it_is_unloaded(open_engine):
     assert before[0].version == SECOND
     assert before == engine.generate(asked([0], n=1, version=SECOND))[0]
     engine.unload(FIRST)
-    with pytest.raises(AdapterNotFoundError, match="math@1"):
+    with raises(AdapterNotFoundError):
         engine.generate(asked([0], version=FIRST))
-    with pytest.raises(AdapterNotFoundError, match="math@7"):
+    with raises(AdapterNotFoundError):
         engine.replace(SECOND, PolicyVersion("math", 7), recompute=False)
     assert engine.generate(asked([0], n=1, version=SECOND))[0][0].version == SECOND
 
@@ -251,7 +252,7 @@ def test_what_stands_for_a_version_until_it_is_unloaded(open_engine):
 def test_recurrent_layers_keep_their_state(open_engine, make_base, make_adapter):
     """It follows from every token before and cannot be computed again in rows of different lengths."""
     engine, policies = open_engine("lfm2"), policies_of("lfm2", make_base, make_adapter)
-    with pytest.raises(ConfigError, match="recurrent layers"):
+    with raises(ConfigError, field="rollout.in_flight_cache"):
         engine.replace(BASE, FIRST, recompute=True)
     requests = asked([0, 1])
     groups = sampled(engine, requests, {4: (BASE, FIRST)}, recompute=False)

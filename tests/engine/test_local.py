@@ -38,6 +38,7 @@ from groupwise.types import (
     SamplingRequest,
     SequenceScores,
 )
+from wording import raises
 
 BASE = PolicyVersion.base()
 FIRST, SECOND = PolicyVersion("first", 1), PolicyVersion("second", 3)
@@ -433,20 +434,20 @@ def test_what_of_a_prompt_was_known_is_counted(open_engine):
 
 
 @pytest.mark.parametrize(
-    ("asked", "error", "message"),
+    ("asked", "error"),
     [
-        (request(()), ContextLengthError, "no tokens"),
-        (request(tuple(range(64))), ContextLengthError, "64 tokens"),
-        (request((1, 280)), ModelError, "token id 280"),
-        (request((1, -1)), ModelError, "token id -1"),
-        (request(n=0), ConfigError, "n is 0"),
-        (request(version=FIRST), AdapterNotFoundError, "first@1"),
+        (request(()), ContextLengthError),
+        (request(tuple(range(64))), ContextLengthError),
+        (request((1, 280)), ModelError),
+        (request((1, -1)), ModelError),
+        (request(n=0), ConfigError),
+        (request(version=FIRST), AdapterNotFoundError),
     ],
 )
-def test_requests_that_cannot_be_served(open_engine, asked, error, message: str):
+def test_requests_that_cannot_be_served(open_engine, asked, error):
     """Refused before anything is queued, with the others that were given together with it."""
     engine = open_engine()
-    with pytest.raises(error, match=message):
+    with raises(error):
         engine.generate([request(), asked])
     assert not engine.stats()["waiting"] and len(engine.generate([request()])[0]) == 1
 
@@ -458,19 +459,19 @@ def configure(directory, **options):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    "spoil",
     [
-        (lambda d: (d / "adapter_config.json").unlink(), "cannot be read"),
-        (lambda d: configure(d, use_dora=True), "use_dora"),
-        (lambda d: configure(d, lora_alpha=None), "lora_alpha"),
-        (lambda d: (d / "adapter_config.json").write_text("{}"), "peft_type"),
-        (lambda d: (d / "adapter_model.safetensors").write_bytes(b"?"), "cannot be read"),
+        lambda d: (d / "adapter_config.json").unlink(),
+        lambda d: configure(d, use_dora=True),
+        lambda d: configure(d, lora_alpha=None),
+        lambda d: (d / "adapter_config.json").write_text("{}"),
+        lambda d: (d / "adapter_model.safetensors").write_bytes(b"?"),
     ],
 )
-def test_adapters_that_cannot_be_served(open_engine, make_base, make_adapter, spoil, message: str):
+def test_adapters_that_cannot_be_served(open_engine, make_base, make_adapter, spoil):
     directory, engine = make_adapter(make_base()), open_engine()
     spoil(directory)
-    with pytest.raises(AdapterError, match=message):
+    with raises(AdapterError):
         engine.load(FIRST, directory)
     with pytest.raises(AdapterNotFoundError):
         engine.generate([request(version=FIRST)])
@@ -490,7 +491,7 @@ def test_adapters_with_other_tensors(open_engine, make_base, make_adapter, renam
 
 
 def test_adapter_of_another_model(open_engine, make_base, make_adapter):
-    with pytest.raises(AdapterError, match="another base model"):
+    with raises(AdapterError):
         open_engine("gpt2").load(FIRST, make_adapter(make_base("qwen3")))
 
 
@@ -526,7 +527,7 @@ def test_an_error_inside_reaches_the_caller_and_the_engine_goes_on(open_engine, 
         patch.setattr("groupwise.engine.decoder.sample_tokens", breaks)
         futures = engine.submit([request(n=3), request()])
         for future in futures:
-            with pytest.raises(ArithmeticError, match="step 3"):
+            with raises(ArithmeticError):
                 future.result(timeout=120)
     assert engine.generate([request(n=3)]) == expected
 
@@ -606,9 +607,9 @@ def test_conversations_go_on_in_any_lane(open_engine):
         prompt = (*prompt, *ours[0][0].token_ids, 7, 8, 9)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"lanes": 0}, "lanes is 0"), ({"lanes": 5, "max_rows": 4}, "is 4")])
-def test_lanes_that_cannot_be(make_base, options, message):
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("options", [{"lanes": 0}, {"lanes": 5, "max_rows": 4}])
+def test_lanes_that_cannot_be(make_base, options):
+    with raises(ConfigError):
         LocalEngine(make_base(), **options)
 
 
@@ -647,9 +648,9 @@ def test_closing_fails_who_waits(open_engine):
     proceed.set()
     closing.join(30)
     for future in futures:
-        with pytest.raises(GroupwiseError, match="closed"):
+        with raises(GroupwiseError):
             future.result(timeout=120)
-    with pytest.raises(GroupwiseError, match="closed"):
+    with raises(GroupwiseError):
         engine.submit([request()])
     engine.close()
 
@@ -805,9 +806,9 @@ def test_a_group_is_scored_as_each_of_its_completions_alone(
             alone = engine.score_sequence((*prompt, *ids), version, first=len(prompt), top=3, temperature=0.8)
             assert scores.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
             assert [[id for id, _ in top] for top in scores.top] == [[id for id, _ in top] for top in alone.top]
-    with pytest.raises(ContextLengthError, match="do not fit into the context"):
+    with raises(ContextLengthError):
         engine.score_group(prompt, [(1,) * 10_000], BASE)
-    with pytest.raises(ConfigError, match="likeliest tokens are asked for"):
+    with raises(ConfigError):
         engine.score_group(prompt, rows, BASE, top=10**6)
 
 
@@ -828,16 +829,16 @@ def test_score_sequence_runs_the_head_only_where_asked(open_engine, monkeypatch)
     engine.score_sequence(ids, BASE, first=4, cells=([2, 60], [7, 8]))
     assert rows == [24, 24, 13]  # 60 places of its own and one more
     for place in (0, len(ids)):
-        with pytest.raises(ValueError, match=f"place {place} of"):
+        with raises(ValueError):
             engine.score_sequence(ids, BASE, first=len(ids), cells=([place], [7]))
-    with pytest.raises(ModelError, match="token id 280"):
+    with raises(ModelError):
         engine.score_sequence(ids, BASE, first=len(ids), cells=([3], [280]))
 
 
 def test_every_id_that_is_scored_is_checked_also_the_last_which_is_not_read(open_engine):
     engine = open_engine()
     for ids in ((1, 280), (1, -1)):
-        with pytest.raises(ModelError, match=f"token id {ids[1]}"):
+        with raises(ModelError):
             engine.score(ids[:1], ids[1:], BASE)
 
 
@@ -872,7 +873,7 @@ def test_interactive_requests_go_first(open_engine):
         future.add_done_callback(lambda _, name=name: order.append(name))
     proceed.set()
     assert len(batch[-1].result(timeout=120)) == 3 and order[0] == "person"
-    with pytest.raises(ConfigError, match="reserved_rows"):
+    with raises(ConfigError):
         open_engine(max_rows=4, reserved_rows=4)
 
 
@@ -938,7 +939,7 @@ def test_batches_are_paced_while_somebody_waits(open_engine, monkeypatch):
     monkeypatch.setattr(decoder, "PACED_S", 0.0)
     engine.generate([request(i, n=3, max_tokens=4) for i in range(6)])
     assert max(widest) > 2 and engine._budget.free == 16 and engine._budget._batch == engine._budget._interactive == 0
-    with pytest.raises(ConfigError, match="paced_rows"):
+    with raises(ConfigError):
         open_engine(paced_rows=0)
 
 

@@ -15,6 +15,7 @@ from groupwise.engine.plain import PlainDecoder
 from groupwise.errors import ModelError
 from groupwise.model.packed_check import cached_forward_gap, why_not_cached
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
+from wording import raises
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 3)
 pytestmark = pytest.mark.filterwarnings("ignore:.*(packed rows|recurrent layers).*:UserWarning")
@@ -147,7 +148,7 @@ def test_a_cache_that_is_wrong_is_found_out_and_not_used(make_base, monkeypatch)
 def test_a_head_that_is_not_the_models_is_refused(make_base, monkeypatch) -> None:
     base = make_base("llama4_text", dtype=torch.float64)
     monkeypatch.setattr("groupwise.model.packed_check.head_gap", lambda model: 0.5)
-    with pytest.raises(ModelError, match=r"differ by 0\.5 nats"):
+    with raises(ModelError):
         LocalEngine(base)
 
 

@@ -21,6 +21,7 @@ from groupwise.engine.sampling import (
 )
 from groupwise.recorded import BITMAP, DROPPED, KEPT, SamplingMask
 from groupwise.types import SamplingParams
+from wording import raises
 
 few = settings(max_examples=60)
 
@@ -299,11 +300,11 @@ def test_masks_come_back(vocabulary: int, seed: int):
 )
 def test_masks_that_are_none_are_refused(entries):
     mask = SamplingMask.of_entries(9, [(kind, np.array(words, "<i4")) for kind, words in entries])
-    with pytest.raises(ValueError, match="sampling mask"):
+    with raises(ValueError):
         SamplingMask.from_bytes(mask.to_bytes())
 
 
 @pytest.mark.parametrize("data", [b"", b"kept", b"none" * 9, SamplingMask.whole(9, 2).to_bytes()[:-1]])
 def test_bytes_that_are_no_mask_are_refused(data: bytes):
-    with pytest.raises(ValueError, match="sampling mask"):
+    with raises(ValueError):
         SamplingMask.from_bytes(data)

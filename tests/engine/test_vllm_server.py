@@ -20,6 +20,7 @@ from groupwise.engine.vllm import server as vllm_server
 from groupwise.engine.vllm.server import ServerLaunch, ServerProcess, Shape, keep_up, launch_of, rank_of
 from groupwise.errors import ConfigError
 from processes import becomes, descendants, running
+from wording import raises
 
 TREE = """
 import os, subprocess, sys, time
@@ -82,9 +83,9 @@ def test_the_command_line_says_all_that_the_run_needs(monkeypatch: pytest.Monkey
     assert "--no-enable-chunked-prefill" not in made.argv  # which ends the engine on CPUs only
     on_cpu = options(launch_of(config, replace(shape, cpu=True)).argv)
     assert on_cpu["--no-enable-chunked-prefill"] == "--max-num-batched-tokens"
-    with pytest.raises(ConfigError, match="'nowhere/python', which is no interpreter"):
+    with raises(ConfigError):
         launch_of(VllmConfig(python="nowhere/python"), shape)
-    with pytest.raises(ConfigError, match="rank is 600; vLLM serves at most 512"):
+    with raises(ConfigError):
         rank_of(600)
 
 
@@ -150,7 +151,7 @@ def test_a_server_is_started_again_until_the_command_is_told_to_end(marker: str,
 
 
 def test_one_that_ends_at_once_every_time_is_not_started_for_ever(marker: str, tmp_path: Path):
-    with pytest.raises(ConfigError, match="ended 3 times within 60 s of its start"):
+    with raises(ConfigError):
         keep_up(launch(marker, tmp_path / "log", "import sys; sys.exit(1)"), say=lambda text: None)
 
 

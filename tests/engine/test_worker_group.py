@@ -12,6 +12,7 @@ import pytest
 from groupwise.engine.worker_group import SENDS, WorkerGroup, WorkerLost
 from groupwise.errors import ClusterError, ConfigError, GroupwiseError
 from processes import becomes
+from wording import raises
 
 
 class Clerk:
@@ -102,7 +103,7 @@ def test_the_least_busy_gets_the_next_call(office: Office, group_of: Callable[..
 
 
 def test_what_a_worker_raises_is_raised(group_of: Callable[..., WorkerGroup]) -> None:
-    with pytest.raises(ConfigError, match="no such thing"):
+    with raises(ConfigError):
         group_of(1).ask("refuse").result(1)
 
 
@@ -180,11 +181,11 @@ def test_a_broadcast_that_is_refused_is_raised_and_not_kept(
 def test_a_setup_that_is_refused_ends_it_all_at_once(office: Office, group_of: Callable[..., WorkerGroup]) -> None:
     office.broken = True  # nobody comes up
     group = group_of(1, setup={"open": ("refuse", ())}, restarts=1)
-    with pytest.raises(ClusterError, match=r"clerk 0 was lost 2 times without having done anything, .* it is dead"):
+    with raises(ClusterError):
         group.ask("work", "a").result(5)
     office.broken = False
     group = WorkerGroup("clerk", office.start, size=1, setup={"open": ("refuse", ())}, restarts=1, timeout_s=5)
-    with pytest.raises(ConfigError, match="no such thing"):
+    with raises(ConfigError):
         group.ask("work", "a").result(5)
     with pytest.raises(ConfigError):
         group.broadcast("v1", "load", "v1")
@@ -210,7 +211,7 @@ def test_a_call_that_every_worker_dies_of_is_given_up(office: Office, group_of: 
     for _ in range(SENDS):
         assert becomes(lambda: office.of(0).open and office.of(0).alive)
         office.of(0).end()
-    with pytest.raises(ClusterError, match=f"a call .* was lost with {SENDS} clerks"):
+    with raises(ClusterError):
         answer.result(5)
 
 
@@ -227,7 +228,7 @@ def test_closed_it_ends_its_workers_and_fails_what_is_open(
     group = group_of(2)
     answer = group.ask("work", "a")
     group.close()
-    with pytest.raises(GroupwiseError, match="the clerks are closed"):
+    with raises(GroupwiseError):
         answer.result(5)
     assert not any(clerk.alive for clerk in office.clerks)
 
@@ -238,7 +239,7 @@ def test_calls_that_may_not_be_made_again_tell_of_the_loss(office: Office) -> No
         asked = group.ask("work", 1)
         assert becomes(lambda: office.clerks and office.clerks[0].open)
         office.of(4).end()
-        with pytest.raises(WorkerLost, match="it was killed"):
+        with raises(WorkerLost):
             asked.result(5)
         again = group.ask("work", 2)  # another has taken its place
         assert becomes(lambda: len(office.clerks) == 2 and office.clerks[1].open)

@@ -12,6 +12,7 @@ from transformers import masking_utils
 
 from groupwise.model import attention as module
 from groupwise.model.attention import ATTENTION, Lines, Scoring, SharedPrompts, Window, attention
+from wording import raises
 
 few = settings(max_examples=60)
 H, K, D, V = 4, 2, 3, 5  # values are of another size
@@ -164,7 +165,7 @@ def test_what_the_model_passes_on():
     assert out.shape == (1, 5, H, D) and weights is None
     same, _ = attention(layer, row, key, key, None, layout=layout, scaling=D**-0.5)
     assert torch.equal(out, same)
-    with pytest.raises(ValueError, match="needs layout"):
+    with raises(ValueError):
         attention(layer, row, key, key, None)
     narrow, _ = attention(layer, row, key, key, Window(2), layout=layout, sliding_window=2, position_ids=row)
     assert torch.equal(narrow[:, :2], out[:, :2]) and not torch.allclose(narrow[:, 2:], out[:, 2:])
@@ -173,23 +174,23 @@ def test_what_the_model_passes_on():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "a mask that the model makes itself"),
-        ({"sliding_window": 3}, "a sliding window of 3 with a mask of None"),
-        ({"sliding_window": 3, "attention_mask": Window(2)}, "a sliding window of 3 with a mask of 2"),
-        ({"is_causal": False}, "not causal"),
-        ({"dropout": 0.1}, "dropout"),
-        ({"position_bias": torch.zeros(1, H, 5, 5)}, "the attention argument 'position_bias' is not supported"),
-        ({"head_mask": torch.zeros(H)}, "the attention argument 'head_mask' is not supported"),
-        ({"something_new": 1}, "the attention argument 'something_new' is not supported"),
+        {"attention_mask": torch.zeros(1, 1, 5, 5)},
+        {"sliding_window": 3},
+        {"sliding_window": 3, "attention_mask": Window(2)},
+        {"is_causal": False},
+        {"dropout": 0.1},
+        {"position_bias": torch.zeros(1, H, 5, 5)},
+        {"head_mask": torch.zeros(H)},
+        {"something_new": 1},
     ],
 )
-def test_what_a_layout_does_not_compute_is_refused(options: dict, message: str):
+def test_what_a_layout_does_not_compute_is_refused(options: dict):
     layer, key = torch.nn.Module(), torch.randn(1, K, 5, D)
     layer.layer_idx = 0
     given = {"key": key, "value": key, "attention_mask": None, "layout": SharedPrompts([5]), **options}
-    with pytest.raises(NotImplementedError, match=message):
+    with raises(NotImplementedError):
         attention(layer, torch.randn(1, H, 5, D), **given)
 
 
@@ -207,14 +208,14 @@ def test_masks_as_transformers_asks_for_them():
         assert masking_utils.create_causal_mask(**rest) is None
         assert masking_utils.create_causal_mask(**rest | {"attention_mask": torch.ones(1, 6)}) is None
         assert masking_utils.create_sliding_window_causal_mask(**rest) == Window(7)
-        with pytest.raises(NotImplementedError, match="chunks of 4 tokens"):
+        with raises(NotImplementedError):
             masking_utils.create_chunked_causal_mask(**rest)
         for changed in (
             {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])},
             {"or_mask_function": lambda batch, head, query, key: key < 2},
         ):
-            with pytest.raises(NotImplementedError, match="neither causal nor a sliding window"):
+            with raises(NotImplementedError):
                 masking_utils.create_causal_mask(**rest | changed)
         both_ways = rest | {"config": type("Encoder", (Config,), {"is_causal": False})()}
-        with pytest.raises(NotImplementedError, match="neither causal nor a sliding window"):
+        with raises(NotImplementedError):
             masking_utils.create_causal_mask(**both_ways)

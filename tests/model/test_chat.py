@@ -30,6 +30,7 @@ from groupwise.tasks.prompts import to_prompt
 from groupwise.tasks.starter.tasks import CALCULATOR, supervised_conversations
 from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Prompt
+from wording import raises
 
 CONVERSATIONS = supervised_conversations(0, 500)
 STARTER = build_tokenizer((render(c["messages"], tools=c["tools"]) for c in CONVERSATIONS), vocab_size=700)
@@ -158,7 +159,7 @@ def test_tool_results_and_later_users_are_not_trained():
 def test_a_template_that_rewrites_history_is_refused_unless_marked():
     thought = "<think>\nhm\n</think>\n\n4"
     messages = [user("2+2"), assistant(thought), user("3+3"), assistant("6")]
-    with pytest.raises(ChatError, match=r"rewrites history: message 1 \(assistant\)"):
+    with raises(ChatError):
         encode_supervised(messages, TOKENIZERS["forgets thoughts"])
     assert trained_runs(encode_supervised(messages[:2], TOKENIZERS["forgets thoughts"])) == [thought + "<|im_end|>"]
     assert trained_runs(encode_supervised(messages, STARTER)) == [thought + "<|im_end|>", "6<|im_end|>"]
@@ -198,7 +199,7 @@ def test_text_parts_are_joined_and_other_parts_refused():
     for tokenizer in (STARTER, TOKENIZERS["chatml"]):
         joined = encode_prompt(chat_prompt(user(parts)), tokenizer)
         assert joined.token_ids == encode_prompt(chat_prompt(user("2+2=")), tokenizer).token_ids
-    with pytest.raises(ChatError, match="image_url"):
+    with raises(ChatError):
         encode_prompt(chat_prompt(user([{"type": "image_url", "image_url": {"url": "x"}}])), STARTER)
 
 
@@ -218,31 +219,30 @@ def test_plain_text_gets_one_beginning_and_no_end(adds_end):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "template", "message"),
+    ("prompt", "template"),
     [
-        (Prompt(id="p"), CHATML, "neither messages nor text"),
-        (Prompt(id="p", text=""), CHATML, "no tokens"),
-        (Prompt(id="p", messages=()), CHATML, "list of messages is empty"),
-        (chat_prompt("hi"), CHATML, "message 0 is 'hi'"),
-        (chat_prompt({"content": "hi"}), CHATML, "a role and a content"),
-        (chat_prompt(user("hi")), None, "no chat template"),
+        (Prompt(id="p"), CHATML),
+        (Prompt(id="p", text=""), CHATML),
+        (Prompt(id="p", messages=()), CHATML),
+        (chat_prompt("hi"), CHATML),
+        (chat_prompt({"content": "hi"}), CHATML),
+        (chat_prompt(user("hi")), None),
         (
             chat_prompt({"role": "system", "content": "x"}, user("hi")),
             INSTRUCTIONS,
-            r"\(roles: system, user\): only user",
         ),
-        (chat_prompt(user("hi")), "{{ messages[0].content + 1 }}", "refuses these messages"),
-        (chat_prompt(user("hi")), "{% for %}", "refuses these messages"),
-        (chat_prompt({"role": "critic", "content": "x"}), STARTER.chat_template, "role 'critic' here"),
+        (chat_prompt(user("hi")), "{{ messages[0].content + 1 }}"),
+        (chat_prompt(user("hi")), "{% for %}"),
+        (chat_prompt({"role": "critic", "content": "x"}), STARTER.chat_template),
     ],
 )
-def test_what_cannot_be_rendered_is_a_chat_error(prompt, template, message):
-    with pytest.raises(ChatError, match=message):
+def test_what_cannot_be_rendered_is_a_chat_error(prompt, template):
+    with raises(ChatError):
         encode_prompt(prompt, with_template(template))
 
 
 def test_a_conversation_without_an_assistant_has_nothing_to_train():
-    with pytest.raises(ChatError, match="no assistant turn"):
+    with raises(ChatError):
         encode_supervised([user("hi")], STARTER)
 
 
@@ -366,11 +366,9 @@ def test_thinking_is_split_from_the_answer(text, thinking, rest):
 
 def test_length_is_checked_against_the_context():
     check_length([1] * 100, max_tokens=28, context=128)
-    with pytest.raises(
-        ContextLengthError, match=r"100 tokens and max_tokens is 29; the context is 128[\s\S]*to 28 or less"
-    ):
+    with raises(ContextLengthError):
         check_length([1] * 100, max_tokens=29, context=128)
-    with pytest.raises(ContextLengthError, match=r"128 tokens[\s\S]*> shorten the prompt"):
+    with raises(ContextLengthError):
         check_length([1] * 128, max_tokens=1, context=128)
 
 
@@ -430,9 +428,9 @@ def test_a_long_conversation_whose_history_is_rewritten_is_refused():
     messages = [message for i in range(8) for message in (user(f"{i}+1="), assistant(f"{i + 1}"))]
     assert trained_runs(encode_supervised(messages, TOKENIZERS["forgets thoughts"]))[-1] == "8<|im_end|>"
     messages[9] = assistant("<think>hm</think>5")
-    with pytest.raises(ChatError, match=r"rewrites history: message 9 \(assistant\)"):
+    with raises(ChatError):
         encode_supervised(messages, TOKENIZERS["forgets thoughts"])
-    with pytest.raises(ChatError, match=r"rewrites history: message 1 \(assistant\)"):
+    with raises(ChatError):
         encode_supervised(messages, with_template(COUNTED))
 
 
@@ -471,9 +469,7 @@ def test_where_only_prefixes_tell_a_long_conversation_is_refused_in_time(monkeyp
     monkeypatch.setattr(chat, "MOST_AGAIN", 20_000)
     messages = [message for i in range(300) for message in (user("x"), assistant("y"))]
     for template in (NUMBERED, PLAIN_ROLES):
-        with pytest.raises(
-            ChatError, match=r"cannot be found with this chat template in reasonable time[\s\S]*mark it"
-        ):
+        with raises(ChatError):
             encode_supervised(messages, with_template(template))
 
 
@@ -514,9 +510,9 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered_or_tokenised(mo
         chat_prompt(user("a"), user([{"type": "text", "text": text}])),
         Prompt(id="p", text=text),
     ):
-        with pytest.raises(ContextLengthError, match=rf"is 64 tokens, and the text has {len(text)}|{len(text) + 1}"):
+        with raises(ContextLengthError):
             encode_prompt(prompt, STARTER, context=64)
-    with pytest.raises(ContextLengthError, match="at least 65 tokens"):
+    with raises(ContextLengthError):
         encode_supervised([user(text), assistant("a")], STARTER, context=64)
 
 
@@ -529,7 +525,7 @@ def test_a_text_that_may_fit_is_counted_in_pieces_and_no_further_than_needed(mon
         return encode(part, **options)
 
     monkeypatch.setattr(STARTER, "encode", counted)
-    with pytest.raises(ContextLengthError, match="the first 16384 are about"):
+    with raises(ContextLengthError):
         encode_prompt(Prompt(id="p", text=text), STARTER, context=context)
     assert sizes == [chat.PIECE]
     spaces = " " * 33_000

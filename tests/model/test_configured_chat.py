@@ -18,6 +18,7 @@ from groupwise.model.chat import (
 from groupwise.model.load import load_configured, load_tokenizer
 from groupwise.model.supervised import encode_supervised
 from groupwise.types import Prompt
+from wording import raises
 
 ASKED = {"role": "user", "content": "What is 4+5?"}
 SAID = {"role": "assistant", "content": "9"}
@@ -74,9 +75,9 @@ def test_a_template_in_the_place_of_the_models_own(tmp_path, said):
     ],
 )
 def test_what_would_change_nothing_is_refused(tmp_path, chat, said):
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError) as caught:
         tokenizer_of(tmp_path, **chat)
-    assert caught.value.field == said and caught.value.hint
+    assert caught.value.field == said
 
 
 def test_switching_off_thoughts_that_a_model_does_not_have_is_no_error():

@@ -17,6 +17,7 @@ from groupwise.errors import ModelError
 from groupwise.model.load import Head, load_model, resolve_device, resolve_dtype, share_weights, widest_float
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
+from wording import raises
 
 MPS = torch.device("mps")
 
@@ -30,7 +31,7 @@ def test_auto_is_the_first_device_that_is_there(monkeypatch, cuda: bool, mps: bo
         if there:
             assert resolve_device(named).type == named
         else:
-            with pytest.raises(ModelError, match=f"device is '{named}' but torch sees no such GPU"):
+            with raises(ModelError):
                 resolve_device(named)
 
 
@@ -38,7 +39,7 @@ def test_types_of_a_device() -> None:
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
     assert resolve_dtype("auto", MPS) == resolve_dtype("auto", torch.device("cpu")) == torch.float32
     assert (widest_float(MPS), widest_float(torch.device("cpu"))) == (torch.float32, torch.float64)
-    with pytest.raises(ModelError, match="float64, which the device mps does not have"):
+    with raises(ModelError):
         resolve_dtype("float64", MPS)
 
 

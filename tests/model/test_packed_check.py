@@ -19,6 +19,7 @@ from groupwise.model.load import LoadedModel, longest_row, share_weights
 from groupwise.model.packed_check import LENGTH, LONG, SHORT, head_gap, packed_forward_gap, small_twin, why_not_packed
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
+from wording import raises
 
 BEYOND = 12  # tokens: more than any row of SHORT, fewer than the rows below
 GROUPS = ((15, (9, 21, 4)), (6, (14,)), (2, (3, 17)))
@@ -127,9 +128,7 @@ def test_a_rope_that_depends_on_the_row_ends_the_context(make_base, make_samples
         assert mine == pytest.approx(own_logprobs(base, sample.prompt_ids, sample.completion_ids), abs=1e-5)
     before = [parameter.grad for parameter in learner.parameters]
     (longer,) = make_samples(((5, (9,)),), holes=False)
-    with pytest.raises(
-        ContextLengthError, match=f"a sample has 14 tokens, of which 13 are read; beyond {BEYOND} .*tiny-{family}"
-    ):
+    with raises(ContextLengthError):
         learner.forward_backward_supervised([*fits, longer])
     assert [parameter.grad for parameter in learner.parameters] == before
     with closing(LocalEngine(base, max_rows=2)) as engine:
@@ -236,5 +235,5 @@ def test_a_model_that_does_more_than_its_head_is_refused(make_base):
 
     base.model.__class__ = type("Llama4ForCausalLM", (type(base.model),), {"forward": sharper})
     assert head_gap(share_weights(base.model)) > 0.01
-    with pytest.raises(ModelError, match=r"its logits differ by .* nats from those of its LM head"):
+    with raises(ModelError):
         Learner(base)

@@ -20,6 +20,7 @@ from groupwise.model.load import share_weights
 from groupwise.model.prefix_tree import PrefixTree
 from groupwise.model.recurrence import PackedSegment, Segments, segments_of_groups, segments_of_tree
 from groupwise.model.recurrent_layers import is_recurrent
+from wording import raises
 
 few = settings(max_examples=60)
 C, W = 3, 4
@@ -167,7 +168,7 @@ def test_decoding_goes_on_from_the_prompts_states():
         layout = Extend(cache, grid, slice(0, len(rows)), np.full(len(rows), step))
         check(run(layout.states, [row[-1] for row in rows]), rows)
     grid = Grid(owners, [prompts[p] for p in owners], cache.lengths, device)
-    with pytest.raises(NotImplementedError, match="one token of a row at a time"):
+    with raises(NotImplementedError):
         _ = Extend(cache, grid, slice(0, 5), np.full(5, 6), [2] * 5).states
 
 

@@ -22,6 +22,7 @@ from groupwise.rewards.base import (
 )
 from groupwise.rewards.call import FailureKind, RewardFunction, TrainerState
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
+from wording import raises
 
 
 def group(*texts: str, id: str = "p/1", chat: bool = True, **columns) -> RolloutGroup:
@@ -213,7 +214,7 @@ def test_the_length_must_match_exactly(values, got):
     assert good.rollouts[0].reward == 1.0
 
 
-def raises(completions, kind):
+def failing(completions, kind):
     if kind[0] == "exit":
         sys.exit("bye")
     if kind[0] == "bad":
@@ -221,12 +222,12 @@ def raises(completions, kind):
     return [1.0] * len(completions)
 
 
-async def raises_later(completions, kind):
+async def failing_later(completions, kind):
     await asyncio.sleep(0)
-    return raises(completions, kind)
+    return failing(completions, kind)
 
 
-@pytest.mark.parametrize("function", [raises, raises_later])
+@pytest.mark.parametrize("function", [failing, failing_later])
 def test_an_exception_is_contained_in_its_group(function):
     groups = [group("a", "b", kind="bad"), group("c", kind="good"), group("d", kind="exit")]
     result = scored(groups, reward(function))
@@ -239,34 +240,33 @@ def test_an_exception_is_contained_in_its_group(function):
 
 
 @pytest.mark.parametrize(
-    ("chat", "function", "form"),
+    ("chat", "function"),
     [
-        (True, lambda completions: [float(c.strip() == "4") for c in completions], "completions[i][-1]['content']"),
-        (True, lambda completions: [float(c["content"] == "4") for c in completions], "completions[i][-1]['content']"),
-        (False, lambda completions: [float(c[0]["content"] == "4") for c in completions], "completions[i] is a string"),
+        (True, lambda completions: [float(c.strip() == "4") for c in completions]),
+        (True, lambda completions: [float(c["content"] == "4") for c in completions]),
+        (False, lambda completions: [float(c[0]["content"] == "4") for c in completions]),
     ],
 )
-def test_a_function_that_took_completions_for_something_else_is_told_what_they_are(chat, function, form):
-    with pytest.raises(RewardError) as refused:
+def test_a_function_that_took_completions_for_something_else_is_told_what_they_are(chat, function):
+    with raises(RewardError):
         scored(group("4", chat=chat), reward(function))
-    assert form in str(refused.value)
 
 
 def test_a_failure_is_not_a_zero_in_the_sum():
     fine = reward(lambda completions: [1.0] * len(completions), "fine")
     groups = [group("a", kind="bad"), group("b", kind="good")]
-    assert totals(groups, fine, reward(raises, "broken")) == [None, 2.0]
-    assert totals(groups, fine, reward(raises, "watched", 0.0)) == [1.0, 1.0]
+    assert totals(groups, fine, reward(failing, "broken")) == [None, 2.0]
+    assert totals(groups, fine, reward(failing, "watched", 0.0)) == [1.0, 1.0]
 
 
 def test_a_batch_without_any_reward_stops_with_the_cause():
-    with pytest.raises(RewardError, match=r"no reward for any of 3 completions; the first cause: .*KeyError: 'no such"):
-        scored([group("a", "b", kind="bad"), group("c", kind="bad")], reward(raises))
+    with raises(RewardError):
+        scored([group("a", "b", kind="bad"), group("c", kind="bad")], reward(failing))
 
 
 def test_a_batch_to_which_nothing_applies_is_not_a_failure():
     assert totals(group("a"), reward(lambda completions: [None])) == [None]
-    assert scored([], reward(raises)) == []
+    assert scored([], reward(failing)) == []
 
 
 def test_a_rollout_that_failed_before_is_left_out():
@@ -288,10 +288,9 @@ def test_a_rollout_that_failed_before_is_left_out():
 def test_a_column_that_is_missing():
     function = reward(lambda completions, answer: [1.0] * len(completions), "exact")
     prompts = [group("a", solution=1).prompt]
-    message = "reward 'exact' needs 'answer' as a column or an option; prompt 'p/1' has 'solution'"
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError):
         check_columns([function], prompts)
-    with pytest.raises(RewardError, match=message):
+    with raises(RewardError):
         scored(group("a", solution=1), function)
     check_columns([function], [group("a", answer=1).prompt])
 
@@ -351,30 +350,24 @@ def test_loading_with_weights_names_and_options(folder):
 
 
 @pytest.mark.parametrize(
-    ("specs", "message"),
+    "specs",
     [
-        ([RewardConfig(function="reward_module:strange")], "takes texts, but not `completions`"),
-        (
-            [RewardConfig(function="reward_module:good", args={"scal": 1})],
-            r"has no option 'scal'; did you mean scale\?",
-        ),
-        ([RewardConfig(function="math:sqrt")], "but not `completions`"),
-        (
-            [
-                RewardConfig(function="reward_module:good", name="a"),
-                RewardConfig(function="reward_module:wild", name="a"),
-            ],
-            "two rewards have the name 'a'",
-        ),
+        [RewardConfig(function="reward_module:strange")],
+        [RewardConfig(function="reward_module:good", args={"scal": 1})],
+        [RewardConfig(function="math:sqrt")],
+        [
+            RewardConfig(function="reward_module:good", name="a"),
+            RewardConfig(function="reward_module:wild", name="a"),
+        ],
     ],
 )
-def test_functions_that_are_refused(folder, specs, message):
-    with pytest.raises(ConfigError, match=message):
+def test_functions_that_are_refused(folder, specs):
+    with raises(ConfigError):
         load_rewards(specs, folder=folder)
 
 
 def test_a_function_that_is_not_there(folder):
-    with pytest.raises(LoadError, match=r"'reward_module' has no 'god'; did you mean good\?"):
+    with raises(LoadError):
         load_rewards([RewardConfig(function="reward_module:god")], folder=folder)
 
 
@@ -431,7 +424,7 @@ def test_failures_are_counted_by_kind():
     log = RewardLog()
     groups = [group("a", "b", kind="bad"), group("c", kind="good"), group("d", kind="exit")]
     functions = [
-        reward(raises, "raises"),
+        reward(failing, "raises"),
         reward(constant([math.nan, "x"]), "wrong"),
         reward(constant([]), "fine", 0.0),
     ]
@@ -445,9 +438,9 @@ def test_failures_are_counted_by_kind():
 
 
 def test_one_group_is_scored_without_raising():
-    result = asyncio.run(score_group(group("a", kind="bad"), [reward(raises)]))
+    result = asyncio.run(score_group(group("a", kind="bad"), [reward(failing)]))
     assert "KeyError" in (result.rollouts[0].error or "")
-    with pytest.raises(RewardError, match="no reward for any of 1 completions"):
+    with raises(RewardError):
         refuse_failed([result])
 
 

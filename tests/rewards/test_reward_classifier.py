@@ -23,6 +23,7 @@ from groupwise.errors import ModelError
 from groupwise.rewards import classifier
 from groupwise.rewards.base import load_rewards
 from groupwise.rewards.classifier import reward_model
+from wording import raises
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 256}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -122,12 +123,12 @@ def test_a_completion_cannot_forge_a_turn(qwen, tokenizer):
 def test_a_model_without_a_scoring_head_is_refused(tokenizer, tmp_path):
     config = Qwen3Config(**SIZES, **HEADS, vocab_size=len(tokenizer))
     place = save(Qwen3ForCausalLM(config), tokenizer, tmp_path / "base")
-    with pytest.raises(ModelError, match=r"has no trained score\.weight; its scores would be random"):
+    with raises(ModelError):
         scores(place, "4")
 
 
 def test_a_model_that_is_not_there_or_has_several_labels(tokenizer, tmp_path):
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with raises(ModelError):
         scores(tmp_path / "nowhere", "4")
     config = Qwen3Config(**SIZES, **HEADS, vocab_size=len(tokenizer), num_labels=3)
     place = save(Qwen3ForSequenceClassification(config), tokenizer, tmp_path / "three")

@@ -10,6 +10,7 @@ from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ConfigError, LoadError, RewardError
 from groupwise.rewards.base import load_rewards
 from groupwise.rewards.ensemble import ensemble, gated
+from wording import raises
 
 MODULE = """
 import asyncio, math
@@ -117,10 +118,9 @@ def test_too_few_members_that_apply_are_none(here):
 
 
 def test_where_all_fail_it_says_why(here):
-    message = "too few members could score: reward 'broken' failed on .*KeyError: 'no such thing'"
-    with pytest.raises(RewardError, match=message):
+    with raises(RewardError):
         values(["a", "b"], "members:length", "members:broken", quorum=2)
-    with pytest.raises(RewardError, match="reward 'level' needs 'level' as a column or an option"):
+    with raises(RewardError):
         values(["a"], "members:level")
 
 
@@ -147,30 +147,27 @@ def test_order_does_not_matter(here):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"functions": []}, "a list with at least one reward"),
-        ({"functions": "members:length"}, "a list with at least one reward"),
-        ({"functions": ["members:length"], "aggregate": "max"}, "aggregate is 'max'"),
-        ({"functions": ["members:length"], "quorum": 2}, "quorum is 2; there are 1 members"),
-        ({"functions": [{"function": "members:length", "weight": -1}]}, "weights must be positive"),
-        ({"functions": [{"function": "members:length", "weigth": 1}]}, "weigth"),
-        ({"functions": [{"args": {}}]}, "function"),
-        ({"functions": [{"function": "members:length", "args": {"scal": 1}}]}, "did you mean scale"),
-        ({"functions": [{"function": "members:length", "args": {"scale": object()}}]}, "what YAML can say"),
-        (
-            {"functions": ["members:later", {"function": "members:length", "weight": 2}], "aggregate": "min"},
-            "weights mean nothing to the min",
-        ),
+        {"functions": []},
+        {"functions": "members:length"},
+        {"functions": ["members:length"], "aggregate": "max"},
+        {"functions": ["members:length"], "quorum": 2},
+        {"functions": [{"function": "members:length", "weight": -1}]},
+        {"functions": [{"function": "members:length", "weigth": 1}]},
+        {"functions": [{"args": {}}]},
+        {"functions": [{"function": "members:length", "args": {"scal": 1}}]},
+        {"functions": [{"function": "members:length", "args": {"scale": object()}}]},
+        {"functions": ["members:later", {"function": "members:length", "weight": 2}], "aggregate": "min"},
     ],
 )
-def test_options_that_are_refused(here, options, message):
-    with pytest.raises(ConfigError, match=message):
+def test_options_that_are_refused(here, options):
+    with raises(ConfigError):
         asyncio.run(ensemble(["a"], **options))
 
 
 def test_a_member_that_is_not_there(here):
-    with pytest.raises(LoadError, match="has no 'lenght'; did you mean length"):
+    with raises(LoadError):
         values(["a"], "members:lenght")
 
 
@@ -225,5 +222,5 @@ def test_a_gate_that_does_not_apply_or_fails(here):
     assert scores[0] is None and math.isnan(scores[1]) and scores[2] == 2.0
     scores = through_gate(["none", "nan", "ok"], "members:partly", "members:length")
     assert scores[0] is None and math.isnan(scores[1]) and scores[2] == 4.0
-    with pytest.raises(RewardError, match="KeyError"):
+    with raises(RewardError):
         through_gate(["a"], "members:length", "members:broken")

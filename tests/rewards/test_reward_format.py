@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from groupwise.errors import ConfigError
 from groupwise.rewards.format import json_format, regex_match, tag_format, tag_progress, think_format
+from wording import raises
 
 
 def chat(*texts: str) -> list[list[dict[str, str]]]:
@@ -176,21 +177,21 @@ def test_types_and_places():
 
 
 @pytest.mark.parametrize(
-    ("schema", "message"),
+    "schema",
     [
-        ({"type": "nonsense"}, "this is not a JSON schema"),
-        ({"$ref": "http://127.0.0.1:9/x"}, "refers to 'http://127.0.0.1:9/x'|not a JSON schema"),
-        ({"$ref": "file:///etc/hosts"}, "refers to|not a JSON schema"),
-        ({"minimum": "three"}, "this is not a JSON schema"),
+        {"type": "nonsense"},
+        {"$ref": "http://127.0.0.1:9/x"},
+        {"$ref": "file:///etc/hosts"},
+        {"minimum": "three"},
     ],
 )
-def test_a_schema_that_is_none_is_refused(schema, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_schema_that_is_none_is_refused(schema):
+    with raises(ConfigError):
         json_format(["{}"], schema=schema)
 
 
 def test_unknown_types_are_refused():
-    with pytest.raises(ConfigError, match=r"types \['map'\] are not JSON's"):
+    with raises(ConfigError):
         json_format(["{}"], types=["map"])
 
 

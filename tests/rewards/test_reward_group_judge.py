@@ -18,6 +18,7 @@ from groupwise.rewards.group_judge import group_judge, read_verdict
 from groupwise.server import chat as server_chat
 from judge_peer import Judge, Said, judges
 from serving import served
+from wording import raises
 
 RUBRIC = "The number behind QUALITY is how good the reply is."
 
@@ -213,10 +214,10 @@ def test_a_vote_that_cannot_be_read_is_asked_in_another_order_and_else_dropped(s
 
 def test_without_any_vote_the_group_failed_and_is_not_worth_0(start):
     at, logged = start(lambda body, before: Said(verdict([1, 2]))), {}
-    with pytest.raises(RewardError, match="gave no verdict on 4 completions: no scores from 0 to 10 for 4 replies"):
+    with raises(RewardError):
         group_scores(at, FOUR, log_metric=logged.__setitem__)
     assert logged["votes_lost"] == 1.0
-    with pytest.raises(RewardError, match="answered 401"):
+    with raises(RewardError):
         group_scores(start(lambda body, before: Said(status=401)), FOUR, retries=3)
 
 
@@ -285,7 +286,7 @@ def test_a_server_without_schemas_is_asked_without_and_remembered(start):
     assert group_scores(at, FOUR[:2], votes=1) == [0.2, 0.9]
     assert ["response_format" in body for body in at.bodies] == [True, False, False]
     judge_module._open_cache.cache_clear()
-    with pytest.raises(RewardError, match="response_format is not supported"):
+    with raises(RewardError):
         group_scores(at, FOUR, structured=True)
 
 
@@ -327,7 +328,7 @@ def test_the_oldest_verdicts_go_first(start, tmp_path, on_disk):
 
 def test_a_cache_that_is_none_is_refused(start, tmp_path):
     (tmp_path / "notes.txt").write_text("these are notes, and long enough to be no database file of SQLite " * 99)
-    with pytest.raises(ConfigError, match=r"cache .*notes.txt' cannot be used"):
+    with raises(ConfigError):
         group_scores(start(compare), FOUR, cache=str(tmp_path / "notes.txt"))
     assert (tmp_path / "notes.txt").read_text().startswith("these are notes")
 
@@ -336,38 +337,36 @@ def test_a_cache_that_is_none_is_refused(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"mode": "best"}, "mode is 'best'; it must be score or rank"),
-        ({"mode": "rank", "scale": (0, 5)}, r"scale is \[0, 5\], which acts with mode score only"),
-        ({"scale": (5, 0)}, r"scale is \[5, 0\]"),
-        ({"votes": 0}, "votes is 0"),
-        ({"votes": 2, "shuffle": False}, "all would be the same request"),
-        ({"structured": "yes"}, "structured is 'yes'"),
-        ({"price": {"input": 1}}, r"price is \{'input': 1\}"),
-        ({"price": {"input": 1, "output": "2"}}, "price is"),
-        ({"cache_size": 0}, "cache_size is 0"),
-        ({"concurrency": 0}, "concurrency is 0"),
-        ({"base_url": "localhost:8000"}, "it must be a URL"),
+        {"mode": "best"},
+        {"mode": "rank", "scale": (0, 5)},
+        {"scale": (5, 0)},
+        {"votes": 0},
+        {"votes": 2, "shuffle": False},
+        {"structured": "yes"},
+        {"price": {"input": 1}},
+        {"price": {"input": 1, "output": "2"}},
+        {"cache_size": 0},
+        {"concurrency": 0},
+        {"base_url": "localhost:8000"},
     ],
 )
-def test_options_of_a_group_that_are_refused(options, message):
+def test_options_of_a_group_that_are_refused(options):
     options = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "rubric": "r"} | options
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError):
         asyncio.run(group_judge(["x", "y"], ["Go."] * 2, **options))
 
 
 def test_a_group_that_is_too_long_for_the_judge_is_refused_before_it_is_sent(start):
     at = start(compare)
-    with pytest.raises(
-        RewardError, match=r"one request with 2 completions has 2\d,\d+ characters; max_characters is 20,000"
-    ):
+    with raises(RewardError):
         group_scores(at, ["x" * 10_000, "y" * 10_000], max_characters=20_000)
     assert at.bodies == []
 
 
 def test_completions_of_several_prompts_are_no_group(start):
-    with pytest.raises(RewardError, match="of one prompt"):
+    with raises(RewardError):
         group_scores(start(compare), FOUR, ["one", "two", "one", "two"])
 
 

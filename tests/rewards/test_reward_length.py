@@ -15,6 +15,7 @@ from groupwise.rewards.length import (
     repetition_penalty,
     soft_overlong,
 )
+from wording import raises
 
 
 def chat(*texts: str) -> list[list[dict[str, str]]]:
@@ -48,7 +49,7 @@ def test_soft_overlong_is_equation_13(length):
 
 @pytest.mark.parametrize(("max_length", "buffer"), [(100, 0), (100, 101), (100, -1)])
 def test_soft_overlong_needs_a_buffer_inside_the_length(max_length, buffer):
-    with pytest.raises(ValueError, match="buffer is"):
+    with raises(ValueError):
         soft_overlong([""], [[1]], max_length=max_length, buffer=buffer)
 
 
@@ -58,7 +59,7 @@ def test_length_window():
     assert length_window([""] * 7, sizes, longest=20) == [1, 1, 1, 1, 1, 0, 0]
     slope = length_window([""] * 6, tokens(6, 7, 8, 9, 10, 13), shortest=10, longest=11, margin=3)
     assert slope == pytest.approx([0, 0.25, 0.5, 0.75, 1, 0.5])
-    with pytest.raises(ValueError, match="no window"):
+    with raises(ValueError):
         length_window([""], tokens(1), shortest=5, longest=4)
 
 
@@ -67,7 +68,7 @@ def test_ideal_length():
     assert ideal_length([""] * 6, sizes, ideal=100) == pytest.approx([0, 0.5, 1, 0.5, 0, 0])
     assert ideal_length([""] * 6, sizes, ideal=100, width=100) == ideal_length([""] * 6, sizes, ideal=100)
     assert ideal_length([""] * 2, tokens(90, 110), ideal=100, width=20) == pytest.approx([0.5, 0.5])
-    with pytest.raises(ValueError, match="ideal is 0"):
+    with raises(ValueError):
         ideal_length([""], tokens(1), ideal=0)
 
 
@@ -75,9 +76,9 @@ def test_units():
     texts = chat("one two three", "a" + " " * 500 + "b\n\n\n", "")
     assert length_window(texts, longest=3, shortest=2, unit="words") == [1, 1, 0]
     assert length_window(texts, longest=3, shortest=3, unit="characters") == [0, 1, 0]  # blanks are no padding
-    with pytest.raises(ValueError, match="need `completion_ids`"):
+    with raises(ValueError):
         length_window(texts, longest=3)
-    with pytest.raises(ValueError, match="unit is 'lines'"):
+    with raises(ValueError):
         length_window(texts, longest=3, unit="lines")  # pyright: ignore[reportArgumentType]
 
 
@@ -109,11 +110,11 @@ def test_cosine_length_with_another_judge_of_right_and_wrong():
 
 
 def test_cosine_length_fails_where_nothing_can_be_judged():
-    with pytest.raises(RewardError, match="Paris"):
+    with raises(RewardError):
         cosine(["4"], ["Paris"], [1], max_length=10, correct="groupwise.rewards.math:number_match")
-    with pytest.raises(RewardError, match=r"needs 'answer' as a column"):
+    with raises(RewardError):
         asyncio.run(cosine_length(["4"], tokens(1), max_length=10))
-    with pytest.raises(ValueError, match="max_length is 0"):
+    with raises(ValueError):
         cosine(["4"], ["4"], [1], max_length=0)
 
 
@@ -188,5 +189,5 @@ def test_long_texts_take_linear_time():
 
 
 def test_members_that_are_none():
-    with pytest.raises(ConfigError, match="function"):
+    with raises(ConfigError):
         cosine(["4"], ["4"], [1], max_length=10, correct={"function": 3})

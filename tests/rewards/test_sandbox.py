@@ -27,6 +27,7 @@ from groupwise.rewards.sandbox import (
     run_python,
 )
 from processes import becomes, descendants, running
+from wording import raises
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks things up in /proc")
 
@@ -532,7 +533,7 @@ def test_the_filter_of_each_machine(machine):
 
 
 def test_no_filter_for_other_machines():
-    with pytest.raises(OSError, match="no filter of system calls for riscv64"):
+    with raises(OSError):
         sandbox_child.filter_of("riscv64", program=7)
 
 
@@ -625,19 +626,19 @@ def test_what_does_not_hold_is_said(level, says, says_not):
 
 def test_isolation_can_be_required(monkeypatch):
     monkeypatch.setattr(sandbox, "isolation", lambda: Isolation(namespaces=False, own_user=False, reason="not today"))
-    with pytest.raises(SandboxError, match="with this user's files and network: not today"):
+    with raises(SandboxError):
         run_python("pass", require_isolation=True)
     assert not run_python("pass").isolated
 
 
 def test_a_program_that_is_not_there(level):
-    with pytest.raises(SandboxError, match=r"could not be started in its box: .*(No such file|not found)"):
+    with raises(SandboxError):
         run(["/no/such/program"], limits=QUICK)
 
 
 @pytest.mark.parametrize("name", ["wall_s", "cpu_s", "memory_mb", "output_bytes"])
 def test_limits_are_positive(name):
-    with pytest.raises(ValueError, match=f"{name} is 0; it must be positive"):
+    with raises(ValueError):
         Limits(**{name: 0})
 
 

@@ -16,6 +16,7 @@ from groupwise.run.plan import make_plan
 from groupwise.tasks.rollout_sources import SingleTurnRollouts
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
+from wording import raises
 
 DEMO = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
 
@@ -82,8 +83,8 @@ def test_a_budget_that_is_too_small_ends_the_run_before_it_begins(monkeypatch):
         return engines[0]
 
     monkeypatch.setattr(assemble, "open_engine", opened)
-    with pytest.raises(ConfigError, match=r"memory_gb 0.1 does not suffice for one sample of \d+ tokens"):
+    with raises(ConfigError):
         open_components(make_plan(demo("train.memory_gb=0.1")))
     assert torch.get_num_threads() == threads
-    with pytest.raises(GroupwiseError, match="the engine is closed"):
+    with raises(GroupwiseError):
         engines[0].generate([SamplingRequest(prompt_ids=(1,), params=SamplingParams(max_tokens=1))])

@@ -19,6 +19,7 @@ from groupwise.run.loop import run_loop
 from groupwise.run.thoughts import ThoughtCost
 from groupwise.store.tracking import read_metrics
 from running_jobs import groups_of, two_steps
+from wording import raises
 
 CODE = """
 SEEN = []
@@ -105,6 +106,5 @@ def test_few_cut_thoughts_are_no_warning(settings):
 
 
 def test_a_budget_that_leaves_no_answer_is_refused(settings):
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, field="rollout.thinking_budget", kind="conflict"):
         parse_config(settings(rollout={"thinking_budget": 24}))
-    assert "rollout.thinking_budget" in str(caught.value)

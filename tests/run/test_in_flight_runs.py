@@ -13,6 +13,7 @@ from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics, read_rollouts
 from groupwise.types import Completion
 from running_jobs import config
+from wording import raises
 
 LONG = {"prompts_per_step": 2, "group_size": 4, "max_tokens": 60, "batch_rows": 6, "max_staleness": 3}
 
@@ -71,19 +72,19 @@ def test_tokens_are_fresher_than_without(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("rollout", "more", "says"),
+    ("rollout", "more", "field"),
     [
-        ({"in_flight_updates": True}, {}, "nothing is being sampled when a version comes"),
-        ({"in_flight_cache": "recompute"}, {}, "no effect without in_flight_updates"),
-        ({"in_flight_updates": True, "max_staleness": 1}, {"engine": "vllm"}, "set it to recompute"),
+        ({"in_flight_updates": True}, {}, "rollout.in_flight_updates"),
+        ({"in_flight_cache": "recompute"}, {}, "rollout.in_flight_cache"),
+        ({"in_flight_updates": True, "max_staleness": 1}, {"engine": "vllm"}, "rollout.in_flight_cache"),
     ],
 )
-def test_what_cannot_act_is_refused(rollout: dict, more: dict, says: str):
+def test_what_cannot_act_is_refused(rollout: dict, more: dict, field: str):
     settings = {"name": "x", "data": {"source": "p.jsonl"}, "rewards": ["r:exact"], "rollout": rollout, **more}
-    with pytest.raises(ConfigError, match=says):
+    with raises(ConfigError, field=field, kind="conflict"):
         parse_config(settings)
 
 
 def test_an_engine_that_cannot_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="actors of Ray"):
+    with raises(ConfigError, field="rollout.in_flight_updates"):
         check_in_flight(in_flight(tmp_path), object())  # type: ignore[arg-type]

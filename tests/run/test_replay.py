@@ -33,6 +33,7 @@ from groupwise.types import (
     SamplingParams,
     Turn,
 )
+from wording import raises
 
 
 def group(id: str, rewards: Sequence[float | None], *, version: int = 1, **by_name: float) -> RolloutGroup:
@@ -186,7 +187,7 @@ def test_draws_follow_the_seed_and_go_on_after_a_restart():
     "state", [{}, {"entries": [], "random": 3}, {"entries": [{"step": 1, "group": 2}], "random": []}]
 )
 def test_what_is_not_a_state_is_refused(state):
-    with pytest.raises(DataError, match="not the state of a replay buffer"):
+    with raises(DataError):
         ReplayBuffer(1).load_state_dict(state)
 
 
@@ -338,5 +339,5 @@ def test_the_state_of_an_unused_queue():
     "state", [{}, {"waiting": 1, "tries": {}, "range": None}, {"waiting": [], "tries": [], "range": 1}]
 )
 def test_what_is_not_a_queue_is_refused(state):
-    with pytest.raises(DataError, match="not the state of a re-roll queue"):
+    with raises(DataError):
         RerollQueue(1).load_state_dict(state)

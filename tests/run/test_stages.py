@@ -25,6 +25,7 @@ from groupwise.store.checkpoint import read
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.answers import answer_turns
 from running_jobs import Dies, adapter_bytes, merged, metrics_of
+from wording import raises
 
 ROWS = [
     {"prompt": f"Spell {word} backwards.", "answer": word[::-1]} for word in ("abc", "bad", "cab", "dab", "fed", "bee")
@@ -182,12 +183,12 @@ def test_a_stage_is_the_file_with_its_changes(file):
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "field"),
     [
         ({"stages": [{"kind": "sft"}]}, "stages[0].name"),
-        ({"stages": [STAGE, STAGE]}, "examples"),
-        ({"stages": [{**STAGE, "resume": "auto"}]}, "resume"),
-        ({"stages": [{**STAGE, "train": {"stepz": 3}}]}, "stepz"),
+        ({"stages": [STAGE, STAGE]}, "stages[1].name"),
+        ({"stages": [{**STAGE, "resume": "auto"}]}, "stages[0].resume"),
+        ({"stages": [{**STAGE, "train": {"stepz": 3}}]}, "stages[0]"),
         ({"stages": [STAGE], "adapters": {"start": "x"}}, "adapters.start"),
         ({"stages": [STAGE], "train": {"lora": None}}, "stages"),
         ({"kind": "sft", "algo": {"kl": "k3", "kl_coeff": 0.1}}, "algo.kl"),
@@ -197,10 +198,9 @@ def test_a_stage_is_the_file_with_its_changes(file):
         ({"data": {"source": "examples.jsonl", "answer_key": "answer"}}, "data.answer_key"),
     ],
 )
-def test_what_cannot_be_is_refused(file, sections, said):
-    with pytest.raises(ConfigError) as caught:
+def test_what_cannot_be_is_refused(file, sections, field: str):
+    with raises(ConfigError, field=field, kind="conflict"):
         file(**sections)
-    assert said in str(caught.value)
 
 
 def test_what_is_wrong_with_a_stage_is_said_before_anything_is_trained(file, tmp_path: Path):

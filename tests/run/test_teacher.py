@@ -38,6 +38,7 @@ from groupwise.types import (
 )
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of
 from serving import Served, served, starter
+from wording import raises
 
 
 @pytest.fixture(scope="module")
@@ -259,19 +260,17 @@ def test_requests_of_all_groups_together_are_bounded(site: Served, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options",
     [
-        ({"model": "another"}, "answered 404"),
-        ({"top_k": 21}, "answered 400"),
-        ({"base_url": "http://127.0.0.1:9/v1", "timeout_s": 0.2}, "the exchange with http://127.0.0.1:9/v1"),
+        {"model": "another"},
+        {"top_k": 21},
+        {"base_url": "http://127.0.0.1:9/v1", "timeout_s": 0.2},
     ],
 )
-def test_a_server_that_cannot_be_asked(
-    tmp_path: Path, site: Served, monkeypatch: pytest.MonkeyPatch, options: dict, said: str
-):
+def test_a_server_that_cannot_be_asked(tmp_path: Path, site: Served, monkeypatch: pytest.MonkeyPatch, options: dict):
     monkeypatch.setattr(teacher_module, "FIRST_DELAY_S", 0.0)
     monkeypatch.setenv("OPENAI_API_KEY", "very-secret")
-    with pytest.raises(ConfigError, match=said) as refused:
+    with raises(ConfigError) as refused:
         run_loop(config(tmp_path, teacher=endpoint(site, **options), rewards=[]))
     assert refused.value.field == "teacher.base_url" and "very-secret" not in str(refused.value)
 
@@ -289,7 +288,7 @@ def test_a_server_with_another_tokenizer(site: Served):
         def decode(self, ids: list[int]) -> str:
             return str(tokenizer.decode([id - 1 for id in ids]))
 
-    with pytest.raises(ConfigError, match=r"has another tokenizer: token \d+ is .* there and .* here"):
+    with raises(ConfigError, field="teacher.base_url"):
         asyncio.run(backend.check_tokenizer(cast(Any, Shifted())))
     asyncio.run(backend.check_tokenizer(tokenizer))
 
@@ -312,19 +311,19 @@ def test_another_tokenizer(tmp_path: Path):
     first, second = sorted(vocabulary, key=vocabulary.get)[40:42]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match=r"has another tokenizer: token \d+ is .* here and .* there") as refused:
+    with raises(ConfigError) as refused:
         run_loop(config(tmp_path, teacher={"model": str(model)}, rewards=[]))
     assert refused.value.field == "teacher.model"
 
 
 def test_a_context_that_does_not_fit(tmp_path: Path):
     model = a_starter(tmp_path / "short", max_position_embeddings=24)
-    with pytest.raises(ConfigError, match="the teacher has a context of 24 tokens"):
+    with raises(ConfigError, field="teacher"):
         run_loop(config(tmp_path, teacher={"model": str(model)}, rewards=[], rollout={"max_tokens": 20}))
 
 
 def test_a_column_that_no_prompt_has(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no prompt has anything in the column 'hints'.*'answer'"):
+    with raises(ConfigError, field="teacher.context"):
         make_plan(config(tmp_path, teacher={**SELF, "context": "hints"}, rewards=[]))
 
 

@@ -22,6 +22,7 @@ from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import JobState
 from job_place import PROMPTS, SMALL, Place, groups
 from processes import becomes, running
+from wording import raises
 
 WAIT_S = 120  # for a process that must import torch on a busy machine
 
@@ -164,7 +165,7 @@ def test_it_waits_for_the_one_before_it(place, monkeypatch):
     with worker._alone(place.directory, place.heartbeat):
         monkeypatch.setattr(worker, "PREDECESSOR_S", 0.2)
         began = time.monotonic()
-        with pytest.raises(NotReadyError, match="another worker"), worker._alone(place.directory, place.heartbeat):
+        with raises(NotReadyError), worker._alone(place.directory, place.heartbeat):
             pass
         assert time.monotonic() - began >= 0.2
         monkeypatch.setattr(worker, "PREDECESSOR_S", 60)

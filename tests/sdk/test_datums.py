@@ -12,6 +12,7 @@ import torch
 
 from groupwise.errors import DataError
 from groupwise.sdk.datums import Datum, build_grpo_datums, compute_advantages, datum_of
+from wording import raises
 
 TOKENS = (5, 6, 7, 2)
 
@@ -66,30 +67,30 @@ def test_any_token_is_a_target() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    "values",
     [
-        ({"advantages": [1.0, 1.0]}, "advantages has 2 entries and model_input 3"),
-        ({"weights": [1.0] * 4}, "weights has 4 entries"),
-        ({"advantages": [0.0, math.nan, 1.0]}, r"advantages\[1\] is nan"),
-        ({"advantages": [0.0, math.inf, 1.0]}, r"advantages\[1\] is inf"),
-        ({"weights": [math.nan, 0.0, 1.0]}, r"weights\[0\] is nan"),
-        ({"logprobs": [-0.1, -0.1, math.nan]}, r"logprobs\[2\] is nan"),
-        ({"rewards": [1.0] * 3}, "loss_fn_inputs has 'rewards'; valid: target_tokens, mask"),
+        {"advantages": [1.0, 1.0]},
+        {"weights": [1.0] * 4},
+        {"advantages": [0.0, math.nan, 1.0]},
+        {"advantages": [0.0, math.inf, 1.0]},
+        {"weights": [math.nan, 0.0, 1.0]},
+        {"logprobs": [-0.1, -0.1, math.nan]},
+        {"rewards": [1.0] * 3},
     ],
 )
-def test_what_cannot_be_trained_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_what_cannot_be_trained_is_refused(values: dict[str, Any]) -> None:
+    with raises(DataError):
         datum(**values)
 
 
 def test_an_empty_datum_is_refused() -> None:
-    with pytest.raises(DataError, match="no tokens"):
+    with raises(DataError):
         Datum(model_input=(), loss_fn_inputs={"target_tokens": ()})
-    with pytest.raises(DataError, match="no tokens"):
+    with raises(DataError):
         datum_of((5,), prompt_len=1)
-    with pytest.raises(DataError, match="no target_tokens"):
+    with raises(DataError):
         Datum(model_input=(5,), loss_fn_inputs={})
-    with pytest.raises(DataError, match="-1 is not a token id"):
+    with raises(DataError):
         datum((5, -1, 6))
 
 
@@ -121,17 +122,17 @@ def test_a_tool_result_in_the_completion_stays_untrained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"advantages": []}, "advantages has 0 entries for 1 datums"),
-        ({"prompt_lens": [2, 2]}, "prompt_lens has 2 entries for 1 datums"),
-        ({"inf_logprobs": [(-0.1,)]}, r"inf_logprobs\[0\] has 1 entries"),
-        ({"inf_logprobs": [(None, None, None, -0.2)]}, r"logprobs\[1\] is nan"),
-        ({"advantages": [math.nan]}, r"advantages\[0\] is nan"),
-        ({"advantages": [None]}, r"advantages\[0\] is None"),
+        {"advantages": []},
+        {"prompt_lens": [2, 2]},
+        {"inf_logprobs": [(-0.1,)]},
+        {"inf_logprobs": [(None, None, None, -0.2)]},
+        {"advantages": [math.nan]},
+        {"advantages": [None]},
     ],
 )
-def test_building_refuses_what_disagrees(changes: dict[str, Any], message: str) -> None:
+def test_building_refuses_what_disagrees(changes: dict[str, Any]) -> None:
     given: dict[str, Any] = {
         "data": [datum_of(TOKENS, prompt_len=2)],
         "advantages": [1.0],
@@ -139,28 +140,28 @@ def test_building_refuses_what_disagrees(changes: dict[str, Any], message: str) 
         "prompt_lens": 2,
     }
     build_grpo_datums(**given)
-    with pytest.raises(DataError, match=message):
+    with raises(DataError):
         build_grpo_datums(**(given | changes))
 
 
 @pytest.mark.parametrize(
-    ("model_input", "inputs", "words"),
+    ("model_input", "inputs"),
     [
-        (None, {"target_tokens": [1]}, "model_input is a NoneType; give a list of numbers"),
-        ("abc", {"target_tokens": [1, 2, 3]}, "model_input is a str; give a list of numbers"),
-        ([1, 2], [1], "loss_fn_inputs is a list; give a mapping"),
-        ([1, 2], {"target_tokens": 7}, "target_tokens is a int; give a list of numbers"),
-        ([1, 2], {"target_tokens": [1, 2], "weights": ["a", 1]}, r"weights\[0\] is 'a'; it must be a number"),
-        ([1, 2], {"target_tokens": [1, 2], "weights": [1, None]}, r"weights\[1\] is None; it must be a number"),
-        ([True, 2], {"target_tokens": [1, 2]}, "True is not a token id"),
-        ([1, 2], {"target_tokens": [1, 2], "mask": [[1], [1]]}, r"mask\[0\] is \[1\]; it must be a number"),
+        (None, {"target_tokens": [1]}),
+        ("abc", {"target_tokens": [1, 2, 3]}),
+        ([1, 2], [1]),
+        ([1, 2], {"target_tokens": 7}),
+        ([1, 2], {"target_tokens": [1, 2], "weights": ["a", 1]}),
+        ([1, 2], {"target_tokens": [1, 2], "weights": [1, None]}),
+        ([True, 2], {"target_tokens": [1, 2]}),
+        ([1, 2], {"target_tokens": [1, 2], "mask": [[1], [1]]}),
     ],
 )
-def test_what_is_no_list_of_numbers_is_told_so(model_input: Any, inputs: Any, words: str) -> None:
-    with pytest.raises(DataError, match=words):
+def test_what_is_no_list_of_numbers_is_told_so(model_input: Any, inputs: Any) -> None:
+    with raises(DataError):
         Datum(model_input=model_input, loss_fn_inputs=inputs)
 
 
 def test_rewards_that_are_no_numbers_are_told_so() -> None:
-    with pytest.raises(DataError, match=r"rewards\[1\] is 'a'; it must be a number or None"):
+    with raises(DataError):
         compute_advantages([1.0, "a"])  # pyright: ignore[reportArgumentType]

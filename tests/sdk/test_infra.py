@@ -30,6 +30,7 @@ from groupwise.sdk.profiles import Machine, choose_profile
 from groupwise.sdk.sampler import SampledCompletion
 from groupwise.store.rundir import owned
 from groupwise.types import Message, PolicyVersion
+from wording import raises
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 47 + 138?"}]
 Setup = Callable[..., Infra]
@@ -160,13 +161,13 @@ def test_the_services_names_are_taken_for_what_is_here(config: LoopConfig, model
 @pytest.mark.parametrize("unset", [DeployConfig(), DeployConfig(tokenizer_model="")])
 def test_a_tokenizer_must_be_named_to_sample(config: LoopConfig, unset: DeployConfig) -> None:
     config = replace(config, deployment=unset)
-    with pytest.raises(ValueError, match=r"deployment\.tokenizer_model is not set"):
+    with raises(ValueError):
         setup_infra(config, needs_reference=False, needs_inference=True)
 
 
 def test_one_error_is_itself_and_said_once(config: LoopConfig) -> None:
     """The model is missing: trainer and engine both hear of it."""
-    with pytest.raises(ModelError, match="nowhere"):
+    with raises(ModelError):
         setup_infra(replace(config, base_model="./nowhere"), needs_reference=False, needs_inference=True)
 
 
@@ -178,9 +179,7 @@ def test_several_errors_are_all_told_and_what_was_opened_is_closed(config: LoopC
     own = InfraConfig(training_shape_id="cpu-small", ref_training_shape_id="cpu-small")  # a reference that can be had
     with (
         setup_infra(named, needs_reference=False, needs_inference=False),
-        pytest.raises(
-            InfraError, match=r"(?s)2 parts.*policy: ConfigError.*rank 4.*deployment: StorageError"
-        ) as raised,
+        raises(InfraError) as raised,
     ):
         setup_infra(replace(broken, infra=own), needs_reference=True, needs_inference=True)
     assert raised.value.errors.keys() == {"policy", "deployment"}
@@ -193,22 +192,22 @@ def test_a_deployment_does_not_live_on_alone(config: LoopConfig, tmp_path: Path)
     broken = replace(per_deployment(named, tmp_path, run="a"), lora_rank=8)
     with (
         setup_infra(named, needs_reference=False, needs_inference=False),
-        pytest.raises(ConfigError, match="with rank 4; asked for is"),
+        raises(ConfigError),
     ):
         setup_infra(broken, needs_reference=False, needs_inference=True)
     assert find_deployment("long-lived") is None
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"infra": InfraConfig(training_shape_id="cpu-tiny")}, "training_shape_id 'cpu-tiny' does not exist"),
-        ({"infra": InfraConfig(training_shape_id="gpu-141g-full")}, "needs 141 GB on cuda|is not for training"),
-        ({"lora_rank": 0, "weight_sync": WeightSyncConfig(weight_sync_interval=2)}, "weight_sync_interval is 2"),
+        {"infra": InfraConfig(training_shape_id="cpu-tiny")},
+        {"infra": InfraConfig(training_shape_id="gpu-141g-full")},
+        {"lora_rank": 0, "weight_sync": WeightSyncConfig(weight_sync_interval=2)},
     ],
 )
-def test_what_does_not_go_together_is_refused(config: LoopConfig, changes: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_does_not_go_together_is_refused(config: LoopConfig, changes: dict) -> None:
+    with raises(ConfigError):
         setup_infra(replace(config, **changes), needs_reference=False, needs_inference=True)
 
 
@@ -243,13 +242,13 @@ def test_another_process_that_trains_in_the_same_log_path_is_not_disturbed(confi
         train(infra, range(1, 4))
     with owned(Path(config.log_path)):  # as another process would
         before = {str(path): path.stat().st_mtime_ns for path in Path(config.log_path).rglob("*")}
-        with pytest.raises(StorageError, match="another process is training in"):
+        with raises(StorageError):
             setup_infra(config, needs_reference=False, needs_inference=False)
         assert {str(path): path.stat().st_mtime_ns for path in Path(config.log_path).rglob("*")} == before
     infra = setup_infra(config, needs_reference=False, needs_inference=True)
     resumed = infra.weights.resume()
     assert resumed is not None and resumed.step == 2
-    with pytest.raises(StorageError, match="another process is training in"), owned(Path(config.log_path)):
+    with raises(StorageError), owned(Path(config.log_path)):
         pass
     infra.close()
     infra.close()
@@ -269,7 +268,7 @@ def test_a_named_trainer_is_attached_to_and_closed_by_who_opened_it(config: Loop
             assert second.weights.sync().result() == PolicyVersion("shared", 1)
             assert sample(second)[0].version == PolicyVersion("shared", 1)
         train(first, range(2, 3))  # goes on
-        with pytest.raises(ConfigError, match=r"runs over \S+ with rank 4; asked for is \S+ with rank 8"):
+        with raises(ConfigError):
             setup_infra(replace(named, lora_rank=8), needs_reference=False, needs_inference=False)
     with setup_infra(named, needs_reference=False, needs_inference=False) as third:
         assert third.policy is not first.policy
@@ -306,7 +305,7 @@ def test_successive_trainers_push_into_one_engine(config: LoopConfig, tmp_path: 
         train(again, range(3, 4))
         assert sample(again)[0].version == PolicyVersion("policy", 4)
     other = replace(per_deployment(config, tmp_path, run="c"), base_model=str(tmp_path))
-    with pytest.raises(InfraError, match=r"(?s)policy: ModelError.*deployment: ConfigError.*'long-lived' runs over"):
+    with raises(InfraError):
         setup_infra(other, needs_reference=False, needs_inference=True)
     deployment.close()
     assert find_deployment("long-lived") is None

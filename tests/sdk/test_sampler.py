@@ -31,6 +31,7 @@ from groupwise.sdk.sampler import DeploymentSampler, SampledCompletion, Status
 from groupwise.sdk.trainer import TrainingService
 from groupwise.store.adapters import AdapterStore
 from groupwise.types import Completion, Grammar, Message, PolicyVersion, Prompt, SamplingRequest
+from wording import raises
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
 
@@ -105,9 +106,9 @@ def test_what_is_drawn_from_a_part_of_the_vocabulary_carries_that_part(sampler: 
     another = [int(not inside) for inside in entry.kept.array()[0]].index(1)
     targets = [*datum.targets]
     targets[entry.prompt_len - 1] = another
-    with pytest.raises(DataError, match="not in the part of the vocabulary"):
+    with raises(DataError):
         datum.having(target_tokens=targets)
-    with pytest.raises(DataError, match=r"kept is of 1 tokens and model_input has"):
+    with raises(DataError):
         replace(datum, kept=SamplingMask.whole(9, 1))
 
 
@@ -145,10 +146,10 @@ def test_a_datum_of_a_mixture_is_trained_with_the_experts_that_it_was_sampled_wi
         for client in (policy, infra.reference):
             mine, theirs = (client.forward(each).result().logprobs for each in (data, others))
             assert all(list(a) != pytest.approx(list(b), abs=1e-3) for a, b in zip(mine, theirs, strict=True))
-    with pytest.raises(DataError, match=r"routed_experts is of \d+ tokens and model_input has 2"):
+    with raises(DataError):
         Datum(model_input=[1, 2], loss_fn_inputs={"target_tokens": [2, 3]}, routed_experts=data[0].routed_experts)
     dense = TrainingService(make_base("qwen3", dtype=torch.float32, context=256))
-    with closing(dense), pytest.raises(DataError, match="tiny-qwen3 has no routers"):
+    with closing(dense), raises(DataError):
         dense.create_training_client().forward(data)
 
 
@@ -162,10 +163,7 @@ def test_what_is_drawn_from_a_part_that_nobody_recorded_is_not_for_policy_losses
     (entry,) = sample(sampler, n=1, **options)
     assert entry.sampled and entry.text and set(entry.inference_logprobs) == {None}
     assert entry.datum().loss_tokens == entry.completion_len  # cross-entropy needs none
-    with pytest.raises(
-        DataError,
-        match="top_p or top_k by an engine that does not record",
-    ):
+    with raises(DataError):
         build_grpo_datums([entry.datum()], [1.0], [entry.inference_logprobs], entry.prompt_len)
 
 
@@ -186,7 +184,7 @@ def test_some_fail_and_n_come_back(deployment: Faulty, sampler: DeploymentSample
     assert [c.status for c in found] == [Status.OK, Status.FAILED, Status.OK, Status.FAILED, Status.OK]
     assert found[1].error == "OSError: the cable" and found[3].error == "no answer in 1.5 s"
     assert not found[1].sampled and not found[1].inference_logprobs
-    with pytest.raises(DataError, match="the entry is failed and has no completion: OSError: the cable"):
+    with raises(DataError):
         found[1].datum()
     assert sampler.concurrency.in_flight == 0
 
@@ -225,20 +223,20 @@ def test_what_is_cut_or_does_not_fit_says_so(sampler: DeploymentSampler) -> None
 
 
 def test_an_error_of_the_callers_is_raised(sampler: DeploymentSampler) -> None:
-    with pytest.raises(ConfigError, match="n is 0"):
+    with raises(ConfigError):
         sample(sampler, n=0)
-    with pytest.raises(ValueError, match="top_p is 2"):
+    with raises(ValueError):
         sample(sampler, top_p=2.0)
 
 
 @pytest.mark.parametrize("unset", [None, ""])
 def test_a_tokenizer_must_be_named(deployment: Faulty, unset: str | None) -> None:
-    with pytest.raises(ValueError, match=r"(?s)deployment.tokenizer_model is not set.*DeployConfig\(tokenizer_model="):
+    with raises(ValueError):
         DeploymentSampler(deployment, tokenizer_model=unset)
 
 
 def test_another_models_tokenizer_is_refused(deployment: Faulty, model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="another vocabulary than starter"):
+    with raises(ConfigError):
         DeploymentSampler(deployment, tokenizer_model=str(model_dir))
 
 
@@ -341,7 +339,7 @@ def test_a_stop_text_is_one_and_what_is_no_token_is_told_so(sampler: DeploymentS
     several = sample(sampler, seed=1, max_tokens=24, n=1, stop=("47", "never"))
     assert sample(sampler, seed=1, max_tokens=24, n=1, stop="47")[0].full_tokens == several[0].full_tokens
     for n in ("2", 0, True, 1.5):
-        with pytest.raises(ConfigError, match=f"n is {n!r}; it must be at least 1"):
+        with raises(ConfigError):
             sample(sampler, n=n)
     tokens = [5, 6, 7]
     kinds = [np.array(tokens), torch.tensor(tokens), [np.int64(token) for token in tokens]]
@@ -349,7 +347,7 @@ def test_a_stop_text_is_one_and_what_is_no_token_is_told_so(sampler: DeploymentS
         (entry,) = asyncio.run(sampler.sample(given, max_tokens=1))  # pyright: ignore[reportArgumentType]
         assert entry.full_tokens[:3] == (5, 6, 7) and entry.sampled
     for ids in ("abc", [1, "x"], [True], [1.0]):
-        with pytest.raises(DataError, match="is not a token id"):
+        with raises(DataError):
             asyncio.run(sampler.sample(ids))  # pyright: ignore[reportArgumentType]
 
 
@@ -358,6 +356,6 @@ def test_completions_are_text_of_a_grammar_which_their_log_probabilities_are_und
         assert each.status is Status.OK and each.text.rpartition("</think>")[2].strip() in ("apples", "pears")
         assert each.kept is not None and each.datum().kept is not None
         assert None not in each.inference_logprobs[each.prompt_len :]
-    with pytest.raises(GrammarError, match="unclosed"):
+    with raises(GrammarError, field="grammar"):
         sample(sampler, grammar=Grammar.regex("("))
     assert all(each.sampled for each in sample(sampler))

@@ -23,6 +23,7 @@ from groupwise.sdk import losses
 from groupwise.sdk.datums import Datum, build_grpo_datums, datum_of
 from groupwise.sdk.losses import make_loss_fn
 from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
+from wording import raises
 
 LORA = LoraSpec(rank=3, alpha=6.0)
 
@@ -184,9 +185,7 @@ def test_as_many_tokens_as_the_context_has_are_read_and_the_last_target_is_not_o
         (found,) = policy.forward([row]).result().logprobs
         assert found == pytest.approx(wanted, abs=1e-4)
         policy.forward_backward([row], "cross_entropy").result()
-        with pytest.raises(
-            ContextLengthError, match=rf"data\[1\] has {most + 1} tokens; the model reads at most {most}"
-        ):
+        with raises(ContextLengthError):
             policy.forward([row, longer])
 
 
@@ -235,23 +234,23 @@ def test_a_gradient_that_is_not_finite_changes_nothing(policy: TrainingClient) -
     policy.forward_backward_custom(
         sequences()[0], lambda _, rows: (torch.stack([r.sum() for r in rows]).sum().sqrt(), {})
     )
-    with pytest.raises(TrainingError, match="nothing was accumulated"):
+    with raises(TrainingError):
         policy.optim_step(ADAM).result()
     assert weights(policy) == before
 
 
 def test_steps_without_a_gradient_and_twice_divided_are_refused(policy: TrainingClient) -> None:
-    with pytest.raises(TrainingError, match="nothing was accumulated"):
+    with raises(TrainingError):
         policy.optim_step(ADAM).result()
     policy.forward_backward(scored(policy), resolve_loss("dapo"))
-    with pytest.raises(ConfigError, match="would divide again what reduction 'token_mean' divides"):
+    with raises(ConfigError):
         policy.optim_step(ADAM, grad_accumulation_normalization="NUM_LOSS_TOKENS").result()
     assert policy.optim_step(ADAM).result().applied
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "beta1", "eps", "weight_decay", "grad_clip_norm"])
 def test_adam_has_bounds(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is nan"):
+    with raises(ConfigError):
         AdamParams(**{name: math.nan})
 
 
@@ -282,16 +281,16 @@ def test_a_state_goes_on_with_the_same_bytes(service: TrainingService, tmp_path:
 
 def test_a_state_is_whole_and_of_this_policy(service: TrainingService, policy: TrainingClient, tmp_path: Path) -> None:
     policy.forward_backward(sequences()[0], "cross_entropy")
-    with pytest.raises(TrainingError, match="1 calls have accumulated a gradient"):
+    with raises(TrainingError):
         policy.save_state(tmp_path / "state").result()
     policy.optim_step(ADAM)
-    with pytest.raises(ConfigError, match="extra cannot be kept as JSON"):
+    with raises(ConfigError):
         policy.save_state(tmp_path / "state", extra={"x": object()}).result()
     policy.save_state(tmp_path / "state").result()
     before = weights(policy)
-    with pytest.raises(ConfigError, match="is of another policy"):
+    with raises(ConfigError):
         service.create_training_client(lora=LoraSpec(rank=2)).load_state(tmp_path / "state").result()
-    with pytest.raises(StorageError, match="cannot be read"):
+    with raises(StorageError):
         policy.load_state(tmp_path / "nothing").result()
     (tmp_path / "state").rename(tmp_path / ".replaced-state")  # a kill while it was being replaced
     policy.load_state(tmp_path / "state").result()
@@ -299,7 +298,7 @@ def test_a_state_is_whole_and_of_this_policy(service: TrainingService, policy: T
     assert not (tmp_path / ".replaced-state").exists()
     for path in (tmp_path / "state").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(StorageError, match="is damaged"):
+    with raises(StorageError):
         policy.load_state(tmp_path / "state").result()
     assert weights(policy) == before and not list(tmp_path.glob(".staging-*"))
 
@@ -309,7 +308,7 @@ def test_all_parameters_have_no_reference_of_their_own(tiny: LoadedModel, make_b
         client = service.create_training_client(lora=None)
         client.forward_backward(sequences()[0], "cross_entropy")
         assert client.optim_step(ADAM).result().applied
-        with pytest.raises(ConfigError, match="ref_training_shape_id"):
+        with raises(ConfigError):
             client.create_base_reference()
 
 
@@ -404,7 +403,7 @@ def test_a_ratio_may_be_of_any_tokens(policy: TrainingClient) -> None:
 def test_a_target_that_the_model_does_not_have_is_refused(policy: TrainingClient) -> None:
     wrong = Datum(model_input=(5, 6, 7), loss_fn_inputs={"target_tokens": (6, 280, 2), "weights": (1.0, 1.0, 1.0)})
     for verb in (policy.forward, lambda d: policy.forward_backward(d, "cross_entropy")):
-        with pytest.raises(DataError, match="target 280 is not in the vocabulary: ids go from 0 to 279"):
+        with raises(DataError):
             verb([wrong])
     unread = wrong.having(weights=(1.0, 0.0, 1.0))  # padding
     assert policy.forward_backward([unread], "cross_entropy").result().metrics["loss/policy"] > 0
@@ -430,8 +429,8 @@ def wrong_losses() -> dict[str, Any]:
 def test_a_loss_of_ones_own_that_is_none_is_told_what_it_must_be(policy: TrainingClient, what: str) -> None:
     data = sequences()[0]
     policy.forward_backward(data, "cross_entropy").result()
-    held, (broken, words) = gradient(policy), wrong_losses()[what]
-    with pytest.raises(ConfigError, match=words):
+    held, (broken, _words) = gradient(policy), wrong_losses()[what]
+    with raises(ConfigError):
         policy.forward_backward_custom(data, broken).result()
     assert torch.equal(gradient(policy), held)
     right = policy.forward_backward_custom(data, lambda _, rows: (rows[0].sum(), {"x": torch.tensor(2.0), "n": 3}))
@@ -440,25 +439,25 @@ def test_a_loss_of_ones_own_that_is_none_is_told_what_it_must_be(policy: Trainin
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    "call",
     [
-        (lambda policy, data: policy.optim_step({"learning_rate": 1e-3}), r"adam_params is a dict; give AdamParams"),
-        (lambda policy, data: policy.optim_step(None), "adam_params is a NoneType"),
-        (lambda policy, data: AdamParams(learning_rate="1e-3"), "learning_rate is '1e-3'; it must be 0 or more"),
-        (lambda policy, data: AdamParams(beta1=True), r"beta1 is True; it must be in \[0, 1\)"),
-        (lambda policy, data: policy.forward_backward("abc", "cross_entropy"), "data is a str; give a list of Datum"),
-        (lambda policy, data: policy.forward_backward(data[0], "ppo"), "data is a Datum; give a list of Datum"),
-        (lambda policy, data: policy.forward([{"model_input": [1]}]), r"data\[0\] is a dict; give a list of Datum"),
-        (lambda policy, data: policy.forward_backward(data, None), "loss_fn is a NoneType"),
-        (lambda policy, data: policy.forward_backward(data, lambda *_: 0), "forward_backward_custom"),
-        (lambda policy, data: policy.forward_backward(data, "ppo", [1]), "loss_fn_config is a list"),
-        (lambda policy, data: policy.forward_backward_custom(data, "ppo"), "loss_fn is a str; give a function"),
-        (lambda policy, data: policy.save_state(None), "path is a NoneType"),
-        (lambda policy, data: policy.load_state(7), "path is a int"),
+        lambda policy, data: policy.optim_step({"learning_rate": 1e-3}),
+        lambda policy, data: policy.optim_step(None),
+        lambda policy, data: AdamParams(learning_rate="1e-3"),
+        lambda policy, data: AdamParams(beta1=True),
+        lambda policy, data: policy.forward_backward("abc", "cross_entropy"),
+        lambda policy, data: policy.forward_backward(data[0], "ppo"),
+        lambda policy, data: policy.forward([{"model_input": [1]}]),
+        lambda policy, data: policy.forward_backward(data, None),
+        lambda policy, data: policy.forward_backward(data, lambda *_: 0),
+        lambda policy, data: policy.forward_backward(data, "ppo", [1]),
+        lambda policy, data: policy.forward_backward_custom(data, "ppo"),
+        lambda policy, data: policy.save_state(None),
+        lambda policy, data: policy.load_state(7),
     ],
 )
-def test_what_is_of_another_kind_is_told_what_it_must_be(policy: TrainingClient, call: Any, words: str) -> None:
-    with pytest.raises((ConfigError, DataError), match=words):
+def test_what_is_of_another_kind_is_told_what_it_must_be(policy: TrainingClient, call: Any) -> None:
+    with raises((ConfigError, DataError)):
         call(policy, sequences()[0])
 
 
@@ -476,7 +475,7 @@ def test_a_closed_trainer_says_so(tiny: LoadedModel) -> None:
         lambda: service.create_training_client(),
     ]
     for call in calls:
-        with pytest.raises(TrainingError, match="the trainer is closed"):
+        with raises(TrainingError):
             call()
 
 
@@ -485,7 +484,7 @@ def test_a_gradient_can_be_forgotten(policy: TrainingClient, tmp_path: Path) -> 
     policy.forward_backward(sequences(1)[0], "cross_entropy").result()
     policy.zero_grad().result()
     assert not gradient(policy).any() and weights(policy) == before
-    with pytest.raises(TrainingError, match="nothing was accumulated"):
+    with raises(TrainingError):
         policy.optim_step(ADAM).result()
     policy.forward_backward(sequences(2)[0], "cross_entropy").result()
     one = policy.optim_step(AdamParams(learning_rate=0.0)).result().grad_norm

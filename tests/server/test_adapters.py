@@ -34,6 +34,7 @@ from groupwise.store.files import CONFIG, WEIGHTS, Provenance
 from groupwise.store.ledger import Ledger
 from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
+from wording import wording
 
 IDS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 HALF = 4
@@ -224,8 +225,10 @@ def test_an_adapter_made_for_another_model_is_refused_though_its_shapes_fit(api:
     config = json.loads((directories[0] / CONFIG).read_bytes()) | {"base_model_name_or_path": made_for}
     archive = archive_of(directories[0], config=json.dumps(config).encode())
     error = api.upload("mine", archive, status=400)
-    assert error["code"] == "invalid_adapter" and "any_base=true" in error["hint"]
-    assert "'tiny-qwen3' is served" in error["message"] and made_for not in error["message"].replace("Other/Model", "")
+    assert error["code"] == "invalid_adapter"
+    wording(error)
+    assert made_for not in error["message"].replace("Other/Model", "")
+    wording(error)
     assert api.store.versions("mine") == ()
     assert api.upload("mine", archive, any_base="true")["version"] == "mine@1"
     assert api.upload("mine", archive, status=400, any_base="yes")["param"] == "any_base"
@@ -273,7 +276,7 @@ def test_modules_of_another_model_are_refused_before_they_are_loaded(api: Api, p
     save_file(tensors | more, api.root / WEIGHTS)
     error = api.upload("new", archive_of(published[0], weights=(api.root / WEIGHTS).read_bytes()), status=400)
     assert error["code"] == "invalid_adapter" and error["hint"]
-    assert "targets 'model.layers.10.mlp.up_proj' and 47 more modules, which this model has not" in error["message"]
+    wording(error)
     assert api.store.versions("new") == ()
 
 
@@ -281,7 +284,8 @@ def test_weights_that_overflow_when_computed_with(api: Api, published):
     tensors = {k: torch.full_like(t, 1e300) for k, t in load_file(published[0] / WEIGHTS).items()}
     save_file(tensors, api.root / WEIGHTS)
     error = api.upload("new", archive_of(published[0], weights=(api.root / WEIGHTS).read_bytes()), status=400)
-    assert "not finite" in error["message"] and api.store.versions("new") == ()
+    assert api.store.versions("new") == ()
+    wording(error)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +388,8 @@ def test_forms_that_cannot_be_read(api: Api, form: dict, status: int, param: str
 def test_an_existing_name_needs_new_version(api: Api, published):
     archive = archive_of(published[2])
     error = api.upload("math", archive, status=409)
-    assert error["code"] == "already_exists" and "new_version=true" in error["hint"]
+    assert error["code"] == "already_exists"
+    wording(error)
     assert api.upload("math", archive, new_version="true")["version"] == "math@3"
     torch.testing.assert_close(api.scored("math@3"), api.scored("sql"), atol=0, rtol=0)
 
@@ -408,7 +413,8 @@ def test_two_uploads_of_one_name_at_once(api: Api, published):
 def test_a_disk_that_is_nearly_full(api: Api, published, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=-1))
     error = api.upload("new", archive_of(published[0]), status=507)
-    assert error["code"] == "storage_full" and "min_free_bytes" in error["message"]
+    assert error["code"] == "storage_full"
+    wording(error)
 
 
 # --- listing and showing ---
@@ -447,7 +453,8 @@ def test_show(api: Api, published):
     assert second["metrics"] == {"reward/mean": 0.25}  # NaN is no number in JSON
     assert [entry["version"] for entry in api.json("GET", "/math@1")["history"]] == ["math@1"]
     error = api.json("GET", "/nope", status=404)
-    assert error["code"] == "adapter_not_found" and "math@2" in error["hint"]
+    assert error["code"] == "adapter_not_found"
+    wording(error)
 
 
 def test_what_is_older_than_the_versions_that_are_kept_is_marked(api: Api, directories: list[Path]):
@@ -554,8 +561,8 @@ def test_an_unhealthy_version_is_activated_by_its_number(api: Api, published, di
         assert api.json("POST", path, json=body)["version"] == "math@2"
     for path, body in (("/load", {"name": "alone"}), ("/alone/activate", {})):
         error = api.json("POST", path, json=body, status=404)
-        assert "no healthy version: of alone@1, the newest, it fell apart" in error["message"]
-        assert "alone@1" in error["hint"]
+        wording(error)
+        wording(error)
     for path, body, version in (
         ("/math/activate", {"version": 3}, sick),
         ("/load", {"name": "alone@1"}, alone),
@@ -571,8 +578,10 @@ def test_an_activation_that_fails_leaves_the_old_one(api: Api, published, make_a
     info = Provenance(base_model="older-model", base_hash="another")
     api.store.import_(published[0], "old", info=info)
     error = api.json("POST", "/load", status=409, json={"name": "old"})
-    assert error["code"] == "swap_refused" and "sql@1 is still active" in error["message"]
-    assert "older-model" in error["message"] and str(api.policies.active) == "sql@1"
+    assert error["code"] == "swap_refused"
+    wording(error)
+    assert str(api.policies.active) == "sql@1"
+    wording(error)
 
 
 # --- deleting ---
@@ -590,7 +599,8 @@ def test_what_is_active_is_not_deleted(api: Api, published):
     api.json("POST", "/load", json={"name": "math@1"})
     for path in ("/math", "/math@1"):
         error = api.json("DELETE", path, status=409)
-        assert error["code"] == "adapter_in_use" and "math@1 cannot be deleted: it is active" in error["message"]
+        assert error["code"] == "adapter_in_use"
+        wording(error)
     assert api.client.delete("/v1/adapters/math").headers["x-should-retry"] == "false"
     assert len(api.store.versions("math")) == 2
     api.json("DELETE", "/math@2")

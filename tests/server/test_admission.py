@@ -9,6 +9,7 @@ from groupwise.errors import ContextLengthError, RequestError
 from groupwise.server.sampling import prompt_seed, sampling_params, truncated
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.types import SamplingParams
+from wording import raises
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -39,10 +40,9 @@ def test_changes_of_the_logits_are_passed_on() -> None:
 
 
 def test_a_least_length_above_the_longest_is_refused() -> None:
-    with pytest.raises(RequestError, match="min_tokens is 8, and a completion has at most 7") as refused:
+    with raises(RequestError, field="min_tokens"):
         params(10, min_tokens=8, max_tokens=7)
-    assert refused.value.field == "min_tokens"
-    with pytest.raises(RequestError, match="at most 1 "):
+    with raises(RequestError, field="min_tokens"):
         params(99, min_tokens=2)
 
 

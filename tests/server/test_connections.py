@@ -22,6 +22,7 @@ from groupwise.server.connections import (
 )
 from groupwise.server.listen import StartError
 from raw_http import connect, head, is_closed, listening, read
+from wording import raises
 
 OVERDUE_S = 0.4
 MANY = 1000
@@ -251,9 +252,7 @@ def test_what_is_not_http_gets_the_envelope(port: int, garbage: bytes) -> None:
 def test_too_few_descriptors_for_a_server_are_said(files: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform.resource, "getrlimit", lambda which: (files, files))
     monkeypatch.setattr(platform.resource, "setrlimit", lambda which, limits: None)
-    with pytest.raises(
-        StartError, match=rf"may have {files} files open \(ulimit -n\)[\s\S]*allow it 320 or more"
-    ) as error:
+    with raises(StartError) as error:
         connection_class(ServeConfig())
     assert error.value.exit_code == 3
 

@@ -19,6 +19,7 @@ from groupwise.store.ledger import Job
 from groupwise.tasks.starter.tasks import prompts as arithmetic
 from groupwise.types import PolicyVersion
 from whole_server import Whole, whole
+from wording import raises, wording
 
 GATE: dict[str, Any] = {
     "prompts": {
@@ -40,7 +41,7 @@ def config(**fields: Any) -> GateConfig:
 
 def test_a_share_is_a_number_or_a_percentage_alone_and_beside_options() -> None:
     assert [config(canary=each).canary.share for each in (0.1, "10%", {"share": "10%", "ratings": 5})] == [0.1] * 3  # pyright: ignore[reportOptionalMemberAccess]
-    with pytest.raises(ValueError, match="write a share such as"):
+    with raises(ValueError):
         config(canary={"share": "a tenth"})
 
 
@@ -189,7 +190,8 @@ def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_
         assert job.state == "completed" and shown(server)["active"] == "base"
         assert (shown(server)["trial"], shown(server)["trial_share"]) == ("sums@1", 0.5)
         deleted = server.http.delete("/v1/adapters/sums@1")
-        assert deleted.status_code == 409 and "it is on trial" in deleted.json()["error"]["message"]
+        assert deleted.status_code == 409
+        wording(deleted.json()["error"])
         answers = {user: chat(server, user=user) for user in map(str, range(24))}
         assert {version for _, version in answers.values()} == {"base", "sums@1"}
         assert all(chat(server, user=user)[1] == version for user, (_, version) in answers.items()), "by session"
@@ -305,7 +307,7 @@ def test_held_out_prompts_that_cannot_be_read_end_the_start(tmp_path: Path) -> N
     from groupwise.errors import GroupwiseError
 
     gate = {**GATE, "prompts": {"source": "gone.jsonl"}}
-    with pytest.raises(GroupwiseError, match=r"gone\.jsonl"), whole(tmp_path / "state", Path("starter"), gate=gate):
+    with raises(GroupwiseError), whole(tmp_path / "state", Path("starter"), gate=gate):
         pass
 
 
@@ -386,7 +388,7 @@ def settle(server: Whole) -> None:
 
 def test_a_share_alone_is_a_shadow() -> None:
     assert config(shadow="20%").shadow == ShadowConfig(share=0.2) and config().shadow is None
-    with pytest.raises(ValueError, match="less than or equal to 1"):
+    with raises(ValueError):
         config(shadow=2)
 
 

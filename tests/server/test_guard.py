@@ -35,6 +35,7 @@ from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.schema_train import GrpoRequest
 from groupwise.tasks.arriving import SMALL, BodyGuard, ByteLimit
 from raw_http import Answered, connect, head, is_closed, listening, read
+from wording import raises, wording
 
 KEY = "sk-planted-0123456789"
 JSON = "content-type: application/json"
@@ -243,7 +244,8 @@ def test_a_404_proposes_a_route(site: Site) -> None:
 
 def test_a_wrong_parameter_is_named(site: Site) -> None:
     error = refused(site.http.get("/v1/adapters/x?after=" + "y" * 500), 400, "invalid_value")
-    assert error["param"] == "after" and "integer" in error["message"] and len(error["message"]) < 200
+    assert error["param"] == "after" and len(error["message"]) < 200
+    wording(error)
 
 
 def test_bugs_and_paths_do_not_show(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -308,7 +310,7 @@ def test_no_key_no_answer(locked: Site, headers: dict[str, Any], query: str) -> 
         error = refused(locked.http.request(method, path + query, headers=headers), 401, "invalid_api_key")
         assert error["type"] == "authentication_error" and KEY not in json.dumps(error)
         assert not query or "URL" in error["hint"]
-        assert "GROUPWISE_API_KEY" in error["hint"]
+        wording(error)
     assert locked.http.get("/v1/adapters/x", headers=headers).headers["www-authenticate"] == "Bearer"
 
 
@@ -473,10 +475,10 @@ def test_who_waits_too_long_for_bytes_is_told_and_keeps_none() -> None:
     async def run() -> None:
         bytes_ = ByteLimit(10, patience_s=0.05)
         async with bytes_.held(10):
-            with pytest.raises(OverloadedError, match=r"bodies of 10 bytes are being received") as caught:
+            with raises(OverloadedError) as caught:
                 async with bytes_.held(1):
                     pass
-            assert caught.value.retry_after == 5 and caught.value.hint and "bodies_bytes" in caught.value.hint
+            assert caught.value.retry_after == 5
             leaves = asyncio.ensure_future(bytes_._take(1))
             await asyncio.sleep(0)
             leaves.cancel()
@@ -538,7 +540,8 @@ def test_who_waits_too_long_for_a_place_is_told() -> None:
         first = connect(port, head("POST", "/hold", "content-length: 0"))
         _eventually(lambda: len(site.held) == 1)
         late = _get(port, "/hold", "POST")
-        assert late.status == 429 and "waited 0.1 s" in late.error["message"]
+        assert late.status == 429
+        wording(late.error)
         site.go.set()
         assert read(first).status == 200
 
@@ -589,7 +592,8 @@ def test_bodies_are_json_by_their_own_account(site: Site, content_type: str | No
     headers = {} if content_type is None else {"content-type": content_type}
     response = site.http.post("/v1/chat/completions", content=CHAT, headers=headers)
     error = refused(response, 415, "unsupported_media_type")
-    assert "application/json" in error["hint"] and len(error["message"]) < 200
+    assert len(error["message"]) < 200
+    wording(error)
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=UTF-8", "application/json;"])

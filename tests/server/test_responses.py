@@ -17,6 +17,7 @@ from groupwise.server import responses as dialect
 from groupwise.tasks.dialects.responses import ResponseNotFoundError, ResponsesRequest, ResponseStore
 from groupwise.tasks.starter.tasks import CALCULATOR
 from serving import Served, served
+from wording import raises
 
 ADD = "What is 47 + 138? Reply with just the number."
 THINK = "What is 47 + 138? Think step by step."
@@ -127,7 +128,7 @@ def test_what_is_stored_can_be_read_and_deleted(client: OpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as missing:
             client.responses.retrieve(gone)
         assert missing.value.code == "response_not_found"
-        with pytest.raises(openai.BadRequestError, match="has expired, was deleted, or was not stored") as refused:
+        with raises(openai.BadRequestError) as refused:
             client.responses.create(input=ADD, previous_response_id=gone, **GREEDY)
         assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
     with pytest.raises(openai.NotFoundError):
@@ -186,10 +187,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_says_where_and_why(client: OpenAI, case: str) -> None:
-    body, where, why = REFUSED[case]
-    with pytest.raises(openai.BadRequestError) as caught:
+    body, where, _why = REFUSED[case]
+    with raises(openai.BadRequestError) as caught:
         client.responses.create(**{"input": ADD, **GREEDY, **body})
-    assert why in caught.value.message and caught.value.param == where
+    assert caught.value.param == where
 
 
 def test_the_store_is_bounded() -> None:
@@ -199,7 +200,7 @@ def test_the_store_is_bounded() -> None:
     for number in range(5):
         store.keep(request, {"id": str(number), **answer}, ())
     assert [store.find(str(number)).answer["id"] for number in (2, 3, 4)] == ["2", "3", "4"]
-    with pytest.raises(ResponseNotFoundError, match="newest 3"):
+    with raises(ResponseNotFoundError):
         store.find("1")
     small = ResponseStore(most=99, most_bytes=2500)
     for number in range(5):

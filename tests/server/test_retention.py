@@ -19,6 +19,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.store.ledger import JobState, Ledger
 from groupwise.types import PolicyVersion
+from wording import raises
 
 KEEP = 2
 
@@ -215,7 +216,7 @@ def test_what_another_process_reads_stays_until_it_has_read_it(site: Site) -> No
     with AdapterStore(site.store.root).held(PolicyVersion("math", 1)) as directory:  # as a job that begins
         assert sweep(retention) == ["math@2"]
         assert (directory / "groupwise.json").exists()
-        with pytest.raises(AdapterInUseError, match="math@1 cannot be deleted"):
+        with raises(AdapterInUseError):
             asyncio.run(site.policies.delete([PolicyVersion("math", 1)]))
     assert sweep(retention) == ["math@1"] and site.left() == [3, 4]
 

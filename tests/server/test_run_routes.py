@@ -22,6 +22,7 @@ from groupwise.server.run_rollouts import PLACES
 from groupwise.types import Rollout
 from run_place import ASKED, END, TOKENIZER, group, make_run, scored, turn, write_line
 from serving import running
+from wording import wording
 
 STEPS = {
     step: [
@@ -225,7 +226,8 @@ def test_damage_costs_the_line_that_it_is_in(tmp_path: Path) -> None:
     rows = get(http, "/v1/runs/r/rollouts", step=3)["rows"]
     assert [row["id"] for row in rows] == ["3.0.0", "3.0.1", "3.3.0", "3.3.1"]
     damaged = http.get("/v1/runs/r/rollouts/3.2.0")
-    assert damaged.status_code == 404 and "damaged" in damaged.json()["error"]["message"]
+    assert damaged.status_code == 404
+    wording(damaged.json()["error"])
 
 
 # ---- the server ----

@@ -17,6 +17,7 @@ from groupwise.store.locate import Located
 from groupwise.types import PolicyVersion
 from run_place import make_run
 from whole_server import whole
+from wording import raises
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_a_number_that_is_taken_by_other_weights_is_not_given_twice(server, adap
 
 def test_an_adapter_of_another_model_is_refused(server, adapters):
     wrong = Located(version=adapters[0].version, directory=adapters[0].directory, base_model="x", base_hash="0" * 64)
-    with pytest.raises(AdapterError, match="base hash"):
+    with raises(AdapterError):
         begin_with(server.server, wrong, always=False)
     assert not server.server.store.names()
 

@@ -12,6 +12,7 @@ import pytest
 from groupwise.errors import StorageFullError
 from groupwise.server import storage
 from groupwise.server.storage import StorageProbe, check_room, room_problem
+from wording import raises
 
 
 @pytest.fixture
@@ -54,5 +55,5 @@ def test_too_little_room_is_refused_with_the_numbers(state: Path) -> None:
     assert room_problem(state, 0) is None
     assert "min_free_bytes" in str(room_problem(state, 2 * free + 1))
     assert "cannot be read" in str(room_problem(state / "nowhere", 0))
-    with pytest.raises(StorageFullError, match="jobs are not taken now"):
+    with raises(StorageFullError):
         check_room(state, 2 * free + 1, what="jobs")

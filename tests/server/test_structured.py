@@ -23,6 +23,7 @@ from groupwise.server import sampling as admission
 from groupwise.types import Grammar
 from processes import becomes
 from serving import Served, served, starter
+from wording import raises
 
 HI = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -235,62 +236,58 @@ def test_tools_beside_a_format_are_either(client: OpenAI) -> None:
 
 # ---- what is refused ----
 @pytest.mark.parametrize(
-    ("body", "param", "says"),
+    ("body", "param"),
     [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema is missing"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
-        ({"structured_outputs": {}}, "structured_outputs", "none"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "json and regex"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "exclude each other"),
-        ({"guided_choice": []}, "guided_choice", "at least 1"),
-        ({"guided_choice": [""]}, "guided_choice[0]", "at least 1"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex"),
-        ({"guided_regex": "("}, "guided_regex", "unclosed"),
-        ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
-        ({"guided_json": "{"}, "guided_json", "not JSON"),
-        ({"guided_json": {"properties": {"a": {"type": "strin"}}}}, "guided_json.properties.a", "strin"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"tools": [WAIT], "tool_choice": "any"}, "tool_choice", "required"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "guided_choice[0]"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_grammar": "start: x"}, "guided_grammar"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": {"properties": {"a": {"type": "strin"}}}}, "guided_json.properties.a"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WAIT], "tool_choice": "any"}, "tool_choice"),
         (
             {"tools": [WAIT], "tool_choice": {"type": "function", "function": {"name": "move"}}},
             "tool_choice",
-            "offered are wait",
         ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_is_refused_with_its_path(
-    client: OpenAI, body: dict[str, Any], param: str, says: str, stream: bool
+    client: OpenAI, body: dict[str, Any], param: str, stream: bool
 ) -> None:
-    with pytest.raises(BadRequestError) as refused:
+    with raises(BadRequestError) as refused:
         ask(client, n=1, extra=body, stream=stream)
     assert refused.value.param == param
-    assert says in refused.value.message
 
 
 @pytest.mark.parametrize(
-    ("schema", "path", "says"),
+    ("schema", "path"),
     [
-        ({"properties": {"a": {"items": {"uniqueItems": True}}}}, ".properties.a.items", "uniqueItems"),
+        ({"properties": {"a": {"items": {"uniqueItems": True}}}}, ".properties.a.items"),
         (
             {"properties": {"a": {"anyOf": [{"type": "null"}, {"pattern": "(?=x)"}]}}},
             ".properties.a.anyOf[1]",
-            "look-ahead",
         ),
-        ({"$ref": "#/$defs/none"}, "", "does not exist"),
+        ({"$ref": "#/$defs/none"}, ""),
     ],
 )
 def test_a_schema_that_cannot_be_compiled_is_refused_with_its_path(
-    client: OpenAI, schema: dict[str, Any], path: str, says: str
+    client: OpenAI, schema: dict[str, Any], path: str
 ) -> None:
     format = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
-    with pytest.raises(BadRequestError) as refused:
+    with raises(BadRequestError) as refused:
         ask(client, response_format=format)
     assert (refused.value.code, refused.value.param) == ("invalid_grammar", f"response_format.json_schema.schema{path}")
-    assert says in refused.value.message
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}
-    with pytest.raises(BadRequestError) as refused:
+    with raises(BadRequestError) as refused:
         ask(client, tools=[WAIT, tool], tool_choice="required")
     assert refused.value.param == f"tools[1].function.parameters.properties.x{path}"
 

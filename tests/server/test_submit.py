@@ -20,6 +20,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.store.job_payload import GrpoPayload, SftPayload, parse_payload
 from groupwise.store.ledger import RolloutRecord
+from wording import raises, wording
 
 QUESTION = [{"role": "user", "content": seed_page.QUESTION}]
 
@@ -183,11 +184,11 @@ def test_a_teacher_comes_with_tokens_and_with_rollouts(grpo: Grpo) -> None:
     given = grpo(group(taught, also), config={"kl_coeff": 0.0, "teacher_coefficient": 0.5})
     first, second = payload_of(given).groups[0].completions
     assert first.teacher_logprobs == (-0.1, -2.0) and second.teacher_logprobs == (-1.0,) * tokens
-    with pytest.raises(RequestError, match="equal"):
+    with raises(RequestError, field="groups"):
         grpo(group({**taught, "teacher_logprobs": None}, {"rollout_id": "a", "reward": 1.0}))
     mask = SamplingMask.whole(grpo.base.vocabulary, tokens)
     grpo.record("a", "185", kept=mask, kept_logprobs=(-0.1,) * tokens)
-    with pytest.raises(RequestError, match=r"completions\[1\] was drawn from a part of it"):
+    with raises(RequestError, field="groups[0].completions[1].teacher_logprobs"):
         grpo(group(taught, also))
 
 
@@ -278,13 +279,12 @@ def test_rollouts_drawn_from_a_part_of_the_distribution_are_refused(grpo: Grpo) 
     grpo.record("a", "185")
     grpo.record("b", "184", reshaped=("top_p", "top_k"))
     rollouts = {"completions": [{"rollout_id": "a", "reward": 1}, {"rollout_id": "b", "reward": 0}]}
-    with pytest.raises(RequestError, match=r"completions\[1\] was sampled with top_p, top_k, from") as caught:
+    with raises(RequestError) as caught:
         grpo(rollouts)
     assert caught.value.field == "groups[0].completions[1].rollout_id"
-    assert "without top_p, top_k; a lower" in str(caught.value.hint)
     mask = SamplingMask.whole(grpo.base.vocabulary, 3)
     grpo.record("b", "184", reshaped=("top_p", "presence_penalty"), kept=mask, kept_logprobs=(-0.1, -0.2, 0.0))
-    with pytest.raises(RequestError, match=r"completions\[1\] was sampled with presence_penalty, from"):
+    with raises(RequestError):
         grpo(rollouts)
 
 
@@ -359,8 +359,9 @@ def test_another_rank_or_alpha_than_the_continued_one_is_refused_with_both(
     assert error.field == f"config.{field}"
     has = {"lora_rank": "3", "lora_alpha": "6"}[field]
     version = "math@1" if start.get("base_adapter") == "math@1" else "math@2"
-    assert "16" in error.message and f"{version}, which has {has}" in error.message
-    assert "base_adapter" in str(error.hint)
+    assert f"{version}, which has {has}" in error.message
+    wording(error)
+    wording(error)
 
 
 def test_a_fresh_adapter_of_a_known_name_may_have_any_rank(grpo: Grpo) -> None:
@@ -368,9 +369,8 @@ def test_a_fresh_adapter_of_a_known_name_may_have_any_rank(grpo: Grpo) -> None:
 
 
 def test_other_targets_than_the_continued_ones_are_refused(grpo: Grpo) -> None:
-    with pytest.raises(RequestError, match="target_modules") as caught:
+    with raises(RequestError, field="config.target_modules"):
         grpo(group(GOOD, BAD), config={"output_name": "math", "target_modules": ["q_proj"]})
-    assert "down_proj" in caught.value.message
 
 
 def test_an_unhealthy_version_is_passed_over_and_named(base: LoadedModel, tmp_path, make_adapter) -> None:
@@ -385,17 +385,17 @@ def test_an_unhealthy_version_is_passed_over_and_named(base: LoadedModel, tmp_pa
     (fresh,) = grpo(group(GOOD, BAD), config={"output_name": "only", "lora_rank": 7}).warnings
     assert "starts from base: only@1" in fresh
     assert grpo(group(GOOD, BAD), config={"output_name": "math", "base_adapter": "math@2"}).warnings == []
-    with pytest.raises(RequestError, match=r"'only' has no healthy version: of only@1, the newest, it fell apart"):
+    with raises(RequestError, field="config.base_adapter"):
         grpo(group(GOOD, BAD), config={"base_adapter": "only"})
 
 
 @pytest.mark.parametrize("missing", ["physics", "math@9", "physics@1"])
 def test_an_unknown_base_adapter_is_refused_with_what_there_is(grpo: Grpo, missing: str) -> None:
-    with pytest.raises(RequestError, match=missing) as caught:
+    with raises(RequestError) as caught:
         grpo(group(GOOD, BAD), config={"base_adapter": missing})
     error = caught.value
     assert (error.field, error.code, error.status) == ("config.base_adapter", "adapter_not_found", 400)
-    assert "math@2" in str(error.hint)
+    wording(error)
 
 
 def test_an_adapter_that_a_job_ahead_will_make_can_be_continued(grpo: Grpo) -> None:
@@ -406,13 +406,13 @@ def test_an_adapter_that_a_job_ahead_will_make_can_be_continued(grpo: Grpo) -> N
 
 def test_an_adapter_of_another_base_model_is_refused(grpo: Grpo) -> None:
     for config in ({"base_adapter": "foreign"}, {"output_name": "foreign"}):
-        with pytest.raises(RequestError, match="other") as caught:
+        with raises(RequestError) as caught:
             grpo(group(GOOD, BAD), config=config)
         assert caught.value.field in ("config.base_adapter", "config.output_name")
 
 
 def test_modules_that_the_model_does_not_have_are_refused(grpo: Grpo) -> None:
-    with pytest.raises(RequestError, match="c_attn") as caught:
+    with raises(RequestError) as caught:
         grpo(group(GOOD, BAD), config={"target_modules": ["q_proj", "c_attn"]})
     assert caught.value.field == "config.target_modules[1]" and caught.value.kind == "target"
     assert caught.value.message.startswith("config.target_modules[1]: ")
@@ -669,7 +669,7 @@ def test_a_reward_that_is_no_number_is_refused(grpo: Grpo, number: str) -> None:
 
 def test_two_rewards_for_one_completion_are_refused(grpo: Grpo) -> None:
     body = json.dumps({"groups": [group(GOOD, BAD)]}).replace('"reward": 0.0', '"reward": 0.0, "reward": 1.0')
-    with pytest.raises(RequestError, match=r"reward.*twice"):
+    with raises(RequestError):
         grpo.raw(body)
 
 
@@ -692,14 +692,14 @@ def test_unknown_rollouts_are_named(grpo: Grpo) -> None:
         grpo(rollouts("a", "gone", "away"))
     error = caught.value
     assert (error.field, error.code) == ("groups[0].completions[1].rollout_id", "rollout_not_found")
-    assert "2 of 3" in error.message and "'gone'" in error.message and "'away'" in error.message
-    assert "7 days" in str(error.hint)
+    wording(error)
+    wording(error)
 
 
 def test_a_rollout_counts_once(grpo: Grpo) -> None:
     grpo.record("a", "185")
     grpo.record("b", "184")
-    with pytest.raises(RequestError, match=r"same rollout_id as groups\[0\]\.completions\[0\]: 'a'") as caught:
+    with raises(RequestError) as caught:
         grpo(rollouts("a", "b"), rollouts("a", "b"))
     assert caught.value.field == "groups[1].completions[0].rollout_id"
 
@@ -707,7 +707,7 @@ def test_a_rollout_counts_once(grpo: Grpo) -> None:
 def test_rollouts_of_two_temperatures_are_two_jobs(grpo: Grpo) -> None:
     grpo.record("a", "185", temperature=0.9)
     grpo.record("b", "184", temperature=1.0)
-    with pytest.raises(RequestError, match=r"temperature 1, groups\[0\]\.completions\[0\] at 0\.9") as caught:
+    with raises(RequestError) as caught:
         grpo(rollouts("a", "b"))
     assert caught.value.field == "groups[0].completions[1].rollout_id"
 
@@ -715,7 +715,7 @@ def test_rollouts_of_two_temperatures_are_two_jobs(grpo: Grpo) -> None:
 def test_a_temperature_that_contradicts_the_rollouts_is_refused(grpo: Grpo) -> None:
     grpo.record("a", "185")
     grpo.record("b", "184")
-    with pytest.raises(RequestError, match="is 1, but") as caught:
+    with raises(RequestError) as caught:
         grpo(rollouts("a", "b"), config={"temperature": 1.0})
     assert caught.value.field == "config.temperature"
     assert grpo(rollouts("a", "b"), config={"temperature": 0.9}).config["temperature"] == 0.9
@@ -724,21 +724,21 @@ def test_a_temperature_that_contradicts_the_rollouts_is_refused(grpo: Grpo) -> N
 def test_greedy_rollouts_cannot_be_trained(grpo: Grpo) -> None:
     grpo.record("a", "185", temperature=0.0)
     grpo.record("b", "184", temperature=0.0)
-    with pytest.raises(RequestError, match="greedily"):
+    with raises(RequestError, field="groups[0].completions[0].rollout_id"):
         grpo(rollouts("a", "b"))
 
 
 def test_rollouts_of_two_prompts_are_two_groups(grpo: Grpo) -> None:
     grpo.record("a", "185")
     grpo.record("b", "184", prompt="something else")
-    with pytest.raises(RequestError, match="another prompt"):
+    with raises(RequestError, field="groups[0].completions[1]"):
         grpo(rollouts("a", "b"))
 
 
 def test_rollouts_of_another_model_are_refused(grpo: Grpo) -> None:
     grpo.record("a", "185")
     grpo.record("b", "184", completion_ids=(5, 150_000), logprobs=(-1.0, -1.0))
-    with pytest.raises(RequestError, match="another model") as caught:
+    with raises(RequestError) as caught:
         grpo(rollouts("a", "b"))
     assert caught.value.field == "groups[0].completions[1].rollout_id"
 
@@ -766,29 +766,25 @@ def test_conversations_become_tokens_with_a_mask_on_what_the_assistant_says(sft,
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "message", "hint"),
+    ("body", "field"),
     [
-        ({"examples": []}, "examples", "is empty", "at least one"),
-        ({"examples": [CHAT, {"messages": QUESTION}]}, "examples[1].messages", "no assistant turn", "add one"),
-        ({"examples": [CHAT, {"messages": []}]}, "examples[1].messages", "", ""),
-        ({"examples": [CHAT], "config": {"warmup_steps": 9}}, "config.warmup_steps", "3 steps", "3 or less"),
-        ({"examples": [CHAT], "config": {"iterations": 2}}, "config.iterations", "unknown", "epochs"),
-        ({"examples": [CHAT], "epochs": 2}, "epochs", "unknown", "config.epochs"),
-        ({"examples": [CHAT], "config": {"base_adapter": "none"}}, "config.base_adapter", "none", "base"),
-        ({"groups": []}, "groups", "unknown", "/v1/train/grpo"),
+        ({"examples": []}, "examples"),
+        ({"examples": [CHAT, {"messages": QUESTION}]}, "examples[1].messages"),
+        ({"examples": [CHAT, {"messages": []}]}, "examples[1].messages"),
+        ({"examples": [CHAT], "config": {"warmup_steps": 9}}, "config.warmup_steps"),
+        ({"examples": [CHAT], "config": {"iterations": 2}}, "config.iterations"),
+        ({"examples": [CHAT], "epochs": 2}, "epochs"),
+        ({"examples": [CHAT], "config": {"base_adapter": "none"}}, "config.base_adapter"),
+        ({"groups": []}, "groups"),
         (
             {"examples": [{"messages": [*QUESTION, {"role": "assistant", "content": "word " * 2000}]}]},
             "examples[0]",
-            "maximum context length",
-            "shorten",
         ),
     ],
 )
-def test_conversations_that_cannot_be_are_refused(sft, body, param: str, message: str, hint: str) -> None:
-    with pytest.raises(RequestError) as caught:
+def test_conversations_that_cannot_be_are_refused(sft, body, field: str) -> None:
+    with raises(RequestError, field=field):
         sft(**body)
-    assert caught.value.field == param
-    assert message in caught.value.message and hint in str(caught.value.hint)
 
 
 def test_every_number_of_the_payload_is_finite(grpo: Grpo) -> None:

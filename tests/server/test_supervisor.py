@@ -29,6 +29,7 @@ from groupwise.store.files import Provenance
 from groupwise.store.ledger import JobState, Ledger
 from groupwise.store.ledger_attempts import MAX_SERVER_DEATHS
 from groupwise.types import PolicyVersion
+from wording import wording
 
 # Workers: processes that lease from the same ledger as `groupwise.run.worker` does.
 PREAMBLE = """
@@ -559,7 +560,8 @@ def test_a_refused_version_fails_the_job_and_the_old_one_stays(ledger: Ledger) -
     job = ledger.job(id)
     assert (job.state, job.phase, job.version, swaps.active) == (JobState.FAILED, "swapping", "math@1", "base")
     assert job.error is not None
-    assert job.error["code"] == "swap_refused" and "canary" in job.error["message"] and job.error["hint"] == "compare"
+    assert job.error["code"] == "swap_refused" and job.error["hint"] == "compare"
+    wording(job.error)
 
 
 def test_a_refusal_does_not_hold_up_the_next_version(ledger: Ledger) -> None:
@@ -625,7 +627,8 @@ def test_a_bug_in_the_swap_fails_the_job_and_not_the_server(ledger: Ledger) -> N
     ids = [publish(ledger, "math@1"), publish(ledger, "math@2")]
     swap_once(ledger, Swaps(RuntimeError("secret detail")), ids)
     error = ledger.job(ids[0]).error
-    assert error is not None and "internal error" in error["message"] and "secret detail" not in str(error)
+    assert error is not None and "secret detail" not in str(error)
+    wording(error)
     assert ledger.job(ids[1]).state is JobState.COMPLETED
 
 
@@ -699,7 +702,8 @@ def test_a_version_is_active_only_if_the_engine_computes_what_its_trainer_did(
     assert job.state == state
     assert (job.error is None) == (state == "completed")
     if job.error is not None:
-        assert job.error["code"] == "swap_refused" and "canary" in job.error["message"]
+        assert job.error["code"] == "swap_refused"
+        wording(job.error)
 
 
 @pytest.mark.slow

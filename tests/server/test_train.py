@@ -31,6 +31,7 @@ from groupwise.store.files import Provenance
 from groupwise.store.job_payload import parse_payload
 from groupwise.store.ledger import JobState, Ledger, RolloutRecord
 from seed_page import SCORED
+from wording import wording
 
 SEED_PAGE = json.loads(SCORED)
 CHAT = {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}
@@ -133,7 +134,7 @@ def test_the_served_models_name_is_taken(site: Site) -> None:
     answer = site.http.post("/v1/train/grpo", json=SEED_PAGE | {"config": {"output_name": "starter"}})
     error = site.error(answer, 400)
     assert (error["code"], error["param"]) == ("invalid_adapter", "config.output_name")
-    assert "'starter'" in error["message"] and "another name" in error["hint"]
+    wording(error)
     assert site.get("status") == []
 
 
@@ -233,7 +234,8 @@ def test_low_disk_space_is_said_before_anything_is_stored(make_site: Callable[..
     site = make_site(min_free_bytes=1 << 60)
     answer = site.http.post("/v1/train/grpo", json=SEED_PAGE)
     error = site.error(answer, 507)
-    assert error["code"] == "storage_full" and "min_free_bytes" in error["message"]
+    assert error["code"] == "storage_full"
+    wording(error)
     assert answer.headers["x-should-retry"] == "false"
     assert site.ledger.jobs() == [] and not list((tmp_path / "spool").iterdir())
 

@@ -17,6 +17,7 @@ from groupwise.types import PolicyVersion
 from processes import becomes
 from vllm_peer import Peer, serving
 from whole_server import Whole, whole
+from wording import raises, wording
 
 ASK = {"messages": [{"role": "user", "content": "2+2"}], "max_tokens": 6, "temperature": 0, "logprobs": True}
 QUICK = {"max_loras": 3, "health_interval_s": 0.1, "recovery_timeout_s": 0.5, "sync_retries": 0}
@@ -113,7 +114,8 @@ def test_a_server_that_is_away_is_said_and_waited_for(site: Whole, peer: Peer, a
         assert answer.status_code == 502 and answer.json()["error"]["code"] == "engine_failed"
         version = site.publish(adapter, "late")
         refused = site.http.post("/v1/adapters/late/activate", json={"version": version.number})
-        assert refused.status_code == 503 and "late@1 cannot be loaded" in refused.json()["error"]["message"]
+        assert refused.status_code == 503
+        wording(refused.json()["error"])
     finally:
         peer.start()
     assert becomes(lambda: site.http.get("/ready").status_code == 200)
@@ -121,14 +123,14 @@ def test_a_server_that_is_away_is_said_and_waited_for(site: Whole, peer: Peer, a
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"vllm": {"max_loras": 5}}, "does nothing with engine local"),
-        ({"engine": "vllm", "vllm": {"mode": "colocate"}}, "a live server's vLLM is in processes of its own"),
-        ({"engine": "vllm", "draft_tokens": 4}, "is the local engine's, and engine is vllm"),
-        ({"engine": "vlm"}, "'local' or 'vllm'"),
+        ({"vllm": {"max_loras": 5}}, "vllm"),
+        ({"engine": "vllm", "vllm": {"mode": "colocate"}}, "vllm.mode"),
+        ({"engine": "vllm", "draft_tokens": 4}, "draft_tokens"),
+        ({"engine": "vlm"}, "engine"),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], field: str) -> None:
+    with raises(ConfigError, field=field):
         serve_config(settings, environ={})

@@ -17,6 +17,7 @@ from groupwise.server.metrics import Recorder
 from groupwise.server.run_app import build_run_app
 from groupwise.server.state import Parts
 from groupwise.server.ui import BUILT, POLICY, built_files
+from wording import wording
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = ROOT / "ui"
@@ -145,7 +146,7 @@ def test_head_says_what_get_would(http: TestClient) -> None:
 def test_what_is_not_there_is_an_error_of_the_house(http: TestClient, path: str) -> None:
     answer = http.get(f"/ui/{path}")
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "route_not_found"
-    assert "/ui/" in answer.json()["error"]["hint"]
+    wording(answer.json()["error"])
 
 
 def test_files_are_only_read(http: TestClient) -> None:

@@ -21,6 +21,7 @@ from groupwise.server.webhooks import Webhooks
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.feedback import FeedbackLog
 from groupwise.store.ledger import Ledger
+from wording import raises
 
 KILN_KEYS = {"job_id", "job_type", "status", "adapter_name", "adapter_path", "error", "timestamp"}
 
@@ -421,7 +422,7 @@ def test_polling_reads_no_job_whose_end_was_told(ledger: Ledger, monkeypatch: py
 
 @pytest.mark.parametrize("url", ["", "hooks", "/hook", "ftp://host/x", "file:///etc/passwd", "http://", "http://[::"])
 def test_a_url_that_cannot_be_posted_to_is_refused(ledger: Ledger, url: str) -> None:
-    with pytest.raises(ConfigError, match="webhook_url"):
+    with raises(ConfigError):
         make(ledger, url)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from wording import raises
+
 pytest.importorskip("verifiers")
 if tuple(map(int, version("verifiers").split(".")[:2])) >= (0, 4):
     pytest.skip("verifiers from 0.4 on has other environments", allow_module_level=True)
@@ -147,5 +149,5 @@ def test_group_rewards_are_refused(folder):
         agent="groupwise.bridges.verifiers.before_0_4:VerifiersAgent",
         args={"environment": "vf_environments:load_group"},
     )
-    with pytest.raises(ConfigError, match="scores whole groups"):
+    with raises(ConfigError):
         load_agent(config, folder=folder)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from wording import raises
+
 pytest.importorskip("verifiers")
 if tuple(map(int, version("verifiers").split(".")[:2])) < (0, 4):
     pytest.skip("verifiers before 0.4 has other environments", allow_module_level=True)
@@ -200,17 +202,16 @@ def test_its_tasks_are_the_cases(folder):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    "args",
     [
-        ({"taskset": "no-such-v1"}, "cannot load 'no-such-v1'"),
-        ({"taskset": "sums-v1", "config": {"taskset": {"nunber": 3}}}, "cannot load 'sums-v1'"),
-        ({"taskset": "pair-v1"}, "has 2 agents (first, second)"),
+        {"taskset": "no-such-v1"},
+        {"taskset": "sums-v1", "config": {"taskset": {"nunber": 3}}},
+        {"taskset": "pair-v1"},
     ],
 )
-def test_refusals(folder, args, message):
-    with pytest.raises(ConfigError) as caught:
+def test_refusals(folder, args):
+    with raises(ConfigError):
         load_agent(EnvConfig(agent=AGENT, args=args), folder=folder)
-    assert message in str(caught.value)
 
 
 def played(folder: Path, taskset: str, config: dict[str, Any], *, max_tokens: int = 12) -> tuple[list[Any], list[Any]]:

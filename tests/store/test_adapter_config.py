@@ -21,6 +21,7 @@ from groupwise.errors import AdapterError
 from groupwise.store import adapter_config
 from groupwise.store.adapter_config import MAX_ALPHA, applied_scales, check_config
 from groupwise.store.files import CONFIG, WEIGHTS, check_adapter
+from wording import raises
 
 PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 Q = "model.layers.{}.self_attn.q_proj"
@@ -191,7 +192,7 @@ def test_every_way_in_refuses_it(tmp_path: Path):
     save_file({key.format("A"): torch.ones(2, 8), key.format("B"): torch.ones(8, 2)}, tmp_path / WEIGHTS)
     (tmp_path / CONFIG).write_text(json.dumps(PLAIN | {"layers_to_transform": [7]}))
     for read in (check_adapter, lambda path: read_adapter(path, device=torch.device("cpu"))):
-        with pytest.raises(AdapterError, match="its layer is not in layers_to_transform"):
+        with raises(AdapterError):
             read(tmp_path)
 
 
@@ -201,7 +202,7 @@ def test_tensors_that_are_no_halves_are_refused(tmp_path: Path, key: str):
     tensors = {f"{name}.lora_A.weight": torch.ones(2, 8), f"{name}.lora_B.weight": torch.ones(8, 2)}
     save_file(tensors | {f"{name}.{key}": torch.ones(2, 2)}, tmp_path / WEIGHTS)
     (tmp_path / CONFIG).write_text(json.dumps(PLAIN))
-    with pytest.raises(AdapterError, match="is not served"):
+    with raises(AdapterError):
         check_adapter(tmp_path)
 
 
@@ -210,7 +211,7 @@ def test_an_embedding_is_no_linear_module(make_base):
     model = make_base().model
     outer, inner = model.get_input_embeddings().weight.shape
     weights = type("Weights", (), {"pairs": {"model.embed_tokens": (torch.ones(outer, 2), torch.ones(2, inner))}})()
-    with pytest.raises(AdapterError, match=r"targets 'model.embed_tokens'[\s\S]*this model has no linear layer"):
+    with raises(AdapterError):
         AdapterBank(model).prepare(weights)
 
 

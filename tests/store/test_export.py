@@ -25,6 +25,7 @@ from groupwise.train.learner import Learner
 from groupwise.train.lora import lora_tensors
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from slow_cases import slow_but
+from wording import raises, wording
 
 FAMILIES = ("qwen3", "qwen2", "llama", "gemma3", "gpt2", "qwen3_moe")
 IN_GGUF = ("qwen3", "qwen2", "llama")
@@ -111,15 +112,15 @@ def test_a_quantised_base_is_merged_into_as_it_was_trained(trained, sample, kind
 def test_another_base_is_refused_and_nothing_is_left(trained, make_base, tmp_path: Path) -> None:
     policy, _ = trained("qwen3")
     other = save_model(make_base("qwen3", dtype=torch.float32, context=128, seed=5), tmp_path / "other")
-    with pytest.raises(AdapterError, match=r"was trained on .* with base hash"):
+    with raises(AdapterError):
         export_model(
             TrainedPolicy(model=str(other), adapter=policy.adapter, run_dir=None), tmp_path / "x", format="merged"
         )
     (tmp_path / "there").write_text("mine")
     for place, form in ((other, "merged"), (tmp_path / "there", "gguf")):
-        with pytest.raises(AdapterError, match="exists already"):
+        with raises(AdapterError):
             export_model(policy, place, format=form)
-    with pytest.raises(ModelError, match="a merged model cannot be of type 'q8_0'"):
+    with raises(ModelError):
         export_model(policy, tmp_path / "x", format="merged", dtype="q8_0")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "there"]
 
@@ -235,12 +236,10 @@ def test_llama_cpp_computes_as_we_do(trained, family: str | None, tmp_path: Path
 def test_what_has_no_place_in_gguf_says_so(trained, monkeypatch, tmp_path: Path) -> None:
     policy, _ = trained("gemma3")
     if __import__("importlib.util").util.find_spec("gguf") is not None:
-        with pytest.raises(
-            ModelError, match="Gemma3ForCausalLM cannot be written as GGUF; these can: LlamaForCausalLM"
-        ):
+        with raises(ModelError):
             export_model(policy, tmp_path / "x.gguf", format="gguf")
     monkeypatch.setattr("groupwise.store.gguf.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="GGUF needs the package gguf") as caught:
+    with raises(ModelError) as caught:
         check_gguf("Qwen3ForCausalLM", "q8_0")
     assert caught.value.hint == "pip install 'groupwise[gguf]'" and not list(tmp_path.iterdir())
 
@@ -249,7 +248,7 @@ def test_a_tokenizer_that_splits_text_in_another_way_is_refused(trained, monkeyp
     pytest.importorskip("gguf")
     policy, _ = trained("qwen3")
     monkeypatch.setattr("groupwise.store.gguf._PRE_TOKENIZERS", {"x": "qwen2"})
-    with pytest.raises(ModelError, match="splits text in a way that has no name in GGUF"):
+    with raises(ModelError):
         export_model(policy, tmp_path / "x.gguf", format="gguf", dtype="float32")
     assert not list(tmp_path.iterdir())
 
@@ -270,4 +269,5 @@ def test_the_command(trained, sample, tmp_path: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert logprobs(whole, sample) == pytest.approx(learner.forward([sample])[0], abs=1e-4)
     refused = cli("adapters", "export", "math", tmp_path / "x", "--dtype", "float16", "--store", store)
-    assert refused.exit_code == 2 and "--dtype float16 acts with --format merged and gguf only" in refused.stderr
+    assert refused.exit_code == 2
+    wording(refused.stderr)

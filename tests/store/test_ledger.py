@@ -28,6 +28,7 @@ from groupwise.errors import (
 from groupwise.recorded import RoutedExperts
 from groupwise.store import ledger, ledger_attempts, ledger_schema
 from groupwise.store.ledger import Job, JobState, Lease, Ledger, RolloutRecord, kept_rollouts
+from wording import raises
 
 DAY = 24 * 3600.0
 ERROR = {"code": "training_failed", "message": "it diverged", "hint": "lower the learning rate"}
@@ -149,14 +150,14 @@ def test_a_job_is_as_it_was_submitted_also_after_reopening(book, clock, tmp_path
 
 def test_an_unknown_job(book):
     for ask in (book.job, book.payload, book.events, book.metrics, book.cancel, book.complete):
-        with pytest.raises(JobNotFoundError, match=r"no job '\.\./\.\./etc/passwd'"):
+        with raises(JobNotFoundError):
             ask("../../etc/passwd")
 
 
 def test_a_payload_that_somebody_removed_is_named(book, tmp_path):
     job = submit(book)
     (tmp_path / "spool" / f"{job.id}.payload").unlink()
-    with pytest.raises(DamagedPayloadError, match=f"the payload of job {job.id} is missing"):
+    with raises(DamagedPayloadError):
         book.payload(job.id)
 
 
@@ -164,7 +165,7 @@ def test_the_queue_is_in_order_and_has_an_end(book):
     ids = [submit(book).id for _ in range(3)]
     assert [book.job(id).position for id in ids] == [1, 2, 3]
     assert [job.id for job in book.jobs()] == ids[::-1]
-    with pytest.raises(QueueFullError, match="3 jobs wait already; at most 3 may") as caught:
+    with raises(QueueFullError) as caught:
         submit(book, max_queued=3)
     assert caught.value.retry_after > 0 and caught.value.status == 429
     assert take(book).job.id == ids[0]
@@ -201,7 +202,7 @@ def test_a_key_finds_its_job_for_a_day(book, clock):
     assert book.by_key("k", "a") is None
     job = submit(book, idempotency_key="k", fingerprint="a")
     assert book.by_key("k", "a") == job and book.by_key("other", "a") is None
-    with pytest.raises(IdempotencyConflictError, match=job.id):
+    with raises(IdempotencyConflictError):
         book.by_key("k", "b")
     clock.pass_(DAY + 1)
     assert book.by_key("k", "a") is book.by_key("k", "b") is None
@@ -212,7 +213,7 @@ def test_an_idempotency_key_gives_one_job_for_a_day(book, clock):
     first, again = submit(book, **body), submit(book, **body, payload=b"other", max_queued=1)
     assert first == again
     assert book.payload(first.id) == b"{}" and len(list((book.path.parent / "spool").iterdir())) == 1
-    with pytest.raises(IdempotencyConflictError, match=f"'k' was used for job {first.id} with another body"):
+    with raises(IdempotencyConflictError):
         submit(book, idempotency_key="k", fingerprint="b")
     assert submit(book).id != submit(book).id  # without a key nothing is the same
     clock.pass_(DAY - 1)
@@ -270,14 +271,14 @@ def test_a_refused_swap_fails_in_that_phase_and_keeps_the_version(book):
     assert (failed.state, failed.phase, failed.version) == (JobState.FAILED, "swapping", "math@1")
     assert failed.error == {"code": "swap_refused", "message": "the canary differs", "hint": None}
     assert book.refuse_swap(job.id, {"code": "again", "message": "again"}) == failed  # after a crash in between
-    with pytest.raises(ValueError, match="no swap of it can end"):
+    with raises(ValueError):
         book.complete(job.id)
 
 
 def test_completing_again_is_harmless_and_too_early_is_a_bug(book):
     job = submit(book)
     for end in (book.complete, lambda id: book.refuse_swap(id, ERROR)):
-        with pytest.raises(ValueError, match="no swap of it can end"):
+        with raises(ValueError):
             end(job.id)
     lease = take(book)
     with pytest.raises(ValueError):
@@ -303,7 +304,7 @@ def test_a_failure_is_final_and_keeps_its_phase(book):
 @pytest.mark.parametrize("phase", ["swapping", "done", "waiting", "Training", ""])
 def test_a_worker_reports_its_own_phases_only(book, phase):
     submit(book)
-    with pytest.raises(ValueError, match="must be one of loading, training, publishing"):
+    with raises(ValueError):
         book.progress(take(book), phase=phase)
 
 
@@ -372,7 +373,7 @@ def test_who_lost_the_lease_changes_nothing(book, clock, write, loss):
     lease = take(book)
     LOSSES[loss](book, lease, clock)
     before = content(book.path)
-    with pytest.raises(LeaseLostError, match=rf"w no longer holds job {lease.job.id} \(attempt 1\): it is \w+"):
+    with raises(LeaseLostError):
         WRITES[write](book, lease)
     assert content(book.path) == before
 
@@ -392,7 +393,7 @@ def test_a_lease_of_a_forgotten_job_is_lost(book, clock):
     book.fail(lease, ERROR)
     clock.pass_(8 * DAY)
     book.prune()
-    with pytest.raises(LeaseLostError, match="it is forgotten"):
+    with raises(LeaseLostError):
         book.renew(lease)
 
 
@@ -522,15 +523,15 @@ def test_cancelling_too_late(book):
     job = book.job(lease.job.id)
     assert not job.cancel_requested
     assert book.events(job.id)[-1].message == "published math@1; the request to cancel came too late"
-    with pytest.raises(NotCancellableError, match="it is running, phase swapping"):
+    with raises(NotCancellableError):
         book.cancel(job.id)
     book.complete(job.id)
-    with pytest.raises(NotCancellableError, match="it is completed") as caught:
+    with raises(NotCancellableError) as caught:
         book.cancel(job.id)
     assert caught.value.status == 409
     twice = submit(book)
     book.cancel(twice.id)
-    with pytest.raises(NotCancellableError, match="it is cancelled"):
+    with raises(NotCancellableError):
         book.cancel(twice.id)
 
 

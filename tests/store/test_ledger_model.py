@@ -22,6 +22,7 @@ from groupwise.errors import IdempotencyConflictError, LeaseLostError, NotCancel
 from groupwise.store import ledger, ledger_attempts, ledger_schema
 from groupwise.store.ledger import JobState, Lease, Ledger
 from groupwise.store.ledger_attempts import MAX_SERVER_DEATHS, Cause
+from wording import raises
 
 MAX_ATTEMPTS, MAX_QUEUED, KEEP_JOBS = 3, 4, 3
 WORKERS = st.sampled_from(["a", "b"])
@@ -228,7 +229,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return book.complete(job["id"]) if is_good else book.refuse_swap(job["id"], ERROR)
 
         if job["version"] is None or job["state"] not in ("swapping", state):
-            with pytest.raises(ValueError, match="no swap of it can end"):
+            with raises(ValueError):
                 end()
             return
         assert end().state == state

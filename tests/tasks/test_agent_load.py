@@ -10,6 +10,7 @@ import pytest
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.errors import ConfigError, EnvError, LoadError
 from groupwise.tasks.agents import AgentResult, is_async, load_agent, outcome_of
+from wording import raises
 
 CODE = """
 async def plain(case, *, base_url, api_key, model):
@@ -78,7 +79,7 @@ def test_functions_get_what_they_take(folder):
 
 def test_a_client_needs_its_package(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="takes a client, and openai is not installed"):
+    with raises(ConfigError):
         load(folder, "with_client")
 
 
@@ -92,19 +93,19 @@ def test_a_class_is_made_once_and_brings_its_cases(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "error", "message"),
+    ("name", "args", "error"),
     [
-        ("no_key", {}, ConfigError, "takes case, model, and not base_url and api_key"),
-        ("wants_more", {}, ConfigError, "missing a required argument: 'tools'"),
-        ("short", {"levle": 1}, ConfigError, "takes base_url, api_key, level; got an unexpected keyword"),
-        ("Agent", {"levle": 1}, ConfigError, "env.args does not fit 'my_agents:Agent', which takes level"),
-        ("Agent", {"level": -1}, EnvError, r"Agent\(\) raised ValueError: below 0"),
-        ("NotCallable", {}, ConfigError, "a class without __call__"),
-        ("nothing", {}, LoadError, "has no 'nothing'"),
+        ("no_key", {}, ConfigError),
+        ("wants_more", {}, ConfigError),
+        ("short", {"levle": 1}, ConfigError),
+        ("Agent", {"levle": 1}, ConfigError),
+        ("Agent", {"level": -1}, EnvError),
+        ("NotCallable", {}, ConfigError),
+        ("nothing", {}, LoadError),
     ],
 )
-def test_what_cannot_be_an_agent(folder, name, args, error, message):
-    with pytest.raises(error, match=message):
+def test_what_cannot_be_an_agent(folder, name, args, error):
+    with raises(error):
         load(folder, name, **args)
 
 
@@ -117,20 +118,19 @@ def test_what_an_agent_may_return():
     assert outcome_of({"turn_rewards": [1, None]}, "agent") == AgentResult(turn_rewards=(1.0, None))
     bad = ("1.0", float("inf"), [1.0], {"metrics": {}}, {"reward": "good"}, {"reward": 1, "metrics": [1]})
     for value in (*bad, {"turn_rewards": 1.0}, {"turn_rewards": "12"}, {"turn_rewards": [float("nan")]}):
-        with pytest.raises(EnvError, match="agent returned"):
+        with raises(EnvError):
             outcome_of(value, "agent")
 
 
 @pytest.mark.parametrize(
-    ("env", "message"),
+    ("env", "field"),
     [
-        ({}, "there is none of environment, agent and harness"),
-        ({"environment": "a:B", "agent": "a:b"}, "there are environment and agent; name one"),
-        ({"agent": "a:b", "stop_at_cut": False}, "does nothing for env.agent"),
-        ({"agent": "a:b", "step_timeout_s": 2.0}, "does nothing for env.agent"),
+        ({}, "env.environment"),
+        ({"environment": "a:B", "agent": "a:b"}, "env.environment"),
+        ({"agent": "a:b", "stop_at_cut": False}, "env.stop_at_cut"),
+        ({"agent": "a:b", "step_timeout_s": 2.0}, "env.step_timeout_s"),
     ],
 )
-def test_a_run_has_one_player(env, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_a_run_has_one_player(env, field: str):
+    with raises(ConfigError, field=field, kind="conflict"):
         parse_config({"name": "toy", "model": "starter", "env": env})
-    assert "env" in str(caught.value)

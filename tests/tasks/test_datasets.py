@@ -14,6 +14,7 @@ from groupwise.config.load import load_object
 from groupwise.errors import DataError
 from groupwise.tasks import datasets as named
 from groupwise.tasks.prompts import open_prompts
+from wording import raises
 
 MATH, TEXT = "groupwise.rewards.math", "groupwise.rewards.text"
 JUDGED = {
@@ -53,18 +54,18 @@ def test_a_saved_dataset_is_read_with_its_split(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "says"),
+    ("name", "row"),
     [
-        ("gsm8k", {"question": "1+1?"}, "rows.jsonl:1: it has question"),
-        ("gsm8k", {"question": "1+1?", "answer": "2"}, "rows.jsonl:1: the answer has no ####"),
-        ("math", {"problem": "1+1?", "solution": "2"}, "neither an answer nor a solution"),
-        ("countdown", {"nums": "1 2", "target": 3}, "nums is '1 2'"),
-        ("reverse_text", {"prompt": [{"role": "user"}]}, "prompt is"),
+        ("gsm8k", {"question": "1+1?"}),
+        ("gsm8k", {"question": "1+1?", "answer": "2"}),
+        ("math", {"problem": "1+1?", "solution": "2"}),
+        ("countdown", {"nums": "1 2", "target": 3}),
+        ("reverse_text", {"prompt": [{"role": "user"}]}),
     ],
 )
-def test_a_row_of_another_shape_is_named(tmp_path: Path, name: str, row: dict, says: str):
+def test_a_row_of_another_shape_is_named(tmp_path: Path, name: str, row: dict):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    with pytest.raises(DataError, match=says):
+    with raises(DataError):
         open_prompts(config(name, "rows.jsonl"), folder=tmp_path)
 
 

@@ -25,6 +25,7 @@ from groupwise.tasks.endpoint import Endpoint
 from groupwise.tasks.starter.tasks import CALCULATOR
 from groupwise.train.learner import Learner
 from groupwise.types import FinishReason, Grammar, Prompt, Rollout, RolloutGroup, SamplingParams
+from wording import raises, wording
 
 USER = {"role": "user", "content": "What is 47 + 138?"}
 CALL = {"role": "user", "content": "Use the calculator: 47 * 12"}
@@ -171,7 +172,8 @@ def test_without_a_record_what_narrows_changes_nothing(ask):
     assert rollout.info["ignored_parameters"] == 1 and rollout.turns[0].trained
     for forced in ({"response_format": {"type": "json_object"}}, {"tools": [CALCULATOR], "tool_choice": "required"}):
         error, _ = ask(recorded=False, **forced)
-        assert error.status_code == 400 and "does not record" in error.message and error.param in forced
+        assert error.status_code == 400 and error.param in forced
+        wording(error)
 
 
 STRICT = {**CALCULATOR, "function": {**CALCULATOR["function"], "strict": True}}
@@ -266,7 +268,7 @@ def test_models_and_routes_that_are_not_there(play_group):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             seen["models"] = [model.id async for model in client.models.list()]
             seen["one"] = (await client.models.retrieve("policy")).id
-            with pytest.raises(openai.NotFoundError, match="there is no POST /v1/embeddings"):
+            with raises(openai.NotFoundError):
                 await client.embeddings.create(model="policy", input="1 + 1")
             with pytest.raises(openai.AuthenticationError):
                 await client.with_options(api_key="wrong").chat.completions.create(model="policy", messages=[USER])  # type: ignore[list-item]
@@ -282,7 +284,7 @@ def test_models_and_routes_that_are_not_there(play_group):
 def test_too_many_characters_are_refused(play_group):
     async def agent(base_url, api_key):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            with pytest.raises(openai.BadRequestError, match=r"env\.max_characters is 20"):
+            with raises(openai.BadRequestError):
                 await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "a" * 21}])
             await client.chat.completions.create(model="policy", messages=[USER])  # type: ignore[list-item]
         return 1.0

@@ -16,6 +16,7 @@ from groupwise.algo.samples import segments_of
 from groupwise.errors import EnvError
 from groupwise.tasks.env import StepResult
 from groupwise.types import SamplingParams
+from wording import raises
 
 NEVER = threading.Event()
 
@@ -209,9 +210,9 @@ def test_what_a_failed_episode_is_worth(rollouts):
     options = {"where": "step", "do": fail, "n": 2}
     zero = rollouts(Bad, **options, env=config(on_error="zero"))
     assert [(each.reward, each.error, each.info["failed"]) for each in zero] == [(0.0, None, 1.0)] * 2
-    with pytest.raises(EnvError, match=r"Bad\.step raised ValueError: no luck"):
+    with raises(EnvError, kind="exception"):
         rollouts(Bad, **options, env=config(on_error="stop"))
-    with pytest.raises(EnvError, match=r"Bad\.close raised ValueError: no luck"):
+    with raises(EnvError, kind="exception"):
         rollouts(Bad, where="close", do=fail, env=config(on_error="stop"))
 
 
@@ -226,7 +227,7 @@ def test_an_engine_that_fails_is_no_fault_of_the_environment(starter_engine, sta
                 raise RuntimeError("the engine is gone")
             return await starter_engine.sample(requests)
 
-    with pytest.raises(RuntimeError, match="the engine is gone"):
+    with raises(RuntimeError):
         play(Broken(), starter.tokenizer, Echo, params=SamplingParams(max_tokens=24, temperature=0.01))
 
 

@@ -23,6 +23,7 @@ from groupwise.tasks.starter.tasks import (
 )
 from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.tasks.tool_calls import parse
+from wording import raises
 
 STYLES = ("bare", "sentence", "think", "tags")
 CONVERSATIONS = supervised_conversations(0, 3000)
@@ -223,18 +224,18 @@ def test_a_prompt_asks_for_its_style(style):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"skill": "poetry"}, "its skills are add, sub"),
-        ({"skill": []}, "give a skill"),
-        ({"split": "dev"}, "split 'train' or 'test'"),
-        ({"style": "loud"}, "no style 'loud'"),
-        ({"skill": "json", "style": "think"}, "has no style 'think'; it has plain, bare, tags"),
-        ({"skill": "mul", "split": "test", "n": 5000}, "n is 5000; lower n"),
+        {"skill": "poetry"},
+        {"skill": []},
+        {"split": "dev"},
+        {"style": "loud"},
+        {"skill": "json", "style": "think"},
+        {"skill": "mul", "split": "test", "n": 5000},
     ],
 )
-def test_prompts_that_cannot_be_are_refused(arguments, message):
-    with pytest.raises(DataError, match=message):
+def test_prompts_that_cannot_be_are_refused(arguments):
+    with raises(DataError):
         prompts(**arguments)
 
 

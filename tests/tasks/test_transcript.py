@@ -19,6 +19,7 @@ from groupwise.tasks.template_check import TOOL
 from groupwise.tasks.transcript import Transcript
 from groupwise.types import Completion, FinishReason, Message, Prompt
 from template_families import FAMILIES, PLAIN, tokenizer_of, with_tokens
+from wording import raises
 
 NAME = TOOL["function"]["name"]
 HERMES = f'<tool_call>\n{{"name": "{NAME}", "arguments": {{"a": 1, "b": 2}}}}\n</tool_call>'
@@ -394,7 +395,7 @@ def test_two_calls_for_a_template_that_takes_one():
     transcript = Transcript([user("1 + 2, twice?")], tokenizer_of("llama3"), tools=[TOOL])
     transcript.speak(sampled("llama3", f"{CALL['llama3']}; {CALL['llama3']}"))
     before = copy.deepcopy((transcript.messages, transcript.prompt_ids, transcript.forks))
-    with pytest.raises(ChatError, match="single tool-calls"):
+    with raises(ChatError):
         transcript.hear([result("3"), result("3", 1)])
     assert (transcript.messages, transcript.prompt_ids, transcript.forks) == before
 

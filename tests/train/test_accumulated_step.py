@@ -12,6 +12,7 @@ from learner_cases import GROUPS, LORA, SPECS, assert_same, gradients, on_policy
 from groupwise.algo.loss import resolve_loss
 from groupwise.errors import ConfigError
 from groupwise.train.learner import Learner
+from wording import raises
 
 CUTS = ([0, 3, 5, 6, 10], [0, 10], [0, 1, 1, 10])  # by groups; at once; a single row, none, the rest
 
@@ -84,7 +85,7 @@ def test_in_float32(make_learner, make_samples):
 
 
 def test_an_entropy_bonus_beside_rows_is_refused(make_learner):
-    with pytest.raises(ConfigError, match=r"entropy_coeff 0.1\) with reduction 'sequence_mean'.*size of the batch"):
+    with raises(ConfigError):
         make_learner().begin_step().accumulate([], resolve_loss("grpo", entropy_coeff=0.1))
 
 

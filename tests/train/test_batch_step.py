@@ -20,6 +20,7 @@ from groupwise.train.reference import Reference
 from groupwise.types import Sample, SamplingParams, SamplingRequest
 from slow_cases import slow_but
 from trl_peer import MAX_LENGTH, trl_loss
+from wording import raises
 
 
 def test_minibatches(make_learner, make_samples, monkeypatch: pytest.MonkeyPatch):
@@ -155,7 +156,7 @@ def test_an_episode_counts_once_however_often_it_was_forked(make_learner, reduct
 
 def test_samples_that_do_not_say_their_prompt_have_no_mean_of_prompts(make_learner):
     lost = [replace(sample, group=None) for sample in forked_episodes()]
-    with pytest.raises(ConfigError, match=r"reduction 'prompt_mean'.*which prompt they are of"):
+    with raises(ConfigError, field="reduction"):
         make_learner().forward_backward(lost, resolve_loss("reinforce", reduction="prompt_mean"))
 
 

@@ -14,6 +14,7 @@ from groupwise.model.packing import micro_batches
 from groupwise.model.prefix_tree import PrefixTree
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
+from wording import raises
 
 
 @pytest.fixture(params=["shared prompts", "prefix tree"])
@@ -68,7 +69,7 @@ def test_offloaded_inputs_of_layers(make_base, make_samples, monkeypatch, archit
     """The same gradients, and every layer's input was packed away; without a GPU it is refused, since nothing would
     be."""
     samples, base = make_samples(((5, (4, 6)), (3, (7,)))), make_base(architecture, dtype=torch.float32)
-    with pytest.raises(ConfigError, match="moves activations off a GPU, and the model is on cpu"):
+    with raises(ConfigError):
         Learner(base, gradient_checkpointing="offload")
     shapes: list[tuple[int, ...]] = []
     own = torch.autograd.graph.save_on_cpu

@@ -17,6 +17,7 @@ from groupwise.model.packing import KeptRanges, MicroBatch, micro_batches, pack,
 from groupwise.recorded import BITMAP, DROPPED, KEPT, mask_entry
 from groupwise.train import forward as logprobs
 from groupwise.train.forward import fused_logprobs, packed_logprobs, plain_logprobs
+from wording import raises
 
 GROUPS = ((5, (4, 1, 6)), (0, (5, 3)), (9, (2,)), (3, (7, 0, 3, 2)))  # (prompt, completions); holes and an empty one
 GROUP_WITHOUT_PROMPT = [3, 4]
@@ -276,7 +277,7 @@ def test_what_was_left_out_may_be_likely():
 
 def test_another_vocabulary_is_refused():
     kept = KeptRanges(entries_of(PARTS), 11, torch.device("cpu"))
-    with pytest.raises(TrainingError, match="parts of 11 ids, and the model has 12"):
+    with raises(TrainingError):
         fused_logprobs(torch.zeros(7, 4), Head(torch.zeros(12, 4), None, 1.0, None), torch.zeros(7).long(), kept=kept)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from contextlib import closing
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from groupwise.train.learner import Learner
 from groupwise.train.lora import adapter_off, add_lora, load_lora, lora_tensors, save_lora
 from groupwise.types import PolicyVersion
 from slow_cases import slow_but
+from wording import raises
 
 
 def an_adapted_model(base, *, seed: int = 0, spec: LoraSpec = LoraSpec(rank=3, alpha=7.0)):
@@ -113,20 +113,20 @@ def test_adapter_off(make_base):
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"),
+    "targets",
     [
-        (["q_proj", "qproj"], "has no module 'qproj'"),
-        (["lm_head"], "LM head"),
-        ("q_proj", "all-linear"),
-        (["input_layernorm"], "input_layernorm, which is of type Qwen3RMSNorm and not a linear layer"),
-        (["embed_tokens"], "embed_tokens, which is of type Embedding and not a linear layer"),
-        (["q_proj", "mlp"], "mlp, which is of type Qwen3MLP and not a linear layer"),
-        (["q_proj.weight"], "q_proj.weight, not a linear layer"),
+        ["q_proj", "qproj"],
+        ["lm_head"],
+        "q_proj",
+        ["input_layernorm"],
+        ["embed_tokens"],
+        ["q_proj", "mlp"],
+        ["q_proj.weight"],
     ],
 )
-def test_targets_that_cannot_be_adapted(make_base, targets, message: str):
+def test_targets_that_cannot_be_adapted(make_base, targets):
     """A string that is not all-linear is refused before there is a model, by the class of the configuration."""
-    with pytest.raises((ConfigError, ValidationError), match=message):
+    with raises((ConfigError, ValidationError)):
         add_lora(share_weights(make_base().model), LoraSpec(targets=targets), seed=0)
 
 
@@ -182,19 +182,19 @@ def test_peft_loads_an_adapter_of_a_mixture(make_base, make_samples, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("family", "targets", "message"),
+    ("family", "targets"),
     [
-        ("qwen3_moe", ["q_proj", "down_proj"], "'down_proj' is the tensor model.layers.0.mlp.experts.down_proj, not"),
-        ("qwen3_moe", ["gate_up_proj"], "write experts.gate_up_proj"),
-        ("gpt_oss", ["experts.down_proj_bias"], "'experts.down_proj_bias' is the tensor model.layers.0.mlp.experts"),
-        ("llama4_text", "experts", "has no module 'experts'"),
-        ("llama4_text", ["lm_head"], "is the LM head"),
+        ("qwen3_moe", ["q_proj", "down_proj"]),
+        ("qwen3_moe", ["gate_up_proj"]),
+        ("gpt_oss", ["experts.down_proj_bias"]),
+        ("llama4_text", "experts"),
+        ("llama4_text", ["lm_head"]),
     ],
 )
-def test_experts_and_routers_that_cannot_be_adapted(make_base, family: str, targets, message: str):
+def test_experts_and_routers_that_cannot_be_adapted(make_base, family: str, targets):
     model = share_weights(make_base(family).model)
     before = [name for name, _ in model.named_parameters()]
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with raises(ConfigError, field="train.lora.targets", kind="target"):
         add_lora(model, LoraSpec(targets=targets), seed=0)
     assert [name for name, _ in model.named_parameters()] == before
 
@@ -290,13 +290,13 @@ def test_an_adapter_of_the_other_parameter_does_not_fit(make_base, tmp_path: Pat
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert saved["target_parameters"] == ["down_proj"]
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved | {"target_parameters": ["gate_up_proj"]}))
-    with pytest.raises(AdapterError, match=r"has .*experts.gate_up_proj where training has .*experts.down_proj"):
+    with raises(AdapterError):
         load_lora(model, config, tmp_path)
 
 
 def test_experts_whose_forward_cannot_be_exchanged(make_base):
     model = make_base("llama4_text", moe_layers=[1]).model
-    with pytest.raises(ConfigError, match=r"of type Llama4TextExperts .* has no exchangeable forward of these experts"):
+    with raises(ConfigError, field="train.lora.targets", kind="target"):
         add_lora(model, LoraSpec(targets="experts"), seed=0)
 
 
@@ -312,7 +312,7 @@ def test_what_kernels_take_without_its_adapter_has_none(make_base, tmp_path: Pat
     }
     learner.save_adapter(tmp_path)
     peft.PeftModel.from_pretrained(make_base("mamba").model, str(tmp_path))
-    with pytest.raises(ConfigError, match="whose weight the kernels of mamba take without its adapter"):
+    with raises(ConfigError, field="train.lora.targets", kind="target"):
         add_lora(share_weights(base.model), LoraSpec(targets=["in_proj", "out_proj"]), seed=0)
 
 
@@ -328,7 +328,7 @@ def test_an_adapter_of_another_shape_is_refused(make_base, tmp_path: Path, spec:
     save_lora(model, config, tmp_path, base_name="tiny")
     other, other_config = an_adapted_model(make_base(), spec=spec)
     before = [tensor.clone() for tensor in lora_tensors(other).values()]
-    with pytest.raises(AdapterError, match="does not fit"):
+    with raises(AdapterError):
         load_lora(other, other_config, tmp_path)
     assert all(map(torch.equal, before, lora_tensors(other).values()))
 
@@ -337,15 +337,15 @@ def test_an_adapter_of_another_scale_is_refused(make_base, tmp_path: Path):
     model, config = an_adapted_model(make_base())
     save_lora(model, config, tmp_path, base_name="tiny")
     other, other_config = an_adapted_model(make_base(), spec=LoraSpec(rank=3, alpha=14.0))
-    with pytest.raises(AdapterError, match=r"alpha 7.0; training is to use 14\.0") as error:
+    with raises(AdapterError) as error:
         load_lora(other, other_config, tmp_path, alpha_field="lora_alpha")
     assert (error.value.field, error.value.hint) == ("lora_alpha", "set lora_alpha to the adapter's, 7.0")
 
 
 def test_damaged_files(make_base, tmp_path: Path):
     model, config = an_adapted_model(make_base())
-    with pytest.raises(AdapterError, match="cannot be read"):
+    with raises(AdapterError):
         load_lora(model, config, tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no")
-    with pytest.raises(AdapterError, match="cannot be read"):
+    with raises(AdapterError):
         load_lora(model, config, tmp_path)

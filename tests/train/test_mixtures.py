@@ -26,6 +26,7 @@ from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
 from whole_server import whole
+from wording import raises
 
 PROMPT, COMPLETION = (5, 6, 7, 8), (20, 21, 22, 23, 24)
 
@@ -226,7 +227,7 @@ def test_vllm_is_not_told_of_experts(make_base):
     model = make_base("qwen3_moe").model
     assert linear_names(model, "all-linear") == ("k_proj", "o_proj", "q_proj", "v_proj")
     for targets in ("experts", ["all-linear", "experts"], ["gate"]):
-        with pytest.raises(FieldError, match="engine vllm samples with adapters of linear layers only"):
+        with raises(FieldError, field="train.lora.targets", kind="target"):
             linear_names(model, targets)
 
 

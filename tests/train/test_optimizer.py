@@ -16,6 +16,7 @@ from groupwise.run.loop import run_loop
 from groupwise.train.learner import Learner
 from groupwise.train.optimizer import make_optimizer
 from running_jobs import Dies, adapter_bytes, config
+from wording import raises
 
 SMALL = OptimizerConfig(optimizer="adamw_8bit", weight_decay=0.1)
 LARGE = LoraSpec(rank=128)  # matrices of 4096 values and more, below which bitsandbytes keeps 32 bits
@@ -63,7 +64,7 @@ def test_a_learner_goes_on_with_the_same_bytes(bitsandbytes, make_base, make_sam
         each.step(samples, spec, learning_rate=1e-2)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters, second.parameters, strict=True))
     other = Learner(make_base(dtype=torch.float32), lora=LARGE)
-    with pytest.raises(TrainingError, match="AdamW has other moments"):
+    with raises(TrainingError):
         other.load(tmp_path)
 
 
@@ -77,11 +78,11 @@ def test_a_run_is_resumed_with_the_same_bytes(bitsandbytes, tmp_path: Path) -> N
 
 
 def test_what_it_needs(bitsandbytes, monkeypatch, make_base) -> None:
-    with pytest.raises(ConfigError, match=r"moves its moments between a CUDA GPU and the host, .* are on cpu"):
+    with raises(ConfigError):
         Learner(make_base(), optimizer=OptimizerConfig(optimizer="paged_adamw_8bit"))
     monkeypatch.setattr("groupwise.model.quantized.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="optimizer adamw_8bit needs the package bitsandbytes"):
+    with raises(ModelError):
         Learner(make_base(), optimizer=SMALL)
     options = {"optimizer": "adamw_8bit", "parallel": "fsdp", "lora": None}
-    with pytest.raises(ConfigError, match="adamw_8bit cannot keep moments of cut parameters"):
+    with raises(ConfigError):
         parse_config({"data": {"source": "x.jsonl"}, "rewards": ["length"], "train": options})

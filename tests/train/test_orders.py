@@ -18,6 +18,7 @@ from groupwise.train.learner import Learner
 from groupwise.train.orders import end, follow, strategy_of
 from rank_pairs import Pair, on_ranks
 from slow_cases import slow_but
+from wording import raises, wording
 
 
 def opened(base, *, ranks, sharded=False, **options):
@@ -93,12 +94,13 @@ def test_an_error_of_rank_0_ends_the_others(make_base) -> None:
         learner = opened(make_base(), lora=LORA, ranks=ranks)
         if not ranks.leads:
             return follow(learner)
-        with pytest.raises(ConfigError, match="forward_backward_custom cannot be sent"):
+        with raises(ConfigError):
             learner.forward_backward_custom([], lambda logprobs: (0, {}))
         return end(ranks, error=RewardError("no completion could be scored"))
 
-    assert isinstance(error := Pair(work).results()[1], TrainingError)
-    assert "rank 0 ended: RewardError: no completion could be scored" in error.message
+    error = Pair(work).results()[1]
+    assert isinstance(error, TrainingError)
+    wording(error)
 
 
 @pytest.mark.parametrize("how", slow_but({signal.SIGKILL}, of=(signal.SIGKILL, signal.SIGSTOP)))
@@ -116,6 +118,7 @@ def test_rank_0_may_take_its_time_and_not_die(make_base, how) -> None:
     pair, started = Pair(work, deadline_s=1.0), time.monotonic()
     error = pair.result(1)
     pair.kill()
-    assert isinstance(error, RankLostError) and "rank 1 of 2 waited for rank 0" in error.message
-    assert "'an order'" in error.message
+    assert isinstance(error, RankLostError)
+    wording(error)
+    wording(error)
     assert time.monotonic() - started > 2.5

@@ -46,6 +46,7 @@ from groupwise.types import (
 )
 from job_place import Place
 from serving import Served, served
+from wording import raises
 
 PADDED = pytest.mark.filterwarnings("ignore:.*(in packed rows|recurrent layers).*:UserWarning")
 PROMPTS = [(3, 4, 5, 6, 7), (9, 8, 7), (11, 12, 13, 14)]
@@ -294,7 +295,7 @@ def test_completions_that_are_posted_as_token_ids_are_routed_anew(api: Served, p
     assert all(one.routing is None for group in payload_of(submission).groups for one in group.completions)
     metrics, _ = trained(place, submission)
     assert metrics["router/recorded_frac"] == 0 and "router/mismatch_frac" not in metrics
-    with pytest.raises(RequestError, match="experts of none of the completions are recorded") as refused:
+    with raises(RequestError) as refused:
         submitted(api, body, router_replay=True)
     assert refused.value.field == "config.router_replay"
 
@@ -304,13 +305,13 @@ def test_experts_of_another_model_are_refused(api: Served, make_base):
     body = posted(api)
     dense = make_base("qwen3", dtype=torch.float32, context=256)
     for base in (dense, make_base("qwen3_moe", dtype=torch.float32, context=256)):
-        with pytest.raises(RequestError, match=r"completions\[0\] was sampled from another model than tiny-"):
+        with raises(RequestError, field="groups[0].completions[0].rollout_id"):
             submitted(api, body, base)
     text = [{"text": "a", "reward": 0.0}, {"text": "b", "reward": 1.0}]
     plain = {"groups": [{"messages": [{"role": "user", "content": "x"}], "completions": text}]}
-    with pytest.raises(RequestError, match="router_replay is true, but tiny-qwen3 has no routers of experts"):
+    with raises(RequestError, field="config.router_replay"):
         submitted(api, plain, dense, router_replay=True)
     payload = payload_of(submitted(api, body))
     samples = make_task(GrpoJobConfig(), payload, base=api.server.base).samples
-    with pytest.raises(DataError, match=r"have 4 experts of 2 layers .* tiny-qwen3 has no routers"):
+    with raises(DataError):
         check_routing(samples, dense)

