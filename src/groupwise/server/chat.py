@@ -38,10 +38,10 @@ from groupwise.server.encode import template_options
 from groupwise.server.event_stream import PING, EventStream, sse, while_connected
 from groupwise.server.generate import StreamedCompletion, Token, sendable, tokens_of
 from groupwise.server.sampling import SAMPLING_ERRORS, Admission, Admissions
-from groupwise.server.schema_messages import ChatMessage, NamedTool, as_messages
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.state import given
 from groupwise.server.wire import documented
+from groupwise.tasks.dialects.chat_form import ChatMessage, NamedTool, as_messages
 from groupwise.tasks.reply import ReplyParser, ReplyPart, token_text
 from groupwise.tasks.structured import reply_grammar, thoughts_of
 from groupwise.tasks.tool_calls import ToolCallFormat, format_of
@@ -74,7 +74,7 @@ Chats = Annotated[ChatParts, given(ChatParts)]
     **documented(ChatRequest, ChatCompletion, errors=SAMPLING_ERRORS, codes=["unsupported_content"], streams=True),
 )
 async def chat_completions(http: Request, parts: Chats) -> Response:
-    """The next turn of a conversation, by the active policy or the one that `model` or `adapter` names.
+    """Write the next turn of a conversation, by the active policy or the one that `model` or `adapter` names.
 
     `stream: true` sends it as server-sent events while it is sampled. `system_fingerprint` and the header
     `x-adapter-version` say which version answered.

@@ -27,9 +27,10 @@ from groupwise.server.schema_rollouts import MOST_ROWS, RolloutNotFoundError
 from groupwise.server.schema_train import RolloutId
 from groupwise.server.state import given
 from groupwise.server.webhooks import utc
-from groupwise.server.wire import OwnRequest, documented, fault
+from groupwise.server.wire import OwnRequest, documented
 from groupwise.store.feedback import Feedback, FeedbackLog, FeedbackState, new_id
 from groupwise.store.ledger import Ledger, RolloutRecord
+from groupwise.tasks.dialects.form import fault
 
 if TYPE_CHECKING:
     from groupwise.server.metrics import Recorder
@@ -159,7 +160,7 @@ async def list_feedback(
     before: Annotated[int | None, Query(ge=0, le=2**62, description="The `next` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 200,
 ) -> FeedbackPage:
-    """What people said, newest first, and what became of it."""
+    """List what people said, newest first, and what became of it."""
     book = parts.feedback
     wanted: dict[str, Any] = {"rollout": rollout_id, "version": version, "state": state}
     rows = await asyncio.to_thread(lambda: book.list(**wanted, before=before, limit=limit))

@@ -27,11 +27,12 @@ from groupwise.server.event_stream import while_connected
 from groupwise.server.generate import sendable
 from groupwise.server.sampling import SAMPLING_ERRORS, Admission, Admissions, usage
 from groupwise.server.schema_completions import BatchRequest
-from groupwise.server.schema_messages import Conversation, Tool, as_messages
+from groupwise.server.schema_messages import Conversation
 from groupwise.server.schema_openai import TemplateOptions
 from groupwise.server.state import given
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Ledger, RolloutRecord
+from groupwise.tasks.dialects.chat_form import Tool, as_messages
 from groupwise.tasks.reply import ReplyParser
 from groupwise.tasks.structured import answer_grammars
 from groupwise.types import Completion, Prompt
