@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +54,6 @@ class Site:
     def __post_init__(self) -> None:
         self.recorder = Recorder(model_name="tiny")
         self.app = FastAPI(openapi_url="/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False)
-        self.app.state.server = SimpleNamespace(config=self.config, storage=SimpleNamespace(failed=lambda error: None))
         add_handlers(self.app, without={"/srv/groupwise-state": "<state_dir>"})
         describe(self.app, self.config)
         _add_routes(self.app, self)

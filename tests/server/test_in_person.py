@@ -43,6 +43,6 @@ def test_what_an_address_sends_besides_is_a_batch(api: Served, monkeypatch: pyte
         thread.join()
     assert len(asked) == IN_PERSON + 4 and asked[:IN_PERSON] == [True] * IN_PERSON
     assert not all(asked[IN_PERSON:])
-    assert not api.server.under_way  # all of it is given back
+    assert not api.server.admissions.under_way  # all of it is given back
     ask()
     assert asked[-1]

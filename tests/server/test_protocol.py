@@ -23,22 +23,21 @@ from groupwise.server import bodies
 from groupwise.server.bodies import parse_body
 from groupwise.server.schema_adapters import ActivateRequest, LoadRequest, MergeRequest
 from groupwise.server.schema_completions import BatchRequest, CompletionRequest
-from groupwise.server.schema_messages import (
+from groupwise.server.schema_messages import OfferedFunction, StructuredOutputs
+from groupwise.server.schema_openai import AdapterShare, ChatRequest
+from groupwise.server.schema_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
+from groupwise.server.wire import Unsupported
+from groupwise.tasks.dialects.anthropic import MessagesRequest
+from groupwise.tasks.dialects.chat_form import (
     CalledFunction,
     ChatMessage,
     FunctionSchema,
-    OfferedFunction,
     ResponseFormat,
-    StructuredOutputs,
     TextPart,
     Tool,
     ToolCall,
     as_messages,
 )
-from groupwise.server.schema_openai import AdapterShare, ChatRequest
-from groupwise.server.schema_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
-from groupwise.server.wire import Unsupported
-from groupwise.tasks.dialects.anthropic import MessagesRequest
 from groupwise.tasks.dialects.responses import ResponsesRequest
 from wording import wording
 
@@ -131,7 +130,7 @@ def test_messages_become_what_templates_read() -> None:
     ]
     assert as_messages(parse(ChatRequest, {"messages": messages}).messages) == (
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "ab"},
         {"role": "assistant", "tool_calls": [call]},
         {"role": "assistant", "content": "No."},
         {"role": "tool", "content": "3", "tool_call_id": "1"},

@@ -20,7 +20,6 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import NotReadyError, StorageError, SwapRefusedError
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.server.policies import Policies
-from groupwise.server.schema_messages import ChatMessage
 from groupwise.server.schema_train import GrpoRequest, ScoredCompletion, ScoredGroup
 from groupwise.server.submit import prepare_grpo
 from groupwise.server.supervisor import LAST_LINES, OOM_SCORE, WORKER, Supervisor, worker_command
@@ -28,6 +27,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.store.ledger import JobState, Ledger
 from groupwise.store.ledger_attempts import MAX_SERVER_DEATHS
+from groupwise.tasks.dialects.chat_form import ChatMessage
 from groupwise.types import PolicyVersion
 from wording import wording
 

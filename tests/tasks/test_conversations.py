@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from groupwise.algo.samples import segments_of
 from groupwise.tasks.conversations import Conversations
-from groupwise.tasks.openai import AgentMessage
+from groupwise.tasks.dialects.chat_form import ChatMessage
 from groupwise.tasks.reply import Reply, ReplyParser
 from groupwise.tasks.starter.tasks import CALCULATOR
 from groupwise.tasks.tool_calls import ToolCallFormat, parse
@@ -39,7 +39,7 @@ def turn(talk: Conversations, messages: list[Any], text: str, tokenizer, tools: 
     """Ask and answer; the message as a client parses it and sends it back."""
     asked = talk.ask(messages, tools)
     sent = talk.answer(asked, said(text, tokenizer, **options))
-    return AgentMessage.model_validate_json(json.dumps({"refusal": None, "annotations": [], **sent})).as_message()
+    return ChatMessage.model_validate_json(json.dumps({"refusal": None, "annotations": [], **sent})).as_message()
 
 
 def test_branches_are_ordered_one_after_another(tokenizer):

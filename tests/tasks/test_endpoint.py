@@ -64,21 +64,24 @@ def named(tool: str) -> dict[str, Any]:
 
 
 REFUSED = [
-    ({"n": 2}, "n is 2"),
-    ({"tool_choice": "required"}, "tool_choice asks for a call, and there are no tools"),
-    ({"tool_choice": named("search"), "tools": [CALCULATOR]}, "names a tool that is not offered; there are calculator"),
-    ({"tool_choice": {"type": "allowed_tools"}, "tools": [CALCULATOR]}, "tool_choice"),
-    ({"response_format": {"type": "json_schema"}}, "response_format has no json_schema"),
+    ({"n": 2}, "n"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": named("search"), "tools": [CALCULATOR]}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": [CALCULATOR]}, "tool_choice.named.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": schema({"type": "strin"})}, "response_format.json_schema.schema"),
     ({"top_p": 0}, "top_p"),
     ({"extra_body": {"top_k": -2}}, "top_k"),
-    ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "the last message is the assistant's"),
+    ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "messages"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages.0 of role 'user' has no content"),
-    ({"tools": [{"type": "retrieval"}]}, "tools.0"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.parts.0.type",
+    ),
     ({"max_tokens": 0}, "max_tokens"),
 ]
 
@@ -96,8 +99,8 @@ def test_what_is_refused_is_a_400(play_group):
 
     (rollout,) = play_group(agent, takes=("base_url", "api_key")).rollouts
     assert "never asked" in str(rollout.error)
-    for error, (_, message) in zip(told, REFUSED, strict=True):
-        assert message in error.message and error.type == "invalid_request_error"
+    assert [error.param for error in told] == [field for _, field in REFUSED]
+    assert {error.type for error in told} == {"invalid_request_error"}
 
 
 def test_what_would_explode_is_refused_and_ends_neither_the_episode_nor_the_run(play_group):

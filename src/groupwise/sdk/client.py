@@ -112,7 +112,7 @@ class ChatOptions(SamplingOptions, total=False):
     """What a chat has besides."""
 
     n: int
-    tool_choice: str  # auto or none
+    tool_choice: str | Mapping[str, Any]  # auto, none, required, or the tool that is to be called
     parallel_tool_calls: bool
     top_logprobs: int
 

@@ -13,10 +13,10 @@ import math
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
@@ -51,7 +51,7 @@ from groupwise.server.bodies import check_content_type, read_body
 from groupwise.server.policies import AdapterInUseError, check_free_name
 from groupwise.server.retention import needing, surplus
 from groupwise.server.schema_adapters import ActivateRequest, LoadRequest, MergeRequest, NoteRequest
-from groupwise.server.state import Server, server_of
+from groupwise.server.state import given
 from groupwise.server.storage import check_room
 from groupwise.server.webhooks import ACTIVE
 from groupwise.server.wire import documented
@@ -60,6 +60,12 @@ from groupwise.store.archive import read_archive, stream_archive
 from groupwise.store.files import AdapterInfo, Provenance
 from groupwise.store.merge import DENSITY, MergeMode, MergeReport, WeightedAdapter, merge_adapters
 from groupwise.types import BASE, PolicyVersion
+
+if TYPE_CHECKING:
+    from groupwise.config.serve import ServeConfig
+    from groupwise.server.policies import Policies
+    from groupwise.store.adapters import AdapterStore
+    from groupwise.store.ledger import Ledger
 
 MERGE_NOTE = "merge.json"  # beside a merged version's weights: what it was made of
 
@@ -88,40 +94,52 @@ _DOWNLOAD["responses"][200] = {"description": "The tar.gz.", "content": {"applic
 router = APIRouter(prefix="/v1/adapters", tags=["adapters"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterParts:
+    """The parts of a server that these routes use."""
+
+    config: ServeConfig
+    base: LoadedModel
+    store: AdapterStore
+    ledger: Ledger
+    policies: Policies
+
+
+Adapters = Annotated[AdapterParts, given(AdapterParts)]
+
+
 # ---- what there is ----
 
 
 @router.get("", **documented(answer=AdapterList))
-def list_adapters(request: Request) -> AdapterList:
+def list_adapters(parts: Adapters) -> AdapterList:
     """Every adapter, its versions, and which one is active."""
-    server = server_of(request)
-    active = server.policies.active
-    notes = server.store.notes()
+    active = parts.policies.active
+    notes = parts.store.notes()
     by_name: dict[str, list[AdapterInfo]] = {}
-    for info in server.store.list():
+    for info in parts.store.list():
         by_name.setdefault(info.version.name, []).append(info)
     return AdapterList(
         active=None if active.is_base else active.name,
         active_version=str(active),
-        keep_versions=server.config.keep_versions,
+        keep_versions=parts.config.keep_versions,
         available=[AdapterSummary(**_summary(infos, active, notes)) for infos in by_name.values()],
     )
 
 
 @router.get("/{name}", **documented(answer=AdapterDetail, errors=[AdapterError, AdapterNotFoundError]))
-def show_adapter(name: str, request: Request) -> AdapterDetail:
+def show_adapter(name: str, parts: Adapters) -> AdapterDetail:
     """One adapter with the provenance and metrics of its versions."""
-    server = server_of(request)
-    active, versions = server.policies.active, _versions(server, name)
+    active, versions = parts.policies.active, _versions(parts, name)
     every: list[AdapterInfo] = []
-    for version in server.store.versions(versions[0].name):
+    for version in parts.store.versions(versions[0].name):
         with suppress(AdapterError, AdapterNotFoundError):  # damaged, and set aside just now; or deleted
-            every.append(server.store.info(version))
+            every.append(parts.store.info(version))
     infos = [info for info in every if info.version in versions]
     if not infos:
         raise AdapterNotFoundError(f"there is no undamaged version of {name!r}")
-    old = surplus(every, keep=server.config.keep_versions)
-    notes = server.store.notes()
+    old = surplus(every, keep=parts.config.keep_versions)
+    notes = parts.store.notes()
     history = [_history(info, active, notes.get(info.version), surplus=info.version in old) for info in infos]
     return AdapterDetail(**_summary(infos, active, notes), history=history)
 
@@ -165,12 +183,12 @@ def _size(info: AdapterInfo) -> int:
     return sum(size for size, _ in info.files.values())
 
 
-def _versions(server: Server, text: str) -> tuple[PolicyVersion, ...]:
+def _versions(parts: AdapterParts, text: str) -> tuple[PolicyVersion, ...]:
     """Return what a path names: one version, or all of an adapter. Raises AdapterError for what cannot be a name."""
     name, at, _ = text.partition("@")
     files.check_name(name)
-    versions = () if at else server.store.versions(name)
-    return versions or (server.policies.resolve(adapter=text),)
+    versions = () if at else parts.store.versions(name)
+    return versions or (parts.policies.resolve(adapter=text),)
 
 
 # ---- what is written about them ----
@@ -180,13 +198,13 @@ def _versions(server: Server, text: str) -> tuple[PolicyVersion, ...]:
     "/{name}/notes",
     **documented(NoteRequest, AdapterNoted, errors=[AdapterError, AdapterNotFoundError, StorageError]),
 )
-async def write_note(name: str, request: Request) -> AdapterNoted:
+async def write_note(name: str, request: Request, parts: Adapters) -> AdapterNoted:
     """Keep one line of text about a version, in place of the one before; "name" alone is its newest. The files of
     the version do not change."""
-    server, body = server_of(request), await read_body(request, NoteRequest)
+    body = await read_body(request, NoteRequest)
     files.check_name(name.partition("@")[0])
-    version = server.store.newest(name) or server.policies.resolve(adapter=name)
-    note = await asyncio.to_thread(server.store.write_note, version, body.note)
+    version = parts.store.newest(name) or parts.policies.resolve(adapter=name)
+    note = await asyncio.to_thread(parts.store.write_note, version, body.note)
     return AdapterNoted(version=str(version), note=note)
 
 
@@ -194,44 +212,44 @@ async def write_note(name: str, request: Request) -> AdapterNoted:
 
 
 @router.post("/load", **documented(LoadRequest, AdapterLoaded, errors=_ACTIVATING))
-async def load_adapter(request: Request) -> AdapterLoaded:
+async def load_adapter(request: Request, parts: Adapters) -> AdapterLoaded:
     """Make an adapter's newest version, or the version that `name` names, the active one."""
     body = await read_body(request, LoadRequest)
-    version = await _activate(server_of(request), body.name)
+    version = await _activate(parts, body.name)
     return AdapterLoaded(status="loaded", name=version.name, version=str(version))
 
 
 @router.post("/unload", **documented(answer=AdapterUnloaded, errors=[StorageError]))
-async def unload_adapter(request: Request) -> AdapterUnloaded:
+async def unload_adapter(parts: Adapters) -> AdapterUnloaded:
     """Make the base model active. Requests that are being answered end on the version they began on."""
-    await _activate(server_of(request), BASE)
+    await _activate(parts, BASE)
     return AdapterUnloaded()
 
 
 @router.post("/{name}/activate", **documented(ActivateRequest, AdapterLoaded, errors=_ACTIVATING, optional_body=True))
-async def activate_adapter(name: str, request: Request) -> AdapterLoaded:
+async def activate_adapter(name: str, request: Request, parts: Adapters) -> AdapterLoaded:
     """Load a version, verify it, and let it answer the requests that name no adapter. If it cannot be verified the one
     that was active still is."""
     body = await read_body(request, ActivateRequest, optional=True)
     if body.version is not None and (name == BASE or "@" in name):
         raise RequestError(f"the path says {name[:80]!r}; it has no version {body.version}", field="version")
-    version = await _activate(server_of(request), name if body.version is None else f"{name}@{body.version}")
+    version = await _activate(parts, name if body.version is None else f"{name}@{body.version}")
     return AdapterLoaded(status="activated", name=version.name, version=str(version))
 
 
 @router.post("/rollback", **documented(answer=AdapterLoaded, errors=_ACTIVATING))
-async def roll_back(request: Request) -> AdapterLoaded:
+async def roll_back(parts: Adapters) -> AdapterLoaded:
     """Go back to what was active before."""
-    version = await server_of(request).policies.rollback()
+    version = await parts.policies.rollback()
     return AdapterLoaded(status="rolled_back", name=version.name, version=str(version))
 
 
-async def _activate(server: Server, text: str) -> PolicyVersion:
+async def _activate(parts: AdapterParts, text: str) -> PolicyVersion:
     """Activate a version; a name alone means its newest version that is not unhealthy."""
     if text != BASE:
         files.check_name(text.partition("@")[0])
-    version = server.store.newest(text) or server.policies.resolve(adapter=text)
-    await server.policies.swap(version)
+    version = parts.store.newest(text) or parts.policies.resolve(adapter=text)
+    await parts.policies.swap(version)
     return version
 
 
@@ -241,18 +259,17 @@ async def _activate(server: Server, text: str) -> PolicyVersion:
 @router.delete(
     "/{name}", **documented(answer=AdapterDeleted, errors=[AdapterError, AdapterNotFoundError, AdapterInUseError])
 )
-async def delete_adapter(name: str, request: Request) -> AdapterDeleted:
+async def delete_adapter(name: str, parts: Adapters) -> AdapterDeleted:
     """Delete one version, or all of an adapter. Refused while one is active, answers a request, or is what a job that
     has not ended begins from."""
-    server = server_of(request)
-    versions = _versions(server, name)
-    await asyncio.to_thread(_check_no_job_needs, server, versions)
-    await server.policies.delete(versions)
+    versions = _versions(parts, name)
+    await asyncio.to_thread(_check_no_job_needs, parts, versions)
+    await parts.policies.delete(versions)
     return AdapterDeleted(name=name, versions=[str(version) for version in versions])
 
 
-def _check_no_job_needs(server: Server, versions: Sequence[PolicyVersion]) -> None:
-    job = needing(server.ledger.jobs(states=ACTIVE), versions, server.store)
+def _check_no_job_needs(parts: AdapterParts, versions: Sequence[PolicyVersion]) -> None:
+    job = needing(parts.ledger.jobs(states=ACTIVE), versions, parts.store)
     if job is not None:
         shown = ", ".join(map(str, versions[-3:]))
         raise AdapterInUseError(
@@ -265,12 +282,11 @@ def _check_no_job_needs(server: Server, versions: Sequence[PolicyVersion]) -> No
 
 
 @router.post("/upload", **documented(answer=AdapterUploaded, errors=(*_ADDING, MediaTypeError)), openapi_extra=_UPLOAD)
-async def upload_adapter(request: Request) -> AdapterUploaded:
+async def upload_adapter(request: Request, parts: Adapters) -> AdapterUploaded:
     """Add an adapter that PEFT saved, as a tar.gz. It must be plain LoRA that fits this base model."""
-    server = server_of(request)
     async with _upload(request) as upload:
-        version = await asyncio.to_thread(_import, server, upload)
-    info = server.store.info(version)
+        version = await asyncio.to_thread(_import, parts, upload)
+    info = parts.store.info(version)
     return AdapterUploaded(name=version.name, version=str(version), size_bytes=_size(info), files=sorted(info.files))
 
 
@@ -306,17 +322,17 @@ async def _upload(request: Request) -> AsyncIterator[_Upload]:
         await form.close()
 
 
-def _import(server: Server, upload: _Upload) -> PolicyVersion:
+def _import(parts: AdapterParts, upload: _Upload) -> PolicyVersion:
     files.check_name(upload.name)
 
     def write(directory: Path) -> None:
         read_archive(upload.archive, directory)
         if not upload.any_base:
-            _check_made_for(directory, server.base)
-        _check_modules(server.base, directory)
-        server.policies.verify_files(directory)
+            _check_made_for(directory, parts.base)
+        _check_modules(parts.base, directory)
+        parts.policies.verify_files(directory)
 
-    return _publish(server, upload.name, write, again=upload.new_version)
+    return _publish(parts, upload.name, write, again=upload.new_version)
 
 
 def _check_made_for(directory: Path, base: LoadedModel) -> None:
@@ -352,13 +368,12 @@ def _check_modules(base: LoadedModel, directory: Path) -> None:
 
 
 @router.get("/{name}/download", **_DOWNLOAD)
-async def download_adapter(name: str, request: Request) -> StreamingResponse:
+async def download_adapter(name: str, parts: Adapters) -> StreamingResponse:
     """A version as a tar.gz that `peft` loads once it is unpacked, and that `upload` takes."""
-    server = server_of(request)
     files.check_name(name.partition("@")[0])
-    version = server.policies.resolve(adapter=name)
+    version = parts.policies.resolve(adapter=name)
     top = str(version) if "@" in name else name
-    archive = await asyncio.to_thread(lambda: stream_archive(server.store.path(version), top=top))
+    archive = await asyncio.to_thread(lambda: stream_archive(parts.store.path(version), top=top))
     headers = {"content-disposition": f'attachment; filename="{top}.tar.gz"', "x-adapter-version": str(version)}
     return StreamingResponse(archive, media_type="application/gzip", headers=headers)
 
@@ -367,15 +382,15 @@ async def download_adapter(name: str, request: Request) -> StreamingResponse:
 
 
 @router.post("/merge", **documented(MergeRequest, AdapterMerged, errors=(*_ADDING, AdapterNotFoundError)))
-async def merge(request: Request) -> AdapterMerged:
+async def merge(request: Request, parts: Adapters) -> AdapterMerged:
     """Make one adapter of several: their weighted average, their sum (`concat`), or what they agree on (`ties`). Its
     rank is the sum of theirs, at which averages and sums are exact."""
-    server, body = server_of(request), await read_body(request, MergeRequest)
+    body = await read_body(request, MergeRequest)
     sources: list[tuple[PolicyVersion, float]] = []
     for source in body.sources:
         files.check_name(source.name.partition("@")[0])
-        sources.append((server.policies.resolve(adapter=source.name), source.weight))
-    version, report = await asyncio.to_thread(_merge, server, body, sources)
+        sources.append((parts.policies.resolve(adapter=source.name), source.weight))
+    version, report = await asyncio.to_thread(_merge, parts, body, sources)
     return AdapterMerged(
         output_name=version.name,
         version=str(version),
@@ -387,39 +402,39 @@ async def merge(request: Request) -> AdapterMerged:
 
 
 def _merge(
-    server: Server, body: MergeRequest, sources: Sequence[tuple[PolicyVersion, float]]
+    parts: AdapterParts, body: MergeRequest, sources: Sequence[tuple[PolicyVersion, float]]
 ) -> tuple[PolicyVersion, MergeReport]:
     reports: list[MergeReport] = []
 
     def write(directory: Path) -> None:
         for version, _ in sources:
-            server.store.check_base(version, server.base.hash)
-        parts = [WeightedAdapter(server.store.path(version), weight) for version, weight in sources]
-        report = merge_adapters(parts, directory, mode=MergeMode(body.mode), density=body.density)
+            parts.store.check_base(version, parts.base.hash)
+        merged = [WeightedAdapter(parts.store.path(version), weight) for version, weight in sources]
+        report = merge_adapters(merged, directory, mode=MergeMode(body.mode), density=body.density)
         made_of = [{"version": str(version), "weight": weight} for version, weight in sources]
         note = {"mode": body.mode, "density": body.density, "sources": made_of, **asdict(report)}
         (directory / MERGE_NOTE).write_text(json.dumps(note, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        server.policies.verify_files(directory)
+        parts.policies.verify_files(directory)
         reports.append(report)
 
-    return _publish(server, body.output_name, write, again=False), reports[0]
+    return _publish(parts, body.output_name, write, again=False), reports[0]
 
 
 # ---- new versions ----
 
 
-def _publish(server: Server, name: str, write: Callable[[Path], None], *, again: bool) -> PolicyVersion:
+def _publish(parts: AdapterParts, name: str, write: Callable[[Path], None], *, again: bool) -> PolicyVersion:
     """Publish what `write` makes over this base model. Raises ConflictError unless the name is free, or `again`."""
 
     def admit() -> None:
-        if server.store.versions(name) and not again:
+        if parts.store.versions(name) and not again:
             raise ConflictError(
                 f"there is an adapter {name!r} already",
                 hint="choose another name; an upload with new_version=true adds a version",
             )
 
-    check_free_name(name, served_name=server.config.served_name)
+    check_free_name(name, served_name=parts.config.served_name)
     admit()
-    check_room(server.store.root, server.config.min_free_bytes, what="adapters")
-    info = Provenance(base_model=server.base.name, base_hash=server.base.hash, quantization=server.base.quantization)
-    return server.store.publish(name, write, info=info, admit=admit)
+    check_room(parts.store.root, parts.config.min_free_bytes, what="adapters")
+    info = Provenance(base_model=parts.base.name, base_hash=parts.base.hash, quantization=parts.base.quantization)
+    return parts.store.publish(name, write, info=info, admit=admit)

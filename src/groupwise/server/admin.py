@@ -11,9 +11,10 @@ import asyncio
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from fastapi import APIRouter, Request, Response
@@ -25,11 +26,19 @@ from groupwise.model.load import LoadedModel
 from groupwise.run.memory_budget import device_memory
 from groupwise.sdk.types import Answer, Check, Health, ModelCard, ModelList
 from groupwise.server.errors import hidden
-from groupwise.server.metrics import Sample
-from groupwise.server.state import Server, server_of
-from groupwise.server.storage import room_problem
+from groupwise.server.metrics import Recorder, Sample
+from groupwise.server.state import given
+from groupwise.server.storage import StorageProbe, room_problem
 from groupwise.server.wire import documented
-from groupwise.store.ledger import Job, JobState
+from groupwise.store.ledger import Job, JobState, Ledger
+
+if TYPE_CHECKING:
+    from groupwise.config.serve import ServeConfig
+    from groupwise.sampler import LiveEngine
+    from groupwise.server.policies import Policies
+    from groupwise.server.supervisor import Supervisor
+    from groupwise.store.adapters import AdapterStore
+    from groupwise.store.feedback import FeedbackLog
 
 STARTED = time.time()
 
@@ -40,6 +49,26 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 router = APIRouter(tags=["Server"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class HealthParts:
+    """The parts of a server that these routes and the gauges read."""
+
+    config: ServeConfig
+    base: LoadedModel
+    engine: LiveEngine
+    store: AdapterStore
+    ledger: Ledger
+    policies: Policies
+    recorder: Recorder
+    feedback: FeedbackLog
+    supervisor: Supervisor
+    storage: StorageProbe
+    paths: Mapping[str, str]
+
+
+State = Annotated[HealthParts, given(HealthParts)]
+
+
 class ModelNotFoundError(ModelError):
     """No model, adapter or version of this name."""
 
@@ -48,35 +77,35 @@ class ModelNotFoundError(ModelError):
 
 # ---- health ----
 @router.get("/health", **documented(answer=Health))
-async def health(request: Request) -> Health:
+async def health(request: Request, parts: State) -> Health:
     """Whether the process lives. The only route without a key."""
     if not getattr(request.state, "trusted", False):
         return Health(status="ok", version=__version__, uptime_seconds=time.time() - STARTED)
-    return await asyncio.to_thread(_health, server_of(request))
+    return await asyncio.to_thread(_health, parts)
 
 
 @router.get("/v1/health", **documented(answer=Health))
-async def health_v1(request: Request) -> Health:
+async def health_v1(parts: State) -> Health:
     """The same as /health, with everything."""
-    return await asyncio.to_thread(_health, server_of(request))
+    return await asyncio.to_thread(_health, parts)
 
 
-def _health(server: Server) -> Health:
-    checks = list(_checks(server))
-    jobs = _unfinished(server)
+def _health(parts: HealthParts) -> Health:
+    checks = list(_checks(parts))
+    jobs = _unfinished(parts)
     running = next((job for job in jobs if job.state == JobState.RUNNING), None)
-    active, stats = server.policies.active, dict(server.engine.stats())
+    active, stats = parts.policies.active, dict(parts.engine.stats())
     return Health(
         status="ok" if all(check.passed for check in checks) else "degraded",
         version=__version__,
         uptime_seconds=time.time() - STARTED,
-        model=server.config.served_name,
-        backend=str(server.base.device),
+        model=parts.config.served_name,
+        backend=str(parts.base.device),
         active_adapter=None if active.is_base else active.name,
         active_version=str(active),
         adapters_loaded=stats["adapters"],
         scheduler=stats,
-        gpu_memory=_gpu_memory(server),
+        gpu_memory=_gpu_memory(parts),
         training={
             "active_job": None if running is None else {"job_id": running.id, "progress": running.progress},
             "queued": sum(job.state == JobState.QUEUED for job in jobs),
@@ -85,44 +114,44 @@ def _health(server: Server) -> Health:
     )
 
 
-def _checks(server: Server) -> Iterator[Check]:
+def _checks(parts: HealthParts) -> Iterator[Check]:
     """Yield what must be so for all to be well."""
-    worker = server.supervisor.status
+    worker = parts.supervisor.status
     ended = None if worker.state in WORKER_LIVES else f"it ended ({worker.last_exit}) and will be started again"
     problems = {
-        "model_loaded": server.engine.unavailable_reason,
-        "ledger": _ledger_problem(server),
-        "storage": server.storage.problem(),
-        "disk_space": _disk_problem(server),
+        "model_loaded": parts.engine.unavailable_reason,
+        "ledger": _ledger_problem(parts),
+        "storage": parts.storage.problem(),
+        "disk_space": _disk_problem(parts),
         "training_worker": ended,
     }
     for name, problem in problems.items():
-        yield Check(name=name, passed=problem is None, detail=hidden(problem, server.paths))
+        yield Check(name=name, passed=problem is None, detail=hidden(problem, parts.paths))
 
 
-def _ledger_problem(server: Server) -> str | None:
-    if server.ledger.damage is not None:
-        return server.ledger.damage
+def _ledger_problem(parts: HealthParts) -> str | None:
+    if parts.ledger.damage is not None:
+        return parts.ledger.damage
     try:
-        server.ledger.jobs(limit=1)
+        parts.ledger.jobs(limit=1)
     except GroupwiseError as error:
         return error.message
     return None
 
 
-def _disk_problem(server: Server) -> str | None:
-    return room_problem(server.config.state_dir, server.config.min_free_bytes)
+def _disk_problem(parts: HealthParts) -> str | None:
+    return room_problem(parts.config.state_dir, parts.config.min_free_bytes)
 
 
-def _unfinished(server: Server) -> list[Job]:
+def _unfinished(parts: HealthParts) -> list[Job]:
     try:
-        return server.ledger.jobs(states=(JobState.QUEUED, JobState.RUNNING))
+        return parts.ledger.jobs(states=(JobState.QUEUED, JobState.RUNNING))
     except GroupwiseError:
         return []
 
 
-def _gpu_memory(server: Server) -> dict[str, float] | None:
-    device = server.base.device
+def _gpu_memory(parts: HealthParts) -> dict[str, float] | None:
+    device = parts.base.device
     if device.type != "cuda":  # gpu-only below: the memory that /v1/status shows
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -134,19 +163,18 @@ class Ready(Answer):
 
 
 @router.get("/ready", **documented(answer=Ready, errors=[NotReadyError]))
-async def ready(request: Request) -> Ready:
+async def ready(parts: State) -> Ready:
     """Whether the server can answer, accept jobs, keep them and publish adapters; 503 with the reason where not."""
-    server = server_of(request)
-    problem = await asyncio.to_thread(_problem, server)
+    problem = await asyncio.to_thread(_problem, parts)
     if problem is not None:
         raise NotReadyError(f"the server is not ready: {problem}", hint="see /health", retry_after=10)
     return Ready(ready=True)
 
 
-def _problem(server: Server) -> str | None:
+def _problem(parts: HealthParts) -> str | None:
     """Return why the server cannot do all that it should."""
-    problem = _ledger_problem(server) or server.storage.problem() or _disk_problem(server)
-    return problem or server.engine.unavailable_reason
+    problem = _ledger_problem(parts) or parts.storage.problem() or _disk_problem(parts)
+    return problem or parts.engine.unavailable_reason
 
 
 # ---- metrics ----
@@ -156,45 +184,45 @@ _METRICS["responses"][200] = {"description": "Prometheus's text format.", "conte
 
 
 @router.get("/metrics", response_class=Response, **_METRICS)
-async def metrics(request: Request) -> Response:
+async def metrics(parts: State) -> Response:
     """For Prometheus."""
-    text = await asyncio.to_thread(server_of(request).recorder.exposition)
+    text = await asyncio.to_thread(parts.recorder.exposition)
     return Response(text, headers={"content-type": METRICS_TYPE})
 
 
-def gauges(server: Server) -> Iterator[Sample]:
+def gauges(parts: HealthParts) -> Iterator[Sample]:
     """Yield what is asked for when metrics are read."""
-    name = {"model_name": server.config.served_name}
-    stats = server.engine.stats()
+    name = {"model_name": parts.config.served_name}
+    stats = parts.engine.stats()
     yield "num_requests_running", name, stats["running"]
     yield "num_requests_waiting", name, stats["waiting"]
-    yield "num_requests_waiting_for_adapters", name, server.policies.waiting
+    yield "num_requests_waiting_for_adapters", name, parts.policies.waiting
     yield "adapter_versions_loaded", {}, stats["adapters"]
-    active = server.policies.active
+    active = parts.policies.active
     yield "adapter_active_info", {"name": active.name, "version": str(active.number)}, 1
-    yield "disk_free_bytes", {}, shutil.disk_usage(server.config.state_dir).free
-    yield "ready", {}, float(_problem(server) is None)
-    yield "worker_restarts", {}, server.supervisor.status.restarts
+    yield "disk_free_bytes", {}, shutil.disk_usage(parts.config.state_dir).free
+    yield "ready", {}, float(_problem(parts) is None)
+    yield "worker_restarts", {}, parts.supervisor.status.restarts
     for stage in ("canary", "shadow"):
-        trial = server.policies.trial
+        trial = parts.policies.trial
         yield f"{stage}_share", {}, trial.share if trial is not None and trial.stage == stage else 0.0
-    yield from _learning_gauges(server)
-    yield from _training_gauges(server)
+    yield from _learning_gauges(parts)
+    yield from _training_gauges(parts)
 
 
-def _learning_gauges(server: Server) -> Iterator[Sample]:
+def _learning_gauges(parts: HealthParts) -> Iterator[Sample]:
     try:
-        for state, count in server.feedback.counts().items():
+        for state, count in parts.feedback.counts().items():
             yield "feedback_kept", {"state": state}, count
-        for kind, count in server.feedback.transition_counts().items():
+        for kind, count in parts.feedback.transition_counts().items():
             yield "learn_transitions", {"kind": kind}, count
     except GroupwiseError:
         return
 
 
-def _training_gauges(server: Server) -> Iterator[Sample]:
+def _training_gauges(parts: HealthParts) -> Iterator[Sample]:
     try:
-        jobs = server.ledger.jobs()
+        jobs = parts.ledger.jobs()
     except GroupwiseError:
         return
     states = Counter(job.state for job in jobs)
@@ -211,15 +239,15 @@ def _training_gauges(server: Server) -> Iterator[Sample]:
 
 # ---- models ----
 @router.get("/v1/models", **documented(answer=ModelList))
-async def models(request: Request) -> ModelList:
+async def models(parts: State) -> ModelList:
     """The served model, the base, and every adapter by name and by version: what `model` may say."""
-    return ModelList(data=await asyncio.to_thread(_models, server_of(request)))
+    return ModelList(data=await asyncio.to_thread(_models, parts))
 
 
 @router.get("/v1/models/{model:path}", **documented(answer=ModelCard, errors=[ModelNotFoundError]))
-async def model(request: Request, model: str) -> ModelCard:
+async def model(model: str, parts: State) -> ModelCard:
     """One of them."""
-    cards = await asyncio.to_thread(_models, server_of(request))
+    cards = await asyncio.to_thread(_models, parts)
     for card in cards:
         if card.id == model:
             return card
@@ -228,16 +256,16 @@ async def model(request: Request, model: str) -> ModelCard:
     )
 
 
-def _models(server: Server) -> list[ModelCard]:
-    length, served, active = server.engine.context_length, server.config.served_name, server.policies.active
+def _models(parts: HealthParts) -> list[ModelCard]:
+    length, served, active = parts.engine.context_length, parts.config.served_name, parts.policies.active
     started = int(STARTED)
 
     def card(id: str, root: str, parent: str | None, created: int = started) -> ModelCard:
         return ModelCard(id=id, created=created, owned_by="groupwise", root=root, parent=parent, max_model_len=length)
 
-    newest = {name: active if name == active.name else server.store.newest(name) for name in server.store.names()}
-    cards = {served: card(served, str(active), None), "base": card("base", server.base.name, None)}
-    for info in server.store.list():
+    newest = {name: active if name == active.name else parts.store.newest(name) for name in parts.store.names()}
+    cards = {served: card(served, str(active), None), "base": card("base", parts.base.name, None)}
+    for info in parts.store.list():
         version, parent = info.version, str(info.parent)
         created = int(datetime.fromisoformat(info.created).timestamp())
         cards[str(version)] = card(str(version), str(version), parent, created)
@@ -280,17 +308,16 @@ class ConfigAnswer(Answer):
 
 
 @router.get("/v1/config", **documented(answer=ConfigAnswer))
-async def config(request: Request) -> ConfigAnswer:
+async def config(request: Request, parts: State) -> ConfigAnswer:
     """Every setting with its effective value."""
-    server = server_of(request)
     return ConfigAnswer(
-        model=server.base.name,
-        base_hash=server.base.hash,
-        context_length=server.base.context_length,
-        device=str(server.base.device),
-        dtype=str(server.base.model.dtype).removeprefix("torch."),
-        config=server.config.public(),
-        memory=_memory(server.base),
+        model=parts.base.name,
+        base_hash=parts.base.hash,
+        context_length=parts.base.context_length,
+        device=str(parts.base.device),
+        dtype=str(parts.base.model.dtype).removeprefix("torch."),
+        config=parts.config.public(),
+        memory=_memory(parts.base),
         training=TrainingShown(grpo=_acting(GrpoJobConfig()), sft=_acting(SftJobConfig())),
         run=getattr(request.app.state, "run", None),
     )
@@ -321,9 +348,9 @@ class DecodeStats(Answer):
 
 
 @router.get("/v1/stats/decode", **documented(answer=DecodeStats))
-async def decode_stats(request: Request) -> dict[str, Any]:
+async def decode_stats(parts: State) -> dict[str, Any]:
     """How fast tokens come."""
-    return server_of(request).recorder.decode_stats()
+    return parts.recorder.decode_stats()
 
 
 class RecentRequest(Answer):
@@ -348,6 +375,6 @@ class RecentRequest(Answer):
 
 
 @router.get("/v1/stats/recent-requests", **documented(answer=list[RecentRequest]))
-async def recent_requests(request: Request) -> list[dict[str, Any]]:
+async def recent_requests(parts: State) -> list[dict[str, Any]]:
     """The latest hundred, newest first."""
-    return server_of(request).recorder.recent()
+    return parts.recorder.recent()

@@ -79,7 +79,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         rollouts,
         train,
     )
-    from groupwise.server.errors import add_handlers, private_paths
+    from groupwise.server.errors import add_handlers
     from groupwise.server.guard import Gate, Guard
     from groupwise.server.more_routes import more_routes
     from groupwise.server.openapi import describe
@@ -107,7 +107,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     config = server.config
     for routes in more_routes(config):
         routes.mount(app, server)
-    add_handlers(app, without=private_paths(config.state_dir, config.model))
+    add_handlers(app, without=server.paths, disk_failed=server.storage.failed)
     describe(app, config)
     app.add_middleware(Guard, config=config, gate=gate or Gate("ready"), recorder=server.recorder)
     if config.cors_origins:

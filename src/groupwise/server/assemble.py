@@ -11,14 +11,16 @@ from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_configured
 from groupwise.sampler import LiveEngine
-from groupwise.server.admin import gauges
+from groupwise.server.admin import HealthParts, gauges
+from groupwise.server.errors import private_paths
 from groupwise.server.feedback import AnswerLog
 from groupwise.server.gate import Gatekeeper
 from groupwise.server.learn import FeedbackTrainer
 from groupwise.server.metrics import Recorder
 from groupwise.server.policies import Policies, check_free_name
 from groupwise.server.reader import Reader, TextModel
-from groupwise.server.state import Parts, Server
+from groupwise.server.sampling import Admissions
+from groupwise.server.state import Parts, Server, select
 from groupwise.server.storage import StorageProbe
 from groupwise.server.supervisor import Supervisor, worker_command
 from groupwise.server.webhooks import Webhooks
@@ -105,7 +107,8 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         feedback=FeedbackLog(ledger),
     )
     server = server_over(parts, reader=Reader(TextModel.of(base), config), supervisor=supervisor)
-    recorder.watch(lambda: gauges(server))
+    health = select(HealthParts, server)
+    recorder.watch(lambda: gauges(health))
     supervisor.gate = server.gate
     return server
 
@@ -117,16 +120,27 @@ def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Serv
     Raises ConfigError, LoadError, DataError, ChatError or ContextLengthError: rewards cannot be loaded, or held-out
     prompts not be used.
     """
-    config = parts.config
+    config, answers = parts.config, AnswerLog(parts.ledger)
+    gate = None if config.gate is None else Gatekeeper(parts, config.gate)
     return Server(
         **{each.name: getattr(parts, each.name) for each in fields(parts)},
         reader=reader,
         supervisor=supervisor,
         storage=StorageProbe(config.state_dir),
+        admissions=Admissions(
+            config=config,
+            base=parts.base,
+            engine=parts.engine,
+            policies=parts.policies,
+            recorder=parts.recorder,
+            answers=answers,
+            gate=gate,
+        ),
         responses=ResponseStore(),
-        answers=AnswerLog(parts.ledger),
+        answers=answers,
+        paths=private_paths(config.state_dir, config.model),
         trainer=None if config.learn is None else FeedbackTrainer(parts, config.learn),
-        gate=None if config.gate is None else Gatekeeper(parts, config.gate),
+        gate=gate,
     )
 
 

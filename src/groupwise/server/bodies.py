@@ -27,7 +27,6 @@ from groupwise.config.serve import ServeConfig
 from groupwise.config.yaml import dotted, key_paths
 from groupwise.errors import MediaTypeError, RequestError
 from groupwise.server.errors import echo, printable
-from groupwise.server.state import server_of
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -52,7 +51,7 @@ _NAMED = "a name is 1 to 64 of A-Z a-z 0-9 . _ - starting with a letter or digit
 
 async def read_body(request: HTTPRequest, model: type[M], *, optional: bool = False) -> M:
     """Return the body as a `model`; with `optional`, an empty one counts as `{}`. The raw bytes stay in
-    `request.body()`.
+    `request.body()`. A model whose limits the configuration sets is read by `Reader.read_json`.
 
     Raises:
         MediaTypeError: the content type is not JSON.
@@ -64,10 +63,9 @@ async def read_body(request: HTTPRequest, model: type[M], *, optional: bool = Fa
         raw = b"{}"
     else:
         check_content_type(request)
-    config = server_of(request).config
     if len(raw) > IN_A_THREAD:
-        return await asyncio.to_thread(parse_body, raw, model, config)
-    return parse_body(raw, model, config)
+        return await asyncio.to_thread(parse_body, raw, model)
+    return parse_body(raw, model)
 
 
 def check_content_type(request: HTTPRequest, *, wanted: str = "application/json") -> None:

@@ -11,10 +11,10 @@ that ended the turn: they are as many as `completion_tokens`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -37,11 +37,11 @@ from groupwise.server.bodies import parse_body
 from groupwise.server.encode import template_options
 from groupwise.server.event_stream import PING, EventStream, sse, while_connected
 from groupwise.server.generate import StreamedCompletion, Token, sendable, tokens_of
-from groupwise.server.sampling import SAMPLING_ERRORS, Admission, admit
-from groupwise.server.schema_messages import ChatMessage, NamedTool, as_messages
+from groupwise.server.sampling import SAMPLING_ERRORS, Admission, Admissions
 from groupwise.server.schema_openai import ChatRequest
-from groupwise.server.state import server_of
+from groupwise.server.state import given
 from groupwise.server.wire import documented
+from groupwise.tasks.dialects.chat_form import ChatMessage, NamedTool, as_messages
 from groupwise.tasks.reply import ReplyParser, ReplyPart, token_text
 from groupwise.tasks.structured import reply_grammar, thoughts_of
 from groupwise.tasks.tool_calls import ToolCallFormat, format_of
@@ -50,25 +50,38 @@ from groupwise.types import Completion, FinishReason, Grammar, Message, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from groupwise.server.reader import TextModel
+    from groupwise.sampler import LiveEngine
+    from groupwise.server.reader import Reader, TextModel
 
 router = APIRouter(tags=["OpenAI"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatParts:
+    """The parts of a server that the routes of conversations use, in each dialect."""
+
+    engine: LiveEngine
+    reader: Reader
+    admissions: Admissions
+    paths: Mapping[str, str]
+
+
+Chats = Annotated[ChatParts, given(ChatParts)]
 
 
 @router.post(
     "/v1/chat/completions",
     **documented(ChatRequest, ChatCompletion, errors=SAMPLING_ERRORS, codes=["unsupported_content"], streams=True),
 )
-async def chat_completions(http: Request) -> Response:
-    """The next turn of a conversation, by the active policy or the one that `model` or `adapter` names.
+async def chat_completions(http: Request, parts: Chats) -> Response:
+    """Write the next turn of a conversation, by the active policy or the one that `model` or `adapter` names.
 
     `stream: true` sends it as server-sent events while it is sampled. `system_fingerprint` and the header
     `x-adapter-version` say which version answered.
     """
-    server = server_of(http)
-    body, prompt = await server.reader.read_json(http, read_chat, context=server.engine.context_length)
+    body, prompt = await parts.reader.read_json(http, read_chat, context=parts.engine.context_length)
     async with AsyncExitStack() as resources:
-        asked = await admit(
+        asked = await parts.admissions.admit(
             http,
             body,
             [prompt.ids],
@@ -88,8 +101,7 @@ async def chat_completions(http: Request) -> Response:
             return asked.answer(answer)
         events = chat.events()
         first = await while_connected(http, anext(events))
-        without = server_of(http).paths
-        return EventStream(first, events, resources=resources.pop_all(), headers=asked.headers, without=without)
+        return EventStream(first, events, resources=resources.pop_all(), headers=asked.headers, without=parts.paths)
 
 
 # ---- the prompt ----
@@ -309,8 +321,7 @@ class _Chat:
     def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        tokenizer = self._asked.server.base.tokenizer
-        return ChatLogprobs(content=[_logprob(token, tokenizer) for token in tokens])
+        return ChatLogprobs(content=[_logprob(token, self._asked.tokenizer) for token in tokens])
 
 
 def _logprob(token: Token, tokenizer: PreTrainedTokenizerBase) -> TokenLogprob:

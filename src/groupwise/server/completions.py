@@ -7,10 +7,10 @@ the prompt stands in front of the completion; its log-probabilities and their al
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -21,7 +21,7 @@ from groupwise.sdk.types import Usage
 from groupwise.server.bodies import parse_body
 from groupwise.server.event_stream import PING, EventStream, sse, while_connected
 from groupwise.server.generate import Token, sendable, tokens_of
-from groupwise.server.sampling import SAMPLING_ERRORS, Admission, admit
+from groupwise.server.sampling import SAMPLING_ERRORS, Admission, Admissions
 from groupwise.server.schema_completions import (
     CompletionChoice,
     CompletionLogprobs,
@@ -30,37 +30,52 @@ from groupwise.server.schema_completions import (
     Raw,
     TextCompletion,
 )
-from groupwise.server.state import server_of
+from groupwise.server.state import given
 from groupwise.server.wire import documented
 from groupwise.tasks.reply import Detokenizer, plain_text, token_text
 from groupwise.types import Completion, FinishReason, Prompt
 
 if TYPE_CHECKING:
-    from groupwise.server.reader import TextModel
+    from groupwise.model.load import LoadedModel
+    from groupwise.sampler import LiveEngine
+    from groupwise.server.reader import Reader, TextModel
 
 router = APIRouter(tags=["OpenAI"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionParts:
+    """The parts of a server that these routes use."""
+
+    base: LoadedModel
+    engine: LiveEngine
+    reader: Reader
+    admissions: Admissions
+    paths: Mapping[str, str]
+
+
+Completions = Annotated[CompletionParts, given(CompletionParts)]
 
 
 @router.post(
     "/v1/completions",
     **documented(CompletionRequest, TextCompletion, errors=SAMPLING_ERRORS, codes=["batch_too_large"], streams=True),
 )
-async def completions(http: Request) -> Response:
+async def completions(http: Request, parts: Completions) -> Response:
     """What follows each prompt, by the active policy or the one that `model` or `adapter` names.
 
     `prompt` is a text, token ids, or a list of either. `max_tokens: 0` with `echo` and `logprobs` only scores.
     """
-    server = server_of(http)
-    body, prompts = await server.reader.read_json(http, read_completions, context=server.engine.context_length)
+    body, prompts = await parts.reader.read_json(http, read_completions, context=parts.engine.context_length)
     async with AsyncExitStack() as resources:
         first = body.prompt[0]
-        asked = await admit(
+        asked = await parts.admissions.admit(
             http,
             body,
             prompts,
             resources=resources,
             kind="cmpl",
-            preview=first if isinstance(first, str) else plain_text(first[:256], server.base.tokenizer),
+            preview=first if isinstance(first, str) else plain_text(first[:256], parts.base.tokenizer),
             stream=bool(body.stream),
             top_logprobs=body.logprobs or 0,
             grammars=[body.answer_grammar] * len(prompts),
@@ -72,8 +87,7 @@ async def completions(http: Request) -> Response:
             return await asyncio.to_thread(lambda: asked.answer(answer.whole(scored, groups)))
         events = answer.events()
         first = await while_connected(http, anext(events))
-        without = server_of(http).paths
-        return EventStream(first, events, resources=resources.pop_all(), headers=asked.headers, without=without)
+        return EventStream(first, events, resources=resources.pop_all(), headers=asked.headers, without=parts.paths)
 
 
 def read_completions(
@@ -115,7 +129,7 @@ class _Choice:
     """One choice: what is echoed in front of it, what was sampled and not sent, and where the next token's text is."""
 
     def __init__(self, index: int, asked: Admission, prompt: int, raw: Raw, body: CompletionRequest):
-        tokenizer = asked.server.base.tokenizer
+        tokenizer = asked.tokenizer
         self.index, self.prompt_ids = index, asked.requests[prompt].prompt_ids
         self.said = asked.said()
         decoded = plain_text(self.prompt_ids, tokenizer) if body.echo else ""
@@ -136,7 +150,7 @@ class _Answer:
 
     def __init__(self, asked: Admission, body: CompletionRequest):
         self._asked, self._body, self._n = asked, body, body.n or 1
-        self._tokenizer = asked.server.base.tokenizer
+        self._tokenizer = asked.tokenizer
         self._read: list[list[dict[str, PromptLogprob] | None]] = []  # of each prompt, what is told of its tokens
         self._choices = [
             _Choice(p * self._n + j, asked, p, raw, body) for p, raw in enumerate(body.prompt) for j in range(self._n)
@@ -192,7 +206,7 @@ class _Answer:
         """Return the tokens of each prompt, where they are to be shown with their log-probabilities."""
         if not self._body.echo or self._body.logprobs is None:
             return [[] for _ in self._asked.requests]
-        engine, version = self._asked.server.engine, self._asked.version
+        engine, version = self._asked.engine, self._asked.version
         scored = []
         for request in self._asked.requests:
             first, *others = request.prompt_ids
@@ -203,7 +217,7 @@ class _Answer:
 
     async def _prompt_logprobs(self, ids: tuple[int, ...]) -> list[dict[str, PromptLogprob] | None]:
         """Return for each token of a prompt it and the likeliest in its place, by their ids; None for the first."""
-        engine, version, top = self._asked.server.engine, self._asked.version, self._body.prompt_logprobs
+        engine, version, top = self._asked.engine, self._asked.version, self._body.prompt_logprobs
         rows = await asyncio.to_thread(engine.score_top, ids[:1], ids[1:], version, top=top or 0)
 
         def told(pairs: Sequence[tuple[int, float]]) -> dict[str, PromptLogprob]:

@@ -19,12 +19,11 @@ from groupwise.errors import GrammarError, GroupwiseError, RequestError
 from groupwise.model.chat import template_reads
 from groupwise.sdk.types import ChatDelta
 from groupwise.server.bodies import parse_body
-from groupwise.server.chat import ChatPrompt, ChoiceStream, chat_prompt, said_last
+from groupwise.server.chat import ChatParts, ChatPrompt, ChoiceStream, chat_prompt, said_last
 from groupwise.server.event_stream import PING as COMMENT
 from groupwise.server.event_stream import EventStream, while_connected
-from groupwise.server.sampling import Admission, admit
+from groupwise.server.sampling import Admission
 from groupwise.server.schema_openai import ChatRequest
-from groupwise.server.state import server_of
 from groupwise.tasks.dialects.form import DialectRequest, StreamEvent, Writer, bytes_of, ending_of, grammar_of, renamed
 from groupwise.tasks.reply import ReplyPart
 
@@ -64,6 +63,7 @@ class Dialect:
 
 async def answer(
     http: Request,
+    parts: ChatParts,
     dialect: Dialect,
     body: ChatRequest,
     prompt: ChatPrompt,
@@ -72,12 +72,11 @@ async def answer(
     keep: Callable[[dict[str, Any]], None] = lambda answer: None,
 ) -> Response:
     """Sample, and answer as the body asks: whole or streamed. `keep` is told a whole answer before it is sent."""
-    server = server_of(http)
-    most, room = body.most_tokens, server.engine.context_length - len(prompt.ids)
+    most, room = body.most_tokens, parts.engine.context_length - len(prompt.ids)
     if most is not None and most > room > 0:  # clients of these dialects ask for more than there is room for
         body = body.model_copy(update={"max_tokens": room})
     async with AsyncExitStack() as resources:
-        asked = await admit(
+        asked = await parts.admissions.admit(
             http,
             body,
             [prompt.ids],
@@ -104,7 +103,7 @@ async def answer(
             events,
             resources=resources.pop_all(),
             headers=headers,
-            without=server.paths,
+            without=parts.paths,
             fail=spoken.fail,
             done=b"",
         )
@@ -167,10 +166,10 @@ class Spoken:
             called=bool(self._reply.calls),
             stop=self._body.stop or (),
             prompt_tokens=len(self._asked.requests[0].prompt_ids),
-            context=self._asked.server.engine.context_length,
+            context=self._asked.engine.context_length,
             most=self._most,
             thinks=self._prompt.thinks,
-            tokenizer=self._asked.server.base.tokenizer,
+            tokenizer=self._asked.tokenizer,
         )
         self.finish_reason = self._reply.finish_reason(completion)
         return self._writer.close(ending)

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from groupwise.errors import ChatError, ContextLengthError, GroupwiseError, RequestError
 from groupwise.model import chat
 from groupwise.model.supervised import encode_supervised
-from groupwise.server.schema_messages import Tool, as_messages
 from groupwise.server.schema_openai import TemplateOptions
 from groupwise.server.schema_train import ScoredCompletion, ScoredGroup, SftExample
 from groupwise.store import job_payload
 from groupwise.store.ledger import RolloutRecord
+from groupwise.tasks.dialects.chat_form import Tool, as_messages
 from groupwise.types import Prompt
 
 if TYPE_CHECKING:

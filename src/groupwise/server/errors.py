@@ -17,7 +17,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path as FilePath
 from typing import Any, TypeVar, cast
@@ -187,16 +187,19 @@ def without_paths(error: GroupwiseError, paths: Paths) -> GroupwiseError:
 
 
 # ---- the application's exceptions ----
-def add_handlers(app: FastAPI, *, without: Paths | None = None) -> None:
-    """Answer every exception of the routes with the envelope, in which the paths `without` are hidden."""
+def add_handlers(
+    app: FastAPI, *, without: Paths | None = None, disk_failed: Callable[[StorageError], None] = lambda error: None
+) -> None:
+    """Answer every exception of the routes with the envelope, in which the paths `without` are hidden. `disk_failed` is
+    told of every StorageError."""
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, GroupwiseError)
         id = getattr(request.state, "request_id", "-")
         if isinstance(error, StorageError | LedgerDamagedError):  # while the disk is full that is every other request
             log.warning("request %s: %s %s: %s", id, request.method, printable(request.url.path), error.message)
-            if isinstance(error, StorageError) and (server := getattr(request.app.state, "server", None)) is not None:
-                server.storage.failed(error)
+            if isinstance(error, StorageError):
+                disk_failed(error)
         elif error.status >= 500 and not isinstance(error, TryAgainError):
             log.error("request %s: %s %s: %s", id, request.method, printable(request.url.path), error, exc_info=error)
         return respond(error, without=without)

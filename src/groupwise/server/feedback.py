@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from pydantic import Field, model_validator
@@ -24,11 +25,15 @@ from groupwise.sdk.types import FeedbackAnswer, FeedbackPage
 from groupwise.server.bodies import read_body
 from groupwise.server.schema_rollouts import MOST_ROWS, RolloutNotFoundError
 from groupwise.server.schema_train import RolloutId
-from groupwise.server.state import Server, server_of
+from groupwise.server.state import given
 from groupwise.server.webhooks import utc
-from groupwise.server.wire import OwnRequest, documented, fault
-from groupwise.store.feedback import Feedback, FeedbackState, new_id
+from groupwise.server.wire import OwnRequest, documented
+from groupwise.store.feedback import Feedback, FeedbackLog, FeedbackState, new_id
 from groupwise.store.ledger import Ledger, RolloutRecord
+from groupwise.tasks.dialects.form import fault
+
+if TYPE_CHECKING:
+    from groupwise.server.metrics import Recorder
 
 MOST_WAITING = 4096  # answers that are to be kept and are not on the disk yet; further ones are not kept
 MOST_TEXT, MOST_COMMENT = 1 << 16, 4096  # characters
@@ -80,32 +85,43 @@ class FeedbackRequest(NullIsAbsent, OwnRequest):
         return self.score if self.thumb is None else float(self.thumb == "up")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RatingParts:
+    """The parts of a server that these routes use."""
+
+    feedback: FeedbackLog
+    answers: AnswerLog
+    recorder: Recorder
+
+
+Ratings = Annotated[RatingParts, given(RatingParts)]
+
 _ERRORS = (RolloutNotFoundError, RequestError, IdempotencyConflictError, StorageError)
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 
 @router.post("", **documented(FeedbackRequest, FeedbackAnswer, errors=_ERRORS))
-async def give_feedback(request: Request, idempotency_key: IdempotencyKey = None) -> FeedbackAnswer:
+async def give_feedback(request: Request, parts: Ratings, idempotency_key: IdempotencyKey = None) -> FeedbackAnswer:
     """Say how good an answer was, what should have been said, or which of two answers is better.
 
     It is on the disk when this is answered. With `Idempotency-Key` the same request again is the same feedback."""
-    server, body = server_of(request), await read_body(request, FeedbackRequest)
+    body = await read_body(request, FeedbackRequest)
     fingerprint = hashlib.sha256(await request.body()).hexdigest()
-    kept, is_new = await asyncio.to_thread(_keep, server, body, idempotency_key, fingerprint)
+    kept, is_new = await asyncio.to_thread(_keep, parts, body, idempotency_key, fingerprint)
     if is_new:
-        server.recorder.rated(score=kept.score)
+        parts.recorder.rated(score=kept.score)
     return shown(kept)
 
 
-def _keep(server: Server, body: FeedbackRequest, key: str | None, fingerprint: str) -> tuple[Feedback, bool]:
+def _keep(parts: RatingParts, body: FeedbackRequest, key: str | None, fingerprint: str) -> tuple[Feedback, bool]:
     """Raise RolloutNotFoundError, RequestError, IdempotencyConflictError."""
-    if key is not None and (known := server.feedback.by_key(key, fingerprint)) is not None:
+    if key is not None and (known := parts.feedback.by_key(key, fingerprint)) is not None:
         return known, False  # also where the rollout has been forgotten since
     named = [id for id in (body.rollout_id, body.better_than) if id is not None]
-    found = server.feedback.rollouts(named)
+    found = parts.feedback.rollouts(named)
     if len(found) < len(named):
-        server.answers.flush()  # it may have been answered just now
-        found = server.feedback.rollouts(named)
+        parts.answers.flush()  # it may have been answered just now
+        found = parts.feedback.rollouts(named)
     for field in ("rollout_id", "better_than"):
         if (id := getattr(body, field)) is not None and id not in found:
             raise RolloutNotFoundError(
@@ -132,20 +148,20 @@ def _keep(server: Server, body: FeedbackRequest, key: str | None, fingerprint: s
         comment=body.comment,
         created_at=time.time(),
     )
-    return server.feedback.add(rating, key=key, fingerprint=fingerprint)
+    return parts.feedback.add(rating, key=key, fingerprint=fingerprint)
 
 
 @router.get("", **documented(answer=FeedbackPage))
 async def list_feedback(
-    request: Request,
+    parts: Ratings,
     rollout_id: Annotated[str | None, Query(max_length=64, description="Only of this answer.")] = None,
     version: Annotated[str | None, Query(max_length=100, description="Only of what this version sampled.")] = None,
     state: Annotated[FeedbackState | None, Query(description="Only in this state.")] = None,
     before: Annotated[int | None, Query(ge=0, le=2**62, description="The `next` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 200,
 ) -> FeedbackPage:
-    """What people said, newest first, and what became of it."""
-    book = server_of(request).feedback
+    """List what people said, newest first, and what became of it."""
+    book = parts.feedback
     wanted: dict[str, Any] = {"rollout": rollout_id, "version": version, "state": state}
     rows = await asyncio.to_thread(lambda: book.list(**wanted, before=before, limit=limit))
     counts = await asyncio.to_thread(book.counts)

@@ -9,9 +9,10 @@ The rules are those of runs (`groupwise.run.health`); remedies are in the words 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 
 from groupwise.errors import JobNotFoundError
@@ -19,10 +20,18 @@ from groupwise.run.health import Finding
 from groupwise.run.health_report import Report, examine_job
 from groupwise.sdk.types import Answer
 from groupwise.server.job_remedies import job_remedies
-from groupwise.server.state import Server, server_of
+from groupwise.server.state import given
 from groupwise.server.wire import documented
+from groupwise.store.ledger import Ledger
 
 router = APIRouter(prefix="/v1/train", tags=["training"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingParts:
+    """The part of a server that this route uses."""
+
+    ledger: Ledger
 
 
 class JobFinding(Answer):
@@ -56,13 +65,13 @@ class JobHealth(Findings):
 
 
 @router.get("/health/{job_id}", **documented(answer=JobHealth, errors=[JobNotFoundError]))
-async def job_health(request: Request, job_id: str) -> JobHealth:
+async def job_health(job_id: str, parts: Annotated[FindingParts, given(FindingParts)]) -> JobHealth:
     """What is going wrong in a job by its metrics, with the cause and what to do."""
-    return await run_in_threadpool(_judged, server_of(request), job_id)
+    return await run_in_threadpool(_judged, parts.ledger, job_id)
 
 
-def _judged(server: Server, job_id: str) -> JobHealth:
-    job, report = server.ledger.job(job_id), examine_job(server.ledger.metrics(job_id))
+def _judged(ledger: Ledger, job_id: str) -> JobHealth:
+    job, report = ledger.job(job_id), examine_job(ledger.metrics(job_id))
 
     def remedies(finding: Finding) -> list[str]:
         return job_remedies(finding.id, job.kind, job.config, name=finding.name)

@@ -35,9 +35,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 
 from groupwise.algo.advantage import differ
 from groupwise.config.learn import LearnConfig
@@ -51,12 +51,12 @@ from groupwise.sdk.types import LearnAnswer, LearnTransition
 from groupwise.server.generate import Generation
 from groupwise.server.reader import TextModel
 from groupwise.server.schema_train import GrpoRequest
-from groupwise.server.state import Parts, Server, server_of
+from groupwise.server.state import Parts, given
 from groupwise.server.submit import prepare_grpo
 from groupwise.server.train import pending, submit
 from groupwise.server.webhooks import ACTIVE, utc
 from groupwise.server.wire import documented
-from groupwise.store.feedback import Feedback, Transition, opinions
+from groupwise.store.feedback import Feedback, FeedbackLog, Transition, opinions
 from groupwise.store.ledger import Job, Ledger, RolloutRecord
 from groupwise.tasks.reply import plain_text
 from groupwise.tasks.rollout_sources import group_of
@@ -82,7 +82,9 @@ SIMILARITY = RewardConfig(function="groupwise.rewards.text:rouge_l", args={"beyo
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from groupwise.config.serve import ServeConfig
     from groupwise.server.gate import Gatekeeper
+    from groupwise.server.policies import Policies
 
 log = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/learn", tags=["feedback"])
@@ -430,7 +432,8 @@ class FeedbackTrainer:
         )
         summary = {**submission.summary, "automatic": True, "ratings": len(seqs)}
         book = parts.feedback
-        answer = submit(parts, replace(submission, summary=summary), claim=lambda db, job: book.claim(db, seqs, job))
+        submission = replace(submission, summary=summary)
+        answer = submit(parts.config, parts.ledger, submission, claim=lambda db, job: book.claim(db, seqs, job))
         return answer.job_id, answer.warnings
 
     def close(self) -> None:
@@ -473,58 +476,71 @@ def _completion(record: RolloutRecord, text: str) -> Completion:
 
 
 # ---- over HTTP ----
+@dataclass(frozen=True, kw_only=True)
+class LearnParts:
+    """The parts of a server that these routes use."""
+
+    config: ServeConfig
+    ledger: Ledger
+    policies: Policies
+    feedback: FeedbackLog
+    trainer: FeedbackTrainer | None
+    gate: Gatekeeper | None
+
+
+Learning = Annotated[LearnParts, given(LearnParts)]
+
+
 @router.get("", **documented(answer=LearnAnswer))
-async def learning(request: Request) -> LearnAnswer:
+async def learning(parts: Learning) -> LearnAnswer:
     """What automatic training does, or why it does nothing; and what it did lately, newest first."""
-    return await asyncio.to_thread(_shown, server_of(request))
+    return await asyncio.to_thread(_shown, parts)
 
 
 @router.post("/pause", **documented(answer=LearnAnswer, errors=[RequestError]))
-async def pause(request: Request) -> LearnAnswer:
+async def pause(parts: Learning) -> LearnAnswer:
     """Make no more jobs by itself, also after a restart. A job that is queued goes on; cancel it to stop it."""
-    return await asyncio.to_thread(_set_paused, server_of(request), True)
+    return await asyncio.to_thread(_set_paused, parts, True)
 
 
 @router.post("/resume", **documented(answer=LearnAnswer, errors=[RequestError]))
-async def resume(request: Request) -> LearnAnswer:
+async def resume(parts: Learning) -> LearnAnswer:
     """Make jobs again."""
-    return await asyncio.to_thread(_set_paused, server_of(request), False)
+    return await asyncio.to_thread(_set_paused, parts, False)
 
 
 @router.post("/promote", **documented(answer=LearnAnswer, errors=[RequestError]))
-async def promote(request: Request) -> LearnAnswer:
+async def promote(parts: Learning) -> LearnAnswer:
     """Make the version that is on trial the active one, without waiting for more ratings."""
-    server = server_of(request)
-    await _on_trial(server).promote("by hand", by_hand=True)
-    return await asyncio.to_thread(_shown, server)
+    await _on_trial(parts).promote("by hand", by_hand=True)
+    return await asyncio.to_thread(_shown, parts)
 
 
 @router.post("/reject", **documented(answer=LearnAnswer, errors=[RequestError]))
-async def reject(request: Request) -> LearnAnswer:
+async def reject(parts: Learning) -> LearnAnswer:
     """End the trial: the version stays in the store and answers no more requests."""
-    server = server_of(request)
-    await _on_trial(server).reject("by hand")
-    return await asyncio.to_thread(_shown, server)
+    await _on_trial(parts).reject("by hand")
+    return await asyncio.to_thread(_shown, parts)
 
 
-def _on_trial(server: Server) -> Gatekeeper:
-    if server.gate is None or server.gate.trial is None:
+def _on_trial(parts: LearnParts) -> Gatekeeper:
+    if parts.gate is None or parts.gate.trial is None:
         raise RequestError("no version is on trial", hint="GET /v1/learn says what is")
-    return server.gate
+    return parts.gate
 
 
-def _set_paused(server: Server, paused: bool) -> LearnAnswer:
-    if server.trainer is None:
+def _set_paused(parts: LearnParts, paused: bool) -> LearnAnswer:
+    if parts.trainer is None:
         raise RequestError("this server makes no jobs by itself", hint="start it with `learn` in its configuration")
-    if server.trainer.paused != paused:
+    if parts.trainer.paused != paused:
         kind, message = ("paused", "paused by hand") if paused else ("resumed", "resumed by hand")
-        server.feedback.note(kind, message, settings={PAUSED: paused})
-    return _shown(server)
+        parts.feedback.note(kind, message, settings={PAUSED: paused})
+    return _shown(parts)
 
 
-def _shown(server: Server) -> LearnAnswer:
-    config, trainer = server.config.learn, server.trainer
-    lately = automatic_jobs(server.ledger)
+def _shown(parts: LearnParts) -> LearnAnswer:
+    config, trainer = parts.config.learn, parts.trainer
+    lately = automatic_jobs(parts.ledger)
     running = next((job for job in lately if job.state in ACTIVE), None)
     return LearnAnswer(
         enabled=config is not None,
@@ -533,16 +549,16 @@ def _shown(server: Server) -> LearnAnswer:
         adapter=None if config is None else config.adapter,
         ratings=0 if trainer is None else trainer.trainable,
         after=None if config is None else config.after,
-        counts=server.feedback.counts(),
+        counts=parts.feedback.counts(),
         job_id=None if running is None else running.id,
         jobs_last_hour=sum(job.created_at > time.time() - HOUR_S for job in lately),
         max_jobs_per_hour=None if config is None else config.max_jobs_per_hour,
-        active=str(server.policies.active),
-        trial=None if (trial := server.policies.trial) is None else str(trial.version),
+        active=str(parts.policies.active),
+        trial=None if (trial := parts.policies.trial) is None else str(trial.version),
         trial_share=None if trial is None else trial.share,
         trial_stage=None if trial is None else trial.stage,
         trial_pairs=None if trial is None or trial.stage != "shadow" else len(trial.pairs),
-        transitions=[transition_shown(each) for each in server.feedback.transitions(limit=SHOWN)],
+        transitions=[transition_shown(each) for each in parts.feedback.transitions(limit=SHOWN)],
     )
 
 

@@ -20,20 +20,21 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
 from groupwise.errors import GroupwiseError, JobNotFoundError
 from groupwise.sdk.types import LearnAnswer
 from groupwise.server import adapters, learn, train
-from groupwise.server.admin import decode_stats, health_v1, recent_requests
+from groupwise.server.adapters import AdapterParts, Adapters
+from groupwise.server.admin import State, decode_stats, health_v1, recent_requests
 from groupwise.server.event_stream import following, sse
-from groupwise.server.state import Server, server_of
+from groupwise.server.learn import Learning, LearnParts
+from groupwise.server.train import JobParts, Jobs
 from groupwise.server.webhooks import ACTIVE
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Job
-from groupwise.types import PolicyVersion
 
 router = APIRouter(tags=["Server"])
 
@@ -49,28 +50,27 @@ Told = dict[str, Any]  # the last data of each event, without ALWAYS_NEW
 
 
 @router.get("/v1/events", **documented(streams=True))
-async def live(request: Request) -> Response:
+async def live(state: State, shelf: Adapters, jobs: Jobs, learn: Learning) -> Response:
     """Health, speed, the latest requests, adapters, jobs and learning from feedback, as server-sent events, whenever
     they change.
 
     The `event` is `health`, `decode`, `requests`, `adapters`, `jobs` or `learn`, and its data the answer of /v1/health,
     /v1/stats/decode, /v1/stats/recent-requests, /v1/adapters, /v1/train/status and /v1/learn; of jobs, after the first
     event, only those that changed. Who comes back is told everything again."""
-    return following(_follow(request))
+    return following(_follow(state, _Shelf(shelf), _Jobs(jobs), _Learner(learn)))
 
 
-async def _follow(request: Request) -> AsyncGenerator[bytes, None]:
-    server, told = server_of(request), Told()
-    jobs, shelf, learner = _Jobs(request), _Shelf(request), _Learner(request)
+async def _follow(state: State, shelf: _Shelf, jobs: _Jobs, learner: _Learner) -> AsyncGenerator[bytes, None]:
+    told = Told()
     sources: dict[str, Callable[[], Awaitable[Any]]] = {
-        "health": lambda: health_v1(request),
-        "decode": lambda: decode_stats(request),
-        "requests": lambda: recent_requests(request),
+        "health": lambda: health_v1(state),
+        "decode": lambda: decode_stats(state),
+        "requests": lambda: recent_requests(state),
         "adapters": shelf.look,
         "jobs": jobs.look,
         "learn": learner.look,
     }
-    while server.supervisor.status.state != "stopped":  # then the server ends
+    while state.supervisor.status.state != "stopped":  # then the server ends
         for name, look in sources.items():
             try:
                 data = JSON.dump_python(await look(), mode="json", by_alias=True)
@@ -93,18 +93,20 @@ def _steady(data: Any) -> Any:
 class _Shelf:
     """The adapters, read from the disk only when there are other versions or notes, or another one is active."""
 
-    def __init__(self, request: Request):
-        self._request, self._server = request, server_of(request)
+    def __init__(self, parts: AdapterParts):
+        self._parts = parts
         self._seen: object = None
 
     async def look(self) -> adapters.AdapterList | None:
         return await run_in_threadpool(self._read)
 
     def _read(self) -> adapters.AdapterList | None:
-        seen = (self._server.policies.active, _versions(self._server), self._server.store.notes())
+        store = self._parts.store
+        versions = [version for name in store.names() for version in store.versions(name)]
+        seen = (self._parts.policies.active, versions, store.notes())
         if seen == self._seen:
             return None
-        found = adapters.list_adapters(self._request)
+        found = adapters.list_adapters(self._parts)
         self._seen = seen
         return found
 
@@ -112,39 +114,35 @@ class _Shelf:
 class _Learner:
     """Learning from feedback, read from the ledger only when there is other feedback, or something has happened."""
 
-    def __init__(self, request: Request):
-        self._request, self._server = request, server_of(request)
+    def __init__(self, parts: LearnParts):
+        self._parts = parts
         self._seen: object = None
 
     async def look(self) -> LearnAnswer | None:
         seen = await run_in_threadpool(self._state)
         if seen == self._seen:
             return None
-        found = await learn.learning(self._request)
+        found = await learn.learning(self._parts)
         self._seen = seen
         return found
 
     def _state(self) -> object:
-        server, trainer = self._server, self._server.trainer
+        parts, trainer = self._parts, self._parts.trainer
         reason = None if trainer is None else (trainer.reason, trainer.trainable)
-        return server.feedback.newest(), server.policies.active, server.policies.trial, reason
-
-
-def _versions(server: Server) -> list[PolicyVersion]:
-    return [version for name in server.store.names() for version in server.store.versions(name)]
+        return parts.feedback.newest(), parts.policies.active, parts.policies.trial, reason
 
 
 class _Jobs:
     """All jobs at first, then those that are not what they were."""
 
-    def __init__(self, request: Request):
-        self._request, self._ledger = request, server_of(request).ledger
+    def __init__(self, parts: JobParts):
+        self._parts, self._ledger = parts, parts.ledger
         self._known: dict[str, Job] | None = None
 
     async def look(self) -> Sequence[train.TrainStatus] | None:
         changed, known = await run_in_threadpool(self._changed)
         if self._known is None:
-            told = await train.status_of_all(self._request)
+            told = await train.status_of_all(self._parts)
         else:
             told = [status for job in changed if (status := await self._status(job)) is not None] or None
         self._known = known
@@ -159,6 +157,6 @@ class _Jobs:
 
     async def _status(self, job: Job) -> train.TrainStatus | None:
         try:
-            return await train.status_of_one(self._request, job.id)
+            return await train.status_of_one(job.id, self._parts)
         except JobNotFoundError:  # forgotten meanwhile
             return None

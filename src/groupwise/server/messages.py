@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request, Response
 
 from groupwise.sdk.types import Answer
 from groupwise.server.bodies import parse_body
+from groupwise.server.chat import Chats
 from groupwise.server.dialects import Dialect, answer, read_form
 from groupwise.server.sampling import SAMPLING_ERRORS
-from groupwise.server.state import server_of
 from groupwise.server.wire import documented
 from groupwise.tasks.dialects.anthropic import PING, CountRequest, MessagesRequest, MessageWriter
 
@@ -34,24 +34,24 @@ class InputTokens(Answer):
 
 
 @router.post("/v1/messages", **documented(MessagesRequest, errors=SAMPLING_ERRORS, codes=CODES, streams=True))
-async def messages(http: Request) -> Response:
+async def messages(http: Request, parts: Chats) -> Response:
     """The next turn of a conversation in the form of Anthropic's Messages API, whole or streamed.
 
     The policy, the prompt and the reply are those of /v1/chat/completions. Errors are in Anthropic's envelope.
     """
-    server = server_of(http)
-    body, prompt = await server.reader.read_json(
-        http, read_messages, context=server.engine.context_length, model=MessagesRequest
+    body, prompt = await parts.reader.read_json(
+        http, read_messages, context=parts.engine.context_length, model=MessagesRequest
     )
-    return await answer(http, DIALECT, body, prompt, writer=lambda asked: MessageWriter(id=asked.id, model=asked.model))
+    return await answer(
+        http, parts, DIALECT, body, prompt, writer=lambda asked: MessageWriter(id=asked.id, model=asked.model)
+    )
 
 
 @router.post("/v1/messages/count_tokens", **documented(CountRequest, InputTokens, errors=SAMPLING_ERRORS, codes=CODES))
-async def count_tokens(http: Request) -> InputTokens:
+async def count_tokens(http: Request, parts: Chats) -> InputTokens:
     """How many tokens such a request has, as the chat template renders it."""
-    server = server_of(http)
-    _, prompt = await server.reader.read_json(
-        http, read_messages, context=server.engine.context_length, model=CountRequest
+    _, prompt = await parts.reader.read_json(
+        http, read_messages, context=parts.engine.context_length, model=CountRequest
     )
     return InputTokens(input_tokens=len(prompt.ids))
 

@@ -16,7 +16,7 @@ from groupwise.extensions import extensions
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from groupwise.server.state import Server
+    from groupwise.server.state import Parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +26,13 @@ class MoreRoutes:
     Args:
         wanted: whether a server has them.
         mount: adds them to the application; called once, when the model is loaded. What it imports is not needed
-            where they are not wanted.
+            where they are not wanted. Routes name the parts that they use as the server's own do, by
+            `server.state.given`; what lives as long as the application is made of the `Parts`.
         reads: the modules whose functions read bodies in another process (`server.reader_process`).
     """
 
     wanted: Callable[[ServeConfig], bool]
-    mount: Callable[[FastAPI, Server], None]
+    mount: Callable[[FastAPI, Parts], None]
     reads: tuple[str, ...] = ()
 
 

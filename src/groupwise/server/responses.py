@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 
 from groupwise.sdk.types import Answer
 from groupwise.server.bodies import check_content_type, parse_body
+from groupwise.server.chat import ChatParts
 from groupwise.server.dialects import Dialect, answer, read_form
 from groupwise.server.reader import receive_body
 from groupwise.server.sampling import SAMPLING_ERRORS
-from groupwise.server.state import server_of
+from groupwise.server.state import given
 from groupwise.server.wire import documented
-from groupwise.tasks.dialects.responses import ResponseNotFoundError, ResponsesRequest, ResponseWriter
+from groupwise.tasks.dialects.responses import (
+    ResponseNotFoundError,
+    ResponsesRequest,
+    ResponseStore,
+    ResponseWriter,
+)
 
 if TYPE_CHECKING:
     from groupwise.config.serve import ServeConfig
@@ -29,6 +36,16 @@ CODES = ("unsupported_content", "unsupported_parameter", "limit_exceeded", "prev
 router = APIRouter(tags=["OpenAI"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResponseParts(ChatParts):
+    """The parts of a server that these routes use."""
+
+    responses: ResponseStore
+
+
+Responses = Annotated[ResponseParts, given(ResponseParts)]
+
+
 class DeletedResponse(Answer):
     """A response that is no longer kept."""
 
@@ -38,41 +55,41 @@ class DeletedResponse(Answer):
 
 
 @router.post("/v1/responses", **documented(ResponsesRequest, errors=SAMPLING_ERRORS, codes=CODES, streams=True))
-async def responses(http: Request) -> Response:
+async def responses(http: Request, parts: Responses) -> Response:
     """The next turn of a conversation in the form of OpenAI's Responses API, whole or streamed.
 
     The policy, the prompt and the reply are those of /v1/chat/completions. Answers are kept in memory for
     `previous_response_id`, the newest 1024 of them.
     """
-    server = server_of(http)
-    reader, context = server.reader, server.engine.context_length
+    reader, context = parts.reader, parts.engine.context_length
     async with receive_body(http, reader) as body:
         check_content_type(http)
         asked, read = await reader.read(http, body, read_responses, context=context)
-        history = server.responses.history(asked.previous_response_id)
+        history = parts.responses.history(asked.previous_response_id)
         if read is None:
             _, read = await reader.read(http, body, read_responses, context=context, history=history)
     assert read is not None
     return await answer(
         http,
+        parts,
         DIALECT,
         *read,
         writer=lambda admission: ResponseWriter(id=admission.id, model=admission.model, request=asked),
-        keep=lambda told: server.responses.keep(asked, told, history),
+        keep=lambda told: parts.responses.keep(asked, told, history),
     )
 
 
 @router.get("/v1/responses/{response_id}", **documented(errors=(ResponseNotFoundError,)))
-async def stored_response(http: Request, response_id: str) -> Response:
+async def stored_response(response_id: str, parts: Responses) -> Response:
     """A response that is kept."""
-    answer = server_of(http).responses.find(response_id).answer
+    answer = parts.responses.find(response_id).answer
     return Response(json.dumps(answer), media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", **documented(answer=DeletedResponse, errors=(ResponseNotFoundError,)))
-async def delete_response(http: Request, response_id: str) -> DeletedResponse:
+async def delete_response(response_id: str, parts: Responses) -> DeletedResponse:
     """Forget a response."""
-    server_of(http).responses.delete(response_id)
+    parts.responses.delete(response_id)
     return DeletedResponse(id=response_id)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from starlette.concurrency import run_in_threadpool
 
 from groupwise.algo.advantage import advantages, gdpo_advantages
@@ -41,7 +41,7 @@ from groupwise.server.schema_rollouts import (
     Sort,
     best_first,
 )
-from groupwise.server.state import Server, server_of
+from groupwise.server.state import given
 from groupwise.server.webhooks import utc
 from groupwise.server.wire import documented
 from groupwise.store.job_payload import EncodedGroup, GrpoPayload, parse_payload
@@ -50,6 +50,8 @@ from groupwise.tasks.reply import Detokenizer, plain_text, token_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from groupwise.model.load import LoadedModel
 
 MOST_IN_GROUP = 1024
 SCAN_ROWS = 20_000  # that one page of a search for text looks at
@@ -60,6 +62,17 @@ _COLUMNS = (
 )
 
 router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogParts:
+    """The parts of a server that these routes use."""
+
+    base: LoadedModel
+    ledger: Ledger
+
+
+Log = Annotated[LogParts, given(LogParts)]
 
 
 # ---- routes ----
@@ -86,7 +99,7 @@ class _Wanted:
     ),
 )
 async def list_rollouts(
-    request: Request,
+    parts: Log,
     job: JobFilter = None,
     after: Annotated[int | None, Query(ge=0, le=2**62, description="The `next` of the page before.")] = None,
     since: Annotated[
@@ -113,7 +126,6 @@ async def list_rollouts(
     ] = None,
 ) -> RolloutPage:
     """Completions that were sampled here, newest first; or those that a job was posted, by group."""
-    server = server_of(request)
     _check_filters(
         job,
         for_a_job={
@@ -141,8 +153,8 @@ async def list_rollouts(
         sort=sort or "newest",
     )
     if job is None:
-        return await run_in_threadpool(_recent, server, wanted, after, since, limit)
-    return await run_in_threadpool(_of_job, server, job, wanted, after, limit)
+        return await run_in_threadpool(_recent, parts, wanted, after, since, limit)
+    return await run_in_threadpool(_of_job, parts, job, wanted, after, limit)
 
 
 def _check_filters(job: str | None, *, for_a_job: dict[str, Any], for_recent: dict[str, Any]) -> None:
@@ -159,23 +171,23 @@ def _check_filters(job: str | None, *, for_a_job: dict[str, Any], for_recent: di
 
 
 @router.get("/facets", **documented(answer=RolloutFacets))
-async def count_rollouts(request: Request) -> RolloutFacets:
+async def count_rollouts(parts: Log) -> RolloutFacets:
     """Which versions sampled what is kept, and how it ended: what to filter the list by."""
-    return await run_in_threadpool(_facets, server_of(request))
+    return await run_in_threadpool(_facets, parts)
 
 
 @router.get(
     "/{id}",
     **documented(answer=RolloutGroupDetail, errors=[RolloutNotFoundError, JobNotFoundError, DamagedPayloadError]),
 )
-async def show_rollout(request: Request, id: str) -> RolloutGroupDetail:
+async def show_rollout(id: str, parts: Log) -> RolloutGroupDetail:
     """The group of a rollout: every completion of its prompt, token by token."""
-    return await run_in_threadpool(_group, server_of(request), id)
+    return await run_in_threadpool(_group, parts, id)
 
 
-def _group(server: Server, id: str) -> RolloutGroupDetail:
-    rollouts, prompt_ids = _group_of_job(server, id) if "." in id else _group_of_recent(server, id)
-    tokenizer = server.base.tokenizer
+def _group(parts: LogParts, id: str) -> RolloutGroupDetail:
+    rollouts, prompt_ids = _group_of_job(parts, id) if "." in id else _group_of_recent(parts, id)
+    tokenizer = parts.base.tokenizer
     return RolloutGroupDetail(
         group=rollouts[0].group,
         prompt=plain_text(prompt_ids, tokenizer),
@@ -193,7 +205,7 @@ _ORDERS: dict[Sort, str] = {
 }
 
 
-def _recent(server: Server, wanted: _Wanted, after: int | None, since: int | None, limit: int) -> RolloutPage:
+def _recent(parts: LogParts, wanted: _Wanted, after: int | None, since: int | None, limit: int) -> RolloutPage:
     """Return a page. The cursor is the last row's number where rows go by time, else how many rows are behind."""
     by_time, forward = wanted.sort in ("newest", "oldest"), wanted.sort == "oldest"
     tests: dict[str, Any] = {"finish_reason = ?": wanted.finish_reason, "version = ?": wanted.version, "seq > ?": since}
@@ -201,7 +213,7 @@ def _recent(server: Server, wanted: _Wanted, after: int | None, since: int | Non
         tests["seq > ?" if forward else "seq < ?"] = after
     tests = {test: value for test, value in tests.items() if value is not None}
     skip = 0 if by_time or after is None else after
-    with server.ledger.reader("reading the rollouts") as db:
+    with parts.ledger.reader("reading the rollouts") as db:
         if wanted.like is not None:
             tests["prompt_ids = ?"] = _prompt_of(db, wanted.like)
         where = f"WHERE {' AND '.join(tests)}" if tests else ""
@@ -213,13 +225,13 @@ def _recent(server: Server, wanted: _Wanted, after: int | None, since: int | Non
         found, last, seen = list[sqlite3.Row](), None, 0
         for row in db.execute(query, (*tests.values(), looked, skip)):
             last, seen = row["seq"], seen + 1
-            if wanted.contains is None or _mentions(row, wanted.contains, server.base.tokenizer):
+            if wanted.contains is None or _mentions(row, wanted.contains, parts.base.tokenizer):
                 found.append(row)
                 if len(found) == limit:
                     break
     more = len(found) == limit or seen == looked
     prompts = {
-        blob: plain_text(array("i", blob), server.base.tokenizer) for blob in {row["prompt_ids"] for row in found}
+        blob: plain_text(array("i", blob), parts.base.tokenizer) for blob in {row["prompt_ids"] for row in found}
     }
     rows = [RolloutRow(**_row(row, prompts[row["prompt_ids"]][-PREVIEW:], row["text"][:PREVIEW])) for row in found]
     following = None if not more else last if by_time else skip + seen
@@ -243,11 +255,11 @@ def _searched(prompt_ids: bytes, tokenizer: PreTrainedTokenizerBase) -> str:
     return plain_text(array("i", prompt_ids), tokenizer).casefold()
 
 
-def _facets(server: Server) -> RolloutFacets:
+def _facets(parts: LogParts) -> RolloutFacets:
     """Counted in the newest rows."""
     newest = "SELECT version, finish_reason FROM rollout ORDER BY seq DESC LIMIT ?"
     query = f"SELECT version, finish_reason, count(*) AS n FROM ({newest}) GROUP BY version, finish_reason"
-    with server.ledger.reader("counting the rollouts") as db:
+    with parts.ledger.reader("counting the rollouts") as db:
         rows = db.execute(query, (COUNT_ROWS,)).fetchall()
     return RolloutFacets(
         counted=sum(row["n"] for row in rows),
@@ -285,14 +297,14 @@ def _row(row: sqlite3.Row, prompt: str, text: str) -> dict[str, Any]:
     }
 
 
-def _group_of_recent(server: Server, id: str) -> tuple[list[RolloutDetail], Sequence[int]]:
-    with server.ledger.reader("reading the rollouts") as db:
+def _group_of_recent(parts: LogParts, id: str) -> tuple[list[RolloutDetail], Sequence[int]]:
+    with parts.ledger.reader("reading the rollouts") as db:
         one = db.execute("SELECT prompt_ids, created_at FROM rollout WHERE id = ?", (id,)).fetchone()
         if one is None:
             raise RolloutNotFoundError(f"there is no rollout {id[:64]!r}", hint="rollouts are kept for 7 days")
         query = f"SELECT {_COLUMNS} FROM rollout WHERE created_at = ? AND prompt_ids = ? ORDER BY seq LIMIT ?"
         rows = db.execute(query, (one["created_at"], one["prompt_ids"], MOST_IN_GROUP)).fetchall()
-    prompt_ids, tokenizer = array("i", one["prompt_ids"]), server.base.tokenizer
+    prompt_ids, tokenizer = array("i", one["prompt_ids"]), parts.base.tokenizer
     prompt = plain_text(prompt_ids, tokenizer)
     return [
         RolloutDetail(
@@ -385,11 +397,11 @@ def _posted(ledger: Ledger, job_id: str) -> _Posted:
     )
 
 
-def _of_job(server: Server, job_id: str, wanted: _Wanted, after: int | None, limit: int) -> RolloutPage:
+def _of_job(parts: LogParts, job_id: str, wanted: _Wanted, after: int | None, limit: int) -> RolloutPage:
     """Return a page. The cursor is how many completions, in their order, are behind."""
-    posted, tokenizer, rows = _posted(server.ledger, job_id), server.base.tokenizer, list[RolloutRow]()
+    posted, tokenizer, rows = _posted(parts.ledger, job_id), parts.base.tokenizer, list[RolloutRow]()
     alike = None if wanted.like is None else posted.groups[_place_in(posted, wanted.like)].prompt_ids
-    places, begin = _sorted(server.ledger, job_id, wanted.sort), after or 0
+    places, begin = _sorted(parts.ledger, job_id, wanted.sort), after or 0
     for number, place in enumerate(itertools.islice(places, begin, None), start=begin + 1):
         group = posted.groups[place[0]]
         if not wanted.rewards[0] <= posted.reward(place) <= wanted.rewards[1]:
@@ -421,9 +433,9 @@ def _sorted(ledger: Ledger, job_id: str, sort: Sort) -> Sequence[tuple[int, int]
     return posted.places
 
 
-def _group_of_job(server: Server, id: str) -> tuple[list[RolloutDetail], Sequence[int]]:
+def _group_of_job(parts: LogParts, id: str) -> tuple[list[RolloutDetail], Sequence[int]]:
     job_id = id.partition(".")[0]
-    posted, tokenizer = _posted(server.ledger, job_id), server.base.tokenizer
+    posted, tokenizer = _posted(parts.ledger, job_id), parts.base.tokenizer
     i = _place_in(posted, id)
     group = posted.groups[i]
     prompt = plain_text(group.prompt_ids, tokenizer)

@@ -11,8 +11,8 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Request, Response
 
@@ -25,13 +25,14 @@ from groupwise.server.chat import said_last
 from groupwise.server.encode import template_options
 from groupwise.server.event_stream import while_connected
 from groupwise.server.generate import sendable
-from groupwise.server.sampling import SAMPLING_ERRORS, Admission, admit, usage
+from groupwise.server.sampling import SAMPLING_ERRORS, Admission, Admissions, usage
 from groupwise.server.schema_completions import BatchRequest
-from groupwise.server.schema_messages import Conversation, Tool, as_messages
+from groupwise.server.schema_messages import Conversation
 from groupwise.server.schema_openai import TemplateOptions
-from groupwise.server.state import server_of
+from groupwise.server.state import given
 from groupwise.server.wire import documented
-from groupwise.store.ledger import RolloutRecord
+from groupwise.store.ledger import Ledger, RolloutRecord
+from groupwise.tasks.dialects.chat_form import Tool, as_messages
 from groupwise.tasks.reply import ReplyParser
 from groupwise.tasks.structured import answer_grammars
 from groupwise.types import Completion, Prompt
@@ -39,24 +40,39 @@ from groupwise.types import Completion, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from groupwise.server.reader import TextModel
+    from groupwise.model.load import LoadedModel
+    from groupwise.sampler import LiveEngine
+    from groupwise.server.reader import Reader, TextModel
 
 _ERRORS, _CODES = (*SAMPLING_ERRORS, StorageError), ("batch_too_large", "unsupported_content")
 
 router = APIRouter(tags=["rollouts"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchParts:
+    """The parts of a server that this route uses."""
+
+    base: LoadedModel
+    engine: LiveEngine
+    reader: Reader
+    admissions: Admissions
+    ledger: Ledger
+
+
+Batches = Annotated[BatchParts, given(BatchParts)]
+
+
 @router.post("/v1/completions/batch", **documented(BatchRequest, BatchAnswer, errors=_ERRORS, codes=_CODES))
-async def batch(http: Request) -> Response:
+async def batch(http: Request, parts: Batches) -> Response:
     """`n` completions of each conversation, by the active policy or the one that `model` or `adapter` names.
 
     The answer goes by prompt, then by completion; `prompt_index` and `completion_index` say which each one is.
     """
-    server = server_of(http)
-    body, prompts = await server.reader.read_json(http, read_batch, context=server.engine.context_length)
+    body, prompts = await parts.reader.read_json(http, read_batch, context=parts.engine.context_length)
     async with AsyncExitStack() as resources:
         preview = said_last(body.prompts[0])
-        asked = await admit(
+        asked = await parts.admissions.admit(
             http,
             body,
             prompts,
@@ -64,12 +80,12 @@ async def batch(http: Request) -> Response:
             kind="batchcmpl",
             preview=preview,
             interactive=False,
-            grammars=answer_grammars(body.answer_grammar, prompts, server.base.tokenizer),
+            grammars=answer_grammars(body.answer_grammar, prompts, parts.base.tokenizer),
         )
         groups = await while_connected(http, asked.generation.completions())
         asked.finished(groups, keep=False)
         records = _records(asked, groups)
-        await asyncio.to_thread(server.ledger.save_rollouts, records)
+        await asyncio.to_thread(parts.ledger.save_rollouts, records)
         return await asyncio.to_thread(lambda: asked.answer(_answer(asked, body, groups, records)))
 
 
@@ -118,7 +134,7 @@ def _answer(
     records: Sequence[RolloutRecord],
 ) -> BatchAnswer:
     places = [(p, j) for p, group in enumerate(groups) for j in range(len(group))]
-    tokenizer = asked.server.base.tokenizer
+    tokenizer = asked.tokenizer
     thinks = [opens_thought(request.prompt_ids, tokenizer) for request in asked.requests]
     return BatchAnswer(
         id=asked.id,

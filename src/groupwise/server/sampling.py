@@ -1,6 +1,6 @@
 """Runs a sampling request: picks the version, sets the parameters, calls the engine, records the rollouts.
 
-admit             a version that stays loaded until the answer is over, and a `Generation` under it
+Admissions.admit  a version that stays loaded until the answer is over, and a `Generation` under it
 Admission         what every route that samples needs from there on
 sampling_params   what a body asks for -> SamplingParams, checked against the model's context
 """
@@ -14,7 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -37,13 +38,21 @@ from groupwise.sampler import LiveEngine
 from groupwise.sdk.types import CachedTokens, Usage
 from groupwise.server.event_stream import PING_S, ClientGone
 from groupwise.server.generate import Generation, SlowReaderError, StreamedCompletion, Token
-from groupwise.server.metrics import RequestRecord
+from groupwise.server.metrics import Recorder, RequestRecord
 from groupwise.server.places import give_back
+from groupwise.server.policies import Policies
 from groupwise.server.schema_openai import Sampling
-from groupwise.server.state import Server, server_of
 from groupwise.store.ledger import RolloutRecord
 from groupwise.tasks.reply import TextStream
 from groupwise.types import Completion, Grammar, PolicyVersion, SamplingParams, SamplingRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from groupwise.config.serve import ServeConfig
+    from groupwise.model.load import LoadedModel
+    from groupwise.server.feedback import AnswerLog
+    from groupwise.server.gate import Gatekeeper
 
 COMPILE_S = 15.0  # for a grammar, with those that wait before it
 
@@ -68,7 +77,7 @@ SAMPLING_ERRORS = (
 class Admission:
     """A request that was admitted: which version answers it, and what the engine does for it."""
 
-    server: Server
+    place: Admissions
     id: str
     created: int
     model: str
@@ -77,6 +86,14 @@ class Admission:
     generation: Generation
     record: RequestRecord
     counts: bool  # in a trial: a person asked, and named no version
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.place.base.tokenizer
+
+    @property
+    def engine(self) -> LiveEngine:
+        return self.place.engine
 
     @property
     def headers(self) -> dict[str, str]:
@@ -88,12 +105,12 @@ class Admission:
     def said(self) -> StreamedCompletion:
         """Return what is said for one completion of a stream."""
         params = self.requests[0].params
-        return StreamedCompletion(TextStream(self.server.base.tokenizer, params))
+        return StreamedCompletion(TextStream(self.tokenizer, params))
 
     async def next(self) -> list[Token] | None:
         """`Generation.next`, recorded; no tokens where it is time for a ping."""
         tokens = await self.generation.next(PING_S)
-        self.server.recorder.tokens(self.record, len(tokens or ()))
+        self.place.recorder.tokens(self.record, len(tokens or ()))
         return tokens
 
     def usage(self, groups: Sequence[Sequence[Completion]]) -> Usage:
@@ -131,12 +148,12 @@ class Admission:
     ) -> None:
         """Record that all completions are there. `keep`: remember them under the answer's id, so that feedback can name
         them (`ServeConfig.keep_answers`)."""
-        if keep and self.server.config.keep_answers:
-            self.server.answers.keep([each for each in self.records(groups) if each.completion_ids])
-        if self.server.gate is not None and self.server.gate.shadow is not None:
-            self.server.gate.shadow.offer(self, groups)
+        if keep and self.place.config.keep_answers:
+            self.place.answers.keep([each for each in self.records(groups) if each.completion_ids])
+        if self.place.gate is not None and self.place.gate.shadow is not None:
+            self.place.gate.shadow.offer(self, groups)
         first, used = groups[0][0], self.usage(groups)
-        self.server.recorder.finished(
+        self.place.recorder.finished(
             self.record,
             finish_reason=finish_reason or first.finish_reason.value,
             prompt_tokens=used.prompt_tokens,
@@ -150,10 +167,10 @@ class Admission:
         reasons = {DeadlineError: "timeout", ClientGone: "client_disconnect", SlowReaderError: "client_disconnect"}
         prompt = sum(len(request.prompt_ids) for request in self.requests)
         reason = reasons.get(kind, "error") if kind is not None else "error"
-        trial = self.server.policies.trial
+        trial = self.place.policies.trial
         if trial is not None and self.counts and isinstance(error, Exception) and not self._is_the_clients(error):
             trial.failed(self.version)
-        self.server.recorder.finished(self.record, finish_reason=reason, prompt_tokens=prompt)
+        self.place.recorder.finished(self.record, finish_reason=reason, prompt_tokens=prompt)
 
     def _is_the_clients(self, error: Exception) -> bool:
         """Return whether the client caused an error: it left, asked for what is refused, or for a grammar that takes
@@ -172,106 +189,127 @@ def usage(prompt_tokens: int, completion_tokens: int) -> Usage:
     )
 
 
-async def admit(
-    http: Request,
-    body: Sampling,
-    prompts: Sequence[Sequence[int]],
-    *,
-    resources: AsyncExitStack,
-    kind: str,
-    preview: str,
-    stream: bool = False,
-    top_logprobs: int = 0,
-    interactive: bool = True,
-    cache: bool = False,
-    grammars: Sequence[Grammar | None] = (),
-) -> Admission:
-    """Choose the version, keep it loaded until `resources` are closed, and give the engine everything at once.
+@dataclass(frozen=True, kw_only=True)
+class Admissions:
+    """Admits the requests that sample, of one server.
 
-    `kind` begins the id, before a hyphen unless it ends with an underscore; `preview` stands for the prompts in the
-    list of recent requests; `cache` is the `SamplingRequest`'s. `grammars`
-    are those of the prompts, where they have any. With `max_tokens: 0` the engine gets nothing to do.
-
-    Raises:
-        GrammarError, NotReadyError: a grammar cannot be compiled, or not now.
-        ContextLengthError: a prompt does not fit, together with what is asked for.
-        ModelError, AdapterNotFoundError, AdapterError, DeadlineError, OverloadedError, RequestError: as
-            `Policies.lease`, which may wait for room within the deadline of the request.
+    Args:
+        gate: offers answers to a version that is on trial as a shadow; None without a gate.
+        under_way: how many requests for completions each address has. For the event loop.
     """
-    server, began = server_of(http), asyncio.get_running_loop().time()
-    most_tokens, context = server.config.max_tokens_default, server.engine.context_length
-    _check_biased(body, server.base.vocabulary)
-    prompts = [truncated(body, ids, context=context) for ids in prompts]
-    params = [
-        sampling_params(body, ids, context=context, most_tokens=most_tokens, index=i, top_logprobs=top_logprobs)
-        for i, ids in enumerate(prompts)
-    ]
-    params = [
-        replace(one, grammar=grammar) for one, grammar in zip(params, grammars or [None] * len(params), strict=True)
-    ]
-    sender = http.client.host if http.client else ""
-    await compiled(server.engine, grammars, sender=sender)
-    whole_s, first_s = server.config.request_timeout_s, server.config.first_token_timeout_s
-    patience_s = min(whole_s, first_s) if stream else whole_s
-    version = await resources.enter_async_context(
-        server.policies.lease(
-            model=body.model,
-            adapter=body.adapter,
-            adapters=body.adapters,
-            patience_s=patience_s,
-            session=_session(http, body) if interactive else None,
+
+    config: ServeConfig
+    base: LoadedModel
+    engine: LiveEngine
+    policies: Policies
+    recorder: Recorder
+    answers: AnswerLog
+    gate: Gatekeeper | None
+    under_way: Counter[str] = field(default_factory=Counter)
+
+    async def admit(
+        self,
+        http: Request,
+        body: Sampling,
+        prompts: Sequence[Sequence[int]],
+        *,
+        resources: AsyncExitStack,
+        kind: str,
+        preview: str,
+        stream: bool = False,
+        top_logprobs: int = 0,
+        interactive: bool = True,
+        cache: bool = False,
+        grammars: Sequence[Grammar | None] = (),
+    ) -> Admission:
+        """Choose the version, keep it loaded until `resources` are closed, and give the engine everything at once.
+
+        `kind` begins the id, before a hyphen unless it ends with an underscore; `preview` stands for the prompts in the
+        list of recent requests; `cache` is the `SamplingRequest`'s. `grammars`
+        are those of the prompts, where they have any. With `max_tokens: 0` the engine gets nothing to do.
+
+        Raises:
+            GrammarError, NotReadyError: a grammar cannot be compiled, or not now.
+            ContextLengthError: a prompt does not fit, together with what is asked for.
+            ModelError, AdapterNotFoundError, AdapterError, DeadlineError, OverloadedError, RequestError: as
+                `Policies.lease`, which may wait for room within the deadline of the request.
+        """
+        began = asyncio.get_running_loop().time()
+        most_tokens, context = self.config.max_tokens_default, self.engine.context_length
+        _check_biased(body, self.base.vocabulary)
+        prompts = [truncated(body, ids, context=context) for ids in prompts]
+        params = [
+            sampling_params(body, ids, context=context, most_tokens=most_tokens, index=i, top_logprobs=top_logprobs)
+            for i, ids in enumerate(prompts)
+        ]
+        params = [
+            replace(one, grammar=grammar) for one, grammar in zip(params, grammars or [None] * len(params), strict=True)
+        ]
+        sender = http.client.host if http.client else ""
+        await compiled(self.engine, grammars, sender=sender)
+        whole_s, first_s = self.config.request_timeout_s, self.config.first_token_timeout_s
+        patience_s = min(whole_s, first_s) if stream else whole_s
+        version = await resources.enter_async_context(
+            self.policies.lease(
+                model=body.model,
+                adapter=body.adapter,
+                adapters=body.adapters,
+                patience_s=patience_s,
+                session=_session(http, body) if interactive else None,
+            )
         )
-    )
-    named = body.adapter is not None or body.adapters is not None or body.model not in (None, server.config.served_name)
-    counts = interactive and not named
-    if counts and server.policies.trial is not None:
-        server.policies.trial.answered(version)
-    n = body.n or 1
-    interactive = interactive and n * len(prompts) <= INTERACTIVE and server.under_way[sender] < IN_PERSON
-    resources.enter_context(_one_more(server.under_way, sender))
-    requests = tuple(
-        SamplingRequest(
-            prompt_ids=tuple(ids),
-            params=one,
-            n=n,
-            version=version,
-            interactive=interactive,
-            cache=cache and n == 1,
+        named = (
+            body.adapter is not None or body.adapters is not None or body.model not in (None, self.config.served_name)
         )
-        for ids, one in zip(prompts, params, strict=True)
-    )
-    generation = Generation(
-        server.engine,
-        () if body.most_tokens == 0 else requests,
-        timeout_s=whole_s,
-        stream=stream,
-        first_token_s=first_s,
-        began=began,
-    )
-    resources.callback(generation.cancel)
-    model = body.model or server.config.served_name
-    id = f"{kind}{'' if kind.endswith('_') else '-'}{secrets.token_hex(12)}"
-    admission = Admission(
-        server=server,
-        id=id,
-        created=int(time.time()),
-        model=model,
-        version=version,
-        counts=counts,
-        requests=requests,
-        generation=generation,
-        record=server.recorder.request_started(
-            http.url.path,
+        counts = interactive and not named
+        if counts and self.policies.trial is not None:
+            self.policies.trial.answered(version)
+        n = body.n or 1
+        interactive = interactive and n * len(prompts) <= INTERACTIVE and self.under_way[sender] < IN_PERSON
+        resources.enter_context(_one_more(self.under_way, sender))
+        requests = tuple(
+            SamplingRequest(
+                prompt_ids=tuple(ids),
+                params=one,
+                n=n,
+                version=version,
+                interactive=interactive,
+                cache=cache and n == 1,
+            )
+            for ids, one in zip(prompts, params, strict=True)
+        )
+        generation = Generation(
+            self.engine,
+            () if body.most_tokens == 0 else requests,
+            timeout_s=whole_s,
+            stream=stream,
+            first_token_s=first_s,
+            began=began,
+        )
+        resources.callback(generation.cancel)
+        model = body.model or self.config.served_name
+        id = f"{kind}{'' if kind.endswith('_') else '-'}{secrets.token_hex(12)}"
+        admission = Admission(
+            place=self,
             id=id,
-            request_id=getattr(http.state, "request_id", ""),
+            created=int(time.time()),
             model=model,
-            adapter=str(version),
-            prompt=preview,
-            streamed=stream,
-        ),
-    )
-    resources.push(admission.failed)
-    return admission
+            version=version,
+            counts=counts,
+            requests=requests,
+            generation=generation,
+            record=self.recorder.request_started(
+                http.url.path,
+                id=id,
+                request_id=getattr(http.state, "request_id", ""),
+                model=model,
+                adapter=str(version),
+                prompt=preview,
+                streamed=stream,
+            ),
+        )
+        resources.push(admission.failed)
+        return admission
 
 
 @contextmanager

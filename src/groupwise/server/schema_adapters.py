@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from groupwise.config.section import Name, NullIsAbsent
 from groupwise.server.schema_openai import MAX_COMPOSED, Selector
-from groupwise.server.wire import OwnPart, OwnRequest, fault
+from groupwise.server.wire import OwnPart, OwnRequest
 from groupwise.store.adapters import MAX_NOTE
+from groupwise.tasks.dialects.form import fault
 
 
 # ---- what is answered ----

@@ -15,12 +15,13 @@ from groupwise.server.schema_openai import (
     OTHERS,
     Sampling,
     ShapedSampling,
-    StreamOptions,
     TemplateOptions,
     check_stream,
     check_tools,
 )
-from groupwise.server.wire import AtMost, FailFast, OpenRequest, OwnRequest, Unsupported, fault, limits_of
+from groupwise.server.wire import AtMost, OpenRequest, OwnRequest, Unsupported, limits_of
+from groupwise.tasks.dialects.chat_form import StreamOptions
+from groupwise.tasks.dialects.form import FailFast, fault
 
 # ---- /v1/completions ----
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}

@@ -24,25 +24,12 @@ from groupwise.server.errors import echo
 from groupwise.server.schema_messages import (
     Choices,
     Conversation,
-    NamedTool,
-    ResponseFormat,
     StructuredOutputs,
-    Tool,
-    ToolChoice,
     Tools,
 )
-from groupwise.server.wire import (
-    AtMost,
-    FailFast,
-    JsonObject,
-    OpenRequest,
-    OwnPart,
-    Part,
-    Strict,
-    Unsupported,
-    check_finite,
-    fault,
-)
+from groupwise.server.wire import AtMost, OpenRequest, OwnPart, Unsupported
+from groupwise.tasks.dialects.chat_form import NamedTool, ResponseFormat, StreamOptions, Tool, ToolChoice
+from groupwise.tasks.dialects.form import BodyPart, FailFast, JsonObject, StopString, Strict, check_finite, fault
 from groupwise.tasks.structured import format_grammar
 
 MAX_COMPOSED = 16
@@ -88,8 +75,6 @@ LogitBias = Annotated[
     Field(max_length=MAX_BIASED),
 ]
 
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-
 
 # ---- which policy, and how it is sampled ----
 class AdapterShare(NullIsAbsent, OwnPart):
@@ -99,7 +84,7 @@ class AdapterShare(NullIsAbsent, OwnPart):
     scale: float = Field(default=1.0, ge=-100, le=100)
 
 
-class PolicyChoice(Part):
+class PolicyChoice(BodyPart):
     """Which policy answers. Without `adapter` and `adapters`, `model` decides; without any, the active version."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -317,12 +302,6 @@ class TemplateOptions(Strict):
                 raise fault("invalid_value", f"{{name}} is {why}; it cannot be given here", name=shown, param=name[:64])
             check_finite(value)
         return self
-
-
-class StreamOptions(Part):
-    """`include_usage`: a last chunk with the tokens used."""
-
-    include_usage: bool | None = None
 
 
 # ---- /v1/chat/completions ----

@@ -14,7 +14,8 @@ from groupwise.config.job import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobC
 from groupwise.config.section import NullIsAbsent
 from groupwise.server.schema_messages import Conversation, Tools
 from groupwise.server.schema_openai import TemplateOptions, TokenIds
-from groupwise.server.wire import FailFast, OwnPart, OwnRequest
+from groupwise.server.wire import OwnPart, OwnRequest
+from groupwise.tasks.dialects.form import FailFast
 
 RolloutId = Annotated[str, Field(min_length=1, max_length=64)]
 

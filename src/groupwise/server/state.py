@@ -1,18 +1,27 @@
-"""The parts of a running server, as every route gets them.
+"""The parts of a running server, and how a module of routes gets those that it names.
 
-server_of(request)    the `Server` behind a request
+    @dataclass(frozen=True, kw_only=True)
+    class JobParts:                             # what the routes of this module use, and all that they can reach
+        config: ServeConfig
+        ledger: Ledger
+
+    Jobs = Annotated[JobParts, given(JobParts)]
+
+    @router.get("/queue")
+    async def queue(parts: Jobs) -> TrainQueue: ...
+
+`assemble` builds every part once and gives each what it uses; only it, the application and this file know the `Server`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import Depends, Request
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-
     from groupwise.config.serve import ServeConfig
     from groupwise.model.load import LoadedModel
     from groupwise.sampler import LiveEngine
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
     from groupwise.server.metrics import Recorder
     from groupwise.server.policies import Policies
     from groupwise.server.reader import Reader
+    from groupwise.server.sampling import Admissions
     from groupwise.server.storage import StorageProbe
     from groupwise.server.supervisor import Supervisor
     from groupwise.store.adapters import AdapterStore
@@ -46,34 +56,49 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Server(Parts):
-    """What the routes work with; `request.app.state.server`.
+    """Every part of a server; `app.state.server`.
 
     Args:
+        reader: reads the bodies of requests, long ones in other processes.
+        supervisor: starts the worker and swaps in what it trained.
         storage: tells whether the state directory can still be written.
+        admissions: admits the requests that sample.
         responses: the answers of /v1/responses that are kept.
         answers: keeps answers, so that feedback can name them.
+        paths: the directories of this machine that no answer names, and what stands in their place.
         trainer: makes jobs of feedback; None where the configuration has no `learn`.
         gate: decides which versions go live; None where the configuration has no `gate`.
-        under_way: how many requests for completions each address has. For the event loop.
     """
 
     reader: Reader
     supervisor: Supervisor
     storage: StorageProbe
+    admissions: Admissions
     responses: ResponseStore
     answers: AnswerLog
+    paths: Mapping[str, str]
     trainer: FeedbackTrainer | None = None
     gate: Gatekeeper | None = None
-    under_way: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def paths(self) -> Mapping[str, str]:
-        """The directories of this machine that no answer names, and what stands in their place."""
-        from groupwise.server.errors import private_paths  # which needs fastapi; this module is read before a start
-
-        return private_paths(self.config.state_dir, self.config.model)
 
 
-def server_of(request: Request) -> Server:
-    """Return the parts of the server that answers `request`."""
-    return cast("Server", request.app.state.server)
+P = TypeVar("P")
+
+
+def given(kind: type[P]) -> Any:
+    """Return FastAPI's dependency that makes a `kind` for a route: a dataclass whose fields name parts of the `Server`.
+
+    Raises TypeError, when the module is imported, for a field that names no part.
+    """
+    names = [each.name for each in fields(kind)]  # pyright: ignore[reportArgumentType]
+    if strange := set(names) - {each.name for each in fields(Server)}:
+        raise TypeError(f"{kind.__name__}: a server has no part {', '.join(sorted(strange))}")
+
+    async def parts(request: Request) -> P:
+        return select(kind, request.app.state.server)
+
+    return Depends(parts)
+
+
+def select(kind: type[P], server: Server) -> P:
+    """Return a `kind` of the server's parts: a dataclass whose fields name some of them."""
+    return kind(**{each.name: getattr(server, each.name) for each in fields(kind)})  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
 """/v1/train/*: jobs are submitted, listed, followed and cancelled; the worker process runs them.
 
 A submission is answered when the job is on the disk. What it asks for is checked and tokenised by the reader
-(`server.submit` says what, `server.reader` where), and the ledger is used in threads: the loop, which serves
+(`server.submit` says what, `parts.reader` where), and the ledger is used in threads: the loop, which serves
 completions, never waits for either.
 """
 
@@ -12,8 +12,9 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Annotated, Literal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from starlette.concurrency import run_in_threadpool
@@ -35,14 +36,19 @@ from groupwise.server.encode import at_field
 from groupwise.server.errors import Paths, hidden
 from groupwise.server.event_stream import following, sse
 from groupwise.server.policies import check_free_name
-from groupwise.server.reader import RawBody, receive_body
+from groupwise.server.reader import RawBody, Reader, receive_body
 from groupwise.server.schema_train import GrpoRequest, SftRequest
-from groupwise.server.state import Parts, Server, server_of
+from groupwise.server.state import given
 from groupwise.server.storage import check_room
 from groupwise.server.submit import Submission, read_grpo, read_sft
 from groupwise.server.webhooks import ACTIVE, ENDED, utc, warnings_of
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Claim, Event, Job, JobState, Ledger
+
+if TYPE_CHECKING:
+    from groupwise.config.serve import ServeConfig
+    from groupwise.server.supervisor import Supervisor
+    from groupwise.store.adapters import AdapterStore
 
 EVENTS_POLL_S = 0.25
 PAGE = 500  # events read at once
@@ -57,31 +63,44 @@ GRPO_CODES = (*SUBMIT_CODES, "no_signal", "rollout_not_found")
 MAX_EVENT_ID = 10**18 - 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobParts:
+    """The parts of a server that these routes use."""
+
+    config: ServeConfig
+    store: AdapterStore
+    ledger: Ledger
+    reader: Reader
+    supervisor: Supervisor
+    paths: Mapping[str, str]
+
+
+Jobs = Annotated[JobParts, given(JobParts)]
+
+
 # ---- submitting ----
 @router.post("/grpo", **documented(GrpoRequest, TrainSubmitted, errors=SUBMIT_ERRORS, codes=GRPO_CODES))
-async def train_grpo(request: Request, idempotency_key: IdempotencyKey = None) -> TrainSubmitted:
+async def train_grpo(request: Request, parts: Jobs, idempotency_key: IdempotencyKey = None) -> TrainSubmitted:
     """Train an adapter on groups of scored completions.
 
     Each completion is trained by how its reward compares with those of its group. The answer comes at once; follow the
     job at /v1/train/status/{job_id}. With `Idempotency-Key`, the same request again gives the same job."""
-    server = server_of(request)
 
     def read(body: RawBody, pending: frozenset[str]) -> Awaitable[Submission]:
-        state = {"store": server.store, "ledger": server.ledger.path, "pending": pending}
-        return server.reader.read_to_train(request, body, read_grpo, **state)
+        state = {"store": parts.store, "ledger": parts.ledger.path, "pending": pending}
+        return parts.reader.read_to_train(request, body, read_grpo, **state)
 
-    return await _receive(request, read, idempotency_key)
+    return await _receive(request, parts, read, idempotency_key)
 
 
 @router.post("/sft", **documented(SftRequest, TrainSubmitted, errors=SUBMIT_ERRORS, codes=SUBMIT_CODES))
-async def train_sft(request: Request, idempotency_key: IdempotencyKey = None) -> TrainSubmitted:
+async def train_sft(request: Request, parts: Jobs, idempotency_key: IdempotencyKey = None) -> TrainSubmitted:
     """Train an adapter on conversations: what the assistant says in them becomes likelier."""
-    server = server_of(request)
 
     def read(body: RawBody, pending: frozenset[str]) -> Awaitable[Submission]:
-        return server.reader.read_to_train(request, body, read_sft, store=server.store, pending=pending)
+        return parts.reader.read_to_train(request, body, read_sft, store=parts.store, pending=pending)
 
-    return await _receive(request, read, idempotency_key)
+    return await _receive(request, parts, read, idempotency_key)
 
 
 def pending(ledger: Ledger) -> frozenset[str]:
@@ -90,30 +109,38 @@ def pending(ledger: Ledger) -> frozenset[str]:
 
 
 async def _receive(
-    request: Request, read: Callable[[RawBody, frozenset[str]], Awaitable[Submission]], key: str | None
+    request: Request,
+    parts: JobParts,
+    read: Callable[[RawBody, frozenset[str]], Awaitable[Submission]],
+    key: str | None,
 ) -> TrainSubmitted:
     """Return the job that a body asks for, queued. One that was accepted before gets the same answer, whatever has
     changed since: a full disk, other adapters."""
-    server = server_of(request)
-    async with receive_body(request, server.reader) as body:
+    async with receive_body(request, parts.reader) as body:
         fingerprint = hashlib.sha256(f"{request.url.path}\n{body.digest}".encode()).hexdigest()
-        if key is not None and (job := await run_in_threadpool(server.ledger.by_key, key, fingerprint)):
+        if key is not None and (job := await run_in_threadpool(parts.ledger.by_key, key, fingerprint)):
             return _submitted(job, is_new=False)
         check_content_type(request)
-        submission = await read(body, await run_in_threadpool(pending, server.ledger))
-    return await run_in_threadpool(submit, server, submission, fingerprint, key)
+        submission = await read(body, await run_in_threadpool(pending, parts.ledger))
+    return await run_in_threadpool(submit, parts.config, parts.ledger, submission, fingerprint, key)
 
 
 def submit(
-    parts: Parts, submission: Submission, fingerprint: str = "", key: str | None = None, *, claim: Claim | None = None
+    config: ServeConfig,
+    ledger: Ledger,
+    submission: Submission,
+    fingerprint: str = "",
+    key: str | None = None,
+    *,
+    claim: Claim | None = None,
 ) -> TrainSubmitted:
     """Queue a job that was checked. `claim` is the ledger's. Raises RequestError, QueueFullError, StorageError."""
-    check_room(parts.config.state_dir, parts.config.min_free_bytes, what="jobs")
+    check_room(config.state_dir, config.min_free_bytes, what="jobs")
     try:
-        check_free_name(submission.adapter, served_name=parts.config.served_name)
+        check_free_name(submission.adapter, served_name=config.served_name)
     except AdapterError as error:
         raise at_field(error, "config.output_name") from error
-    job, is_new = parts.ledger.submit(
+    job, is_new = ledger.submit(
         id=submission.id,
         effective=submission.effective,
         kind=submission.kind,
@@ -125,7 +152,7 @@ def submit(
         auto_load=submission.auto_load,
         idempotency_key=key,
         fingerprint=fingerprint,
-        max_queued=parts.config.max_queued_jobs,
+        max_queued=config.max_queued_jobs,
         claim=claim,
     )
     return _submitted(job, is_new=is_new)
@@ -154,7 +181,7 @@ def _queued(job: Job) -> str:
 # ---- looking ----
 @router.get("/status", **documented(answer=list[TrainStatus], errors=[JobNotFoundError]))
 async def status_of_all(
-    request: Request,
+    parts: Jobs,
     before: Annotated[
         str | None, Query(max_length=64, description="A job's id: only jobs that have ended and came before it.")
     ] = None,
@@ -162,58 +189,56 @@ async def status_of_all(
 ) -> list[TrainStatus]:
     """The jobs: the running one, those that wait by their turn, those that have ended, newest first. Where as many have
     ended as `limit` says there may be more: `before` with the last one's id asks for them."""
-    server = server_of(request)
 
     def read() -> list[TrainStatus]:
-        ended = None if before is None else server.ledger.jobs(states=ENDED, before=before, limit=limit)
-        return [_status(server, job) for job in (_ordered(server, limit) if ended is None else ended)]
+        ended = None if before is None else parts.ledger.jobs(states=ENDED, before=before, limit=limit)
+        return [_status(parts, job) for job in (_ordered(parts, limit) if ended is None else ended)]
 
     return await run_in_threadpool(read)
 
 
 @router.get("/status/{job_id}", **documented(answer=TrainStatus, errors=[JobNotFoundError]))
-async def status_of_one(request: Request, job_id: str) -> TrainStatus:
+async def status_of_one(job_id: str, parts: Jobs) -> TrainStatus:
     """One job."""
-    server = server_of(request)
-    return await run_in_threadpool(lambda: _status(server, server.ledger.job(job_id)))
+    return await run_in_threadpool(lambda: _status(parts, parts.ledger.job(job_id)))
 
 
 @router.get("/queue", **documented(answer=TrainQueue))
-async def queue(request: Request) -> TrainQueue:
+async def queue(parts: Jobs) -> TrainQueue:
     """The running job, those that wait, and those that have ended."""
-    return await run_in_threadpool(_queue, server_of(request))
+    return await run_in_threadpool(_queue, parts)
 
 
 @router.get("/metrics/{job_id}", **documented(answer=JobMetrics, errors=[JobNotFoundError]))
-async def metrics(request: Request, job_id: str) -> JobMetrics:
+async def metrics(job_id: str, parts: Jobs) -> JobMetrics:
     """Loss, reward, KL, gradient norm, tokens per second and more, of every step so far."""
-    steps = await run_in_threadpool(server_of(request).ledger.metrics, job_id)
+    steps = await run_in_threadpool(parts.ledger.metrics, job_id)
     return JobMetrics(job_id=job_id, steps=[{**step, "time": utc(step["time"])} for step in steps])
 
 
-def _ordered(server: Server, limit: int = MOST_JOBS) -> list[Job]:
+def _ordered(parts: JobParts, limit: int = MOST_JOBS) -> list[Job]:
     """Return a job whose version is being swapped in runs too; it comes behind the one that trains."""
-    active, ended = server.ledger.jobs(states=ACTIVE), server.ledger.jobs(states=ENDED, limit=limit)
+    active, ended = parts.ledger.jobs(states=ACTIVE), parts.ledger.jobs(states=ENDED, limit=limit)
     known = {job.id for job in ended}  # one that ended between the two reads is in both
     turn = sorted(active, key=lambda job: (job.position or 0, job.version is not None, job.created_at))
     return [*(job for job in turn if job.id not in known), *ended]
 
 
-def _queue(server: Server) -> TrainQueue:
-    jobs = _ordered(server)
+def _queue(parts: JobParts) -> TrainQueue:
+    jobs = _ordered(parts)
     running = next((job for job in jobs if job.state is JobState.RUNNING), None)
     return TrainQueue(
-        running=None if running is None else _status(server, running),
+        running=None if running is None else _status(parts, running),
         queued=[
             WaitingJob(job_id=job.id, job_type=_kind(job), adapter_name=job.adapter, position=job.position)
             for job in jobs
             if job.position is not None
         ],
-        completed=[_status(server, job) for job in jobs if job.state.is_final],
+        completed=[_status(parts, job) for job in jobs if job.state.is_final],
     )
 
 
-def _status(server: Server, job: Job) -> TrainStatus:
+def _status(parts: JobParts, job: Job) -> TrainStatus:
     losses = (job.metrics[name] for name in LOSSES if name in job.metrics)
     return TrainStatus(
         job_id=job.id,
@@ -235,11 +260,11 @@ def _status(server: Server, job: Job) -> TrainStatus:
         position=job.position,
         attempt=job.attempt,
         cancel_requested=job.cancel_requested,
-        error=_error(server, job),
+        error=_error(parts, job),
         config={**job.config, **job.effective},
         summary={key: value for key, value in job.summary.items() if key != "warnings"},
         unhealthy=job.unhealthy,
-        warnings=hidden(warnings_of(job), server.paths),
+        warnings=hidden(warnings_of(job), parts.paths),
     )
 
 
@@ -252,13 +277,13 @@ def _kind(job: Job) -> Literal["grpo", "sft"]:
     return "sft" if job.kind == "sft" else "grpo"
 
 
-def _error(server: Server, job: Job) -> JobError | None:
+def _error(parts: JobParts, job: Job) -> JobError | None:
     if job.error is None:
         return None
     code = str(job.error.get("code", "error"))
-    words = server.supervisor.last_words(job.id) if code == "crashed_repeatedly" else None
+    words = parts.supervisor.last_words(job.id) if code == "crashed_repeatedly" else None
     said = {"message": str(job.error.get("message", "")), "hint": job.error.get("hint"), "log": words}
-    return JobError(code=code, **hidden(said, server.paths))
+    return JobError(code=code, **hidden(said, parts.paths))
 
 
 # ---- following ----
@@ -268,8 +293,8 @@ _EVENTS["responses"][204] = {"description": "The job has ended, and nothing come
 
 @router.get("/events/{job_id}", **_EVENTS)
 async def events(
-    request: Request,
     job_id: str,
+    parts: Jobs,
     after: Annotated[int, Query(ge=0, le=MAX_EVENT_ID, description="Only events behind this id.")] = 0,
     last_event_id: Annotated[str | None, Header(description="As `after`; an EventSource sends it by itself.")] = None,
 ) -> Response:
@@ -277,12 +302,11 @@ async def events(
 
     Each event has an `id`, and as data {"kind": "state" | "metrics" | "message", "at", "level", "message", "data"}. One
     who comes back with the last id misses nothing; 204 says that there is nothing more to come."""
-    server = server_of(request)
     after = _event_id(last_event_id, default=after)
-    job, found = await run_in_threadpool(_look, server, job_id, after)
+    job, found = await run_in_threadpool(_look, parts, job_id, after)
     if job.state.is_final and not found:
         return Response(status_code=204)
-    return following(_follow(server, job_id, after))
+    return following(_follow(parts, job_id, after))
 
 
 def _event_id(text: str | None, *, default: int) -> int:
@@ -296,21 +320,21 @@ def _event_id(text: str | None, *, default: int) -> int:
     return int(text)
 
 
-def _look(server: Server, job_id: str, after: int) -> tuple[Job, list[Event]]:
+def _look(parts: JobParts, job_id: str, after: int) -> tuple[Job, list[Event]]:
     """Return job and events. The job is read first: if it has ended by then, the events behind are all there will
     be."""
-    return server.ledger.job(job_id), server.ledger.events(job_id, after=after, limit=PAGE)
+    return parts.ledger.job(job_id), parts.ledger.events(job_id, after=after, limit=PAGE)
 
 
-async def _follow(server: Server, job_id: str, after: int) -> AsyncGenerator[bytes, None]:
+async def _follow(parts: JobParts, job_id: str, after: int) -> AsyncGenerator[bytes, None]:
     while True:
-        job, found = await run_in_threadpool(_look, server, job_id, after)
+        job, found = await run_in_threadpool(_look, parts, job_id, after)
         for event in found:
             after = event.seq
-            yield _sse(event, server.paths)
+            yield _sse(event, parts.paths)
         if len(found) == PAGE:
             continue
-        if job.state.is_final or server.supervisor.status.state == "stopped":  # then nothing more happens here
+        if job.state.is_final or parts.supervisor.status.state == "stopped":  # then nothing more happens here
             return
         yield b""
         await asyncio.sleep(EVENTS_POLL_S)
@@ -324,17 +348,17 @@ def _sse(event: Event, private: Paths) -> bytes:
 
 # ---- cancelling ----
 @router.delete("/queue/{job_id}", **documented(answer=CancelAnswer, errors=[JobNotFoundError, NotCancellableError]))
-async def remove_from_queue(request: Request, job_id: str) -> CancelAnswer:
+async def remove_from_queue(job_id: str, parts: Jobs) -> CancelAnswer:
     """Cancel a job, whether it waits or runs."""
-    return await _cancel(request, job_id)
+    return await _cancel(parts.ledger, job_id)
 
 
 @router.post("/cancel/{job_id}", **documented(answer=CancelAnswer, errors=[JobNotFoundError, NotCancellableError]))
-async def cancel(request: Request, job_id: str) -> CancelAnswer:
+async def cancel(job_id: str, parts: Jobs) -> CancelAnswer:
     """Cancel a job: at once if it waits, after its step if it runs."""
-    return await _cancel(request, job_id)
+    return await _cancel(parts.ledger, job_id)
 
 
-async def _cancel(request: Request, job_id: str) -> CancelAnswer:
-    job = await run_in_threadpool(server_of(request).ledger.cancel, job_id)
+async def _cancel(ledger: Ledger, job_id: str) -> CancelAnswer:
+    job = await run_in_threadpool(ledger.cancel, job_id)
     return CancelAnswer(job_id=job.id, status="cancelled" if job.state is JobState.CANCELLED else "cancelling")

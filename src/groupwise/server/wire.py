@@ -6,45 +6,34 @@
     AtMost        Annotated[int, AtMost("max_n")]: a bound that ServeConfig sets, enforced and documented
     documented    what a route says of itself in /openapi.json
 
-Bodies are read from bytes (`guard.read_body`), never from parsed JSON: numbers are not read from strings, true is not a
-number, and NaN, infinities and lone surrogates do not get in.
+Bodies are read from bytes (`bodies.read_body`), never from parsed JSON: numbers are not read from strings, true is not
+a number, and NaN, infinities and lone surrogates do not get in. The models' base is `tasks.dialects.form.Strict`.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import GroupwiseError, InUseError, StorageDeniedError, StorageError, StorageFullError
 from groupwise.sdk.types import Answer
+from groupwise.tasks.dialects.form import Strict, check_spelling, fault
 
 REF = "#/components/schemas/{model}"
-NEARLY = 0.8  # how similar to ours a name is, of 1, that is a slip
-MOST_SLIPS = 64  # unknown fields that are compared with ours
 _NOT_SUPPORTED = "Not supported; these values change nothing."
 _DEFAULTS = ServeConfig()
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(
-        strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
-    )
 
 
 class Request(Strict):
@@ -69,11 +58,7 @@ class OpenRequest(Request):
         for name, option in self.others.items():
             if not option.is_neutral(given.get(name)):
                 raise fault("unsupported_parameter", f"{{name}} {option.says}", name=name, param=name, hint=option.hint)
-        for name in islice((each for each in given if each not in self.others), MOST_SLIPS):
-            meant = difflib.get_close_matches(name[:64], type(self).model_fields, n=1, cutoff=NEARLY)
-            if meant and name not in self.bookkeeping:
-                hint = f"did you mean {meant[0]}?"
-                raise fault("invalid_value", "{name} is unknown", name=repr(name), param=name, hint=hint)
+        check_spelling(self, [name for name in given if name not in self.others], known=self.bookkeeping)
         return self
 
 
@@ -81,46 +66,10 @@ class OwnRequest(Request):
     model_config = ConfigDict(extra="forbid")
 
 
-class Part(Strict):
-    """A piece of a body on any route; what it does not know is ignored (messages come from many clients)."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
 class OwnPart(Strict):
     """A piece of a body on our own routes."""
 
     model_config = ConfigDict(extra="forbid")
-
-
-# ---- problems with a code of their own ----
-def fault(code: str, message: str, **context: Any) -> PydanticCustomError:
-    """Return what a validator raises. `{name}` in the message stands for `context[name]`.
-
-    Of the context, `hint` becomes the error's hint. `param` names the field inside the model that is at fault; the
-    message is then a whole sentence. Without it the sentence begins with the field: "n", "is 500; ...".
-    """
-    return PydanticCustomError(code, message, context)  # pyright: ignore[reportArgumentType]
-
-
-def check_finite(value: Any) -> Any:
-    """`value`, if JSON can have every number in it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise fault("invalid_value", "holds {value}, which is not a JSON number", value=str(value))
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            check_finite(item)
-    return value
-
-
-JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]  # what is passed on as it is
-
-
-class FailFast:
-    """Annotated[list[T], FailFast()]: the first bad item ends the check; a million of them need not be told apart."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return {**handler(source), "fail_fast": True}  # pyright: ignore[reportReturnType]
 
 
 # ---- limits ----
@@ -234,7 +183,7 @@ def documented(
 ) -> dict[str, Any]:
     """Arguments of `@router.post(path, **documented(ChatRequest, ChatCompletion, errors=[ContextLengthError]))`.
 
-    The handler reads its body with `guard.read_body` and may return an `answer` or a response. Errors that every route
+    The handler reads its body with `bodies.read_body` and may return an `answer` or a response. Errors that every route
     can have (authentication, limits, malformed bodies) are added by the app. `codes` are those of the route's 400s that
     no class stands for. `streams`: 200 may be server-sent events.
     """

@@ -20,11 +20,12 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.errors import GroupwiseError, RequestError
+from groupwise.tasks.dialects.chat_form import ChatMessage, NamedTool, ResponseFormat, StreamOptions, Tool, ToolChoice
 from groupwise.tasks.dialects.form import DialectRequest, Ending, StreamEvent, read, renamed
 from groupwise.tasks.structured import format_grammar, of_reply, reply_grammar, thoughts_of
 from groupwise.tasks.tool_calls import format_of
@@ -51,117 +52,35 @@ REPLACEMENT = "\ufffd"  # what decoding puts for a part of a character
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; this is what OpenAI writes for it
 
 
-class _Lenient(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
-
-
-class AgentTextPart(_Lenient):
-    type: Literal["text"]
-    text: str
-
-
-class Function(_Lenient):
-    name: str
-    arguments: str | dict[str, Any] = "{}"
-
-
-class AgentToolCall(_Lenient):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: Function
-
-
-class AgentMessage(_Lenient):
-    """A message of a request; what it has besides is left out."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[AgentTextPart] | None = None
-    refusal: str | None = None  # what OpenAI's models say in place of content
-    reasoning_content: str | None = None
-    name: str | None = None
-    tool_calls: list[AgentToolCall] | None = None
-    tool_call_id: str | None = None
-
-    def as_message(self) -> Message:
-        """Return it as chat templates want it: text as one string, `system` for `developer`."""
-        message: dict[str, Any] = self.model_dump(exclude_none=True)
-        message["role"] = "system" if self.role == "developer" else self.role
-        if (refusal := message.pop("refusal", None)) is not None:
-            message.setdefault("content", refusal)
-        if isinstance(self.content, list):
-            message["content"] = "".join(part.text for part in self.content)
-        if not self.tool_calls:
-            message.pop("tool_calls", None)
-        return message  # type: ignore[return-value]
-
-
-class _Named(_Lenient):
-    name: str
-
-
-class AgentFunction(_Lenient):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class AgentTool(_Lenient):
-    """A tool that the policy may call. It is not shown `strict`, to which its calls are kept."""
-
-    type: Literal["function"]
-    function: AgentFunction
-
-    def as_dict(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
-
-
-class AgentSchema(_Lenient):
-    """A JSON Schema; `strict: false` leaves to the policy what of it cannot be guaranteed."""
-
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class AgentFormat(_Lenient):
-    """What an answer must be."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: AgentSchema | None = None
-
-
-class AgentNamedTool(_Lenient):
-    """The tool that must be called."""
-
-    type: Literal["function"]
-    function: _Named
-
-
-class AgentStreamOptions(_Lenient):
-    include_usage: bool | None = None
-
-
 class AgentChatRequest(BaseModel):
-    """The body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions of an episode: OpenAI's chat form, without what a live server adds.
+
+    The endpoint is lenient where a live server is not, for its one client is the user's own program, written for
+    another model:
+
+        any other field is taken: what the run decides (`RUN_DECIDES`) is named as ignored, and the rest is not read
+        numbers may come as text, and true as 1: programs in many languages send them so
+        no list has a limit: an episode is as long as its environment lets it be
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
-    messages: Annotated[list[AgentMessage], Field(min_length=1)]
-    tools: list[AgentTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | AgentNamedTool | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
     stream: bool | None = None
-    stream_options: AgentStreamOptions | None = None
+    stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: int | None = None
-    response_format: AgentFormat | None = None
+    response_format: ResponseFormat | None = None
     functions: Any = None
 
     @property
@@ -230,10 +149,10 @@ class AgentChatRequest(BaseModel):
         """Return what the reply must be, but for its thoughts; `own` is what the run wants of an answer, unless this
         request says that."""
         choice, asked = self.tool_choice, self.response_format
-        named = choice.function.name if isinstance(choice, AgentNamedTool) else None
+        named = choice.function.name if isinstance(choice, NamedTool) else None
         tools = [] if choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         given = None if asked is None else asked.json_schema
-        schema, strict = (None, None) if given is None else (given.schema_, given.strict)
+        schema, strict = (None, None) if given is None else (given.json_schema, given.strict)
         return reply_grammar(
             form,
             tools,
@@ -277,7 +196,7 @@ def translated(asked: DialectRequest, form: dict[str, Any]) -> AgentChatRequest:
 
 def checked(request: AgentChatRequest) -> AgentChatRequest:
     """`request`, if the policy can answer it. Raises RequestError."""
-    asked, offered = request.response_format, [tool.function.name for tool in request.tools or ()]
+    offered = [tool.function.name for tool in request.tools or ()]
     for refused, param, why in (
         (request.n not in (None, 1), "n", f"n is {request.n}; an episode goes on from one answer. Send n requests"),
         (
@@ -286,14 +205,9 @@ def checked(request: AgentChatRequest) -> AgentChatRequest:
             "tool_choice asks for a call, and there are no tools",
         ),
         (
-            isinstance(request.tool_choice, AgentNamedTool) and request.tool_choice.function.name not in offered,
+            isinstance(request.tool_choice, NamedTool) and request.tool_choice.function.name not in offered,
             "tool_choice",
             f"tool_choice names a tool that is not offered; there are {', '.join(offered) or 'none'}",
-        ),
-        (
-            asked is not None and asked.type == "json_schema" and asked.json_schema is None,
-            "response_format",
-            "response_format has no json_schema, and its type is that",
         ),
         (bool(request.functions), "functions", "functions are not supported; use tools"),
         (
@@ -304,10 +218,6 @@ def checked(request: AgentChatRequest) -> AgentChatRequest:
     ):
         if refused:
             raise RequestError(why, field=param)
-    for i, message in enumerate(request.messages):
-        says_nothing = message.content is None and message.refusal is None
-        if says_nothing and not (message.role == "assistant" and message.tool_calls):
-            raise RequestError(f"messages.{i} of role {message.role!r} has no content", field=f"messages.{i}.content")
     return request
 
 

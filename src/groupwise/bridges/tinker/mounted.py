@@ -9,13 +9,13 @@ from groupwise.server.more_routes import MoreRoutes
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from groupwise.server.state import Server
+    from groupwise.server.state import Parts
 
 
-def _mount(app: FastAPI, server: Server) -> None:
+def _mount(app: FastAPI, parts: Parts) -> None:
     from groupwise.bridges.tinker.routes import mount
 
-    mount(app, server)
+    mount(app, parts)
 
 
 ROUTES = MoreRoutes(wanted=lambda config: config.tinker, mount=_mount)

@@ -43,7 +43,7 @@ from groupwise.server import admin, chat, completions
 from groupwise.server.bodies import read_body
 from groupwise.server.errors import echo
 from groupwise.server.guard import OPENAI_PREFIX
-from groupwise.server.state import Server
+from groupwise.server.state import Parts
 from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -69,17 +69,17 @@ class FutureGoneError(GroupwiseError, LookupError):
 class Tinker:
     """The wire's state in one server."""
 
-    def __init__(self, server: Server):
-        config = server.config
+    def __init__(self, parts: Parts):
+        config = parts.config
         root = config.state_dir.absolute() / "tinker"
-        self.server = server
+        self.parts = parts
         self.checkpoints = TinkerCheckpoints(root)
         self.futures = Futures(most=config.tinker_pending, without=str(config.state_dir.absolute()))
         self.models = Models(
-            server.base, self.futures, self.checkpoints, config=config, make_room=self._end_silent_sessions
+            parts.base, self.futures, self.checkpoints, config=config, make_room=self._end_silent_sessions
         )
-        self.samplers = Samplers(server, self.models, self.futures, self.checkpoints, root=root)
-        self.downloads = Downloads(root / "exports", self.models, self.checkpoints, server.store)
+        self.samplers = Samplers(parts, self.models, self.futures, self.checkpoints, root=root)
+        self.downloads = Downloads(root / "exports", self.models, self.checkpoints, parts.store)
         self.sessions = Sessions(idle_s=config.tinker_idle_s, ended=self._ended)
 
     async def _ended(self, session: str) -> None:
@@ -113,7 +113,7 @@ class Tinker:
         """Remove a checkpoint. Raises AdapterInUseError, StorageError."""
         if checkpoint.version is not None:
             with suppress(LookupError):  # deleted in the store already
-                await self.server.policies.delete([PolicyVersion.parse(checkpoint.version)])
+                await self.parts.policies.delete([PolicyVersion.parse(checkpoint.version)])
         await asyncio.to_thread(self.checkpoints.delete, checkpoint)
 
     def close(self) -> None:
@@ -123,14 +123,14 @@ class Tinker:
         self.models.close()
 
 
-def mount(app: FastAPI, server: Server) -> None:
+def mount(app: FastAPI, parts: Parts) -> None:
     """Add the routes to an application, those for OpenAI's clients where Tinker has them, and its names of policies."""
-    app.state.tinker = tinker = Tinker(server)
+    app.state.tinker = tinker = Tinker(parts)
     app.include_router(router)
     for openai in (chat.router, completions.router):  # at /v1
         app.include_router(openai, prefix=OPENAI_PREFIX, include_in_schema=False)
     app.add_api_route(f"{OPENAI_PREFIX}/v1/models", admin.models, include_in_schema=False)
-    server.policies.elsewhere = tinker.policy_of
+    parts.policies.elsewhere = tinker.policy_of
 
 
 def tinker_of(request: Request) -> Tinker:
@@ -147,7 +147,7 @@ async def healthz() -> Any:
 async def client_config(http: Request) -> Any:
     """What packages ask before everything else. Those of 0.23 and 0.24 send protobuf only if they are told to."""
     return {
-        "sample_max_concurrent_requests": min(AT_ONCE, tinker_of(http).server.config.tinker_pending),
+        "sample_max_concurrent_requests": min(AT_ONCE, tinker_of(http).parts.config.tinker_pending),
         "proto_write_fwdbwd": True,
         "fwd_via_fwdbwd": True,
     }

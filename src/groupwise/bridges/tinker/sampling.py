@@ -41,7 +41,7 @@ from groupwise.sdk.trainer import TrainingClient
 from groupwise.server.errors import echo
 from groupwise.server.generate import Generation
 from groupwise.server.policies import Policies
-from groupwise.server.state import Server
+from groupwise.server.state import Parts
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
@@ -86,18 +86,18 @@ class SamplingSession:
 class Samplers:
     """All sampling sessions of a server."""
 
-    def __init__(self, server: Server, models: Models, futures: Futures, checkpoints: TinkerCheckpoints, *, root: Path):
-        self._server, self._models, self._futures, self._checkpoints = server, models, futures, checkpoints
+    def __init__(self, parts: Parts, models: Models, futures: Futures, checkpoints: TinkerCheckpoints, *, root: Path):
+        self._parts, self._models, self._futures, self._checkpoints = parts, models, futures, checkpoints
         shutil.rmtree(root / "snapshots", ignore_errors=True)  # of sessions of another process
         self._store = AdapterStore(root / "snapshots")
         self._snapshots = Policies(
             self._store,
-            server.engine,
-            base=server.base,
-            served_name=server.config.served_name,
-            max_loaded=server.config.max_loaded_adapters,
+            parts.engine,
+            base=parts.base,
+            served_name=parts.config.served_name,
+            max_loaded=parts.config.max_loaded_adapters,
         )
-        self.others = _other_models(server, self._store)
+        self.others = _other_models(parts, self._store)
         self._by_id: dict[str, SamplingSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -121,7 +121,7 @@ class Samplers:
         other = self.others.get(body.base_model or "") if body.model_path is None else None
         if other is None:
             self._models.check_base(body.base_model)
-            other = SampledModel(self._server.engine, self._server.policies, self._models.tokenizer)
+            other = SampledModel(self._parts.engine, self._parts.policies, self._models.tokenizer)
         version = PolicyVersion.base()
         if body.model_path is not None:
             found = await asyncio.to_thread(self._checkpoints.find_sampler, body.model_path)
@@ -143,10 +143,10 @@ class Samplers:
             raise RequestError("there is neither a path nor a sampling_session_seq_id", field="path")
         version = await self._published(model, named=body.path is not None)
         path = await self._recorded(model, body, version) if body.path is not None else None
-        policies, id = (self._snapshots if path is None else self._server.policies), None
+        policies, id = (self._snapshots if path is None else self._parts.policies), None
         if body.sampling_session_seq_id is not None:
             id = f"{model.session}:sample:{body.sampling_session_seq_id}"
-            engine, tokenizer = self._server.engine, self._models.tokenizer
+            engine, tokenizer = self._parts.engine, self._models.tokenizer
             made = SamplingSession(id, model.session, engine, policies, version, tokenizer, path)
             made.model, made.follows = model.id, body.kind == INFLIGHT
             if not self._models.is_there(model):
@@ -173,7 +173,7 @@ class Samplers:
             task.cancel()
         self._snapshots.close()
         for other in self.others.values():
-            if other.engine is not self._server.engine:
+            if other.engine is not self._parts.engine:
                 other.policies.close()
                 other.engine.close()
 
@@ -183,15 +183,15 @@ class Samplers:
         """Begin to sample -> the request's id and those of its sequences. Raises RequestError, OverloadedError."""
         sampler = self.find(body.sampling_session_id)
         if sampler.removed:
-            most = self._server.config.tinker_snapshots
+            most = self._parts.config.tinker_snapshots
             raise SessionGoneError(
                 f"the snapshot of {sampler.id} is gone: {most} others were sampled from since (tinker_snapshots)",
                 hint="keep one for longer under a name: save_weights_for_sampler, then create_sampling_client",
             )
         if body.seq_id is None:
             raise RequestError("seq_id is missing", field="seq_id")
-        if body.num_samples > self._server.config.max_n:
-            most = self._server.config.max_n
+        if body.num_samples > self._parts.config.max_n:
+            most = self._parts.config.max_n
             raise RequestError(f"num_samples is {body.num_samples}; the most is {most} (max_n)", field="num_samples")
         id = f"{sampler.id}:{body.seq_id}"
         numbers = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
@@ -221,7 +221,7 @@ class Samplers:
 
     async def _sample(self, sampler: SamplingSession, body: bodies.SampleBody) -> FutureResult:
         request = self._request(body)
-        async with asyncio.timeout(self._server.config.request_timeout_s):
+        async with asyncio.timeout(self._parts.config.request_timeout_s):
             while True:
                 try:
                     return await self._sampled(sampler, body, request)
@@ -245,7 +245,7 @@ class Samplers:
         if scored and len(asked.prompt_ids) == engine.context_length:
             cut = {"text": "", "finish_reason": FinishReason.LENGTH, "version": asked.version}
             return [Completion(token_ids=(), logprobs=(), **cut)] * asked.n
-        generation = Generation(engine, [asked], timeout_s=self._server.config.request_timeout_s)
+        generation = Generation(engine, [asked], timeout_s=self._parts.config.request_timeout_s)
         try:
             (completions,) = await generation.completions()
         finally:
@@ -254,7 +254,7 @@ class Samplers:
 
     def _request(self, body: bodies.SampleBody) -> Callable[[PolicyVersion], SamplingRequest]:
         """Return what the engine is asked for, but for the version. Raises RequestError for what is not supported."""
-        given, config = body.sampling_params, self._server.config
+        given, config = body.sampling_params, self._parts.config
         _check_supported(body, config)
         stops = (given.stop,) if isinstance(given.stop, str) else given.stop or ()
         try:
@@ -279,7 +279,7 @@ class Samplers:
     async def _published(self, model: TrainedModel, *, named: bool) -> PolicyVersion:
         """Return the model's weights as a new version, in the server's store or in that of snapshots. One engine has
         both, so that their names differ."""
-        base, store = self._models.base, self._server.store if named else self._store
+        base, store = self._models.base, self._parts.store if named else self._store
         name = f"{'tinker' if named else 'snapshot'}-{hashlib.sha256(model.id.encode()).hexdigest()[:12]}"
 
         def publish(trainer: TrainingClient) -> PolicyVersion:
@@ -292,7 +292,7 @@ class Samplers:
 
     async def _recorded(self, model: TrainedModel, body: bodies.SaveForSampler, version: PolicyVersion) -> str:
         assert body.path is not None
-        size = sum(each.stat().st_size for each in self._server.store.path(version).iterdir())
+        size = sum(each.stat().st_size for each in self._parts.store.path(version).iterdir())
         saved = self._models.checkpoint(model, SAMPLER_WEIGHTS, body.path, body, version=str(version), size_bytes=size)
         await asyncio.to_thread(self._checkpoints.record, saved)
         return saved.path
@@ -309,7 +309,7 @@ class Samplers:
         """Remove the model's snapshots that were used longest ago, but for those that are being sampled from."""
         own = [each for each in self._by_id.values() if each.model == model and each.policies is self._snapshots]
         there = [each for each in own if not each.follows and not each.removed]
-        surplus = max(len(there) - self._server.config.tinker_snapshots, 0)
+        surplus = max(len(there) - self._parts.config.tinker_snapshots, 0)
         idle = sorted((each for each in there if not each.running), key=lambda each: each.used)
         for sampler in idle[:surplus]:
             sampler.removed = True  # nobody begins to sample from it
@@ -402,13 +402,13 @@ def _rows_of_csr(ends: Sequence[int], columns: Sequence[int], *, shape: tuple[in
     return row_C if is_ordered.all() else None
 
 
-def _other_models(server: Server, store: AdapterStore) -> dict[str, SampledModel]:
+def _other_models(parts: Parts, store: AdapterStore) -> dict[str, SampledModel]:
     """Return the models of `tinker_other_models`, by the names that clients ask for; `store` has no adapter of theirs.
 
     Raises ModelError, EngineError: one cannot be loaded, or sampled from.
     """
-    config, others = server.config, dict[str, SampledModel]()
-    served = SampledModel(server.engine, server.policies, tokenizer_of(server.base.name))
+    config, others = parts.config, dict[str, SampledModel]()
+    served = SampledModel(parts.engine, parts.policies, tokenizer_of(parts.base.name))
     by_source = {config.model: served, served.tokenizer: served}
     for name, source in config.tinker_other_models.items():
         if (found := by_source.get(source) or by_source.get(tokenizer_of(source))) is None:

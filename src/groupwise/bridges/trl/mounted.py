@@ -9,10 +9,10 @@ from groupwise.server.more_routes import MoreRoutes
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from groupwise.server.state import Server
+    from groupwise.server.state import Parts
 
 
-def _mount(app: FastAPI, server: Server) -> None:
+def _mount(app: FastAPI, parts: Parts) -> None:
     from groupwise.bridges.trl.routes import router
 
     app.include_router(router)

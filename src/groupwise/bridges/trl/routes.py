@@ -19,8 +19,9 @@ import asyncio
 import re
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Request, Response
 
@@ -42,8 +43,8 @@ from groupwise.server.event_stream import while_connected
 from groupwise.server.generate import sendable
 from groupwise.server.policies import AdapterInUseError, check_free_name
 from groupwise.server.rollouts import encode_conversations
-from groupwise.server.sampling import SAMPLING_ERRORS, admit
-from groupwise.server.state import Server, server_of
+from groupwise.server.sampling import SAMPLING_ERRORS, Admissions
+from groupwise.server.state import given
 from groupwise.server.wire import documented
 from groupwise.store import files
 from groupwise.store.files import Provenance
@@ -51,11 +52,31 @@ from groupwise.tasks.structured import answer_grammars
 from groupwise.types import Completion, Grammar, PolicyVersion
 
 if TYPE_CHECKING:
-    from groupwise.server.reader import TextModel
+    from groupwise.model.load import LoadedModel
+    from groupwise.sampler import LiveEngine
+    from groupwise.server.policies import Policies
+    from groupwise.server.reader import Reader, TextModel
+    from groupwise.store.adapters import AdapterStore
 
 _LOADING = (AdapterError, AdapterNotFoundError, ConflictError, StorageError)
 
 router = APIRouter(tags=["trainers"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerParts:
+    """The parts of a server that these routes use."""
+
+    config: ServeConfig
+    base: LoadedModel
+    engine: LiveEngine
+    store: AdapterStore
+    policies: Policies
+    reader: Reader
+    admissions: Admissions
+
+
+Trainers = Annotated[TrainerParts, given(TrainerParts)]
 
 
 @router.get("/health/", **documented(answer=Done))
@@ -72,20 +93,18 @@ async def world_size() -> WorldSize:
 
 # ---- sampling ----
 @router.post("/generate/", **documented(GenerateRequest, Drawings, errors=SAMPLING_ERRORS, codes=["batch_too_large"]))
-async def generate(http: Request) -> Response:
+async def generate(http: Request, parts: Trainers) -> Response:
     """`n` completions of each prompt, by the active policy."""
-    server = server_of(http)
-    body, prompts = await server.reader.read_json(http, read_generate, context=server.engine.context_length)
-    return await _drawn(http, body, prompts, [body.answer_grammar] * len(prompts))
+    body, prompts = await parts.reader.read_json(http, read_generate, context=parts.engine.context_length)
+    return await _drawn(http, parts, body, prompts, [body.answer_grammar] * len(prompts))
 
 
 @router.post("/chat/", **documented(ChatsRequest, Drawings, errors=SAMPLING_ERRORS, codes=["batch_too_large"]))
-async def chat(http: Request) -> Response:
+async def chat(http: Request, parts: Trainers) -> Response:
     """`n` completions of each conversation, by the active policy."""
-    server = server_of(http)
-    body, prompts = await server.reader.read_json(http, read_chats, context=server.engine.context_length)
-    grammars = answer_grammars(body.answer_grammar, prompts, server.base.tokenizer)
-    return await _drawn(http, body, prompts, grammars)
+    body, prompts = await parts.reader.read_json(http, read_chats, context=parts.engine.context_length)
+    grammars = answer_grammars(body.answer_grammar, prompts, parts.base.tokenizer)
+    return await _drawn(http, parts, body, prompts, grammars)
 
 
 def read_generate(
@@ -106,9 +125,13 @@ def read_chats(
 
 
 async def _drawn(
-    http: Request, body: Drawn, prompts: Sequence[tuple[int, ...]], grammars: Sequence[Grammar | None]
+    http: Request,
+    parts: TrainerParts,
+    body: Drawn,
+    prompts: Sequence[tuple[int, ...]],
+    grammars: Sequence[Grammar | None],
 ) -> Response:
-    most = server_of(http).config.max_batch_completions
+    most = parts.config.max_batch_completions
     if len(prompts) * (body.n or 1) > most:
         raise RequestError(
             f"{len(prompts)} prompts x n {body.n or 1} are more completions than this server takes at once, {most}",
@@ -116,7 +139,7 @@ async def _drawn(
             code="batch_too_large",
         )
     async with AsyncExitStack() as resources:
-        asked = await admit(
+        asked = await parts.admissions.admit(
             http,
             body,
             prompts,
@@ -153,74 +176,74 @@ def _alternatives(completion: Completion, t: int) -> list[tuple[int, float]]:
 
 # ---- adapters ----
 @router.post("/set_lora_adapter/", **documented(LoraPath, Done, errors=_LOADING))
-async def set_adapter(http: Request) -> Done:
+async def set_adapter(http: Request, parts: Trainers) -> Done:
     """Let the adapter in a directory answer from now on. If it cannot be verified what answered before still does."""
-    return await _answering(server_of(http), await read_body(http, LoraPath))
+    return await _answering(parts, await read_body(http, LoraPath))
 
 
 @router.post("/clear_lora_adapter/", **documented(answer=Done, errors=[StorageError]))
-async def clear_adapter(http: Request) -> Done:
+async def clear_adapter(parts: Trainers) -> Done:
     """Let the base model answer from now on."""
-    await server_of(http).policies.swap(PolicyVersion.base())
+    await parts.policies.swap(PolicyVersion.base())
     return Done(message="the base model answers")
 
 
 @router.post("/v1/load_lora_adapter", **documented(LoraPath, Done, errors=_LOADING))
-async def load_adapter(http: Request) -> Done:
+async def load_adapter(http: Request, parts: Trainers) -> Done:
     """Add the adapter in a directory, which requests name as their `model`; `load_inplace`: as /set_lora_adapter/."""
-    body, server = await read_body(http, LoraPath), server_of(http)
+    body = await read_body(http, LoraPath)
     if body.load_inplace:
-        return await _answering(server, body)
-    if server.store.versions(_name_of(server, body.lora_name)):
+        return await _answering(parts, body)
+    if parts.store.versions(_name_of(parts, body.lora_name)):
         raise ConflictError(
             f"there is an adapter {body.lora_name!r} already", hint="unload it first, or send load_inplace: true"
         )
-    version = await asyncio.to_thread(_import, server, body)
+    version = await asyncio.to_thread(_import, parts, body)
     return Done(message=f"Success: LoRA adapter {version.name!r} added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter", **documented(LoraName, Done, errors=[AdapterNotFoundError, AdapterInUseError]))
-async def unload_adapter(http: Request) -> Done:
+async def unload_adapter(http: Request, parts: Trainers) -> Done:
     """Remove an adapter. Refused while it is active or answers a request."""
-    body, server = await read_body(http, LoraName), server_of(http)
-    name = _name_of(server, body.lora_name)
-    versions = server.store.versions(name)
+    body = await read_body(http, LoraName)
+    name = _name_of(parts, body.lora_name)
+    versions = parts.store.versions(name)
     if not versions:
         raise AdapterNotFoundError(f"there is no adapter {body.lora_name!r}")
-    await server.policies.delete(versions)
+    await parts.policies.delete(versions)
     return Done(message=f"Success: LoRA adapter {name!r} removed successfully.")
 
 
-async def _answering(server: Server, body: LoraPath) -> Done:
-    version = await asyncio.to_thread(_import, server, body)
-    await server.policies.swap(version)
-    await _forget(server, version.name, but=version)
+async def _answering(parts: TrainerParts, body: LoraPath) -> Done:
+    version = await asyncio.to_thread(_import, parts, body)
+    await parts.policies.swap(version)
+    await _forget(parts, version.name, but=version)
     return Done(message=f"{version} answers")
 
 
-def _import(server: Server, body: LoraPath) -> PolicyVersion:
+def _import(parts: TrainerParts, body: LoraPath) -> PolicyVersion:
     """Return the directory's adapter as the next version of its name. Raises AdapterError if it does not fit."""
-    name, directory = _name_of(server, body.lora_name), Path(body.lora_path)
-    check_free_name(name, served_name=server.config.served_name)
+    name, directory = _name_of(parts, body.lora_name), Path(body.lora_path)
+    check_free_name(name, served_name=parts.config.served_name)
     if directory.is_dir():
-        server.policies.verify_files(directory)
-    info = Provenance(base_model=server.base.name, base_hash=server.base.hash, quantization=server.base.quantization)
-    return server.store.import_(directory, name, info=info)
+        parts.policies.verify_files(directory)
+    info = Provenance(base_model=parts.base.name, base_hash=parts.base.hash, quantization=parts.base.quantization)
+    return parts.store.import_(directory, name, info=info)
 
 
-def _name_of(server: Server, name: str) -> str:
+def _name_of(parts: TrainerParts, name: str) -> str:
     """Return what an adapter is called here: trainers give the model's name or a path, too."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:60] or "adapter"
-    taken = plain == server.config.served_name or not files.is_name(plain)
+    taken = plain == parts.config.served_name or not files.is_name(plain)
     return f"{plain}-lora" if taken else plain
 
 
-async def _forget(server: Server, name: str, *, but: PolicyVersion) -> None:
+async def _forget(parts: TrainerParts, name: str, *, but: PolicyVersion) -> None:
     """Remove the versions that nobody can ask for any more; one that still answers goes with the next."""
-    for version in server.store.versions(name):
+    for version in parts.store.versions(name):
         if version != but:
             with suppress(AdapterInUseError, AdapterNotFoundError):
-                await server.policies.delete([version])
+                await parts.policies.delete([version])
 
 
 @router.post("/reset_prefix_cache/", **documented(answer=Done))

@@ -13,13 +13,22 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import ErrorType
 
 from groupwise.errors import GrammarError, GroupwiseError, RequestError
@@ -44,17 +53,18 @@ CallId = Annotated[str, Field(max_length=256)]
 
 
 # ---- requests ----
-class BodyPart(BaseModel):
-    """A piece of a body. What it does not know is ignored: blocks come from many clients."""
+class Strict(BaseModel):
+    """A body, or a piece of one: numbers are not read from strings, true is not a number, and NaN is refused."""
 
     model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="ignore",
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
+        strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
     )
+
+
+class BodyPart(Strict):
+    """A piece of a body. What it does not know is ignored: messages and blocks come from many clients."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 class Refused(NamedTuple):
@@ -78,11 +88,7 @@ class DialectRequest(BodyPart):
     @model_validator(mode="after")
     def _nothing_refused(self) -> DialectRequest:
         given = self.model_extra or {}
-        for name in islice((each for each in given if each not in self.refused), MOST_SLIPS):
-            meant = difflib.get_close_matches(name[:LONGEST_SHOWN], type(self).model_fields, n=1, cutoff=NEARLY)
-            if meant and name not in self.bookkeeping:
-                hint, shown = f"did you mean {meant[0]}?", repr(name[:LONGEST_SHOWN])
-                raise fault("invalid_value", "{name} is unknown", name=shown, param=name, hint=hint)
+        check_spelling(self, [name for name in given if name not in self.refused], known=self.bookkeeping)
         for name, option in self.refused.items():
             value = given.get(name)
             if value is not None and not any(type(value) is type(same) and value == same for same in option.neutral):
@@ -105,13 +111,45 @@ class DialectRequest(BodyPart):
         return {name: value for name, value in (self.model_extra or {}).items() if name in PASSED_ON}
 
 
+def check_spelling(body: BaseModel, unknown: Sequence[str], *, known: Container[str]) -> None:
+    """Raise a fault for one of the `unknown` fields that is nearly a field of `body`, unless it is `known`."""
+    for name in unknown[:MOST_SLIPS]:
+        meant = difflib.get_close_matches(name[:LONGEST_SHOWN], type(body).model_fields, n=1, cutoff=NEARLY)
+        if meant and name not in known:
+            hint, shown = f"did you mean {meant[0]}?", repr(name[:LONGEST_SHOWN])
+            raise fault("invalid_value", "{name} is unknown", name=shown, param=name, hint=hint)
+
+
 R = TypeVar("R", bound=BaseModel)
 
 
 def fault(code: str, message: str, **context: Any) -> PydanticCustomError:
-    """Return what a validator raises: `{name}` in the message is `context[name]`; `hint` and `param` become the
-    error's."""
+    """Return what a validator raises. `{name}` in the message stands for `context[name]`.
+
+    Of the context, `hint` becomes the error's hint. `param` names the field inside the model that is at fault; the
+    message is then a whole sentence. Without it the sentence begins with the field: "n", "is 500; ...".
+    """
     return PydanticCustomError(code, message, context)  # pyright: ignore[reportArgumentType]
+
+
+def check_finite(value: Any) -> Any:
+    """Return `value` if JSON can have every number in it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise fault("invalid_value", "holds {value}, which is not a JSON number", value=str(value))
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            check_finite(item)
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]  # what is passed on as it is
+
+
+class FailFast:
+    """Annotated[list[T], FailFast()]: the first bad item ends the check; a million of them need not be told apart."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return {**handler(source), "fail_fast": True}  # pyright: ignore[reportReturnType]
 
 
 def _shape(content: Any) -> str:
@@ -138,8 +176,9 @@ def read(body: bytes, model: type[R]) -> R:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
     context = first.get("ctx") or {}
-    where = ".".join(str(part) for part in first["loc"]) or context.get("param") or "the body"
-    message = first["msg"] if context.get("param") else f"{where}: {first['msg']}"
+    inside = [context["param"]] if context.get("param") else []
+    where = ".".join(map(str, (*first["loc"], *inside))) or "the body"
+    message = first["msg"] if inside and not first["loc"] else f"{where}: {first['msg']}"
     code = None if first["type"] in PYDANTIC else first["type"]
     raise RequestError(message, hint=context.get("hint"), field=where, code=code)
 
