@@ -47,7 +47,10 @@ class Faults:
     other_template: bool = False
     keeps_to: str | None = None  # another grammar than it is asked for
     keeps_weights: bool = False  # a checkpoint that it is told to read changes nothing
-    slow_s: float = 0.0  # before a completion is sampled
+    slow_s: float = 0.0  # before a completion is sampled; tokens are counted meanwhile
+    stuck: bool = False  # ... and none: its engine hangs, and the server about it does not
+    at_once: int | None = None  # requests that it works on; the others wait in its queue
+    counts: bool = True  # it has /metrics
 
 
 class Refused(Exception):
@@ -71,6 +74,8 @@ class Peer:
 
     def __post_init__(self) -> None:
         self._flying: list[PolicyVersion] = []
+        self.most_flying, self._tokens, self._turn = 0, 0, threading.Condition()
+        self._working = 0
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self.start()
@@ -113,6 +118,11 @@ class Peer:
 
     def do_health(self, body: dict[str, Any]) -> Any:
         return {}
+
+    def do_metrics(self, body: dict[str, Any]) -> Any:
+        if not self.faults.counts:
+            raise Refused(404, "Not Found")
+        return f'vllm:generation_tokens_total{{engine="0",model_name="{BASE}"}} {float(self._tokens)}\n'
 
     def do_version(self, body: dict[str, Any]) -> Any:
         return {"version": "0.32.0"}
@@ -186,15 +196,31 @@ class Peer:
             raise Refused(400, "This model's maximum context length is less")
         version = asked = self.loaded.get(model, PolicyVersion.base())
         self._flying.append(asked)
+        self.most_flying = max(self.most_flying, len(self._flying))
         if body.get("stream"):
             return self._stream(body, prompt, asked)
         try:
-            time.sleep(self.faults.slow_s + 0.004 * body["max_tokens"])  # so that requests overlap, as in a batch
+            self._work(self.faults.slow_s + 0.004 * body["max_tokens"])  # so that requests overlap, as in a batch
             if model == BASE and self.faults.mixes:
                 version = ([each for each in self._flying if not each.is_base] or [version])[-1]
             return {"choices": self._sample(body, prompt, version)}
         finally:
             self._flying.remove(asked)
+
+    def _work(self, seconds: float) -> None:
+        """Take as long, as one of `at_once` requests, and count tokens meanwhile unless it is `stuck`."""
+        with self._turn:
+            self._turn.wait_for(lambda: self.faults.at_once is None or self._working < self.faults.at_once)
+            self._working += 1
+        try:
+            until = time.monotonic() + seconds
+            while self.faults.stuck or time.monotonic() < until:
+                time.sleep(min(0.02, max(0.0, until - time.monotonic())) or 0.02)
+                self._tokens += not self.faults.stuck
+        finally:
+            with self._turn:
+                self._working -= 1
+                self._turn.notify_all()
 
     def _stream(self, body: dict[str, Any], prompt: tuple[int, ...], version: PolicyVersion) -> Iterator[Any]:
         """The events of one completion as it is sampled."""

@@ -345,6 +345,13 @@ class NotReadyError(TryAgainError):
     code, status = "not_ready", 503
 
 
+class DeviceLostError(TryAgainError):
+    """The GPU computes nothing more in this process, and does in the next: the server ends and is started again, a run
+    goes on from its last checkpoint with `resume: auto`. See `model.lost_device`."""
+
+    code = "device_lost"
+
+
 class RemoteError(GroupwiseError):
     """What a server answered, seen from the client: status, code, hint, request id and `field` (its `param`) are those
     of its envelope."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from groupwise.errors import DeviceLostError
 from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, SequenceScores
 
 TokenSink = Callable[[int, int, float, tuple[tuple[int, float], ...]], None]
@@ -172,6 +173,11 @@ class LiveEngine(Sampler, Scores, Protocol):
 
     def stats(self) -> Mapping[str, int]:
         """Return completions being decoded (`running`) and not yet begun (`waiting`), and `adapters` loaded."""
+        ...
+
+    @property
+    def lost(self) -> DeviceLostError | None:
+        """That the device is lost to this process, which is to be replaced by a new one; None while it is not."""
         ...
 
     @property

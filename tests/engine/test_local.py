@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cuda_errors import ASSERT, cuda_error
 from groupwise.config.lora import LoraSpec
 from groupwise.engine import admission, decoder, local, packed
 from groupwise.engine.local import LocalEngine
@@ -22,6 +23,7 @@ from groupwise.errors import (
     AdapterNotFoundError,
     ConfigError,
     ContextLengthError,
+    DeviceLostError,
     GroupwiseError,
     ModelError,
 )
@@ -530,6 +532,32 @@ def test_an_error_inside_reaches_the_caller_and_the_engine_goes_on(open_engine, 
             with raises(ArithmeticError):
                 future.result(timeout=120)
     assert engine.generate([request(n=3)]) == expected
+
+
+@pytest.mark.parametrize("where", ["a step", "a score"])
+def test_after_an_error_that_loses_the_device_nothing_is_sampled_any_more(open_engine, monkeypatch, where: str):
+    """What waits is failed with an error to try again by, and so is what comes later: the process must be replaced."""
+    engine = open_engine(max_rows=2)
+    assert engine.lost is None and engine.unavailable_reason is None
+
+    def breaks(*args, **options):
+        raise cuda_error(ASSERT)
+
+    with monkeypatch.context() as patch:
+        if where == "a step":
+            patch.setattr("groupwise.engine.decoder.sample_tokens", breaks)
+            for future in engine.submit([request(n=2), request()]):
+                with pytest.raises(DeviceLostError):
+                    future.result(timeout=120)
+        else:
+            patch.setattr(packed.PackedDecoder, "hidden", breaks)
+            with pytest.raises(DeviceLostError):
+                engine.score((1, 2), (3,), BASE)
+    assert isinstance(engine.lost, DeviceLostError) and engine.unavailable_reason == engine.lost.message
+    for later in (lambda: engine.generate([request()]), lambda: engine.score((1, 2), (3,), BASE)):
+        with pytest.raises(DeviceLostError) as raised:
+            later()
+        assert (raised.value.status, raised.value.exit_code) == (503, 75)
 
 
 # ---- threads ----

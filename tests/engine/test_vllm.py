@@ -73,6 +73,7 @@ def attach(tiny: LoadedModel) -> Iterator[Callable[..., VllmEngine]]:
             reloads: bool = False,
             merge: AdapterMerge | None = None,
             in_flight_updates: bool = False,
+            rows: int | None = None,
             **options,
         ) -> VllmEngine:
             urls = tuple(each if isinstance(each, str) else each.url for each in peers)
@@ -87,6 +88,7 @@ def attach(tiny: LoadedModel) -> Iterator[Callable[..., VllmEngine]]:
                 reloads=reloads,
                 merge=merge,
                 in_flight_updates=in_flight_updates,
+                rows=rows,
             )
             opened.callback(engine.close)
             return engine
@@ -506,14 +508,46 @@ def test_another_server_takes_over_at_once(attach, tiny):
 
 
 def test_an_answer_that_is_cut_and_one_that_never_comes_are_asked_for_again(attach, peer):
-    engine = attach(peer, request_timeout_s=1.0)
+    engine = attach(peer, request_timeout_s=0.5)
     peer.faults.cut = 2
     assert engine.generate([request()]) and not peer.faults.cut
-    peer.faults.slow_s = 1.5
+    peer.faults.stuck, before = True, len(peer.seen)
     future = engine.submit([request()])[0]
-    time.sleep(0.5)
-    peer.faults.slow_s = 0.0
+    assert becomes(lambda: len(peer.seen) == before + 2)  # after half a second in which no token was sampled
+    peer.faults.stuck = False
     assert future.result(120)
+
+
+def test_a_request_may_wait_in_the_queue_and_sample_for_long_while_the_server_moves(attach, peer):
+    """Twelve groups of which a server works on two at a time, 0.4 s each, take 2.4 s: five times what it may stand
+    still. Each is sent once."""
+    engine = attach(peer, request_timeout_s=0.5)
+    peer.faults.slow_s, peer.faults.at_once, before = 0.4, 2, len(peer.seen)
+    groups = engine.generate([request(seed=i, n=2) for i in range(12)])
+    assert [len(group) for group in groups] == [2] * 12
+    assert len(peer.seen) == before + 12
+
+
+def test_answers_are_what_moves_where_tokens_are_not_counted(attach, peer):
+    engine = attach(peer, request_timeout_s=0.8)
+    peer.faults.slow_s, peer.faults.at_once, peer.faults.counts, before = 0.4, 1, False, len(peer.seen)
+    assert len(engine.generate([request(seed=i) for i in range(6)])) == 6
+    assert len(peer.seen) == before + 6
+
+
+def test_a_server_is_given_twice_the_completions_that_it_samples_at_once(attach, tiny):
+    """The others wait here, and go to whichever server has room: a slow one does not keep what it was given."""
+    with serving(tiny) as slow, serving(tiny) as quick:
+        engine = attach(slow, quick, rows=2)
+        began = [len(each.seen) for each in (slow, quick)]
+        for each in (slow, quick):
+            each.most_flying = 0
+        slow.faults.slow_s = 1.0
+        assert len(engine.generate([request(seed=i, n=2) for i in range(24)])) == 24
+        given = [len(each.seen) - before for each, before in zip((slow, quick), began, strict=True)]
+        assert sum(given) == 24 and given[1] > 2 * given[0]
+        assert max(slow.most_flying, quick.most_flying) == 2  # groups of two: four completions
+        assert engine.generate([request(n=9)])  # more than ever fit go alone
 
 
 def test_a_request_that_is_always_lost_fails_and_so_does_a_server_that_stays_away(attach, peer):

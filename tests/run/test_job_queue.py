@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cuda_errors import ILLEGAL_ADDRESS, INVALID_VALUE, cuda_error
 from forked import forked
 from groupwise.errors import Interrupted, LeaseLostError, StorageError
 from groupwise.run import job_queue
@@ -85,12 +86,25 @@ def test_an_error_in_one_job_fails_it_and_the_next_is_done(place, monkeypatch, a
     assert place.do(groups(), iterations=3).version == "math@1"
 
 
-def test_after_a_cuda_error_the_process_ends(place, monkeypatch):
-    place.at_step(monkeypatch, 0, raising(RuntimeError("CUDA error: device-side assert triggered")))
-    with pytest.raises(SystemExit) as ended:
-        place.do(groups())
-    assert ended.value.code == 1
-    assert place.ledger.jobs()[0].state == JobState.FAILED
+def test_where_the_gpu_is_lost_the_process_ends_and_the_next_goes_on_with_the_job(place, monkeypatch):
+    with monkeypatch.context() as patch:
+        place.at_step(patch, 1, raising(cuda_error(ILLEGAL_ADDRESS)))
+        with pytest.raises(SystemExit) as ended:
+            place.do(groups(), iterations=3, checkpoint_interval=1)
+    assert ended.value.code == 75
+    assert place.ledger.jobs()[0].state == JobState.RUNNING
+    place.ledger.expire("worker")  # as the supervisor does when the process has ended
+    lease = place.lease()
+    assert lease.attempt == 2
+    place.worker.do(lease)
+    assert place.ledger.job(lease.job.id).version == "math@1"
+
+
+def test_an_error_of_the_gpu_that_loses_nothing_fails_the_job_alone(place, monkeypatch):
+    with monkeypatch.context() as patch:
+        place.at_step(patch, 0, raising(cuda_error(INVALID_VALUE)))
+        assert place.do(groups()).state == JobState.FAILED
+    assert place.do(groups()).version == "math@1"
 
 
 def test_errors_speak_of_the_fields_of_a_request():

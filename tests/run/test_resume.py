@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from cli_project import save_model
+from cuda_errors import ASSERT, cuda_error
 from groupwise.config.run import RunConfig
-from groupwise.errors import StorageError
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import DeviceLostError, StorageError
 from groupwise.run.display import LineDisplay
 from groupwise.run.loop import RunResult, run_loop
 from groupwise.run.training_run import TrainingRun
 from groupwise.store.adapters import AdapterStore
+from groupwise.train.learner import Learner
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
 from slow_cases import slow_but
 
@@ -90,6 +93,27 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, sections: dict) -> None:
     assert rollouts_of(first) == rollouts_of(whole)
     assert adapter_bytes(first) == adapter_bytes(whole) != {}
     assert sidecars_of(first) == sidecars_of(whole)
+
+
+@pytest.mark.parametrize("where", ["sampling", "training"])
+def test_a_run_whose_gpu_is_lost_says_so_and_goes_on_bit_for_bit(tmp_path: Path, plain: Path, monkeypatch, where: str):
+    calls = iter(range(100))
+    owner, name = (LocalEngine, "submit") if where == "sampling" else (Learner, "step")
+    working = getattr(owner, name)
+
+    def breaks(*args, **options):
+        if next(calls) == 4:
+            raise cuda_error(ASSERT)
+        return working(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, breaks)
+        with pytest.raises(DeviceLostError) as raised:
+            run_loop(config(tmp_path, resume="auto"))
+    assert raised.value.exit_code == 75
+    result = run_loop(config(tmp_path, resume="auto"))
+    assert result.steps == 6 and metrics_of(result.run_dir) == metrics_of(plain)
+    assert adapter_bytes(result.run_dir) == adapter_bytes(plain) != {}
 
 
 @pytest.fixture(scope="module")

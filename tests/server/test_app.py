@@ -19,7 +19,7 @@ import httpx2
 import pytest
 
 from groupwise.config.serve import ServeConfig
-from groupwise.errors import GroupwiseError
+from groupwise.errors import DeviceLostError, GroupwiseError
 from groupwise.server.app import serve
 from groupwise.store.ledger import Ledger
 from processes import becomes, running
@@ -28,7 +28,7 @@ from wording import raises
 
 SERVE = """
 import sys
-from groupwise.errors import GroupwiseError
+from groupwise.errors import DeviceLostError, GroupwiseError
 from groupwise.server.app import serve
 from groupwise.config.serve import serve_config
 import json
@@ -39,6 +39,20 @@ try:
 except GroupwiseError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
+"""
+LOSES_ITS_GPU = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from cuda_errors import ASSERT, cuda_error
+from groupwise.engine import decoder
+sample, lost = decoder.sample_tokens, []
+def breaks(logits, params, *rest, **options):
+    if (params.temperature_B == 0.71).any():
+        lost.append(True)
+    if lost:  # from then on, whatever is asked of the device
+        raise cuda_error(ASSERT)
+    return sample(logits, params, *rest, **options)
+decoder.sample_tokens = breaks
 """
 START_S = 120  # for a process that may import torch, on a busy machine
 CHAT = {"messages": [{"role": "user", "content": "What is 2+2?"}], "max_tokens": 4}
@@ -66,14 +80,14 @@ class Process:
         return True
 
 
-def start(state_dir: Path, **settings: Any) -> Process:
+def start(state_dir: Path, *, before: str = "", **settings: Any) -> Process:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     given = {"state_dir": str(state_dir), "port": port, "min_free_bytes": 0, "worker_threads": 1, **settings}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GROUPWISE_API_KEY": ""}
     popen = subprocess.Popen(
-        [sys.executable, "-c", SERVE, json.dumps(given)], stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", before + SERVE, json.dumps(given)], stderr=subprocess.PIPE, text=True, env=environment
     )
     process = Process(popen, given["port"])
 
@@ -183,6 +197,35 @@ def test_a_life(started: Process) -> None:
     assert started.said("stopped")
     with pytest.raises(ConnectionError):
         socket.create_connection(("127.0.0.1", started.port), timeout=1)
+
+
+def test_a_server_whose_gpu_is_lost_ends_to_be_started_again(model_dir: Path, tmp_path: Path) -> None:
+    process = start(tmp_path / "state", before=LOSES_ITS_GPU, model=str(model_dir), shutdown_timeout_s=60)
+    try:
+        assert process.said("ready on"), process.lines
+        with httpx2.Client(base_url=process.url, timeout=START_S) as http:
+            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+            lost = http.post("/v1/chat/completions", json=CHAT | {"temperature": 0.71})
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "device_lost")
+        assert int(lost.headers["retry-after"]) >= 1
+        assert process.popen.wait(timeout=START_S) == 75
+        assert process.said("is lost to this process")
+        assert becomes(lambda: not running(str(tmp_path / "state")), within_s=START_S)
+    finally:
+        process.popen.kill()
+        process.popen.wait()
+
+
+def test_health_says_that_the_gpu_is_lost(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with whole(tmp_path / "state", model_dir, api_key="secret") as site:
+        assert (site.http.get("/health").status_code, site.http.get("/ready").status_code) == (200, 200)
+        monkeypatch.setattr(site.server.engine, "_lost", DeviceLostError("cuda:0 is lost", retry_after=30))
+        for path, headers in (("/health", {"authorization": ""}), ("/health", {}), ("/v1/health", {})):
+            answer = site.http.get(path, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "device_lost")
+            assert "cuda:0" in answer.json()["error"]["message"]
+        assert site.http.get("/ready").status_code == 503
+        assert site.http.post("/v1/chat/completions", json=CHAT).json()["error"]["code"] == "device_lost"
 
 
 def test_a_signal_while_loading_ends_it_and_a_second_start_works(started: Process, tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ class VllmConfig(Section):
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds for a server to be ready."""
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds for a request, after which it goes to another server, or to the same one again."""
+    """Seconds for which a server may read and sample no token while it is asked for some; then what it was asked for
+    goes to another, or to the same one again. A request may take longer, in its queue too."""
     health_interval_s: float = Field(default=2.0, gt=0)
     """Seconds between looks whether a server is alive."""
     recovery_timeout_s: float = Field(default=300.0, gt=0)

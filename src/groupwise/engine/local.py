@@ -12,6 +12,9 @@ A lane's thread owns its decoder; `submit` hands requests to the lane with the f
 futures. Requests submitted together to an idle engine come to the same lanes, and are admitted together and in order,
 so a seeded batch is reproducible bit for bit. Cancelling a future frees its rows before the next token.
 
+An error inside fails the requests at hand, and the engine goes on; one after which the device is lost to the process
+(`model.lost_device`) fails all that ever come, and `lost` says so: a server ends then and is started again.
+
 Interactive requests have lanes of their own, and while there are any the others stand still for most of the time: a
 batch loses the moments in which somebody is answered, and whoever asks hardly notices it. With one decoder for all (on
 a GPU, in compiled code, by the model's own forward) both share its steps.
@@ -48,12 +51,14 @@ from groupwise.errors import (
     AdapterNotFoundError,
     ConfigError,
     ContextLengthError,
+    DeviceLostError,
     EngineError,
     GroupwiseError,
     ModelError,
 )
 from groupwise.model.activations import ModelSize
 from groupwise.model.load import LoadedModel, share_weights, widest_float
+from groupwise.model.lost_device import lost_device
 from groupwise.model.memory import CACHE_SHARE, cache_token_bytes
 from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_cached, why_not_packed
 from groupwise.model.recurrent_layers import is_recurrent
@@ -218,6 +223,7 @@ class LocalEngine:
         self._lanes = [*self._batches.every, *(self._interactive.every if several else ())]
         self._wakeup = threading.Condition()
         self._closing = False
+        self._lost: DeviceLostError | None = None
         self._workers: list[threading.Thread] = []
 
     def _say_recurrent(self, unused: Sequence[str]) -> None:
@@ -507,9 +513,14 @@ class LocalEngine:
             self._adapters[version] = weights
 
     @property
-    def unavailable_reason(self) -> None:
-        """Always None: the engine is in this process."""
-        return None
+    def lost(self) -> DeviceLostError | None:
+        """See `LiveEngine.lost`."""
+        return self._lost
+
+    @property
+    def unavailable_reason(self) -> str | None:
+        """See `LiveEngine.unavailable_reason`: that the device is lost. It does not come back in this process."""
+        return None if self._lost is None else self._lost.message
 
     def stats(self) -> dict[str, int]:
         """Return completions being decoded, completions waiting for a row, and adapters loaded; with `draft_tokens`
@@ -585,6 +596,8 @@ class LocalEngine:
         """Start the threads on first use. The lock is held."""
         if self._closing:
             raise GroupwiseError("the engine is closed")
+        if self._lost is not None:
+            raise self._lost
         if not self._workers:
             self._workers = [
                 threading.Thread(target=self._work, args=(lane,), name="groupwise-engine", daemon=True)
@@ -627,7 +640,7 @@ class LocalEngine:
                     return self._fail(lane, GroupwiseError("the engine was closed"))
             if lane.calls:
                 while lane.calls:
-                    _answer(*lane.calls.popleft())
+                    self._answer(*lane.calls.popleft())
                 continue
             free, began = self._budget.free, time.monotonic()
             try:
@@ -660,8 +673,22 @@ class LocalEngine:
                 queue.popleft()
         lane.decoder.drop_cancelled()
 
+    def _answer(self, function: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:  # belongs to whoever asked
+            future.set_exception(self._noted(error))
+
+    def _noted(self, error: Exception) -> Exception:
+        """Return the error, or that the device is lost, which is the end of this engine."""
+        if (lost := lost_device(error, self._base.device)) is None:
+            return error
+        self._lost = self._lost or lost
+        return lost
+
     def _fail(self, lane: DecoderLane, error: Exception) -> None:
         """Fail every request of the lane, waiting or in flight."""
+        error = self._noted(error)
         if isinstance(error, torch.OutOfMemoryError):
             error = EngineError(
                 f"the engine ran out of memory: {str(error).splitlines()[0]}",
@@ -691,10 +718,3 @@ def _parts(lengths: Sequence[int], *, most: int) -> list[list[int]]:
         parts[-1].append(place)
         used += length
     return parts
-
-
-def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
-    try:
-        future.set_result(function())
-    except Exception as error:  # belongs to whoever asked
-        future.set_exception(error)

@@ -7,6 +7,7 @@
     a damaged ledger   the process ends; the job is left as it is
     a full disk        give the job back and try again later, a number of times
     out of memory      again from its checkpoint with half the tokens in a pass, until one sample alone is a pass
+    a lost GPU         the process ends, which counts as the next
     killed, crashed    the supervisor, or the end of the lease, has the job leased again; it goes on from its checkpoint
     lease lost         another worker has the job: stop, write nothing
 
@@ -42,6 +43,7 @@ from groupwise.errors import (
     TryAgainError,
 )
 from groupwise.model.load import LoadedModel, load_model, resolve_device, resolve_dtype
+from groupwise.model.lost_device import lost_device
 from groupwise.platform import trim_memory
 from groupwise.run.job import JobCancelled, WorkerContext, run_job
 from groupwise.store.cuda_ipc import attach_weights
@@ -190,12 +192,13 @@ class Worker:
         except (StorageError, TryAgainError) as error:
             self._pause(lease, error)
         except Exception as error:
+            if (lost := lost_device(error, self._place.base.device)) is not None:  # as if the process had died
+                log.error("job %s: %s", lease.job.id, lost, exc_info=error)
+                raise SystemExit(lost.exit_code) from error
             if is_memory(error) and (smaller := self._shrink(lease, error)):
                 return smaller
             log.error("job %s failed: %s", lease.job.id, error, exc_info=not isinstance(error, GroupwiseError))
             self._fail(lease, error)
-            if "CUDA error" in str(error):  # after one of those every further call fails: a new process is needed
-                raise SystemExit(1) from error
 
     def _shrink(self, lease: Lease, error: Exception) -> Lease | None:
         log.warning("job %s: memory ran out: %s", lease.job.id, error)

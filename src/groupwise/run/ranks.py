@@ -17,6 +17,7 @@ from groupwise.config.run import RunConfig
 from groupwise.config.world import World, world
 from groupwise.errors import ConfigError, RankLostError
 from groupwise.model.load import load_configured, resolve_device
+from groupwise.model.lost_device import naming_a_lost_device
 from groupwise.run.assemble import open_learner
 
 if TYPE_CHECKING:
@@ -33,15 +34,24 @@ def on_all_ranks(config: RunConfig, lead: Callable[[Ranks | None], R]) -> R:
         ConfigError: the configuration is for another number of processes, or none of them could do it.
         RankLostError: a rank is gone, or did not come in time.
         TrainingError: on the other ranks, for whatever ended rank 0.
+        DeviceLostError: the process's GPU is lost to it.
     """
     here = world()
     _check(config, here)
     if here.size == 1:
-        return lead(None)
+        with naming_a_lost_device(resolve_device(config.device)):
+            return lead(None)
+    device = _device(config, here)
+    with naming_a_lost_device(device):
+        return _on_several(config, here, device, lead)
+
+
+def _on_several(config: RunConfig, here: World, device: torch.device, lead: Callable[[Ranks | None], R]) -> R:
+    """See `on_all_ranks`, for more than one process."""
     from groupwise.train.orders import end
     from groupwise.train.ranks import join
 
-    ranks = join(here, device=_device(config, here), deadline_s=config.train.deadline_s)
+    ranks = join(here, device=device, deadline_s=config.train.deadline_s)
     try:
         if not here.leads:
             return _follow(config, ranks)
@@ -80,6 +90,14 @@ def _check(config: RunConfig, here: World) -> None:
         raise ConfigError(
             f"train.devices is {devices}, and {here.size} process{'es were' if here.size > 1 else ' was'} started",
             hint="start them with: groupwise launch CONFIG",
+        )
+    if here.size > 1 and config.engine == "vllm" and config.vllm.mode == "colocate":
+        raise ConfigError(
+            f"vllm.mode is colocate, and {here.size} processes train: the vLLM in the first one's process would wait "
+            "for ever for a group of processes that only it makes",
+            hint="use vllm.mode: server, which takes GPUs that no learner uses or what training leaves; or train in "
+            "one process",
+            field="vllm.mode",
         )
     if here.size == 1 and config.train.cpu_offload:
         raise ConfigError(

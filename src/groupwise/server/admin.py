@@ -1,6 +1,7 @@
 """The state of the server: /health, /ready, /metrics, /v1/models, /v1/config and what it did lately.
 
-/health says that the process lives, and to whom has the key everything else that it knows. /ready is 503 unless the
+/health says that the process lives, and to whom has the key everything else that it knows; it is 503 where the GPU is
+lost to the process, which ends then. /ready is 503 unless the
 server can do its whole work: answer, accept jobs, keep them, publish adapters. A disk that is full, fails or may not be
 written and a damaged ledger all end it. Both are cheap, and neither waits for the engine.
 """
@@ -21,7 +22,7 @@ from fastapi import APIRouter, Request, Response
 
 from groupwise import __version__
 from groupwise.config.job import GrpoJobConfig, JobConfig, SftJobConfig
-from groupwise.errors import GroupwiseError, ModelError, NotReadyError
+from groupwise.errors import DeviceLostError, GroupwiseError, ModelError, NotReadyError
 from groupwise.model.load import LoadedModel
 from groupwise.run.memory_budget import device_memory
 from groupwise.sdk.types import Answer, Check, Health, ModelCard, ModelList
@@ -76,17 +77,21 @@ class ModelNotFoundError(ModelError):
 
 
 # ---- health ----
-@router.get("/health", **documented(answer=Health))
+@router.get("/health", **documented(answer=Health, errors=[DeviceLostError]))
 async def health(request: Request, parts: State) -> Health:
-    """Whether the process lives. The only route without a key."""
+    """Whether the process lives; 503 once its GPU is lost to it, until it ends. The only route without a key."""
+    if (lost := parts.engine.lost) is not None:
+        raise lost
     if not getattr(request.state, "trusted", False):
         return Health(status="ok", version=__version__, uptime_seconds=time.time() - STARTED)
     return await asyncio.to_thread(_health, parts)
 
 
-@router.get("/v1/health", **documented(answer=Health))
+@router.get("/v1/health", **documented(answer=Health, errors=[DeviceLostError]))
 async def health_v1(parts: State) -> Health:
     """The same as /health, with everything."""
+    if (lost := parts.engine.lost) is not None:
+        raise lost
     return await asyncio.to_thread(_health, parts)
 
 

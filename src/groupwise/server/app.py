@@ -9,6 +9,8 @@
     activate what was active, start the worker, be ready
     SIGTERM or Ctrl-C                          503 to new requests; those in flight may end, the worker saves; exit
     a second one                               exit at once; the next start repairs what that left
+    the GPU is lost to this process            the same as SIGTERM, with exit code 75 and /health 503: whoever keeps the
+                                               server up (a container, systemd) starts it again
 
 Nothing heavy is imported before the port is bound.
 """
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from groupwise.config.serve import ServeConfig
+    from groupwise.errors import DeviceLostError
     from groupwise.server.guard import Gate
     from groupwise.server.metrics import Recorder
     from groupwise.server.state import Server
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 HOUSEKEEPING_S = 3600.0
 READER_AFTER_S = 5.0
 SWITCH_S = 1e-3  # how long a thread may keep Python's lock from the engine's, which asks for it at every operation
+LOOK_S = 0.5  # between looks whether the GPU is lost
 END_S = 5.0  # for connections to close, and streams that shutdown_timeout_s was not enough for to be cut
 
 log = logging.getLogger(__name__)
@@ -178,6 +182,7 @@ def serve(
         ModelError: the model cannot be loaded.
         AdapterError: the adapter of `start` is of another model, or cannot be used.
         StorageError: the state directory cannot be written.
+        DeviceLostError: the GPU was lost to this process (exit code 75).
     """
     check_model(config.model)
     listener = bind(config.host, config.port)
@@ -225,7 +230,8 @@ class _ServerProcess:
 
     async def run(self, ledger: Ledger, store: AdapterStore) -> None:
         self._catch_signals()
-        tasks = [asyncio.create_task(self._uvicorn.serve(sockets=[self._listener])), asyncio.create_task(self._sweep())]
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
+        tasks: list[asyncio.Task[Any]] = [serving, asyncio.create_task(self._sweep())]
         try:
             self._announce(f"loading {self._config.model}; {url_of(self._listener)}/health answers already")
             begun = asyncio.create_task(self._begin(ledger, store))
@@ -242,12 +248,25 @@ class _ServerProcess:
             if self._server.gate is not None:
                 tasks.append(asyncio.create_task(self._server.gate.watch()))
             self._say_ready()
-            await _first(asyncio.create_task(self._stop.wait()), tasks[0])
+            lost = asyncio.create_task(self._device_lost())
+            await _first(asyncio.create_task(self._stop.wait()), tasks[0], lost)
+            if lost.done():
+                self._announce(f"ending, to be started again: {lost.result()}")
+            tasks.append(lost)
             await self._drain()
         finally:
             await self._end(tasks, ledger)
             gc.unfreeze()
+        if lost.done() and not lost.cancelled():
+            raise lost.result()
         self._announce("stopped")
+
+    async def _device_lost(self) -> DeviceLostError:
+        """Wait until the engine's device is lost."""
+        assert self._server is not None
+        while (lost := self._server.engine.lost) is None:
+            await asyncio.sleep(LOOK_S)
+        return lost
 
     def _say_ready(self) -> None:
         """Say where it answers, what a browser should open, and what answers."""

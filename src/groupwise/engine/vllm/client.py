@@ -2,13 +2,16 @@
 
     POST /v1/completions            token ids in; token ids and log-probabilities of the sampled tokens out, at once
                                     or (`stream`) as server-sent events
-    POST /v1/load_lora_adapter      {lora_name, lora_path}; a name that is there already is a success: see vllm_sync
+    POST /v1/load_lora_adapter      {lora_name, lora_path}; a name that is there already is a success: see vllm.publish
     POST /v1/unload_lora_adapter    {lora_name}
     POST /collective_rpc            reload_weights {weights_path}: all weights anew, with VLLM_SERVER_DEV_MODE only
     POST /reset_prefix_cache        ... after which no prompt may be known any more
     POST /update_weight_version     ... and what they are called; GET /weight_info says it again
     POST /tokenize                  a conversation through the server's tokenizer and chat template
-    GET  /v1/models, /version, /health
+    GET  /v1/models, /version, /health; /metrics, whose counts of tokens tell a server that is busy from one that hangs
+
+A request may wait in vLLM's queue and sample for as long as the server moves: while its counts grow, or anything is
+answered. One that has not moved for `vllm.request_timeout_s` is silent.
 
 A failure is one of two kinds, and only the first is worth another attempt elsewhere:
 
@@ -23,11 +26,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -36,14 +41,17 @@ from groupwise.errors import ConfigError, EngineError
 from groupwise.types import SamplingParams
 
 HEALTH_S = 5.0  # for an answer to /health
-CONNECT_S = 5.0
 ASK_S = 60.0  # for what samples nothing
+LOOK_S = 30.0  # between looks whether a server moves, or a quarter of the time that it may stand still
+_TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^\n]*\})? (\S+)", re.MULTILINE)
 SAID = 300  # characters of an answer that are quoted
 _KINDS = {  # kind -> what vLLM says of it
     "already_loaded": "already been loaded",
     "not_loaded": "cannot be found",
     "grammar": "Grammar error",
 }
+
+T = TypeVar("T")
 
 
 class ServerLost(EngineError):
@@ -131,10 +139,13 @@ def sampling_body(
 
 
 class VllmServer:
-    """One server by its URL. Use it in one event loop."""
+    """One server by its URL, which may stand still for `request_timeout_s` while it is asked for completions. Use it in
+    one event loop."""
 
     def __init__(self, url: str, *, request_timeout_s: float):
         self.url, self._request_s = server_url(url), request_timeout_s
+        self._moved = self._looked = -math.inf  # when it was last seen to move, and was looked at
+        self._tokens: float | None = None  # read and sampled, when it was looked at
         self._weights, self._reading = None, asyncio.Lock()  # what the weights are called that it has read
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx2.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
@@ -166,7 +177,8 @@ class VllmServer:
 
     async def complete(self, model: str, body: Mapping[str, Any]) -> list[Sampled]:
         """Return the completions of `sampling_body`, in order. Raises ServerLost, EngineError."""
-        answer = await self._ask("POST", "/v1/completions", {"model": model, **body}, timeout=self._request_s)
+        asked = self._ask("POST", "/v1/completions", {"model": model, **body}, timeout=None)
+        answer = await self._while_it_moves(asked)
         sampled = self._sampled(answer, top=body["logprobs"])
         if len(sampled) != body["n"] or any(not _is_whole(each) for each in sampled):
             raise EngineError(
@@ -181,11 +193,14 @@ class VllmServer:
 
         Raises ServerLost, EngineError; what was heard by then was sampled.
         """
+        return await self._while_it_moves(self._stream(model, body, hear))
+
+    async def _stream(self, model: str, body: Mapping[str, Any], hear: Callable[[Sampled], None]) -> str:
         where = f"{self.url}/v1/completions"
         asked = {"model": model, **body, "stream": True}
-        timeout = httpx2.Timeout(self._request_s, pool=None)
+        timeout = httpx2.Timeout(None, connect=self._request_s)
         async with (
-            self._reaching(where, self._request_s),
+            self._reaching(where, None),
             self._client.stream("POST", where, json=asked, timeout=timeout) as answer,
         ):
             if answer.status_code >= 300:
@@ -194,6 +209,7 @@ class VllmServer:
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
+                self._moved = time.monotonic()
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     self._refused(int(event["error"].get("code") or 500), line, where)
@@ -259,17 +275,49 @@ class VllmServer:
                 return (await self._ask("GET", "/weight_info"))["weight_version"] == self._weights
         return base in await self.adapters()
 
-    async def _ask(self, method: str, path: str, body: Any = None, *, timeout: float = ASK_S) -> Any:
+    async def _while_it_moves(self, asking: Coroutine[Any, Any, T]) -> T:
+        """Return what is asked for, however long it takes while the server moves. Raises ServerLost when it has not
+        moved for the time that it may stand still, and as `asking`."""
+        began, asked = time.monotonic(), asyncio.ensure_future(asking)
+        try:
+            while True:
+                await asyncio.wait({asked}, timeout=min(LOOK_S, self._request_s / 4))
+                if asked.done():
+                    self._moved = time.monotonic()
+                    return asked.result()
+                await self._look()
+                if time.monotonic() - max(began, self._moved) > self._request_s:
+                    within = f"{self._request_s:g} s (vllm.request_timeout_s)"
+                    raise ServerLost(f"{self.url} has read and sampled no token for {within}", silent=True)
+        finally:
+            asked.cancel()
+
+    async def _look(self) -> None:
+        """Find out whether the server has read or sampled tokens since the last look, for all requests at once. One
+        that has no /metrics moves when it answers."""
+        now = time.monotonic()
+        if now - self._looked < min(LOOK_S, self._request_s / 4) / 2:
+            return
+        self._looked = now
+        with suppress(EngineError, ValueError):
+            said = await self._ask("GET", "/metrics", timeout=self._request_s)
+            tokens = sum(map(float, _TOKENS.findall(str(said))))
+            if self._tokens is not None and tokens != self._tokens:
+                self._moved = time.monotonic()
+            self._tokens = tokens
+
+    async def _ask(self, method: str, path: str, body: Any = None, *, timeout: float | None = ASK_S) -> Any:
         """Return the answer's JSON, or its text."""
         where = f"{self.url}{path}"
+        waits = httpx2.Timeout(timeout, pool=None, connect=timeout or self._request_s)
         async with self._reaching(where, timeout):
-            answer = await self._client.request(method, where, json=body, timeout=httpx2.Timeout(timeout, pool=None))
+            answer = await self._client.request(method, where, json=body, timeout=waits)
         if answer.status_code >= 300:
             self._refused(answer.status_code, answer.text, where)
         return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
 
     @asynccontextmanager
-    async def _reaching(self, where: str, timeout: float) -> AsyncIterator[None]:
+    async def _reaching(self, where: str, timeout: float | None) -> AsyncIterator[None]:
         """What goes wrong on the way as ServerLost."""
         try:
             async with asyncio.timeout(timeout):

@@ -162,6 +162,7 @@ class InProcess(VllmServer):
         except Exception as error:  # the boundary of the thread: whoever waits must hear of it
             self._failed = error
         ended = EngineError(f"{self.url} has ended: {self._failed!r}")
+        ended.__cause__ = self._failed
         for future in self._waiting.values():
             with suppress(InvalidStateError):  # given up
                 future.set_exception(ended)

@@ -1,12 +1,12 @@
 """vLLM as the engine: a `Sampler` over one or more servers.
 
-One thread runs an event loop that holds all connections (`vllm_fleet`). A sampling request is one HTTP request, so that
+One thread runs an event loop that holds all connections (`vllm.fleet`). A sampling request is one HTTP request, so that
 a group is on one server, where its prompt is computed once; completion j draws from a seed that follows from the
 request's and j. vLLM's random numbers depend on the batch in ways that ours do not: a seeded run is repeatable only as
 far as vLLM is.
 
 Prompts that do not fit, token ids that there are not, and options that vLLM cannot honour are refused here, before
-anything is sent. A version is usable when every server has it and has proved it (`vllm_sync`).
+anything is sent. A version is usable when every server has it and has proved it (`vllm.publish`).
 
 With in-flight updates each completion is a request of its own, whose tokens are heard as they come. When a version is
 replaced the request is given up and continued by the new version, which reads what was heard: keys and values are
@@ -93,7 +93,7 @@ class VllmEngine:
         colocated: vLLM in this process, in place of servers.
         reloads: all parameters are trained, and `adopt` hands over whole models.
         merge: `load` hands over whole models too, which this makes of an adapter's directory (None: the base alone).
-        patient: see `vllm_fleet`.
+        patient, rows: see `vllm.fleet`.
         in_flight_updates: versions may be replaced under completions (`replace`).
         say: is told now and then which servers are waited for, and why.
 
@@ -113,6 +113,7 @@ class VllmEngine:
         reloads: bool = False,
         merge: Callable[[Path | None], PreTrainedModel] | None = None,
         patient: bool = False,
+        rows: int | None = None,
         in_flight_updates: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ):
@@ -145,7 +146,7 @@ class VllmEngine:
             if reloads or merge:  # a server may have those of an earlier run
                 first = base.model if merge is None else merge(None)
                 self._weights = self._shelf.put_model(PolicyVersion.base(), first)
-            self._fleet = self._wait(self._opened(launches, colocated, patient, say))
+            self._fleet = self._wait(self._opened(launches, colocated, patient, rows, say))
         except BaseException:
             self._stop()
             raise
@@ -323,7 +324,9 @@ class VllmEngine:
     async def _answer(self, job: QueuedRequest) -> list[Completion]:
         request, grammar = job.request, job.request.params.grammar
         try:
-            sampled = await self._fleet.send(job.name, lambda server, model: server.complete(model, job.body))
+            sampled = await self._fleet.send(
+                job.name, lambda server, model: server.complete(model, job.body), rows=job.body["n"]
+            )
         except EngineError as error:
             if grammar is None:
                 raise
@@ -496,9 +499,15 @@ class VllmEngine:
     # -- servers -------------------------------------------------------------------------------------------------------
 
     async def _opened(
-        self, launches: Sequence[ServerLaunch], colocated: VllmServer | None, patient: bool, say: Callable[[str], None]
+        self,
+        launches: Sequence[ServerLaunch],
+        colocated: VllmServer | None,
+        patient: bool,
+        rows: int | None,
+        say: Callable[[str], None],
     ) -> Fleet:
-        fleet = Fleet(self._config, prepare=self._prepare, launches=launches, colocated=colocated, patient=patient)
+        how: dict[str, Any] = {"colocated": colocated, "patient": patient, "rows": rows}
+        fleet = Fleet(self._config, prepare=self._prepare, launches=launches, **how)
         try:
             await fleet.open(say=say)
         except BaseException:

@@ -3,6 +3,9 @@
     away   ->  started if it is ours  ->  healthy  ->  handshake  ->  has every version in use  ->  up
     up     ->  its process ended, was restarted by others, /health is refused or silent  ->  away
 
+A server is given twice the completions that it samples at once (`rows`), so that it never waits for the next. The
+others wait here, in order, for the first server that has room, and no clock runs for them.
+
 What was in flight on a server that is lost is sent again, to another or to the same one when it is back, with the same
 seed and the same version. A server that comes back as something else fails the run, and so does one that does not come
 back: nothing waits for ever. Behind a live server (`patient`) only what is asked fails, and a server is looked for
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -30,6 +34,7 @@ AGAIN_S = 0.2  # before the next look at one that is in doubt, or away
 REFUSED_S = 10.0  # ... or that came back as something else, where that does not end everything
 STARTS = 3  # of a server of ours that ends before it is up
 FIRST_SAID_S, LATER_SAID_S = 2.0, 30.0  # when it is said that servers are waited for, and how rarely at most
+AHEAD = 2  # times what a server samples at once is given to it
 SENDS = 4  # of one request that servers are lost with
 
 log = logging.getLogger(__name__)
@@ -49,7 +54,7 @@ class FleetMember:
         self.accepted: Accepted | None = None  # None: it is away
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of its present life
         self.doubted = asyncio.Event()
-        self.running = 0  # requests
+        self.running = 0  # completions
         self.why = "it has not answered yet"
 
     @property
@@ -60,7 +65,8 @@ class FleetMember:
 
 
 class Fleet:
-    """All servers. `prepare` accepts one and gives it what it must have. Use it in one event loop."""
+    """All servers. `prepare` accepts one and gives it what it must have; `rows` is how many completions each samples at
+    once, None if that is nobody's business here. Use it in one event loop."""
 
     def __init__(
         self,
@@ -70,8 +76,10 @@ class Fleet:
         launches: Sequence[ServerLaunch],
         colocated: VllmServer | None = None,
         patient: bool = False,
+        rows: int | None = None,
     ):
         self._config, self._prepare, self._patient = config, prepare, patient
+        self._most = None if rows is None else AHEAD * rows
         timeout = config.request_timeout_s
         if colocated is not None:
             self.members = [FleetMember(colocated)]
@@ -126,11 +134,12 @@ class Fleet:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def send(self, name: str | None, ask: Ask[T]) -> T:
-        """Return what a server answers who asks for the adapter `name`, or the base. Raises EngineError."""
+    async def send(self, name: str | None, ask: Ask[T], *, rows: int = 1) -> T:
+        """Return what a server answers who asks for `rows` completions by the adapter `name`, or the base. Raises
+        EngineError."""
         attempt = 0
         while True:
-            member = await self._until_up(self.members, self._config.recovery_timeout_s)
+            member = await self._with_room(rows)
             try:
                 return await self._send_to(member, name, ask)
             except ServerLost as error:
@@ -140,9 +149,28 @@ class Fleet:
                 log.warning("a request is sent again (%d): %s", attempt, error.message)
                 member.doubted.set()
                 await asyncio.sleep(AGAIN_S * (UNREACHABLE + attempt))  # time to see whether the server is away
+            finally:
+                member.running -= rows
+                await self._tell()
+
+    async def _with_room(self, rows: int) -> FleetMember:
+        """Return the server with the least to do, which has been given these rows, once one is up that has room. Raises
+        EngineError when none is up for too long."""
+
+        def least() -> FleetMember | None:
+            most = math.inf if self._most is None else self._most
+            free = [each for each in self.up if not each.running or each.running + rows <= most]
+            return min(free, key=lambda each: each.running, default=None)
+
+        while True:
+            await self._until_up(self.members, self._config.recovery_timeout_s)
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._fatal or not self.up or least())
+                if (member := least()) is not None and self._fatal is None:
+                    member.running += rows
+                    return member
 
     async def _send_to(self, member: FleetMember, name: str | None, ask: Ask[T]) -> T:
-        member.running += 1
         asking = asyncio.create_task(ask(member.server, name or member.base))
         try:
             await asyncio.wait({asking, member.lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +178,6 @@ class Fleet:
                 return asking.result()
             raise ServerLost(f"{member.server.url}: {member.why}")
         finally:
-            member.running -= 1
             asking.cancel()
 
     # -- versions ------------------------------------------------------------------------------------------------------
@@ -180,8 +207,8 @@ class Fleet:
 
     # -- up and down ---------------------------------------------------------------------------------------------------
 
-    async def _until_up(self, members: Sequence[FleetMember], timeout: float) -> FleetMember:
-        """Return the one of `members` with the least to do, once one is up. Raises EngineError."""
+    async def _until_up(self, members: Sequence[FleetMember], timeout: float) -> None:
+        """Return when one of `members` is up. Raises EngineError."""
 
         def ready() -> bool:
             return self._fatal is not None or any(member.accepted for member in members)
@@ -197,7 +224,6 @@ class Fleet:
             ) from None
         if self._fatal is not None:
             raise self._fatal
-        return min((member for member in members if member.accepted), key=lambda member: member.running)
 
     async def _keep(self, member: FleetMember) -> None:
         """Bring a server up, watch it, and again."""

@@ -37,6 +37,7 @@ from groupwise.engine.vllm.publish import FILES
 from groupwise.engine.vllm.server import launch_of, rank_of
 from groupwise.errors import (
     AdapterError,
+    DeviceLostError,
     EngineError,
     NotReadyError,
 )
@@ -157,7 +158,13 @@ class LiveVllm(VllmEngine):
     # -- how it is -----------------------------------------------------------------------------------------------------
 
     @property
+    def lost(self) -> DeviceLostError | None:
+        return self._local.lost
+
+    @property
     def unavailable_reason(self) -> str | None:
+        if self.lost is not None:
+            return self.lost.message
         if self._fleet.up:
             return None
         return "; ".join(f"vLLM at {member.server.url}: {member.why}" for member in self._fleet.members)

@@ -52,6 +52,7 @@ def open_vllm(
         colocated=colocated,
         reloads=config.train.lora is None,
         merge=merge,
+        rows=shape.rows,
         in_flight_updates=config.rollout.in_flight_updates,
         say=say,
     )
