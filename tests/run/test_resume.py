@@ -57,11 +57,25 @@ def died(tmp_path: Path, step: int, **sections) -> Path:
 
 KEPT = {"adapters": {"keep": 100}}
 
+SOURCES = [
+    {
+        "source": "groupwise.tasks.starter.tasks:prompts",
+        "args": {"skill": [skill], "n": 12},
+        "name": skill,
+        "weight": weight,
+    }
+    for skill, weight in (("add", 1), ("sub", 3))
+]
+MIXED = {"data": {"source": None, "args": {}, "sources": SOURCES}}
+STREAMED = {"data": {**MIXED["data"], "streaming": True, "shuffle_buffer": 4}}
+
 
 @pytest.mark.parametrize(
     "sections",
     [
         pytest.param(ALL, id="with everything"),
+        pytest.param(MIXED, id="a mixture of sources", marks=pytest.mark.slow),
+        pytest.param(STREAMED, id="streams"),
         pytest.param({**EVALUATED, **KEPT}, id="every version", marks=pytest.mark.slow),
         pytest.param(KEPT, id="without evaluations", marks=pytest.mark.slow),
     ],
