@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from groupwise.tasks.prompts import PromptStream
+from groupwise.tasks.prompt_stream import PromptStream
 from groupwise.types import Prompt
 
 

@@ -69,7 +69,7 @@ def test_the_rows_are_prompts_of_a_run(folder):
     args = {"datasets": [{"path": "gsm8k.jsonl", "type": "rewards.prompt_transform"}], "folder": str(folder)}
     data = {"source": "groupwise.bridges.axolotl.data:rows", "args": args}
     config = parse_config({"data": data, "rewards": ["rewards:accuracy_reward"]})
-    prompts = open_prompts(config.data).all()
+    prompts = open_prompts(config.data).known
     assert prompts[1].messages is not None and prompts[1].columns == {"answer": "3"}
 
 

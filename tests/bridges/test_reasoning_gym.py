@@ -50,8 +50,8 @@ def test_the_package_is_there_before_the_first_score_is_waited_for():
     [
         ({"source": "reasoning-gym"}, "required with source reasoning-gym"),
         ({"source": "rows.jsonl", "tasks": TASKS}, "acts with source reasoning-gym only"),
-        ({"source": "rows.jsonl", "seed": 0}, "acts with source reasoning-gym only"),
-        ({"source": "reasoning-gym", "tasks": TASKS, "split": "train"}, "acts on Hugging Face datasets only"),
+        ({"source": "rows.jsonl", "seed": 0}, "acts with sample, or source reasoning-gym"),
+        ({"source": "reasoning-gym", "tasks": TASKS, "split": "train"}, "acts on files and Hugging Face datasets"),
         ({"source": "reasoning-gym", "tasks": TASKS, "args": {"n": 1}}, "does not act with 'reasoning-gym'"),
         ({"source": "reasoning-gym", "tasks": {"gcd": {"weight": 0}}}, "a number above 0"),
         ({"source": "reasoning-gym", "tasks": {"gcd": {"weight": "2"}}}, "a number above 0"),
@@ -111,10 +111,10 @@ def package():
 
 def test_tasks_are_mixed_by_weight_and_the_same_for_a_seed(package):
     config = generated(tasks={"chain_sum": {"weight": 3}, "spell_backward": {}}, system="Be brief.")
-    prompts = open_prompts(config).all()
+    prompts = open_prompts(config).known
     assert [prompt.columns["task"] for prompt in prompts].count("chain_sum") == 9
     assert {prompt.columns["task"] for prompt in prompts[:4]} == {"chain_sum", "spell_backward"}
-    assert [each.messages for each in open_prompts(config).all()] == [each.messages for each in prompts]
+    assert [each.messages for each in open_prompts(config).known] == [each.messages for each in prompts]
     assert len({prompt.id for prompt in prompts}) == 12
     assert prompts[0].messages is not None and [each["role"] for each in prompts[0].messages] == ["system", "user"]
 
@@ -124,7 +124,7 @@ def test_neighbouring_seeds_share_no_problems(package):
     tasks = {"chain_sum": {"min_digits": 6, "max_digits": 8}}
 
     def questions(config) -> set[str]:
-        return {prompt.columns["question"] for prompt in open_prompts(config).all()}
+        return {prompt.columns["question"] for prompt in open_prompts(config).known}
 
     first, second = questions(generated(tasks=tasks, seed=4)), questions(generated(tasks=tasks, seed=5))
     assert len(first) == 12 and not first & second
@@ -156,7 +156,7 @@ def scored(prompt, replies, **options) -> tuple[list[float], list]:
 
 
 def test_the_score_is_the_generators_own(package):
-    for prompt in open_prompts(generated(tasks={"chain_sum": {}, "number_sorting": {}, "arc_1d": {}})).all():
+    for prompt in open_prompts(generated(tasks={"chain_sum": {}, "number_sorting": {}, "arc_1d": {}})).known:
         answer, task = prompt.columns["answer"], prompt.columns["task"]
         scores, logged = scored(prompt, [answer, f"<answer> {answer} </answer>", "nothing"])
         assert scores[:2] == [1.0, 1.0] and scores[2] < 0.1
@@ -166,7 +166,7 @@ def test_the_score_is_the_generators_own(package):
 
 def test_columns_that_json_would_change_still_score(package):
     """arc_agi and rearc keep grids as tuples, which are compared."""
-    [prompt] = open_prompts(generated(tasks={"rearc": {}}, size=1)).all()
+    [prompt] = open_prompts(generated(tasks={"rearc": {}}, size=1)).known
     assert scored(prompt, [prompt.columns["answer"]])[0] == [1.0]
 
 

@@ -173,7 +173,10 @@ def test_all_problems_are_reported_together(write):
         ({"rewards": "a:b"}, "rewards: 'a:b' is not valid; it must be a list"),
         ({"name": "base"}, "name: 'base' is what the model without an adapter is called"),
         ({"name": "../x"}, "name: '../x' is not valid"),
-        ({"data": {"source": "x.jsonl", "split": "test"}}, "data.split: 'test' acts on Hugging Face datasets only"),
+        (
+            {"data": {"source": "x.jsonl", "split": "test"}},
+            "data.split: 'test' of 'x.jsonl': a file has one",
+        ),
         ({"data": {"source": "x.jsonl", "args": {"a": 1}}}, "data.args: a file takes no arguments"),
         ({"eval": {"every": 5}}, "eval.data: required and missing"),
         ({"eval": {"data": {"source": "x.jsonl"}, "modes": ["greedy", "greedy"]}}, "names a mode twice"),

@@ -22,7 +22,7 @@ from groupwise.errors import DataError, RewardError
 from groupwise.run.batches import Batches, Pace
 from groupwise.run.collect import Collected
 from groupwise.run.replay import ReplayBuffer, RerollQueue
-from groupwise.tasks.prompts import PromptSource
+from groupwise.tasks.prompt_stream import PromptSource
 from groupwise.tasks.rollout_sources import SingleTurnRollouts
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 from wording import raises

@@ -60,6 +60,18 @@ def died(tmp_path: Path, step: int, **sections) -> Path:
 
 KEPT = {"adapters": {"keep": 100}}
 
+SOURCES = [
+    {
+        "source": "groupwise.tasks.starter.tasks:prompts",
+        "args": {"skill": [skill], "n": 12},
+        "name": skill,
+        "weight": weight,
+    }
+    for skill, weight in (("add", 1), ("sub", 3))
+]
+MIXED = {"data": {"source": None, "args": {}, "sources": SOURCES}}
+STREAMED = {"data": {**MIXED["data"], "streaming": True, "shuffle_buffer": 4}}
+
 
 def test_a_finished_run_goes_on_for_more_steps(tmp_path: Path) -> None:
     """At a constant rate it is the run that was asked for as many from the beginning."""
@@ -80,6 +92,8 @@ def test_a_finished_run_goes_on_for_more_steps(tmp_path: Path) -> None:
     "sections",
     [
         pytest.param(ALL, id="with everything"),
+        pytest.param(MIXED, id="a mixture of sources", marks=pytest.mark.slow),
+        pytest.param(STREAMED, id="streams"),
         pytest.param({**EVALUATED, **KEPT}, id="every version", marks=pytest.mark.slow),
         pytest.param(KEPT, id="without evaluations", marks=pytest.mark.slow),
     ],

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from groupwise.config.data import DataConfig, DatasetConfig
 from groupwise.errors import ConfigError, DataError, LoadError
-from groupwise.tasks.prompts import PromptSource, Ticket, open_prompts, to_prompt
+from groupwise.tasks.prompt_stream import PromptSource, Ticket
+from groupwise.tasks.prompts import open_prompts, to_prompt
 from groupwise.types import Prompt
 from prompt_streams import take
 from wording import raises
@@ -40,7 +41,7 @@ def numbered(count: int) -> list[Prompt]:
 def test_json_lines(tmp_path):
     write_rows(tmp_path, [{"prompt": "a", "answer": 1}, "", {"messages": CHAT, "answer": "é"}])
     source = open_prompts(DataConfig(source="rows.jsonl"), folder=tmp_path)
-    first, second = source.all()
+    first, second = source.known
     assert (first.id, first.messages, first.columns) == ("rows.jsonl:1", (user("a"),), {"answer": 1})
     assert (second.id, second.text, second.columns) == ("rows.jsonl:3", None, {"answer": "é"})
     assert second.messages == ({"role": "user", "content": "2+2?"},)
@@ -50,7 +51,7 @@ def test_json_lines(tmp_path):
 def test_the_prompt_key_and_the_limit(tmp_path):
     write_rows(tmp_path, [{"question": str(index), "prompt": "other"} for index in range(5)] + ["not JSON"])
     config = DataConfig(source="rows.jsonl", prompt_key="question", limit=3)
-    prompts = open_prompts(config, folder=tmp_path).all()
+    prompts = open_prompts(config, folder=tmp_path).known
     assert [prompt.text for prompt in prompts] == ["0", "1", "2"]
     assert prompts[0].columns == {"prompt": "other"}
 
@@ -170,7 +171,7 @@ def test_one_local_file_of_another_kind(tmp_path, name):
     (tmp_path / "one.json").write_text(json.dumps(ROWS[0]))
     write_rows(tmp_path, ROWS, "lines.json")
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
-    prompts = open_prompts(DataConfig(source=name), folder=tmp_path).all()
+    prompts = open_prompts(DataConfig(source=name), folder=tmp_path).known
     assert [prompt.messages[0]["content"] for prompt in prompts] == ["2+2?", "3+\n3?"][: len(prompts)]
     assert len(prompts) == (1 if name == "one.json" else 2)
     assert prompts[0].columns == {"answer": "4", "level": 1, "note": None}
@@ -178,7 +179,7 @@ def test_one_local_file_of_another_kind(tmp_path, name):
 
 def test_a_local_csv_has_the_types_that_its_columns_look_like(tmp_path):
     (tmp_path / "rows.csv").write_text('prompt,answer,level\n"2+\n2?",four,1\n3+3?,"six, or 6",2\n')
-    prompts = open_prompts(DataConfig(source="rows.csv", limit=5), folder=tmp_path).all()
+    prompts = open_prompts(DataConfig(source="rows.csv", limit=5), folder=tmp_path).known
     assert [(prompt.text, prompt.columns) for prompt in prompts] == [
         ("2+\n2?", {"answer": "four", "level": 1}),
         ("3+3?", {"answer": "six, or 6", "level": 2}),
@@ -207,10 +208,14 @@ def test_a_file_that_is_not_there_names_one_like_it(tmp_path):
         open_prompts(DataConfig(source="trian.parquet"), folder=tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"split": "train"}, {"args": {"sep": ";"}}])
-def test_a_file_has_no_splits_and_takes_no_arguments(options):
-    with raises(ValidationError):
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"split": "test"}, "split"), ({"split": "train[5]"}, "split"), ({"args": {"sep": ";"}}, "args")],
+)
+def test_a_file_has_no_other_splits_and_takes_no_arguments(options, field):
+    with pytest.raises(ValidationError) as caught:
         DataConfig(source="rows.csv", **options)
+    assert caught.value.errors()[0]["loc"] == (field,)
 
 
 def test_rows_from_a_function(tmp_path):
@@ -221,7 +226,7 @@ def test_rows_from_a_function(tmp_path):
         "def nothing(): return None\n"
     )
     config = DataConfig(source="my_rows:rows", args={"start": 5}, limit=3)
-    prompts = open_prompts(config, folder=tmp_path).all()
+    prompts = open_prompts(config, folder=tmp_path).known
     assert [(prompt.id, prompt.text) for prompt in prompts] == [
         ("my_rows:rows:0", "5"),
         ("my_rows:rows:1", "6"),
@@ -245,10 +250,10 @@ def test_saved_hugging_face_datasets(tmp_path):
     datasets.DatasetDict({"train": rows, "test": rows.select([2])}).save_to_disk(tmp_path / "several")
 
     one = open_prompts(DatasetConfig(source="one"), folder=tmp_path)
-    assert [prompt.columns["answer"] for prompt in one.all()] == ["0", "1", "2"]
-    assert one.all(1)[0].messages == tuple(CHAT)
+    assert [prompt.columns["answer"] for prompt in one.known] == ["0", "1", "2"]
+    assert one.known[0].messages == tuple(CHAT)
     test = open_prompts(DatasetConfig(source="several", split="test"), folder=tmp_path)
-    assert [prompt.id for prompt in test.all()] == ["several:0"]
+    assert [prompt.id for prompt in test.known] == ["several:0"]
     assert len(open_prompts(DatasetConfig(source="several"), folder=tmp_path)) == 3
     with raises(DataError):
         open_prompts(DatasetConfig(source="several", split="dev"), folder=tmp_path)
@@ -260,7 +265,7 @@ def test_datasets_through_a_builder(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows.csv").write_text("prompt,answer\na,1\nb,2\n")
     args = {"data_files": str(tmp_path / "rows.csv"), "cache_dir": str(tmp_path / "cache")}
-    prompts = open_prompts(DatasetConfig(source="csv", args=args), folder=tmp_path).all()
+    prompts = open_prompts(DatasetConfig(source="csv", args=args), folder=tmp_path).known
     assert [(prompt.text, prompt.columns) for prompt in prompts] == [("a", {"answer": 1}), ("b", {"answer": 2})]
     with raises(DataError):
         open_prompts(DatasetConfig(source="csv", split="nosuch", args=args), folder=tmp_path)
@@ -286,7 +291,7 @@ def test_epochs_are_shuffled_by_seed_and_number():
 def test_evaluation_data_is_read_in_order_and_does_not_move_the_stream(tmp_path):
     write_rows(tmp_path, [{"prompt": str(index)} for index in range(10)])
     source = open_prompts(DataConfig(source="rows.jsonl"), folder=tmp_path, seed=3)
-    assert [prompt.text for prompt in source.all(2)] == ["0", "1"]
+    assert [prompt.text for prompt in source.known[:2]] == ["0", "1"]
     assert source.cursor == {"epoch": 0, "position": 0, "rows": 10, "unresolved": []}
     ordered = open_prompts(DatasetConfig(source="rows.jsonl"), folder=tmp_path, seed=3)
     assert [prompt.text for prompt in take(ordered, 10)] == [str(index) for index in range(10)]
@@ -413,7 +418,7 @@ def test_a_case_needs_no_prompt(tmp_path):
     config = DatasetConfig(source="cases.jsonl")
     with raises(DataError):
         open_prompts(config, folder=tmp_path)
-    (prompt,) = open_prompts(config, folder=tmp_path, cases=True).all()
+    (prompt,) = open_prompts(config, folder=tmp_path, cases=True).known
     assert dict(prompt.columns) == {"question": "2+2?", "answer": "4", "tools": ["a"]}
     assert prompt.text is None and prompt.messages is None
     with raises(DataError):

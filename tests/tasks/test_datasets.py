@@ -37,7 +37,7 @@ def config(name: str, source: str) -> DataConfig:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_reward_of_a_dataset_knows_its_answers(tmp_path: Path, name: str):
     write_rows(tmp_path / "rows.jsonl", name)
-    [prompt] = open_prompts(config(name, "rows.jsonl"), folder=tmp_path).all()
+    [prompt] = open_prompts(config(name, "rows.jsonl"), folder=tmp_path).known
     right, wrong, function, args = JUDGED[name]
     said = [[{"role": "assistant", "content": each}] for each in (right, wrong)]
     columns = {key: [value] * 2 for key, value in prompt.columns.items()}
@@ -49,7 +49,7 @@ def test_the_reward_of_a_dataset_knows_its_answers(tmp_path: Path, name: str):
 def test_a_saved_dataset_is_read_with_its_split(tmp_path: Path, name: str):
     DatasetDict({"test": Dataset.from_list([SHAPES[name]] * 3)}).save_to_disk(str(tmp_path / "saved"))
     asked = DataConfig(source=f"groupwise.tasks.datasets:{name}", args={"source": "saved", "split": "test"})
-    prompts = open_prompts(asked, folder=tmp_path).all()
+    prompts = open_prompts(asked, folder=tmp_path).known
     assert len(prompts) == 3 and prompts[0].messages[-1]["role"] == "user"
 
 

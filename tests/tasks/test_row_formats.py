@@ -26,7 +26,7 @@ def read(tmp_path):
     def opened(row, *, answers=False, name="rows.jsonl", text=None, **data):
         (tmp_path / name).write_text(json.dumps(row) if text is None else text)
         config = DataConfig(source=name, **data)
-        (prompt,) = open_prompts(config, folder=tmp_path, answers=answers).all()
+        (prompt,) = open_prompts(config, folder=tmp_path, answers=answers).known
         return prompt
 
     return opened

@@ -185,7 +185,7 @@ def test_a_game_is_the_same_wherever_it_is_played(starter_engine, starter):
     for workers in (0, 1):
         plan = make_plan(nim(f"env.workers={workers}"))
         with closing(open_play(plan, starter, starter_engine, open_envs(plan))) as played:
-            prompts = plan.source.all()[3:5]
+            prompts = plan.source.known[3:5]
             work = play_all(played, prompts, seeds=[1, 2], n=3, params=PARAMS, version=PolicyVersion.base())
             rollouts = [rollout for group in asyncio.run(work) for rollout in group.rollouts]
         assert not any(rollout.error for rollout in rollouts)

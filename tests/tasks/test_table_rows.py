@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from groupwise.config.data import DataConfig
 from groupwise.tasks.prompts import open_prompts
-from groupwise.tasks.tables import _typed, csv_rows, row_of
+from groupwise.tasks.tables import _Written, csv_rows, row_of
 
 
 def answers(path: Path, text: str) -> list[Any]:
@@ -48,9 +48,21 @@ def test_a_cell_is_what_stands_in_the_file(tmp_path: Path, cells: str, expected:
     assert found == expected and list(map(type, found)) == list(map(type, expected))
 
 
-@given(st.lists(st.text(max_size=6), min_size=1, max_size=6))
-def test_no_cell_loses_anything(cells: list[str]) -> None:
-    assert [str(value) if value is not None else "" for value in _typed(cells)] == cells
+@given(st.lists(st.text(max_size=6), min_size=1, max_size=6), st.integers(0, 6))
+def test_no_cell_loses_anything(cells: list[str], cut: int) -> None:
+    column = _Written()
+    parts = [cells[:cut], cells[cut:]]
+    for part in parts:
+        column.see(part)
+    values = [value for part in parts for value in column.typed(part)]
+    assert [str(value) if value is not None else "" for value in values] == cells
+
+
+def test_the_type_of_a_column_is_that_of_all_of_the_file(tmp_path: Path) -> None:
+    path, rows = tmp_path / "rows.csv", 150_000  # several of the parts in which Arrow reads a file
+    path.write_text("id,last\n" + "".join(f"{n},{n}\n" for n in range(rows)) + "x,1\n", encoding="utf-8")
+    first, *_, end = csv_rows(path)
+    assert first == {"id": "0", "last": 0} and end == {"id": "x", "last": 1}
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -78,7 +90,7 @@ ROWS = [
 def seen(source: Path) -> list[tuple[Any, Any]]:
     """Of each prompt its tool's properties and its call's arguments."""
     found = []
-    for prompt in open_prompts(DataConfig(source=str(source), shuffle=False)).all():
+    for prompt in open_prompts(DataConfig(source=str(source), shuffle=False)).known:
         assert prompt.tools is not None and prompt.messages is not None
         arguments = prompt.messages[1]["tool_calls"][0]["function"]["arguments"]
         given = json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from groupwise.run.check import CheckReport, StepTrial
     from groupwise.run.config_file import LoadedRun
     from groupwise.run.loop import RunResult
+    from groupwise.tasks.rows import RowCount
 
 _TEXT_CHARS = 60  # of a completion in a table
 
@@ -302,8 +303,9 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         (
             "the run",
             f"{config.train.steps} steps, {config.train.steps * step.optimizer_steps:,} optimizer steps, "
-            f"{step.epochs:.3g} epochs of {len(report.plan.source):,} prompts",
+            + _epochs(report),
         ),
+        *(("" if index else "data", str(each)) for index, each in enumerate(_sources(report))),
         *([] if config.kind == "sft" else [("sampling", _pace(config))]),
         ("time", _time(report)),
         ("memory", _memory(report)),
@@ -332,6 +334,20 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         )
     if not report.warnings:
         print_line("nothing suspicious was found", console=console)
+
+
+def _epochs(report: CheckReport) -> str:
+    rows = report.plan.rows
+    if rows is None:
+        return f"{report.plan.config.train.steps * report.step.prompts:,} prompts, drawn from a stream"
+    return f"{report.step.epochs:.3g} epochs of {rows:,} prompts"
+
+
+def _sources(report: CheckReport) -> Sequence[RowCount]:
+    """Return what each source came to, where there is more to say than how many prompts there are."""
+    counts = report.plan.source.counts
+    told = len(counts) > 1 or any(each.filtered or each.used < each.rows or not each.whole for each in counts)
+    return counts if told else ()
 
 
 def _teacher(teacher: TeacherConfig, told: Mapping[str, float]) -> str:

@@ -151,7 +151,7 @@ def _rows(
             if value:
                 raise ConfigError(f"{option} {value!r} does nothing without --data")
         return ROWS
-    prompts = open_prompts(_dataset(source, overrides, limit=max(count, 64)), folder=folder).all()
+    prompts = open_prompts(_dataset(source, overrides, limit=max(count, 64)), folder=folder).known
     column = gold or next((each for each in GOLD if each in prompts[0].columns), None)
     if column is not None and (without := [each.id for each in prompts[:count] if column not in each.columns]):
         raise ConfigError(f"{without[0]} has no column {column!r}; it has {', '.join(prompts[0].columns) or 'none'}")

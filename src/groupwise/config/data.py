@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from groupwise.config.section import Section, Text, conflict
+from groupwise.config.section import Section, Text, conflict, missing
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # what a `data.source` that is a file ends with
 REASONING_GYM = "reasoning-gym"  # the `data.source`, and the reward that its tasks bring
 SCORE_ANSWER = "groupwise.bridges.reasoning_gym.reward:score_answer"
-GENERATED = ("tasks", "size", "seed")  # keys of generated problems only
+SLICE = re.compile(r"\w+\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\]")  # as `datasets` writes a part of a split
+BUFFER = 10_000  # rows of a stream that `shuffle` draws from, where `shuffle_buffer` does not say
+GENERATED = ("tasks", "size")  # keys of generated problems only
 READ = ("args", "split", "columns", "prompt_key", "answer_key")  # keys of rows that are read only
+SHARED = ("columns", "filter", "prompt_key", "answer_key", "raw", "system", "completion_only")
 
 
 def _tasks(value: Any) -> Any:
@@ -27,25 +30,31 @@ def _tasks(value: Any) -> Any:
     return {str(name): {} for name in value}
 
 
-class DatasetConfig(Section):
-    """Where prompts come from."""
+class RowsConfig(Section):
+    """Rows, and how each becomes a prompt."""
 
-    source: Text
+    source: Text | None = None
     """A `.jsonl`, `.json`, `.csv` or `.parquet` file (relative to the config's folder), `module:function` that returns
     rows, a Hugging Face dataset's name, a directory with a saved dataset, or `reasoning-gym`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of `datasets.load_dataset`."""
     split: Text | None = None
-    """The split of a Hugging Face dataset; null is `train`."""
+    """The split of a Hugging Face dataset; null is `train`. A slice of it, or of a file, is written as there:
+    `train[:90%]`, `train[-500:]`."""
     tasks: Annotated[dict[str, dict[str, Any]], BeforeValidator(_tasks)] = Field(default_factory=dict)
     """With source reasoning-gym: its generators by name, each with its parameters, and with `weight`, its share of the
     problems relative to the others' (1)."""
     size: int | None = Field(default=None, ge=1, le=10_000_000)
     """With source reasoning-gym: how many problems are generated; null is 1000."""
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
-    """With source reasoning-gym: which problems; null is 0 for training and 1 for evaluation, so that they differ."""
+    """With source reasoning-gym: which problems; null is 0 for training and 1 for evaluation, so that they differ.
+    With `sample`: which rows; null is 0."""
     columns: dict[Text, Text] = Field(default_factory=dict)
-    """New names for columns, before anything else reads them: `{prompt: question, answer: label}`."""
+    """New names for columns, before anything else reads them: `{prompt: question, answer: label}`. A name that the rows
+    have already is refused, unless that column gets a new name too."""
+    filter: Text | None = None
+    """`module:function` that is given each row (a mapping of its columns, under their new names) and returns whether it
+    is kept."""
     prompt_key: Text | None = None
     """The column with the prompt: a string, or a list of chat messages; null is `messages` or `prompt`."""
     answer_key: Text | None = None
@@ -59,28 +68,67 @@ class DatasetConfig(Section):
     completion_only: bool = True
     """Of a prompt that ends with the assistant's words, which the policy continues: rewards see what was sampled alone;
     false puts those words in front of it, as TRL does. They are not trained on either way."""
+    sample: int | None = Field(default=None, ge=1)
+    """Use so many rows, drawn at random by `seed` from those that `filter` kept; null is all."""
     limit: int | None = Field(default=None, ge=1)
-    """Use only the first rows; null is all."""
+    """Use only the first rows that `filter` kept; null is all."""
+
+    @property
+    def origin(self) -> str:
+        """The `source`, of a configuration that names one."""
+        assert self.source is not None
+        return self.source
+
+    @property
+    def label(self) -> str:
+        """What the source is called in what is said of it."""
+        return self.origin
 
     @property
     def kind(self) -> Literal["file", "function", "dataset", "generated"]:
         """How `source` is read."""
-        if self.source == REASONING_GYM:
+        if self.origin == REASONING_GYM:
             return "generated"
-        if self.source.endswith(FILES):
+        if self.origin.endswith(FILES):
             return "file"
-        return "function" if re.fullmatch(r"([\w.]+|.+\.py):[\w.]+", self.source) else "dataset"
+        return "function" if re.fullmatch(r"([\w.]+|.+\.py):[\w.]+", self.origin) else "dataset"
+
+    @property
+    def slice(self) -> tuple[str | None, str | None] | None:
+        """What `split` cuts out, [from, to] as they are written; None where it is no slice of one split."""
+        found = None if self.split is None else SLICE.fullmatch(self.split)
+        return None if found is None else (found["first"], found["last"])
 
     @model_validator(mode="after")
-    def _acts(self) -> DatasetConfig:
-        if self.split is not None and self.kind != "dataset":
-            raise conflict(
-                "split", f"{self.split!r} acts on Hugging Face datasets only; source is {self.source!r}: leave it out"
-            )
-        if self.args and self.kind == "file":
-            builder = Path(self.source).suffix.removeprefix(".").replace("jsonl", "json")
+    def _reads(self) -> RowsConfig:
+        if self.source is not None:
+            self._check_split()
+            self._check_generated()
+        if self.args and self.source is not None and self.kind == "file":
+            builder = Path(self.origin).suffix.removeprefix(".").replace("jsonl", "json")
             instead = f"source {builder} with args.data_files and others reads it as load_dataset does"
             raise conflict("args", f"a file takes no arguments; source is {self.source!r}; {instead}")
+        if self.sample is not None and self.limit is not None:
+            raise conflict(
+                "sample", f"{self.sample} rows drawn at random, or limit's first {self.limit}: leave one out"
+            )
+        if self.seed is not None and self.sample is None and self.source is not None and self.kind != "generated":
+            raise conflict("seed", f"{self.seed} acts with sample, or source {REASONING_GYM}, not {self.source!r}")
+        return self
+
+    def _check_split(self) -> None:
+        if self.split is None or self.kind == "dataset":
+            return
+        if self.kind != "file":
+            message = f"{self.split!r} acts on files and Hugging Face datasets; source is {self.source!r}: leave it out"
+            raise conflict("split", message)
+        if self.split.partition("[")[0] != "train":
+            named = f"{self.split!r} of {self.source!r}: a file has one split, train"
+            raise conflict("split", f"{named}; write a slice of it, as in train[:90%], or name the other file")
+        if self.split != "train" and self.slice is None:
+            raise conflict("split", f"{self.split!r} is no slice; write train[:90%], train[90%:] or train[100:200]")
+
+    def _check_generated(self) -> None:
         generated = self.kind == "generated"
         for key in READ if generated else GENERATED:
             if getattr(self, key) not in (None, {}):
@@ -92,7 +140,133 @@ class DatasetConfig(Section):
             weight = parameters.get("weight", 1)
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
                 raise conflict("tasks", name, "weight", f"{weight!r} is not valid; it is a number above 0")
+
+    def check_streams(self) -> None:
+        """Raise ValidationError for what needs all rows at once."""
+        if self.sample is not None:
+            raise conflict("sample", f"{self.sample} rows are drawn from all, and a stream has never all; set limit")
+        if self.kind == "file" and self.origin.endswith(".json"):
+            raise conflict(
+                "source", f"{self.source!r} is one value, read whole; to be streamed write a row a line (.jsonl)"
+            )
+        ends = [end for end in self.slice or () if end is not None]
+        if self.slice is not None and self.kind == "dataset":
+            raise conflict("split", f"{self.split!r} is a slice, which a Hugging Face dataset that streams has not")
+        if any(end.startswith("-") or end.endswith("%") for end in ends):
+            raise conflict(
+                "split", f"{self.split!r} counts from the end, which a stream does not know; write row numbers"
+            )
+
+
+class SourceConfig(RowsConfig):
+    """One of several sources."""
+
+    name: Text | None = None
+    """What rows of it have in the column `data_source`; null is the source itself, of a file its name."""
+    weight: float | None = Field(default=None, gt=0)
+    """Its share of what is drawn, relative to the others', however many rows it has. null in all of them: each row of
+    each is drawn once an epoch."""
+
+    @property
+    def label(self) -> str:
+        """Its `name`, or the source itself, of a file its name."""
+        return self.name or (Path(self.origin).name if self.kind == "file" else self.origin)
+
+    @model_validator(mode="after")
+    def _is_named(self) -> SourceConfig:
+        if self.source is None:
+            raise missing("source")
         return self
+
+
+class DatasetConfig(RowsConfig):
+    """Where prompts come from: one source, or several."""
+
+    sources: tuple[SourceConfig, ...] = Field(default=(), strict=False)
+    """Several sources in the place of `source`. What is said beside them of columns, filter, prompt, answer and chat
+    holds for each that does not say otherwise."""
+    streaming: bool = False
+    """Read rows while they are drawn, and hold none but `shuffle_buffer` of them, for sets that do not fit into memory;
+    false reads and checks all of them first. Evaluation holds what it evaluates on: with it, set `limit`."""
+
+    @property
+    def parts(self) -> tuple[RowsConfig, ...]:
+        """The sources, one or several. Generated problems of training and of evaluation differ, also as one of several
+        sources."""
+        seed = 0 if self.drawn else 1
+        return tuple(
+            each.model_copy(update={"seed": seed}) if each.kind == "generated" and each.seed is None else each
+            for each in self.sources
+        ) or (self,)
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """The sources' shares of what is drawn, in their order; None where each row is drawn once an epoch."""
+        given = tuple(each.weight for each in self.sources if each.weight is not None)
+        return given or None
+
+    @property
+    def label(self) -> str:
+        """The source, or the names of all of them."""
+        return ", ".join(each.label for each in self.parts) if self.sources else self.origin
+
+    @property
+    def drawn(self) -> bool:
+        """Whether rows are drawn again and again, and not all gone through once."""
+        return False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shared(cls, values: Any) -> Any:
+        """Hand what is said beside the sources on to them."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("sources"), list | tuple):
+            return values
+        shared = {key: values[key] for key in SHARED if key in values}
+        sources = [{**shared, **each} if isinstance(each, Mapping) else each for each in values["sources"]]
+        return {**values, "sources": sources}
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> DatasetConfig:
+        if self.sources:
+            self._check_sources()
+        elif self.source is None:
+            raise missing("source")
+        if self.streaming:
+            for index, part in enumerate(self.parts):
+                place = ("sources", index) if self.sources else ()
+                try:
+                    part.check_streams()
+                    if not self.drawn and part.limit is None:
+                        raise conflict("limit", "required with streaming, where all that is read is held")
+                except ValidationError as error:
+                    [first] = error.errors()
+                    raise conflict(*place, *first["loc"], first["msg"]) from None
+            if self.drawn and len(self.sources) > 1 and self.sources[0].weight is None:
+                message = (
+                    "nobody knows how many rows streams have: give each source a weight, its share of what is drawn"
+                )
+                raise conflict("sources", message)
+        return self
+
+    def _check_sources(self) -> None:
+        fields = RowsConfig.model_fields
+        for key in (key for key in fields if key not in SHARED and getattr(self, key) not in (None, {})):
+            raise conflict(
+                key, f"{getattr(self, key)!r} is of one source: say it in those of sources that it is meant for"
+            )
+        weights = [each.weight for each in self.sources]
+        if any(weights) and not all(weights):
+            raise conflict("sources", weights.index(None), "weight", "missing, and others have one: weigh all, or none")
+        if any(weights) and not self.drawn:
+            raise conflict(
+                "sources", 0, "weight", f"{weights[0]:g} is a share of what is drawn, and all is read once here"
+            )
+        seen = set[str]()
+        for index, each in enumerate(self.sources):
+            if each.label in seen:
+                message = f"two sources are called {each.label!r}; give each a name of its own"
+                raise conflict("sources", index, "name", message)
+            seen.add(each.label)
 
 
 class CurriculumConfig(Section):
@@ -137,13 +311,33 @@ class DataConfig(DatasetConfig):
     """The prompts to train on."""
 
     shuffle: bool = True
-    """Draw in a new order every epoch, fixed by the run's `seed`; false keeps the order of the rows."""
+    """Draw in a new order every epoch, fixed by the run's `seed`; false keeps the order of the rows. A stream is
+    shuffled within its buffer."""
+    shuffle_buffer: int | None = Field(default=None, ge=2)
+    """With streaming: rows from which the next is drawn at random; null is 10,000."""
     curriculum: CurriculumConfig | None = None
     """null draws every prompt once an epoch."""
     difficulty: dict[str, DifficultyConfig] = Field(default_factory=dict)
     """With source reasoning-gym: by task, a parameter that rises and falls with the pass rate, as in
     `chain_sum: {parameter: max_terms, levels: [2, 3, 4]}`; `band` ([0.2, 0.8]) is the mean reward at which it stays,
     `groups` (32) how many groups decide."""
+
+    @property
+    def drawn(self) -> bool:
+        """Whether rows are drawn again and again: prompts to train on are."""
+        return True
+
+    @model_validator(mode="after")
+    def _streams(self) -> DataConfig:
+        if self.shuffle_buffer is not None and not (self.streaming and self.shuffle):
+            raise conflict("shuffle_buffer", f"{self.shuffle_buffer} acts with streaming: true and shuffle: true only")
+        if self.streaming and self.curriculum is not None:
+            raise conflict(
+                "curriculum", "remembers every prompt, and with streaming none is held; leave one of the two out"
+            )
+        if self.streaming and self.difficulty:
+            raise conflict("difficulty", "does not go with streaming; leave one of the two out")
+        return self
 
     @model_validator(mode="after")
     def _rises(self) -> DataConfig:

@@ -535,6 +535,9 @@ class RunConfig(Section):
             raise conflict("train", "minibatches", message)
         if self.rollout.stream_groups:
             self._check_streaming()
+        if self.data is not None and self.data.streaming and self.rollout.reroll.max_groups:
+            message = "tries prompts again, and with data.streaming none is held; leave one of the two out"
+            raise conflict("rollout", "reroll", "max_groups", message)
         if self.train.lora is None and not self.rollout.on_policy:
             message = "training all parameters changes the weights that sample: nothing can be sampled meanwhile"
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
@@ -694,8 +697,9 @@ class RunConfig(Section):
         """Without an environment there must be prompts and rewards."""
         if self.kind == "sft":
             return check_supervised(self)
-        if self.data is not None and self.data.answer_key is not None:
-            raise conflict("data", "answer_key", f"{self.data.answer_key!r} acts with kind sft only; leave it out")
+        keys = [] if self.data is None else [each.answer_key for each in (self.data, *self.data.sources)]
+        if key := next(filter(None, keys), None):
+            raise conflict("data", "answer_key", f"{key!r} acts with kind sft only; leave it out")
         if self.env is not None:
             return
         if self.data is None:

@@ -84,6 +84,11 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [{key: value for key, value in schema.items() if key not in about}, null], **about}
 
 
+def missing(*keys: str | int) -> ValidationError:
+    """Return an error of a model validator for a key that must be said and is not."""
+    return ValidationError.from_exception_data("missing", [InitErrorDetails(type="missing", loc=keys, input=None)])
+
+
 def conflict(*keys_and_message: str | int) -> ValidationError:
     """Return an error of a model validator that points at one of its keys: pydantic passes on the location of this
     kind."""

@@ -58,8 +58,8 @@ class StepSize:
     forwards: int
     """Forward and backward passes."""
     optimizer_steps: int
-    epochs: float
-    """Times the dataset is gone through in the whole run."""
+    epochs: float | None
+    """Times the dataset is gone through in the whole run; None where nobody knows how many rows it has."""
 
 
 def step_size(
@@ -67,12 +67,13 @@ def step_size(
     *,
     prompt_tokens: float,
     completion_tokens: float,
-    rows: int,
+    rows: int | None,
     micro_tokens: int | None = None,
     packed: bool = True,
 ) -> StepSize:
-    """`prompt_tokens` and `completion_tokens` are means; `rows` is the size of the dataset; `micro_tokens` are those of
-    the configuration where None; without `packed` every completion has its prompt in its row."""
+    """`prompt_tokens` and `completion_tokens` are means; `rows` is the size of the dataset, None where it is not known;
+    `micro_tokens` are those of the configuration where None; without `packed` every completion has its prompt in its
+    row."""
     prompts, minibatches, passes = config.rollout.prompts_per_step, config.train.minibatches, config.train.passes
     completions = prompts * config.group_size
     tokens = round((prompts if packed else completions) * prompt_tokens + completions * completion_tokens)
@@ -84,7 +85,7 @@ def step_size(
         decode_waves=math.ceil(completions / config.rollout.batch_rows),
         forwards=passes * minibatches * math.ceil(tokens / minibatches / (micro_tokens or config.train.micro_tokens)),
         optimizer_steps=passes * minibatches,
-        epochs=config.train.steps * prompts / rows,
+        epochs=None if rows is None else config.train.steps * prompts / rows,
     )
 
 

@@ -40,7 +40,7 @@ from groupwise.sampler import Sampler, UpdatesInFlight
 from groupwise.tasks.answers import AnswerRollouts
 from groupwise.tasks.data_source import data_source
 from groupwise.tasks.env_kind import EnvKind, PlayParts
-from groupwise.tasks.prompts import PromptStream
+from groupwise.tasks.prompt_stream import PromptSource, PromptStream
 from groupwise.tasks.rollout_sources import Environments, RolloutSource, SingleTurnRollouts
 from groupwise.tasks.structured import free_reply
 from groupwise.train.learner import Learner
@@ -249,7 +249,7 @@ def _fitted(
 ) -> Load:
     """Give the learner micro-batches for which `train.memory_gb`, or what a GPU has free, suffices. Raises ConfigError
     where `train.memory_gb` suffices for none."""
-    prompts = plan.source.all()
+    prompts = plan.source.known
     longest = longest_prompt(plan.config, prompts, play, context=base.context_length)
     load = load_of(
         plan.config,
@@ -353,15 +353,21 @@ def _pool(plan: RunPlan, specs: Sequence[RewardConfig], remote: RemoteBackends |
     return pool
 
 
+def _held(plan: RunPlan) -> PromptSource:
+    """Return the prompts of a run that does not stream them."""
+    assert isinstance(plan.source, PromptSource)  # the configuration refuses it otherwise
+    return plan.source
+
+
 def _batches(plan: RunPlan, engine: Sampler, play: RolloutSource, score: Score) -> Batches:
     config, rollout = plan.config, plan.config.rollout
     curriculum = None if config.data is None else config.data.curriculum
     source: PromptStream = plan.source
     if config.data is not None and config.data.difficulty:
-        source = data_source(config.data.source).stream(plan.source, config.data, plan.rewards)
+        source = data_source(config.data.origin).stream(_held(plan), config.data, plan.rewards)
     if curriculum is not None:
         source = Curriculum(
-            plan.source,
+            _held(plan),
             filter=curriculum.filter,
             weight=curriculum.weight,
             min_seen=curriculum.min_seen,

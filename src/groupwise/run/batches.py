@@ -42,7 +42,7 @@ from groupwise.errors import DataError, RewardError
 from groupwise.run.collect import Collected, Score
 from groupwise.run.replay import ReplayBuffer, RerollQueue
 from groupwise.seeds import seed_of
-from groupwise.tasks.prompts import Issued, PromptStream
+from groupwise.tasks.prompt_stream import Issued, PromptStream
 from groupwise.tasks.rollout_sources import RolloutSource
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
@@ -341,9 +341,9 @@ class Batches:
                 else:
                     passed_over += 1
                     self._source.resolve(issued.ticket)
-            if passed_over >= 2 * len(self._source) and not drawn:  # a whole epoch, wherever this one began
+            if passed_over >= 2 * len(self._source.known) and not drawn:  # a whole epoch, wherever this one began
                 raise DataError(
-                    f"all {len(self._source)} prompts have more than {self._longest} tokens",
+                    f"each of the last {passed_over} prompts has more than {self._longest} tokens",
                     hint="shorten the prompts, raise rollout.max_prompt_tokens, or use a model with a longer context",
                 )
         self._too_long += passed_over

@@ -187,7 +187,7 @@ def check(
         on_family(family)
     with open_components(plan, on_phase=on_phase, say=on_phase) as parts:
         on_phase("reading the prompts")
-        encoded = [parts.play.prepare(prompt) for prompt in plan.source.all(MEASURED_PROMPTS)]
+        encoded = [parts.play.prepare(prompt) for prompt in plan.source.known[:MEASURED_PROMPTS]]
         longest = longest_allowed(config, context=parts.base.context_length)
         usable = [prompt for prompt in encoded if len(prompt.token_ids) <= longest]
         if not usable:
@@ -415,7 +415,7 @@ def _report(
         config,
         prompt_tokens=sum(lengths) / len(lengths),
         completion_tokens=sum(completions) / len(completions),
-        rows=len(plan.source),
+        rows=plan.rows,
         micro_tokens=parts.learner.micro_tokens,
         packed=parts.learner.packed,
     )
@@ -555,7 +555,7 @@ def _of_data(plan: RunPlan, encoded: Sequence[Prompt], *, context: int) -> Itera
             f"{short} of {len(encoded)} prompts leave less than rollout.max_tokens = {max_tokens} of the context of "
             f"{context} tokens; their completions will be cut sooner"
         )
-    asked = {_question(prompt) for prompt in plan.source.all()}
+    asked = {_question(prompt) for prompt in plan.source.known}
     if both := sum(_question(prompt) in asked for prompt in plan.eval_prompts):
         yield f"{both} of {len(plan.eval_prompts)} evaluation prompts are also training prompts: they are not held out"
 

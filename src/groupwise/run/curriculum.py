@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import ConfigError, DataError
-from groupwise.tasks.prompts import Issued, PromptSource, WrappedStream
+from groupwise.tasks.prompt_stream import Issued, PromptSource, WrappedStream
 from groupwise.types import RolloutGroup
 
 MOMENTUM = 0.5  # of the running mean

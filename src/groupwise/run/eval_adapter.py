@@ -50,7 +50,7 @@ def assess(
     plan = plan or make_plan(config)
     prompts = plan.eval_prompts
     if config.eval is None:
-        prompts = tuple(plan.source.all())
+        prompts = tuple(plan.source.known)
         note(f"no eval.data in the configuration: evaluating on all {len(prompts)} training prompts")
     with ExitStack() as stack:
         for each in filter(None, located):

@@ -107,7 +107,7 @@ def _check_room(plan: RunPlan, teacher: Teacher, base: LoadedModel) -> None:
     rollout, context, spec = plan.config.rollout, teacher.backend.context_length, teacher.config
     longest_prompt = min(base.context_length - 1, rollout.max_prompt_tokens or base.context_length)
     assert context is not None
-    prompts = heapq.nlargest(LONGEST_PROMPTS, plan.source.all(), key=lambda prompt: len(repr(prompt)))
+    prompts = heapq.nlargest(LONGEST_PROMPTS, plan.source.known, key=lambda prompt: len(repr(prompt)))
     for prompt in prompts:
         encoded = encode_prompt(replace(prompt, token_ids=()), base.tokenizer)
         if len(encoded.token_ids) > longest_prompt:

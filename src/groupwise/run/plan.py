@@ -27,7 +27,9 @@ from groupwise.rewards.math import final_answer, final_number
 from groupwise.store.tracking import check_installed
 from groupwise.tasks.env_kind import EnvKind
 from groupwise.tasks.load_env_kind import load_env_kind
-from groupwise.tasks.prompts import PromptSource, open_prompts
+from groupwise.tasks.prompt_stream import PromptSource
+from groupwise.tasks.prompts import open_prompts
+from groupwise.tasks.streamed_prompts import StreamedPrompts
 from groupwise.types import Prompt
 
 ANSWERS: Mapping[str, Callable[[str], object]] = {"final": final_answer, "number": final_number}  # of `eval.answer`
@@ -41,7 +43,7 @@ class RunPlan:
     rewards: tuple[RewardFunction, ...]
     eval_rewards: tuple[RewardFunction, ...]  # what evaluations count by; empty where that is `rewards`
     env: EnvKind | None
-    source: PromptSource
+    source: PromptSource | StreamedPrompts
     eval_prompts: tuple[Prompt, ...]
     answer: Callable[[str], object]
     loss: LossSpec
@@ -51,6 +53,11 @@ class RunPlan:
     def config_hash(self) -> str:
         """Of what makes it this run: the same when it is resumed, wherever and on however many devices."""
         return hashlib.sha256(to_yaml(identity(resolved(self.config))).encode()).hexdigest()[:16]
+
+    @property
+    def rows(self) -> int | None:
+        """How many prompts an epoch has; None where they are streamed."""
+        return len(self.source) if isinstance(self.source, PromptSource) else None
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -93,7 +100,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     env = _env(config)
     _check_grammar(config, env)
     source = _source(config, env)
-    prompts, held_out = source.all(), _held_out(config, env)
+    prompts, held_out = source.known, _held_out(config, env)
     added = () if env is None else env.columns
     if added is not None:
         check_columns(functions, _with_columns([*prompts, *held_out], added))
@@ -177,7 +184,7 @@ def _check_self_play(config: RunConfig, env: EnvKind) -> None:
         )
 
 
-def _source(config: RunConfig, env: EnvKind | None) -> PromptSource:
+def _source(config: RunConfig, env: EnvKind | None) -> PromptSource | StreamedPrompts:
     """Return the prompts to train on: the configuration's, or the environment's own cases."""
     if config.data is not None:
         if env is not None and env.makes_prompts:
@@ -188,7 +195,7 @@ def _source(config: RunConfig, env: EnvKind | None) -> PromptSource:
             config.data, folder=config.folder, seed=config.seed, cases=_takes_cases(env), answers=answers
         )
         if env is not None:
-            env.check(source.all(), config.data.source)
+            env.check(source.known, config.data.label)
         return source
     assert env is not None
     if (cases := env.cases()) is None:
@@ -210,8 +217,8 @@ def _held_out(config: RunConfig, env: EnvKind | None) -> list[Prompt]:
     if config.eval is None:
         return []
     if config.eval.data is not None:
-        prompts = open_prompts(config.eval.data, folder=config.folder, cases=_takes_cases(env)).all()
-        return prompts if env is None else env.check(prompts, config.eval.data.source)
+        prompts = open_prompts(config.eval.data, folder=config.folder, cases=_takes_cases(env)).known
+        return list(prompts) if env is None else env.check(prompts, config.eval.data.label)
     assert env is not None
     if (cases := env.cases(held_out=True)) is None:
         method = env.case_methods[1]

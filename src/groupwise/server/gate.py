@@ -144,7 +144,7 @@ class Gatekeeper:
         self.shadow = None if config.shadow is None else self._open_shadow(config.shadow)
         context = parts.engine.context_length
         source = open_prompts(config.prompts, folder=folder)
-        self._prompts = [encode_prompt(prompt, tokenizer, context=context) for prompt in source.all()]
+        self._prompts = [encode_prompt(prompt, tokenizer, context=context) for prompt in source.known]
         self._play = SingleTurnRollouts(parts.engine, tokenizer)
         self._fingerprint = self._hash_of_measuring()
         self._looked = clock()  # when the clock of the trial was last read

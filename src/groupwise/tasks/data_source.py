@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from groupwise.config.data import DataConfig, DatasetConfig
+from groupwise.config.data import DataConfig, RowsConfig
 from groupwise.errors import ConfigError
 from groupwise.extensions import extensions
 
 if TYPE_CHECKING:
     from groupwise.rewards.call import RewardFunction
-    from groupwise.tasks.prompts import PromptSource, PromptStream
+    from groupwise.tasks.prompt_stream import PromptSource, PromptStream
 
 
 class DataSource(Protocol):
     """Generates the rows of a dataset."""
 
-    def rows(self, config: DatasetConfig, /) -> Iterator[tuple[str, Any]]:
+    def rows(self, config: RowsConfig, /) -> Iterator[tuple[str, Any]]:
         """Yield (id, row) of every problem. Raises ConfigError, DataError."""
         ...
 

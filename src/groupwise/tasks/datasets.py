@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from groupwise.config.data import DatasetConfig
+from groupwise.config.data import RowsConfig
 from groupwise.errors import DataError
 from groupwise.rewards.math import boxed
-from groupwise.tasks.prompts import read_rows
+from groupwise.tasks.rows import read_rows
 
 BOXED = "Reason step by step, and put the final answer in \\boxed{}."
 COUNTDOWN = (
@@ -103,9 +103,9 @@ def _rows(
     source: str, split: str, folder: str, columns: tuple[str, ...], *, config: str | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each row with its id. Raises DataError for one without one of the columns; `config` is the hub's name."""
-    wanted = DatasetConfig(source=source)
+    wanted = RowsConfig(source=source)
     if wanted.kind == "dataset":
-        wanted = DatasetConfig(source=source, split=split, args={"name": config} if config and "/" in source else {})
+        wanted = RowsConfig(source=source, split=split, args={"name": config} if config and "/" in source else {})
     for id, row in read_rows(wanted, folder=folder):
         if not isinstance(row, Mapping) or any(row.get(name) is None for name in columns):
             has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__

@@ -1,4 +1,4 @@
-"""Prompt sources (files, Hugging Face datasets, functions, generators) as one endless stream that can be resumed.
+"""The rows of a run's data as prompts.
 
 A row is a mapping with a prompt, a list of chat messages or a string (one message of the user), under `prompt` or
 `messages`. `tools` may hold tool definitions, and every other column goes to the rewards by its name:
@@ -6,241 +6,67 @@ A row is a mapping with a prompt, a list of chat messages or a string (one messa
     {"prompt": "2+2?", "answer": "4"}
     {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 
-All rows are read and checked when the source is opened, so that a bad row stops a run before a model is loaded. The
-order of an epoch depends on (seed, epoch) only, so a cursor is an epoch, a position in it, and what before that is on
-its way.
+`open_prompts` reads and checks all rows of one source or several, so that a bad row stops a run before a model is
+loaded; of a set that is streamed it checks the first, and the others as they are drawn.
 """
 
 from __future__ import annotations
 
-import difflib
-import itertools
-import json
-import os
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from groupwise.config.data import FILES, DataConfig, DatasetConfig
-from groupwise.config.hub import reading
-from groupwise.config.load import load_object, with_folder
-from groupwise.errors import ConfigError, DataError
-from groupwise.tasks.data_source import data_source
-from groupwise.tasks.row_formats import as_ours
-from groupwise.tasks.tables import csv_rows, parquet_rows, row_of
-from groupwise.types import Message, Prompt, RolloutGroup
+from groupwise.config.data import BUFFER, DataConfig, DatasetConfig, RowsConfig
+from groupwise.errors import DataError
+from groupwise.tasks.mixture import MixedOrder
+from groupwise.tasks.prompt_stream import PromptSource
+from groupwise.tasks.rows import RowCount, Rows
+from groupwise.tasks.streamed_prompts import StreamedPrompts
+from groupwise.types import Message, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_KEYS = ("messages", "prompt")
 ANSWER_KEYS = ("completion", "answer", "response", "output")
 LIKELY_KEYS = ("question", "problem", "query", "instruction", "input", "text")  # in data of others; only suggested
-_BUILDER = "one of another kind, or a directory of many, is read by a builder: source: json, args: {data_files: PATH}"
 RESERVED = ("prompts", "completions", "completion_ids")  # what rewards get under these names is not the dataset's
-
-
-class Ticket(NamedTuple):
-    """Names one drawing of a row: the epoch, and the position in its order. No two drawings have the same one."""
-
-    epoch: int
-    position: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Issued:
-    """A prompt on its way through sampling and training. `again`: it was so already when the run stopped."""
-
-    ticket: Ticket
-    prompt: Prompt
-    again: bool = False
-
-
-class PromptStream(Protocol):
-    """What a loop draws prompts from: a PromptSource, or a Curriculum or an AdaptiveDifficulty around one."""
-
-    def __len__(self) -> int: ...
-
-    def issue(self, n: int) -> list[Issued]: ...
-
-    def resolve(self, ticket: Ticket) -> None: ...
-
-    def all(self, limit: int | None = None) -> list[Prompt]: ...
-
-    def prompt(self, id: str) -> Prompt: ...
-
-    def observe(self, groups: Sequence[RolloutGroup]) -> None: ...
-
-    def metrics(self) -> dict[str, float]: ...
-
-    @property
-    def epochs(self) -> float: ...
-
-    @property
-    def cursor(self) -> dict[str, Any]: ...
-
-    def restore(self, cursor: Mapping[str, Any]) -> None: ...
-
-
-class PromptSource:
-    """Prompts in epochs, each a new order if `shuffle`.
-
-    A prompt is issued with a ticket and, once it was trained on or given up, resolved; in any order. `cursor` holds the
-    position up to which prompts were issued and the tickets that are not resolved. A stream restored from it issues
-    those first, so that none is lost and none is trained twice, however far ahead others had come.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True):
-        if not prompts:
-            raise DataError("there are no prompts", hint="give at least one")
-        self._prompts = tuple(prompts)
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = 0
-        self._position = 0
-        self._order = self._order_of(0)
-        self._open: dict[Ticket, int] = {}  # issued, not resolved -> row; in the order in which they were issued
-        self._again: list[Ticket] = []  # of these, the ones to be issued again, last first
-
-    def __len__(self) -> int:
-        """Number of prompts in an epoch."""
-        return len(self._prompts)
-
-    def issue(self, n: int) -> list[Issued]:
-        """Return the next n prompts with their tickets; an epoch follows another, so a prompt can come twice."""
-        issued: list[Issued] = []
-        while len(issued) < n:
-            again = bool(self._again)
-            ticket = self._again.pop() if again else self._advance()
-            issued.append(Issued(ticket=ticket, prompt=self._prompts[self._open[ticket]], again=again))
-        return issued
-
-    def resolve(self, ticket: Ticket) -> None:
-        """Take note that the prompt is done with: after a restart it does not come again. Raises ValueError if it is
-        not issued."""
-        if ticket not in self._open or ticket in self._again:
-            raise ValueError(f"{ticket} is not issued, or is resolved already; resolve each ticket of issue() once")
-        del self._open[ticket]
-
-    def all(self, limit: int | None = None) -> list[Prompt]:
-        """Return the first `limit` prompts (None: all), in the order of the rows; the stream does not move."""
-        return list(self._prompts[:limit])
-
-    def prompt(self, id: str) -> Prompt:
-        """Return the prompt of that id; the stream does not move. Raises DataError if there is none."""
-        if id not in self._by_id:
-            raise DataError(f"there is no prompt {id!r}", hint="resume with the dataset that the run was started with")
-        return self._by_id[id]
-
-    def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Scored groups; the order of this stream does not depend on them."""
-
-    def metrics(self) -> dict[str, float]:
-        """Nothing: every prompt is drawn once an epoch."""
-        return {}
-
-    @property
-    def epochs(self) -> float:
-        """How many epochs were issued."""
-        return self._epoch + self._position / len(self._prompts)
-
-    @property
-    def cursor(self) -> dict[str, Any]:
-        """Where the stream stands, for `restore`; goes through JSON."""
-        unresolved = [list(ticket) for ticket in self._open]
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "rows": len(self._prompts),
-            "unresolved": unresolved,
-        }
-
-    def restore(self, cursor: Mapping[str, Any]) -> None:
-        """Continue where `cursor` was taken. Raises DataError when the dataset has another number of rows."""
-        epoch, position, rows = (cursor.get(key, -1) for key in ("epoch", "position", "rows"))
-        if rows != len(self._prompts):
-            message = f"the cursor is of a dataset with {rows} rows; this one has {len(self._prompts)}"
-            raise DataError(message, hint="resume with the dataset that the run was started with")
-        unresolved = cursor.get("unresolved", ())
-        tickets = [Ticket(*each) for each in unresolved if len(each) == 2]
-        issued = all(0 <= each.position < rows and (0, 0) <= each < (epoch, position) for each in tickets)
-        issued = issued and len(set(tickets)) == len(unresolved)
-        if epoch < 0 or not 0 <= position <= rows or not issued:
-            raise DataError(f"{dict(cursor)} is not a cursor; take one from PromptSource.cursor")
-        self._epoch, self._position, self._order = epoch, position, self._order_of(epoch)
-        orders = {each: self._order_of(each) for each in {ticket.epoch for ticket in tickets}}
-        self._open = {ticket: orders[ticket.epoch][ticket.position] for ticket in tickets}
-        self._again = tickets[::-1]
-
-    def _advance(self) -> Ticket:
-        if self._position == len(self._order):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._order_of(self._epoch)
-        ticket = Ticket(self._epoch, self._position)
-        self._open[ticket] = self._order[self._position]
-        self._position += 1
-        return ticket
-
-    @cached_property
-    def _by_id(self) -> dict[str, Prompt]:
-        return {prompt.id: prompt for prompt in reversed(self._prompts)}  # the first, where ids repeat
-
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._prompts)))
-        if self._shuffle:
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)  # a string seed is hashed with SHA-512: stable
-        return order
-
-
-class WrappedStream:
-    """What a PromptStream around `source` does not do in a way of its own."""
-
-    def __init__(self, source: PromptSource):
-        self._source = source
-
-    def __len__(self) -> int:
-        """Number of prompts in an epoch of the source."""
-        return len(self._source)
-
-    def resolve(self, ticket: Ticket) -> None:
-        """See `PromptSource.resolve`."""
-        self._source.resolve(ticket)
-
-    def all(self, limit: int | None = None) -> list[Prompt]:
-        """See `PromptSource.all`."""
-        return self._source.all(limit)
-
-    def prompt(self, id: str) -> Prompt:
-        """See `PromptSource.prompt`."""
-        return self._source.prompt(id)
-
-    @property
-    def epochs(self) -> float:
-        """How many epochs of the source were issued."""
-        return self._source.epochs
 
 
 def open_prompts(
     config: DatasetConfig, *, folder: str | Path = ".", seed: int = 0, cases: bool = False, answers: bool = False
-) -> PromptSource:
-    """Read and check every row of a dataset; with `cases`, of an environment or agent, a row may be without a prompt,
-    and with `answers` it must have an answer (`data.answer_key`).
+) -> PromptSource | StreamedPrompts:
+    """Read and check every row of a dataset, or with `streaming` the first of them; with `cases`, of an environment or
+    agent, a row may be without a prompt, and with `answers` it must have an answer (`data.answer_key`).
 
     Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
     """
-    prompts = [_read(row, id, config, cases=cases, answers=answers) for id, row in read_rows(config, folder=folder)]
-    if not prompts:
-        raise DataError(f"{config.source} has no rows", hint="a dataset needs at least one prompt")
-    return PromptSource(prompts, seed=seed, shuffle=isinstance(config, DataConfig) and config.shuffle)
+    parts = [Rows(part, folder=folder, streaming=config.streaming) for part in config.parts]
+    to_prompt = partial(_read, cases=cases, answers=answers)
+    shuffle = isinstance(config, DataConfig) and config.shuffle
+    if isinstance(config, DataConfig) and config.streaming:
+        buffer = (config.shuffle_buffer or BUFFER) if shuffle else 1
+        weights = config.weights or (1.0,)
+        return StreamedPrompts(parts, weights=weights, to_prompt=to_prompt, seed=seed, buffer=buffer)
+    prompts, counts, weights = list[Prompt](), list[RowCount](), config.weights
+    for index, rows in enumerate(parts):
+        before = len(prompts)
+        prompts += [to_prompt(rows.config, id, row) for id, row in rows]
+        if len(prompts) == before:
+            raise rows.empty()
+        share = None if weights is None else weights[index] / sum(weights)
+        counts.append(rows.count(len(prompts) - before, share=share))
+    sizes = [each.used for each in counts]
+    order = None if weights is None else MixedOrder(sizes, weights, seed=seed, shuffle=shuffle)
+    return PromptSource(prompts, seed=seed, shuffle=shuffle, order=order, counts=counts)
 
 
-def _read(row: Any, id: str, config: DatasetConfig, *, cases: bool, answers: bool) -> Prompt:
-    ours = as_ours(row, id=id, columns=config.columns, prompt_key=config.prompt_key)
+def _read(config: RowsConfig, id: str, row: Any, *, cases: bool, answers: bool) -> Prompt:
+    """Return a row in our words as a prompt."""
     if answers:
-        return to_example(ours, id=id, config=config)
+        return to_example(row, id=id, config=config)
     return to_prompt(
-        ours,
+        row,
         id=id,
         prompt_key=config.prompt_key,
         raw=config.raw,
@@ -248,131 +74,6 @@ def _read(row: Any, id: str, config: DatasetConfig, *, cases: bool, answers: boo
         case=cases,
         completion_only=config.completion_only,
     )
-
-
-def read_rows(config: DatasetConfig, *, folder: str | Path = ".") -> Iterator[tuple[str, Any]]:
-    """Return each row with its id, as it is written, up to `config.limit`. Raises DataError and LoadError."""
-    read = {"file": _file_rows, "function": _function_rows, "dataset": _dataset_rows, "generated": _generated_rows}
-    return itertools.islice(read[config.kind](config, Path(folder)), config.limit)
-
-
-# ---- rows ----
-
-
-def _file_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
-    path = folder / Path(config.source).expanduser()
-    if path.is_dir():
-        raise DataError(f"{path.resolve()} is a directory; data.source names a file in it", hint=_BUILDER)
-    if not path.is_file():
-        beside = [each.name for each in path.parent.glob("*") if each.suffix in FILES and each.is_file()]
-        similar = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f"did you mean {similar[0]}?" if similar else "a relative path starts at the config file's folder"
-        raise DataError(f"there is no file {path.resolve()}", hint=hint)
-    return _opened(path)
-
-
-def _opened(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file. Raises DataError where this user may not read it."""
-    try:
-        yield from {".jsonl": _lines, ".json": _json_rows}.get(path.suffix, _table_rows)(path)
-    except PermissionError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}", hint=f"let user {os.geteuid()} read it (`ls -l {path}`)"
-        ) from None
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield a list of objects, an object with one list of them, or lines after all."""
-    try:
-        value = json.loads(path.read_bytes())
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path.name}: not UTF-8 text (byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # a second value after the first
-            yield from _lines(path)
-            return
-        raise DataError(
-            f"{path.name}: invalid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from None
-    lists = [each for each in value.values() if isinstance(each, list)] if isinstance(value, dict) else []
-    if isinstance(value, dict) and not ({"prompt", "messages"} & value.keys()) and len(lists) == 1:
-        value = lists[0]
-    if not isinstance(value, list):
-        value = [value]  # one line that is a row
-    yield from ((f"{path.name}:{index}", row) for index, row in enumerate(value))
-
-
-def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield a table's rows, as `tables` reads them."""
-    import pyarrow
-
-    try:
-        rows = csv_rows(path) if path.suffix == ".csv" else parquet_rows(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"cannot read {path}: {error}", hint=f"is it a {path.suffix} file with one table?") from error
-    yield from ((f"{path.name}:{index}", row) for index, row in enumerate(rows))
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            id = f"{path.name}:{number}"
-            if not line.strip():
-                continue
-            try:
-                yield id, json.loads(line.rstrip())
-            except UnicodeDecodeError as error:
-                raise DataError(f"{id}: not UTF-8 text (byte {error.start} of the line)") from None
-            except json.JSONDecodeError as error:
-                message = f"{id}: invalid JSON at column {error.colno}: {error.msg}"
-                raise DataError(message, hint="each line is one JSON object, without line breaks inside") from None
-
-
-def _function_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
-    function = load_object(config.source, folder=folder)
-    try:
-        for index, row in enumerate(function(**with_folder(function, config.args, folder))):
-            yield f"{config.source}:{index}", row
-    except DataError:
-        raise
-    except Exception as error:
-        arguments = ", ".join(f"{key}={value!r}" for key, value in config.args.items())
-        raise DataError(f"{config.source}({arguments}) failed: {type(error).__name__}: {error}") from error
-
-
-def _dataset_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
-    local = folder / Path(config.source).expanduser()
-    if local.is_file():
-        raise DataError(
-            f"data.source {config.source!r} is a file that ends with {local.suffix or 'nothing'!r}; files of rows end "
-            f"with {', '.join(FILES)}",
-            hint=_BUILDER,
-        )
-    try:
-        import datasets  # pandas and pyarrow take a second to import, and most runs read JSON lines
-
-        if (local / "dataset_info.json").is_file() or (local / "dataset_dict.json").is_file():
-            dataset: Any = datasets.load_from_disk(str(local), **config.args)
-        else:
-            source = str(local) if local.exists() else config.source
-            with reading(source):
-                dataset = datasets.load_dataset(source, split=config.split or "train", **config.args)
-    except Exception as error:
-        hint = "a name on the Hugging Face hub, a directory, or a builder such as csv with args.data_files"
-        message = f"cannot load the dataset {config.source!r}: {type(error).__name__}: {error}"
-        raise DataError(message, hint=hint) from error
-    if isinstance(dataset, datasets.DatasetDict):
-        split = config.split or "train"
-        if split not in dataset:
-            raise DataError(f"{config.source} has no split {split!r}; it has {', '.join(map(str, dataset))}")
-        dataset = dataset[split]
-    elif config.split is not None and (local / "dataset_info.json").is_file():
-        raise ConfigError(f"data.split {config.split!r} does not act: {config.source} was saved as a single split")
-    yield from ((f"{config.source}:{index}", row_of(row)) for index, row in enumerate(dataset))
-
-
-def _generated_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
-    yield from data_source(config.source).rows(config)
 
 
 def to_prompt(
@@ -427,7 +128,7 @@ def _object(row: Any, id: str) -> Mapping[str, Any]:
     return row
 
 
-def to_example(row: Any, *, id: str, config: DatasetConfig) -> Prompt:
+def to_example(row: Any, *, id: str, config: RowsConfig) -> Prompt:
     """Return a row as a Prompt with the `answer` that supervised training learns.
 
     The answer is the column that `config.answer_key` names: a text, a message, or several. Without that key it is what
@@ -466,7 +167,7 @@ def to_example(row: Any, *, id: str, config: DatasetConfig) -> Prompt:
     return replace(_asked(row, id, config), answer=tuple(answer))
 
 
-def _asked(row: Mapping[str, Any], id: str, config: DatasetConfig) -> Prompt:
+def _asked(row: Mapping[str, Any], id: str, config: RowsConfig) -> Prompt:
     """Return the row's prompt; columns whose names rewards get from us are left out, being answers here."""
     kept = {name: value for name, value in row.items() if name not in RESERVED}
     return to_prompt(kept, id=id, prompt_key=config.prompt_key, raw=config.raw, system=config.system)

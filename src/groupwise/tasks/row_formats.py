@@ -33,7 +33,7 @@ def as_ours(row: Any, *, id: str, columns: Mapping[str, str], prompt_key: str | 
     may be a conversation of ShareGPT's. What is no object is returned as it is.
 
     Raises:
-        DataError: a column that is named is not there, or `tools` is no JSON.
+        DataError: a column that is named is not there, a new name is that of another column, or `tools` is no JSON.
     """
     if not isinstance(row, Mapping):
         return row
@@ -57,7 +57,14 @@ def _renamed(row: Mapping[str, Any], id: str, columns: Mapping[str, str]) -> dic
     missing = [old for old in columns.values() if old not in row]
     if missing:
         held = ", ".join(map(repr, row)) or "none"
-        raise DataError(f"{id}: data.columns names {missing[0]!r}, and the columns are {held}")
+        raise DataError(f"{id}: data.columns names {missing[0]!r}, and the columns are {held}", field="data.columns")
+    taken = [new for new, old in columns.items() if new in row and new != old and new not in columns.values()]
+    if taken:
+        raise DataError(
+            f"{id}: data.columns calls {columns[taken[0]]!r} {taken[0]!r}, and there is a column {taken[0]!r} already",
+            hint=f"give that one a name too, as in other_{taken[0]}: {taken[0]}",
+            field="data.columns",
+        )
     kept = {name: value for name, value in row.items() if name not in columns.values()}
     return kept | {new: row[old] for new, old in columns.items()}
 

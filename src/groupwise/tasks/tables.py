@@ -13,18 +13,31 @@ What an author wrote as null in JSON lines is read elsewhere, and stays.
 from __future__ import annotations
 
 import datetime
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+READ_AT_ONCE = 1024  # rows of a Parquet file
 WRITTEN: tuple[Callable[[str], Any], ...] = (int, float)  # types whose text is the cell's, tried in this order
 
 
 def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the rows of a CSV file. Raises pyarrow.ArrowException and OSError."""
+    """Yield the rows of a CSV file, which is gone through twice: what type a column has, all of its cells say. Raises
+    pyarrow.ArrowException and OSError."""
+    types: list[_Written] = []
+    for names, columns in _csv_parts(path):
+        types = types or [_Written() for _ in names]
+        for column, cells in zip(types, columns, strict=True):
+            column.see(cells)
+    for names, columns in _csv_parts(path):
+        typed = [column.typed(cells) for column, cells in zip(types, columns, strict=True)]
+        yield from (dict(zip(names, cells, strict=True)) for cells in zip(*typed, strict=True))
+
+
+def _csv_parts(path: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Yield the columns' names and the cells of each as they are written, a part of the file after another."""
     import pyarrow
     from pyarrow import csv
 
@@ -32,17 +45,18 @@ def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
     with csv.open_csv(path, parse_options=parsing) as reader:
         names = reader.schema.names
     kinds = csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
-    table = csv.read_csv(path, parse_options=parsing, convert_options=kinds)
-    columns = [_typed(column.to_pylist()) for column in table.columns]
-    return (dict(zip(names, cells, strict=True)) for cells in zip(*columns, strict=True))
+    with csv.open_csv(path, parse_options=parsing, convert_options=kinds) as reader:
+        for batch in reader:
+            yield names, [column.to_pylist() for column in batch.columns]
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the rows of a Parquet file. Raises pyarrow.ArrowException and OSError."""
+    """Yield the rows of a Parquet file, a thousand read at a time. Raises pyarrow.ArrowException and OSError."""
     from pyarrow import parquet
 
-    batches = parquet.read_table(path).to_batches()
-    return map(row_of, itertools.chain.from_iterable(batch.to_pylist() for batch in batches))
+    with parquet.ParquetFile(path, pre_buffer=False) as file:
+        for batch in file.iter_batches(batch_size=READ_AT_ONCE):
+            yield from map(row_of, batch.to_pylist())
 
 
 def row_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,19 +72,36 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Decimal | datetime.date | datetime.time | datetime.timedelta) else value
 
 
-def _typed(cells: Sequence[str]) -> Sequence[Any]:
-    """Return a column's cells as numbers if all of them are written as Python writes numbers, empty ones as None; else
-    texts.
+class _Written:
+    """How a column's cells are written: all as Python writes numbers, empty ones apart; else as texts.
 
-    >>> _typed(["5", "", "-12"]), _typed(["2.5", "1.0"]), _typed(["007", "12"]), _typed(["1.10", "2.50"])
+    >>> def typed(*cells):
+    ...     written = _Written()
+    ...     written.see(cells)
+    ...     return written.typed(cells)
+    >>> typed("5", "", "-12"), typed("2.5", "1.0"), typed("007", "12"), typed("1.10", "2.50")
     ([5, None, -12], [2.5, 1.0], ['007', '12'], ['1.10', '2.50'])
     """
-    for kind in WRITTEN if any(cells) else ():
-        try:
-            values = [kind(cell) if cell else None for cell in cells]
-        except (ValueError, OverflowError):
-            continue
-        pairs = zip(values, cells, strict=True)
-        if all(value is None or (math.isfinite(value) and str(value) == cell) for value, cell in pairs):
-            return values
-    return cells
+
+    def __init__(self) -> None:
+        self._kinds, self._any = list(WRITTEN), False
+
+    def see(self, cells: Sequence[str]) -> None:
+        """Take note of some of the column's cells."""
+        self._any = self._any or any(cells)
+        self._kinds = [kind for kind in self._kinds if all(_is_written(cell, kind) for cell in cells if cell)]
+
+    def typed(self, cells: Sequence[str]) -> list[Any]:
+        """Return cells as what all of the column's are."""
+        if not (self._any and self._kinds):
+            return list(cells)
+        return [self._kinds[0](cell) if cell else None for cell in cells]
+
+
+def _is_written(cell: str, kind: Callable[[str], Any]) -> bool:
+    """Return whether the text is how Python writes a finite number of this kind."""
+    try:
+        value = kind(cell)
+        return str(value) == cell and math.isfinite(value)
+    except (ValueError, OverflowError):
+        return False

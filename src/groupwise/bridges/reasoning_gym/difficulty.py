@@ -17,7 +17,7 @@ from typing import Any
 from groupwise.bridges.reasoning_gym.problems import Problems, problem_id
 from groupwise.config.data import DataConfig
 from groupwise.errors import DataError
-from groupwise.tasks.prompts import Issued, PromptSource, Ticket, WrappedStream
+from groupwise.tasks.prompt_stream import Issued, PromptSource, Ticket, WrappedStream
 from groupwise.types import Prompt, RolloutGroup
 
 

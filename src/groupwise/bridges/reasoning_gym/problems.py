@@ -29,7 +29,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from groupwise.config.data import DataConfig, DatasetConfig
+from groupwise.config.data import DataConfig, RowsConfig
 from groupwise.errors import ConfigError, DataError
 from groupwise.tasks.prompts import to_prompt
 from groupwise.types import Prompt
@@ -48,7 +48,7 @@ class Problems:
     Raises ConfigError where the package is missing, a task does not exist, or a parameter is not the generator's.
     """
 
-    def __init__(self, config: DatasetConfig):
+    def __init__(self, config: RowsConfig):
         self._config = config
         training = isinstance(config, DataConfig)
         self._seed = config.seed if config.seed is not None else int(not training)

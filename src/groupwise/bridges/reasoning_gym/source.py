@@ -8,15 +8,15 @@ from typing import Any
 from groupwise.bridges.reasoning_gym.difficulty import AdaptiveDifficulty
 from groupwise.bridges.reasoning_gym.problems import Problems
 from groupwise.bridges.reasoning_gym.reward import score_answer
-from groupwise.config.data import DataConfig, DatasetConfig
+from groupwise.config.data import DataConfig, RowsConfig
 from groupwise.rewards.call import RewardFunction
-from groupwise.tasks.prompts import PromptSource, PromptStream
+from groupwise.tasks.prompt_stream import PromptSource, PromptStream
 
 
 class ReasoningGym:
     """A `DataSource`: the package's problems, of fixed or of adaptive difficulty."""
 
-    def rows(self, config: DatasetConfig) -> Iterator[tuple[str, Any]]:
+    def rows(self, config: RowsConfig) -> Iterator[tuple[str, Any]]:
         """See the protocol."""
         return Problems(config).rows()
 

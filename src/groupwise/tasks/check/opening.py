@@ -139,7 +139,7 @@ def rows_of(wanted: CheckRequest) -> Sequence[Prompt] | None:
     """Return the prompts of `wanted.data`; None without. Raises DataError."""
     if wanted.data is None:
         return None
-    return open_prompts(wanted.data, folder=wanted.folder, cases=True).all()
+    return open_prompts(wanted.data, folder=wanted.folder, cases=True).known
 
 
 def in_time(function: Callable[[], T], what: str, wanted: CheckRequest) -> T:
