@@ -30,6 +30,7 @@ from groupwise.config.chat import ChatConfig
 from groupwise.config.data import REASONING_GYM, DataConfig
 from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.evaluation import EVAL_SAMPLING, EvalConfig
+from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.harness import HarnessConfig
 from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
@@ -231,6 +232,10 @@ OTHER_NAMES = {
     "lora_alpha": "train.lora.alpha",
     "base_model": "model",
     "datasets": "data",
+    "adapter": "adapters.start",
+    "batch_size": "rollout.prompts_per_step",
+    "enable_thinking": "chat.template_kwargs.enable_thinking",
+    "reasoning_effort": "chat.template_kwargs.reasoning_effort",
 }
 
 
@@ -751,14 +756,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     folder = document.data.get("folder", ".")
     if isinstance(folder, str):
         document.data["folder"] = str((Path(path).parent / folder).resolve())
-    return validate(document, RunConfig, other_names=OTHER_NAMES)
+    return validate(document, RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
 
 
 def parse_config(data: Mapping[str, Any]) -> RunConfig:
     """Check a mapping made in Python in the same way, with the same errors."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"the configuration is a {type(data).__name__}; it must be a mapping")
-    return validate(Document(dict(data)), RunConfig, other_names=OTHER_NAMES)
+    return validate(Document(dict(data)), RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
 
 
 def identity(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import difflib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -221,18 +222,26 @@ def _entry(node: Node, key: str | int) -> tuple[Node, int] | None:
 
 
 # ---- validation ----
-def validate(document: Document, model: type[ModelT], *, other_names: Mapping[str, str]) -> ModelT:
+def validate(
+    document: Document,
+    model: type[ModelT],
+    *,
+    other_names: Mapping[str, str],
+    elsewhere: Callable[[str], str] = lambda name: "",
+) -> ModelT:
     """Return the document as a `model`. Raises ConfigError naming every unknown key, wrong value and conflict; its
     `field` is the first key that is wrong, its `kind` "unknown", "missing", "conflict" or "invalid".
 
-    `other_names` maps a key that people know from elsewhere to ours, for the suggestions.
+    `other_names` maps a key that people know from elsewhere to ours, for the suggestions; `elsewhere` says of any other
+    name what other systems' key of that name is here, or "".
     """
     try:
         return model.model_validate(document.data)
     except ValidationError as error:
         # A default that follows from a wrong value is missing, but that is not a second problem.
         found = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
-        problems = [_explain(details, document, model, other_names) for details in found]
+        suggest = partial(suggest_key, model=model, other_names=other_names, elsewhere=elsewhere)
+        problems = [_explain(details, document, model, suggest) for details in found]
         field, kind = dotted(found[0]["loc"]) or None, _KINDS.get(found[0]["type"], "invalid")
     raise problems_error(document, problems, field=field, kind=kind)
 
@@ -248,11 +257,11 @@ def problems_error(
     return ConfigError(f"{name} has {len(problems)} problems:{listed}", field=field, kind=kind)
 
 
-def _explain(details: ErrorDetails, document: Document, model: type[BaseModel], other_names: Mapping[str, str]) -> str:
+def _explain(details: ErrorDetails, document: Document, model: type[BaseModel], suggest: Callable[[Keys], str]) -> str:
     keys: Keys = details["loc"]
     place = (dotted(keys) or "the configuration") + document.where(keys)
     if details["type"] == "extra_forbidden":
-        return f"{place}: unknown; {_suggest(keys, model, other_names)}"
+        return f"{place}: unknown; {suggest(keys)}"
     message = details["msg"]
     if details["type"] in ("value_error", "conflict"):
         return f"{place}: {message.removeprefix('Value error, ')}"
@@ -280,25 +289,41 @@ def _correction(details: ErrorDetails, keys: Keys, model: type[BaseModel]) -> st
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         section = [key for key in keys if isinstance(key, str)]
         known = [path[len(section)] for path in key_paths(model) if list(path[:-1]) == section]
-        return f" such as {name}: {{{known[0]}: ...}}; its keys are {', '.join(known)}" if known else ""
+        without = f"; {name}: null is without" if given is False and _may_be_null(keys, model) else ""
+        return f" such as {name}: {{{known[0]}: ...}}; its keys are {', '.join(known)}{without}" if known else ""
     return ""
 
 
-def _suggest(keys: Keys, model: type[BaseModel], other_names: Mapping[str, str]) -> str:
-    """Return the key that was probably meant: the same name elsewhere, a similar one beside it, a similar one
-    anywhere."""
+def _may_be_null(keys: Keys, model: type[BaseModel]) -> bool:
+    """Return whether the field at this place of a model takes null."""
+    annotation: Any = model
+    for key in keys:
+        found = next((each for each in models_in(annotation) if key in each.model_fields), None)
+        if found is None:
+            return False
+        annotation = found.model_fields[str(key)].annotation
+    return type(None) in get_args(annotation)
+
+
+def suggest_key(
+    keys: Keys, *, model: type[BaseModel], other_names: Mapping[str, str], elsewhere: Callable[[str], str]
+) -> str:
+    """Return the key that was probably meant: one of the same name in another section, another system's key of that
+    name, a similar one beside it, a similar one anywhere."""
     name, section = str(keys[-1]), [key for key in keys[:-1] if isinstance(key, str)]
     everywhere = list(key_paths(model))
     beside = [path[-1] for path in everywhere if list(path[:-1]) == section]
-    elsewhere = {path[-1]: ".".join(path) for path in reversed(everywhere)}
+    others = {path[-1]: ".".join(path) for path in reversed(everywhere)}
     if name in other_names:
         return f"did you mean {other_names[name]}?"
-    if name in elsewhere:
-        return f"did you mean {elsewhere[name]}?"
+    if name in others:
+        return f"did you mean {others[name]}?"
+    if said := elsewhere(name):
+        return said
     if similar := difflib.get_close_matches(name, beside, n=1):
         return f"did you mean {dotted((*keys[:-1], similar[0]))}?"
-    if similar := difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.75):
-        return f"did you mean {elsewhere[similar[0]]}?"
+    if similar := difflib.get_close_matches(name, others, n=1, cutoff=0.75):
+        return f"did you mean {others[similar[0]]}?"
     return f"the keys of {dotted(keys[:-1]) or 'the configuration'} are {', '.join(beside)}"
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from groupwise.config.formats.format import config_formats, format_named
+from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.formats.translation import MISSING, Note, Translation
 from groupwise.config.run import OTHER_NAMES, DataConfig, EnvConfig, RunConfig
 from groupwise.config.yaml import Document, Keys, dotted, parse_keys, validate
@@ -137,7 +138,7 @@ def _native(document: Document, overrides: Sequence[str], folder: Path) -> Loade
     said = document.data.get("folder", ".")
     if isinstance(said, str):
         document.data["folder"] = str((folder / said).resolve())
-    config = validate(document, RunConfig, other_names=OTHER_NAMES)
+    config = validate(document, RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
     return LoadedRun(config=config, system=GROUPWISE, document=document)
 
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.config.formats.format import ConfigFormat, config_formats, format_named
+from groupwise.config.formats.known_elsewhere import known_elsewhere
+from groupwise.config.run import OTHER_NAMES, RunConfig
+from groupwise.config.yaml import suggest_key
 from groupwise.errors import ConfigError, StorageError
 from groupwise.run.config_file import GROUPWISE, LoadedRun, read_run, understand
 from groupwise.run.native_yaml import native_yaml
@@ -36,6 +39,9 @@ def read_words(words: Sequence[str]) -> LoadedRun:
         name, _, value = options[0].lstrip("-").partition("=")
         key = name.replace("-", "_")
         hint = f"an override of a file is written {key}={value or 'VALUE'}; aitraining's flags stand without a file"
+        if key not in RunConfig.model_fields:
+            meant = suggest_key((key,), model=RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
+            hint = f"an override of a file is written KEY=VALUE (aitraining's flags stand without a file): {meant}"
         raise ConfigError(f"there is no option {options[0]}", hint=hint)
     return read_run(words[0], words[1:])
 
