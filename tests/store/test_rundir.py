@@ -19,7 +19,7 @@ from groupwise.store import checkpoint, rundir
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import RunState
 from groupwise.store.files import Provenance
-from groupwise.store.locate import find_adapter, find_policy, manner_of
+from groupwise.store.locate import SeveralRunsWarning, find_adapter, find_policy, manner_of
 from groupwise.store.rundir import open_run_dir, owned
 from groupwise.train.learner import Learner
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
@@ -255,6 +255,8 @@ def test_another_number_of_processes_is_the_same_run(tmp_path: Path, make_base) 
 
 # ---- what users call a run, an adapter, a trained policy ----
 
+several = pytest.mark.filterwarnings("ignore::groupwise.store.locate.SeveralRunsWarning")
+
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch, make_base, make_adapter):
@@ -285,6 +287,7 @@ def runs(tmp_path, monkeypatch, make_base, make_adapter):
 NEWEST = "runs/math-20260102T000000Z-2"
 
 
+@several
 @pytest.mark.parametrize(
     ("text", "version", "run"),
     [
@@ -312,11 +315,26 @@ def snapshot(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
+def test_of_several_runs_the_newest_that_was_finished_is_taken_and_the_others_are_named(runs):
+    """A trial that goes on, or was stopped, does not take the place of the run whose name it has."""
+    with pytest.warns(SeveralRunsWarning) as caught:
+        assert find_policy("math").run_dir == Path(NEWEST).absolute()  # none was finished
+    older = Path("runs/math-20260101T000000Z")
+    at = older / "checkpoints" / "step-000001"
+    at.mkdir(parents=True)
+    (at / "run.json").write_text(replace(STANDING, finished=True).dump())
+    with pytest.warns(SeveralRunsWarning) as after:
+        assert find_policy("math").run_dir == older.absolute()
+    assert str(older) in str(caught[0].message) and NEWEST in str(after[0].message)
+    assert find_policy(NEWEST).run_dir == Path(NEWEST).absolute()
+
+
 def test_a_run_that_trained_all_parameters_is_its_model(runs):
     policy = find_policy("whole")
     assert (policy.model, policy.adapter) == ("runs/whole-20260101T000000Z/model", None)
 
 
+@several
 def test_a_directory_of_the_same_name_is_not_in_the_way_unless_it_is_an_adapter(runs):
     Path("math").mkdir()
     assert str(find_adapter("math").version) == "math@2"
@@ -326,6 +344,7 @@ def test_a_directory_of_the_same_name_is_not_in_the_way_unless_it_is_an_adapter(
         find_policy("math")
 
 
+@several
 @pytest.mark.parametrize("text", ["maths", "math@9", "runs/none", "base", "", "math@", "../x@1"])
 def test_what_is_no_adapter_is_told_what_there_is(runs, text):
     with raises(AdapterNotFoundError):

@@ -1,6 +1,7 @@
 """What users mean by a run, a store, an adapter or a trained policy. Every command resolves names here.
 
-RUN         a run's directory; the name of one under `runs/`; or the `name` of its configuration: the newest such run
+RUN         a run's directory; the name of one under `runs/`; or the `name` of its configuration: the newest such run,
+            and for its policy the newest that was finished, if one was; a warning names the others
 an adapter  RUN                                the run's policy: its active version, else its newest
             RUN@N                              version N of that run
             RUN/NAME@N or RUN/NAME             a version in a run's store, by the adapter's name
@@ -14,6 +15,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,8 +25,8 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from groupwise.errors import AdapterError, AdapterNotFoundError, DataError
-from groupwise.store import files
+from groupwise.errors import AdapterError, AdapterNotFoundError, DataError, StorageError
+from groupwise.store import checkpoint, files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.rundir import CONFIG, METRICS
 from groupwise.types import BASE, PolicyVersion
@@ -198,8 +200,13 @@ def find_policy(text: str) -> TrainedPolicy:
     return TrainedPolicy(model=model, adapter=located, run_dir=located.run_dir)
 
 
+class SeveralRunsWarning(UserWarning):
+    """A name means several runs; the message says which is taken and names the others."""
+
+
 def _run_with(patterns: Sequence[str], text: str) -> Path | None:
-    """Return the run of this directory or name that has a file of one of the `patterns`."""
+    """Return the run of this directory or name that has a file of one of the `patterns`: of several the newest, but
+    where its policy is asked for the newest that was finished, with a warning."""
     if not text:
         return None
     for path in (Path(text), RUNS / text):
@@ -212,7 +219,25 @@ def _run_with(patterns: Sequence[str], text: str) -> Path | None:
         for match, path in found
         if any(any(path.glob(pattern)) for pattern in patterns)
     ]
-    return max(with_files)[1] if with_files else None
+    if len(with_files) < 2 or METRICS in patterns:
+        return max(with_files)[1] if with_files else None
+    ended = [each for each in with_files if _was_finished(each[1])]
+    chosen = max(ended or with_files)[1]
+    others = [f"{path}{'' if _was_finished(path) else ' (not finished)'}" for _, path in with_files if path != chosen]
+    which = "the newest that was finished" if ended else "the newest"
+    listed = ", ".join(sorted(others, reverse=True)[:5])
+    warnings.warn(
+        f"{text} is {chosen}, {which}; of this name there are also {listed}", SeveralRunsWarning, stacklevel=3
+    )
+    return chosen
+
+
+def _was_finished(run_dir: Path) -> bool:
+    try:
+        standing = checkpoint.standing(run_dir)
+    except StorageError:
+        return False
+    return standing is not None and standing.finished
 
 
 def _model_of_run(run_dir: Path) -> str | None:
