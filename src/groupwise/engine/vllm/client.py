@@ -270,7 +270,7 @@ class VllmServer:
 
     @asynccontextmanager
     async def _reaching(self, where: str, timeout: float) -> AsyncIterator[None]:
-        """What goes wrong on the way as ServerLost."""
+        """Raise what goes wrong on the way as ServerLost."""
         try:
             async with asyncio.timeout(timeout):
                 yield
