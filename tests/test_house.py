@@ -61,6 +61,11 @@ def test_there_is_none_of_it(counted: dict[str, set[str]], what: str) -> None:
     assert not counted[what]
 
 
+def test_docstrings_of_functions_begin_with_a_verb(counted: dict[str, set[str]]) -> None:
+    """A sentence says who does what; a noun alone ("The file.") can be completed only by its author."""
+    assert len(counted["docstring fragments"]) < 10, sorted(counted["docstring fragments"])
+
+
 def test_no_module_is_a_drawer() -> None:
     assert not {p.stem for p in MODULES} & {"utils", "helpers", "common", "manager", "misc"}
 

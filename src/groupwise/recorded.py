@@ -119,7 +119,8 @@ class SamplingMask:
 
     @classmethod
     def of(cls, kept_TV: Any, *, most: int | None = None) -> SamplingMask:
-        """From a NumPy array of bools; tokens with more than `most` ids to list, or a bit for each id, are bitmaps."""
+        """Return the mask of a NumPy array of bools [T, vocabulary]; tokens with more than `most` ids to list, or a bit
+        for each id, are bitmaps."""
         vocabulary = kept_TV.shape[1]
         return cls.of_entries(vocabulary, [mask_entry(row, most=most) for row in kept_TV])
 
@@ -163,14 +164,14 @@ class SamplingMask:
         return [_is_kept(token, *entry) for token, entry in zip(ids, self.entries(), strict=True)]
 
     def array(self) -> Any:
-        """As a NumPy array of bools [T, vocabulary]."""
+        """Return the mask as a NumPy array of bools [T, vocabulary]."""
         import numpy as np
 
         rows = [_mask_row(kind, words, self.vocabulary) for kind, words in self.entries()]
         return np.stack(rows) if rows else np.zeros((0, self.vocabulary), bool)
 
     def to_bytes(self) -> bytes:
-        """As it is stored and sent."""
+        """Return the bytes that are stored and sent."""
         return _HEADER.pack(_MARK, self.vocabulary, len(self)) + self.kinds + self.lengths + self.words
 
     @classmethod

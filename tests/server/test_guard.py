@@ -134,7 +134,7 @@ async def _breaks() -> AsyncIterator[bytes]:
 
 @pytest.fixture(scope="module")
 def site() -> Site:
-    limits = {"chat_body_bytes": 4096, "train_body_bytes": 8192, "small_body_bytes": 4096}
+    limits = {"chat_body_bytes": 4096, "train_body_bytes": 8192}
     return Site(ServeConfig(**limits, body_timeout_s=0.3, header_timeout_s=0.4))
 
 

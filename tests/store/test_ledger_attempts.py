@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sqlite3
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from test_ledger import publish, submit, take
 
-from groupwise.store import ledger_schema
 from groupwise.store.ledger import JobState, Ledger
 from groupwise.store.ledger_attempts import MAX_SERVER_DEATHS, Cause
 from wording import wording
@@ -153,34 +150,3 @@ def test_where_nobody_knows_the_sizes_of_passes_nothing_is_halved(book):
     take(book), book.expire("w", cause=Cause.MEMORY)
     failed = book.job(job.id)
     assert failed.micro_tokens is None and failed.error and failed.error["code"] == "out_of_memory"
-
-
-# --- ledgers of before ---
-
-
-def test_a_ledger_of_the_first_version_is_brought_forward(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.db"
-    with sqlite3.connect(path) as old:
-        old.executescript(ledger_schema.MIGRATIONS[0])
-        old.execute("PRAGMA user_version=1")
-        columns = "id, kind, adapter, config, summary, auto_load, steps, created_at"
-        old.execute(f"INSERT INTO job ({columns}) VALUES (?, 'grpo', 'math', '{{}}', '{{}}', 1, 4, 0)", ("a" * 32,))
-        for i in range(3):
-            old.execute(
-                "INSERT INTO rollout (id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, "
-                "text, created_at) VALUES (?, x'', x'01000000', zeroblob(8), 'base', 1, 'stop', 'four', ?)",
-                (f"r{i}", time.time()),
-            )
-    old.close()
-    Ledger(path, rollout_bytes=16).prune()  # they have 16 bytes each
-    book = Ledger(path)
-    assert list(book.rollouts(["r0", "r1", "r2"])) == ["r2"] and book.rollouts(["r2"])["r2"].reshaped == ()
-    assert book.rollouts(["r2"])["r2"].routed_experts is None
-    lease = take(book)
-    assert lease.job.id == "a" * 32 and lease.job.micro_tokens is None
-    for _ in range(MAX_SERVER_DEATHS - 1):
-        book.expire("w", cause=Cause.SERVER)
-        take(book)
-    book.expire("w", cause=Cause.SERVER)
-    assert book.job("a" * 32).state is JobState.FAILED
-    book.close()

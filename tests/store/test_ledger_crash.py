@@ -218,17 +218,19 @@ def test_processes_that_start_together_wait_for_the_one_that_makes_the_file(tmp_
     other.close()
 
 
-def test_a_damaged_ledger_and_one_of_a_newer_groupwise_are_refused(tmp_path):
+def test_a_damaged_ledger_and_one_of_another_version_are_refused(tmp_path):
     (tmp_path / "ledger.db").write_bytes(b"this is no database, " * 500)
     with raises(LedgerDamagedError):
         Ledger(tmp_path / "ledger.db")
-    newer = tmp_path / "newer" / "ledger.db"
-    Ledger(newer).close()
-    with sqlite3.connect(newer) as connection:
-        connection.execute("PRAGMA user_version=99")
-    connection.close()
-    with raises(GroupwiseError):
-        Ledger(newer)
+    for version, upgrades in ((99, True), (ledger_schema.VERSION - 1, False)):
+        other = tmp_path / str(version) / "ledger.db"
+        Ledger(other).close()
+        with sqlite3.connect(other) as connection:
+            connection.execute(f"PRAGMA user_version={version}")
+        connection.close()
+        with raises(GroupwiseError) as caught:
+            Ledger(other)
+        assert ("upgrade" in str(caught.value.hint)) is upgrades
 
 
 def test_a_ledger_that_cannot_be_made_says_where(tmp_path):

@@ -70,7 +70,7 @@ def list_adapters(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Every adapter, the active version marked."""
+    """List every adapter, the active version marked."""
     if client := _server(url, api_key, run, store):
         with client:
             listed = client.adapters.list()
@@ -99,7 +99,7 @@ def show(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Where a version came from, and its files."""
+    """Show where a version came from, and its files."""
     if client := _server(url, api_key, run, store):
         from groupwise.sdk.types import as_json as dump
 

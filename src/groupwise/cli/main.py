@@ -265,7 +265,8 @@ def import_(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """A run of Axolotl, TRL, Unsloth, prime-rl or aitraining as one of Groupwise, with where each value came from.
+    """Turn a run of Axolotl, TRL, Unsloth, prime-rl or aitraining into one of Groupwise, with where each value came
+    from.
 
     With `--from aitraining` the rest of the line may be its flags in place of a file.
     """
@@ -341,9 +342,9 @@ def eval_(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """The mean reward of the base model or an adapter on CONFIG's evaluation prompts; pass@k and maj@k where eval.k is
-    more. With --against a second one's, and whether they differ: a paired test over the prompts. With --suite tasks of
-    lm-eval or inspect-ai in their place (docs/evaluation.md)."""
+    """Measure the mean reward of the base model or an adapter on CONFIG's evaluation prompts; pass@k and maj@k where
+    eval.k is more. With --against a second one's, and whether they differ: a paired test over the prompts. With --suite
+    tasks of lm-eval or inspect-ai in their place (docs/evaluation.md)."""
     of_suite = {
         "--tasks": tasks,
         "--limit": limit,

@@ -171,7 +171,7 @@ def status(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Every job, the running one first; or one, in detail."""
+    """List every job, the running one first; or show one, in detail."""
     with open_client(url, api_key) as client:
         if job_id is not None:
             job = client.status(job_id)

@@ -30,7 +30,7 @@ rewards_app = typer.Typer(help="The rewards in the package, and what is wrong wi
 
 @rewards_app.command("list", epilog=examples("groupwise rewards list", "groupwise rewards list --json"))
 def list_rewards(as_json: AsJson = False, debug: Debug = False) -> None:
-    """Every reward in the package: what to write under `rewards:`, and what it gives."""
+    """List every reward in the package: what to write under `rewards:`, and what it gives."""
     from groupwise.rewards.catalogue import built_in
 
     found = list(built_in())

@@ -49,7 +49,7 @@ def add_to(app: typer.Typer) -> None:
 def health(
     run: Run = None, url: Url = None, api_key: ApiKey = None, as_json: AsJson = False, debug: Debug = False
 ) -> None:
-    """What is wrong with a run, why, and what to do; without RUN: how the server is.
+    """Say what is wrong with a run, why, and what to do; without RUN: how the server is.
 
     Exits with 1 while an error of the run stands, and with 75 if no server answers.
     """

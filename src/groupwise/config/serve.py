@@ -102,13 +102,11 @@ class ServeConfig(Section):
     """How long a body may take to arrive, besides a second for each MiB."""
 
     chat_body_bytes: Bytes = 8 * MIB
-    """Largest body of any route that takes prompts."""
+    """Largest body of any route but those for training and uploads."""
     train_body_bytes: Bytes = 64 * MIB
     """Largest body of /v1/train/grpo and /v1/train/sft."""
     upload_bytes: Bytes = 2 * GIB
     """Largest adapter upload."""
-    small_body_bytes: Bytes = 256 * 1024
-    """Largest body of routes that take neither prompts nor training data."""
     bodies_bytes: Bytes = 512 * MIB
     """Bytes of the bodies over 64 KiB that are being received or answered; further ones wait, then are told to try
     again."""

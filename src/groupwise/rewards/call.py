@@ -202,7 +202,8 @@ class FunctionCall:
         return Failure(f"{cause}; {hint}", FailureKind.WRONG_TYPE)
 
     def _log_metric(self, name: str, value: float) -> None:
-        """What a function gets as `log_metric`. Raises TypeError or ValueError for what is no finite number."""
+        """Record a metric: what a function gets as `log_metric`. Raises TypeError or ValueError for a value that is not
+        a finite number."""
         number = float(value)
         if not isinstance(name, str) or not math.isfinite(number):
             raise ValueError(f"log_metric({name!r}, {value!r}): give a name and a finite number")

@@ -109,8 +109,8 @@ class _Comparison:
         return "ranks" if self.bounds is None else "scores"
 
     def order(self, vote: int, attempt: int) -> list[int]:
-        """In which order a vote shows the texts: random, and in every second vote the one before it turned round, so
-        that two votes cancel what a judge gives to a place, as far as that is linear."""
+        """Return the order in which a vote shows the texts: random, and in every second vote the one before it turned
+        round, so that two votes cancel what a judge gives to a place, as far as that is linear."""
         order = list(range(len(self.texts)))
         if self.shuffle:
             random.Random(f"{self.digest}/{vote // 2}/{attempt}").shuffle(order)

@@ -45,7 +45,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...}, braces matched; None without one.
+    r"""Return what stands in the last \boxed{...}, braces matched; None without one.
 
     >>> boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
@@ -68,7 +68,7 @@ _ONE_NUMBER = (
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer that a completion ends with, as maj@k counts it; None where nothing is said.
+    r"""Return the answer that a completion ends with, as maj@k counts it; None where nothing is said.
 
     Of what follows the last </think>: the last \boxed{}, else the last <answer>, else what stands behind the last
     ####, else all of it. Runs of blanks are one blank.

@@ -183,7 +183,7 @@ def _begun(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) ->
 
 @contextmanager
 def _parent(config: JobConfig, store: AdapterStore, *, name: str) -> Iterator[tuple[PolicyVersion, Path | None]]:
-    """What the job continues, which nobody removes meanwhile, and its directory; None for the base model.
+    """Hold what the job continues, so that nobody removes it, and yield it with its directory; None for the base model.
 
     A name means its newest version; if that goes before it is held, another one is the newest by then.
     """

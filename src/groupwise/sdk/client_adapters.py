@@ -139,7 +139,7 @@ def _path(name: str) -> str:
 
 @contextmanager
 def _archive(source: Path, name: str) -> Iterator[IO[bytes]]:
-    """An open tar.gz: `source` itself, or of the directory that it is."""
+    """Yield an open tar.gz: `source` itself, or one of the directory that it is."""
     from groupwise.store.archive import stream_archive
 
     try:

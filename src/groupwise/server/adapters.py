@@ -113,7 +113,7 @@ Adapters = Annotated[AdapterParts, given(AdapterParts)]
 
 @router.get("", **documented(answer=AdapterList))
 def list_adapters(parts: Adapters) -> AdapterList:
-    """Every adapter, its versions, and which one is active."""
+    """List every adapter, its versions, and which one is active."""
     active = parts.policies.active
     notes = parts.store.notes()
     by_name: dict[str, list[AdapterInfo]] = {}
@@ -129,7 +129,7 @@ def list_adapters(parts: Adapters) -> AdapterList:
 
 @router.get("/{name}", **documented(answer=AdapterDetail, errors=[AdapterError, AdapterNotFoundError]))
 def show_adapter(name: str, parts: Adapters) -> AdapterDetail:
-    """One adapter with the provenance and metrics of its versions."""
+    """Show one adapter with the provenance and metrics of its versions."""
     active, versions = parts.policies.active, _versions(parts, name)
     every: list[AdapterInfo] = []
     for version in parts.store.versions(versions[0].name):
@@ -299,7 +299,7 @@ class _Upload(NamedTuple):
 
 @asynccontextmanager
 async def _upload(request: Request) -> AsyncIterator[_Upload]:
-    """The form, whose archive waits in a temporary file. The guard counts its bytes."""
+    """Yield the form, whose archive waits in a temporary file. The guard counts its bytes."""
     check_content_type(request, wanted="multipart/form-data")
     with files.writing("receiving an upload"):
         try:
@@ -369,7 +369,7 @@ def _check_modules(base: LoadedModel, directory: Path) -> None:
 
 @router.get("/{name}/download", **_DOWNLOAD)
 async def download_adapter(name: str, parts: Adapters) -> StreamingResponse:
-    """A version as a tar.gz that `peft` loads once it is unpacked, and that `upload` takes."""
+    """Send a version as a tar.gz that `peft` loads once it is unpacked, and that `upload` takes."""
     files.check_name(name.partition("@")[0])
     version = parts.policies.resolve(adapter=name)
     top = str(version) if "@" in name else name

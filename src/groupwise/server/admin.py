@@ -79,7 +79,7 @@ class ModelNotFoundError(ModelError):
 # ---- health ----
 @router.get("/health", **documented(answer=Health, errors=[DeviceLostError]))
 async def health(request: Request, parts: State) -> Health:
-    """Whether the process lives; 503 once its GPU is lost to it, until it ends. The only route without a key."""
+    """Say whether the process lives; 503 once its GPU is lost to it, until it ends. The only route without a key."""
     if (lost := parts.engine.lost) is not None:
         raise lost
     if not getattr(request.state, "trusted", False):
@@ -89,7 +89,7 @@ async def health(request: Request, parts: State) -> Health:
 
 @router.get("/v1/health", **documented(answer=Health, errors=[DeviceLostError]))
 async def health_v1(parts: State) -> Health:
-    """The same as /health, with everything."""
+    """Answer as /health does, with everything."""
     if (lost := parts.engine.lost) is not None:
         raise lost
     return await asyncio.to_thread(_health, parts)
@@ -169,7 +169,7 @@ class Ready(Answer):
 
 @router.get("/ready", **documented(answer=Ready, errors=[NotReadyError]))
 async def ready(parts: State) -> Ready:
-    """Whether the server can answer, accept jobs, keep them and publish adapters; 503 with the reason where not."""
+    """Say whether the server can answer, accept jobs, keep them and publish adapters; 503 with the reason where not."""
     problem = await asyncio.to_thread(_problem, parts)
     if problem is not None:
         raise NotReadyError(f"the server is not ready: {problem}", hint="see /health", retry_after=10)
@@ -190,7 +190,7 @@ _METRICS["responses"][200] = {"description": "Prometheus's text format.", "conte
 
 @router.get("/metrics", response_class=Response, **_METRICS)
 async def metrics(parts: State) -> Response:
-    """For Prometheus."""
+    """Report counters, gauges and histograms to Prometheus."""
     text = await asyncio.to_thread(parts.recorder.exposition)
     return Response(text, headers={"content-type": METRICS_TYPE})
 
@@ -245,13 +245,13 @@ def _training_gauges(parts: HealthParts) -> Iterator[Sample]:
 # ---- models ----
 @router.get("/v1/models", **documented(answer=ModelList))
 async def models(parts: State) -> ModelList:
-    """The served model, the base, and every adapter by name and by version: what `model` may say."""
+    """List the served model, the base, and every adapter by name and by version: what `model` may say."""
     return ModelList(data=await asyncio.to_thread(_models, parts))
 
 
 @router.get("/v1/models/{model:path}", **documented(answer=ModelCard, errors=[ModelNotFoundError]))
 async def model(model: str, parts: State) -> ModelCard:
-    """One of them."""
+    """Show one of the models."""
     cards = await asyncio.to_thread(_models, parts)
     for card in cards:
         if card.id == model:
@@ -314,7 +314,7 @@ class ConfigAnswer(Answer):
 
 @router.get("/v1/config", **documented(answer=ConfigAnswer))
 async def config(request: Request, parts: State) -> ConfigAnswer:
-    """Every setting with its effective value."""
+    """Show every setting with its effective value."""
     return ConfigAnswer(
         model=parts.base.name,
         base_hash=parts.base.hash,
@@ -354,7 +354,7 @@ class DecodeStats(Answer):
 
 @router.get("/v1/stats/decode", **documented(answer=DecodeStats))
 async def decode_stats(parts: State) -> dict[str, Any]:
-    """How fast tokens come."""
+    """Measure how fast tokens come."""
     return parts.recorder.decode_stats()
 
 
@@ -381,5 +381,5 @@ class RecentRequest(Answer):
 
 @router.get("/v1/stats/recent-requests", **documented(answer=list[RecentRequest]))
 async def recent_requests(parts: State) -> list[dict[str, Any]]:
-    """The latest hundred, newest first."""
+    """List the latest hundred requests, newest first."""
     return parts.recorder.recent()

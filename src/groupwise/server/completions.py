@@ -62,7 +62,7 @@ Completions = Annotated[CompletionParts, given(CompletionParts)]
     **documented(CompletionRequest, TextCompletion, errors=SAMPLING_ERRORS, codes=["batch_too_large"], streams=True),
 )
 async def completions(http: Request, parts: Completions) -> Response:
-    """What follows each prompt, by the active policy or the one that `model` or `adapter` names.
+    """Write what follows each prompt, by the active policy or the one that `model` or `adapter` names.
 
     `prompt` is a text, token ids, or a list of either. `max_tokens: 0` with `echo` and `logprobs` only scores.
     """

@@ -66,7 +66,7 @@ class JobHealth(Findings):
 
 @router.get("/health/{job_id}", **documented(answer=JobHealth, errors=[JobNotFoundError]))
 async def job_health(job_id: str, parts: Annotated[FindingParts, given(FindingParts)]) -> JobHealth:
-    """What is going wrong in a job by its metrics, with the cause and what to do."""
+    """Say what is going wrong in a job by its metrics, with the cause and what to do."""
     return await run_in_threadpool(_judged, parts.ledger, job_id)
 
 

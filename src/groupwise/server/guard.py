@@ -72,11 +72,12 @@ QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
 GRACE_S = 5.0  # routes have deadlines of their own, with better messages
 UPLOADS = 2  # that are received or unpacked at once
-UPLOAD, TRAIN = "/v1/adapters/upload", ("/v1/train/grpo", "/v1/train/sft")
-PROMPTS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/completions/batch", "/generate/", "/chat/"),
-    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
-)
+UPLOAD = "/v1/adapters/upload"
+BODY_LIMITS = {
+    UPLOAD: "upload_bytes",
+    **dict.fromkeys(("/v1/train/grpo", "/v1/train/sft"), "train_body_bytes"),
+    **dict.fromkeys(("/api/v1/forward_backward", "/api/v1/forward"), "tinker_body_bytes"),
+}  # the settings of the largest bodies; chat_body_bytes for all other routes
 
 
 _REQUEST_ID = re.compile(r"[\w-]{1,64}", re.ASCII)
@@ -295,14 +296,7 @@ class Guard:
 
     def _limit(self, path: str) -> tuple[int, str]:
         """Return the largest body of a route, and the setting that says so."""
-        prompts = path.removeprefix(OPENAI_PREFIX) in PROMPTS
-        name = "chat_body_bytes" if prompts or path.startswith(TINKER) else "small_body_bytes"
-        if path in TRAIN:
-            name = "train_body_bytes"
-        elif path == UPLOAD:
-            name = "upload_bytes"
-        elif path in ("/api/v1/forward_backward", "/api/v1/forward"):
-            name = "tinker_body_bytes"
+        name = BODY_LIMITS.get(path, "chat_body_bytes")
         return getattr(self._config, name), name
 
 

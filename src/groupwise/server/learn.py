@@ -493,7 +493,7 @@ Learning = Annotated[LearnParts, given(LearnParts)]
 
 @router.get("", **documented(answer=LearnAnswer))
 async def learning(parts: Learning) -> LearnAnswer:
-    """What automatic training does, or why it does nothing; and what it did lately, newest first."""
+    """Say what automatic training does, or why it does nothing; and what it did lately, newest first."""
     return await asyncio.to_thread(_shown, parts)
 
 

@@ -35,7 +35,7 @@ class InputTokens(Answer):
 
 @router.post("/v1/messages", **documented(MessagesRequest, errors=SAMPLING_ERRORS, codes=CODES, streams=True))
 async def messages(http: Request, parts: Chats) -> Response:
-    """The next turn of a conversation in the form of Anthropic's Messages API, whole or streamed.
+    """Write the next turn of a conversation in the form of Anthropic's Messages API, whole or streamed.
 
     The policy, the prompt and the reply are those of /v1/chat/completions. Errors are in Anthropic's envelope.
     """
@@ -49,7 +49,7 @@ async def messages(http: Request, parts: Chats) -> Response:
 
 @router.post("/v1/messages/count_tokens", **documented(CountRequest, InputTokens, errors=SAMPLING_ERRORS, codes=CODES))
 async def count_tokens(http: Request, parts: Chats) -> InputTokens:
-    """How many tokens such a request has, as the chat template renders it."""
+    """Count the tokens of such a request, as the chat template renders it."""
     _, prompt = await parts.reader.read_json(
         http, read_messages, context=parts.engine.context_length, model=CountRequest
     )

@@ -47,7 +47,7 @@ class MetricDefinitions(Answer):
 
 @definitions_router.get("/definitions", **documented(answer=MetricDefinitions))
 async def metric_definitions() -> MetricDefinitions:
-    """What each metric means, what is good, and what to do where it is not."""
+    """Say what each metric means, what is good, and what to do where it is not."""
     return defined_metrics()
 
 

@@ -282,7 +282,7 @@ class Policies:
         patience_s: float | None = None,
         session: str | None = None,
     ) -> AsyncIterator[PolicyVersion]:
-        """The version that answers one request, which stays loaded until the request has ended.
+        """Yield the version that answers one request, which stays loaded until the request has ended.
 
         A request that names no version and has a `session` may be answered by the one that is on trial (a canary): all
         of a session by the same one.

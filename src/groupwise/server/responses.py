@@ -56,7 +56,7 @@ class DeletedResponse(Answer):
 
 @router.post("/v1/responses", **documented(ResponsesRequest, errors=SAMPLING_ERRORS, codes=CODES, streams=True))
 async def responses(http: Request, parts: Responses) -> Response:
-    """The next turn of a conversation in the form of OpenAI's Responses API, whole or streamed.
+    """Write the next turn of a conversation in the form of OpenAI's Responses API, whole or streamed.
 
     The policy, the prompt and the reply are those of /v1/chat/completions. Answers are kept in memory for
     `previous_response_id`, the newest 1024 of them.
@@ -81,7 +81,7 @@ async def responses(http: Request, parts: Responses) -> Response:
 
 @router.get("/v1/responses/{response_id}", **documented(errors=(ResponseNotFoundError,)))
 async def stored_response(response_id: str, parts: Responses) -> Response:
-    """A response that is kept."""
+    """Show a response that is kept."""
     answer = parts.responses.find(response_id).answer
     return Response(json.dumps(answer), media_type="application/json")
 

@@ -172,7 +172,7 @@ def _check_filters(job: str | None, *, for_a_job: dict[str, Any], for_recent: di
 
 @router.get("/facets", **documented(answer=RolloutFacets))
 async def count_rollouts(parts: Log) -> RolloutFacets:
-    """Which versions sampled what is kept, and how it ended: what to filter the list by."""
+    """Count what is kept by the version that sampled it and by how it ended: what to filter the list by."""
     return await run_in_threadpool(_facets, parts)
 
 
@@ -181,7 +181,7 @@ async def count_rollouts(parts: Log) -> RolloutFacets:
     **documented(answer=RolloutGroupDetail, errors=[RolloutNotFoundError, JobNotFoundError, DamagedPayloadError]),
 )
 async def show_rollout(id: str, parts: Log) -> RolloutGroupDetail:
-    """The group of a rollout: every completion of its prompt, token by token."""
+    """Show the group of a rollout: every completion of its prompt, token by token."""
     return await run_in_threadpool(_group, parts, id)
 
 

@@ -66,7 +66,7 @@ def _run(request: Request, id: str) -> RunFiles:
 # ---- runs ----
 @router.get("/runs", **documented(answer=RunList))
 async def list_runs(request: Request) -> RunList:
-    """Every run that was opened, as it is now."""
+    """List every run that was opened, as it is now."""
     return await run_in_threadpool(_listed, _runs(request), request.app.state.served)
 
 
@@ -76,20 +76,20 @@ def _listed(runs: Mapping[str, RunFiles], served: str | None) -> RunList:
 
 @router.get("/runs/{run}", **documented(answer=RunDetail, errors=[RunNotFoundError]))
 async def show_run(request: Request, run: str) -> RunDetail:
-    """One run, with its configuration and its adapter versions."""
+    """Show one run, with its configuration and its adapter versions."""
     return await run_in_threadpool(_run(request, run).detail)
 
 
 @router.get("/runs/{run}/metrics", **documented(answer=RunMetrics, errors=[RunNotFoundError, RequestError]))
 async def run_metrics(request: Request, run: str, after: Cursor = None) -> RunMetrics:
-    """What was recorded of each step so far, or only what came behind a cursor."""
+    """Return what was recorded of each step so far, or only what came behind a cursor."""
     lines = await run_in_threadpool(_run(request, run).metrics.since, after)
     return RunMetrics(run=run, steps=[dict(record) for record in lines.records], next=lines.next, anew=lines.anew)
 
 
 @router.get("/runs/{run}/health", **documented(answer=RunHealth, errors=[RunNotFoundError]))
 async def run_health(request: Request, run: str) -> RunHealth:
-    """What is going wrong in a run by its metrics, with the cause and the overrides to try."""
+    """Say what is going wrong in a run by its metrics, with the cause and the overrides to try."""
     return await run_in_threadpool(judged, _run(request, run))
 
 
@@ -101,13 +101,13 @@ def judged(run: RunFiles) -> RunHealth:
 
 @router.get("/runs/{run}/evaluations", **documented(answer=RunEvaluations, errors=[RunNotFoundError]))
 async def run_evaluations(request: Request, run: str) -> RunEvaluations:
-    """How many held-out prompts got better and worse, with those whose reward changed most, before and after."""
+    """Count the held-out prompts that got better and worse, with those whose reward changed most, before and after."""
     return await run_in_threadpool(change_of, _run(request, run))
 
 
 @router.get("/diff", **documented(answer=RunDiff, errors=[RunNotFoundError]))
 async def diff(request: Request, run: Annotated[list[str], Query(min_length=1, max_length=64)]) -> RunDiff:
-    """The configurations of the named runs, and the keys in which they are not the same."""
+    """Compare the configurations of the named runs: all of them, and the keys in which they are not the same."""
     return await run_in_threadpool(_differ, [_run(request, id) for id in dict.fromkeys(run)])
 
 
@@ -148,7 +148,7 @@ async def run_rollouts_page(
         Sort, Query(description="Other than newest reads all of it, which is refused of a large run without a step.")
     ] = "newest",
 ) -> RolloutPage:
-    """The completions that a run sampled, the newest step first."""
+    """List the completions that a run sampled, the newest step first."""
     found = _run(request, run)
     name, _, value = (tag or "").partition("=")
     wanted = SampleQuery(
@@ -168,7 +168,7 @@ async def run_rollouts_page(
 
 @router.get("/runs/{run}/rollouts/facets", **documented(answer=RolloutFacets, errors=[RunNotFoundError]))
 async def count_run_rollouts(request: Request, run: str) -> RolloutFacets:
-    """The steps, versions, ends and tags that a run's completions can be filtered by."""
+    """Count the steps, versions, ends and tags that a run's completions can be filtered by."""
     return await run_in_threadpool(facets, _run(request, run))
 
 
@@ -176,15 +176,15 @@ async def count_run_rollouts(request: Request, run: str) -> RolloutFacets:
     "/runs/{run}/rollouts/{id}", **documented(answer=RunRolloutGroup, errors=[RunNotFoundError, RolloutNotFoundError])
 )
 async def run_rollout(request: Request, run: str, id: str) -> RunRolloutGroup:
-    """The group of a rollout: every completion of its prompt, token by token, with the parts of its reward."""
+    """Show the group of a rollout: every completion of its prompt, token by token, with the parts of its reward."""
     return await run_in_threadpool(group, _run(request, run), id)
 
 
 # ---- as it happens ----
 @router.get("/events", **documented(streams=True))
 async def live(request: Request) -> Response:
-    """The list of runs as server-sent events, at once and whenever it is another one: the `event` is `runs`, and its
-    data the answer of /v1/runs."""
+    """Send the list of runs as server-sent events, at once and whenever it is another one: the `event` is `runs`, and
+    its data the answer of /v1/runs."""
     return following(_follow_all(_runs(request), request.app.state.served))
 
 
@@ -200,7 +200,7 @@ async def follow(
     after: Cursor = None,
     last_event_id: Annotated[str | None, Header(description="As `after`; an EventSource sends it by itself.")] = None,
 ) -> Response:
-    """A run's metrics as they are written, as server-sent events; the stream ends when the run does.
+    """Send a run's metrics as they are written, as server-sent events; the stream ends when the run does.
 
     Each event has the cursor behind it as its `id` and the answer of /v1/runs/{run}/metrics as its data."""
     files = _run(request, run)

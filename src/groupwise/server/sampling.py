@@ -235,16 +235,7 @@ class Admissions:
                 `Policies.lease`, which may wait for room within the deadline of the request.
         """
         began = asyncio.get_running_loop().time()
-        most_tokens, context = self.config.max_tokens_default, self.engine.context_length
-        _check_biased(body, self.base.vocabulary)
-        prompts = [truncated(body, ids, context=context) for ids in prompts]
-        params = [
-            sampling_params(body, ids, context=context, most_tokens=most_tokens, index=i, top_logprobs=top_logprobs)
-            for i, ids in enumerate(prompts)
-        ]
-        params = [
-            replace(one, grammar=grammar) for one, grammar in zip(params, grammars or [None] * len(params), strict=True)
-        ]
+        prompts, params = self._asked_of(body, prompts, grammars or [None] * len(prompts), top_logprobs=top_logprobs)
         sender = http.client.host if http.client else ""
         await compiled(self.engine, grammars, sender=sender)
         whole_s, first_s = self.config.request_timeout_s, self.config.first_token_timeout_s
@@ -310,6 +301,23 @@ class Admissions:
         )
         resources.push(admission.failed)
         return admission
+
+    def _asked_of(
+        self,
+        body: Sampling,
+        prompts: Sequence[Sequence[int]],
+        grammars: Sequence[Grammar | None],
+        *,
+        top_logprobs: int,
+    ) -> tuple[list[Sequence[int]], list[SamplingParams]]:
+        """Return the prompts, cut as `body` wants them, and how each is sampled. Raises RequestError,
+        ContextLengthError."""
+        _check_biased(body, self.base.vocabulary)
+        most_tokens, context = self.config.max_tokens_default, self.engine.context_length
+        cut = [truncated(body, ids, context=context) for ids in prompts]
+        options = {"context": context, "most_tokens": most_tokens, "top_logprobs": top_logprobs}
+        params = [sampling_params(body, ids, index=i, **options) for i, ids in enumerate(cut)]
+        return cut, [replace(one, grammar=grammar) for one, grammar in zip(params, grammars, strict=True)]
 
 
 @contextmanager

@@ -187,8 +187,8 @@ async def status_of_all(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=MOST_JOBS, description="Jobs that have ended, at most.")] = MOST_JOBS,
 ) -> list[TrainStatus]:
-    """The jobs: the running one, those that wait by their turn, those that have ended, newest first. Where as many have
-    ended as `limit` says there may be more: `before` with the last one's id asks for them."""
+    """List the jobs: the running one, those that wait by their turn, those that have ended, newest first. Where as many
+    have ended as `limit` says there may be more: `before` with the last one's id asks for them."""
 
     def read() -> list[TrainStatus]:
         ended = None if before is None else parts.ledger.jobs(states=ENDED, before=before, limit=limit)
@@ -199,13 +199,13 @@ async def status_of_all(
 
 @router.get("/status/{job_id}", **documented(answer=TrainStatus, errors=[JobNotFoundError]))
 async def status_of_one(job_id: str, parts: Jobs) -> TrainStatus:
-    """One job."""
+    """Show one job."""
     return await run_in_threadpool(lambda: _status(parts, parts.ledger.job(job_id)))
 
 
 @router.get("/queue", **documented(answer=TrainQueue))
 async def queue(parts: Jobs) -> TrainQueue:
-    """The running job, those that wait, and those that have ended."""
+    """Show the running job, those that wait, and those that have ended."""
     return await run_in_threadpool(_queue, parts)
 
 
@@ -298,7 +298,7 @@ async def events(
     after: Annotated[int, Query(ge=0, le=MAX_EVENT_ID, description="Only events behind this id.")] = 0,
     last_event_id: Annotated[str | None, Header(description="As `after`; an EventSource sends it by itself.")] = None,
 ) -> Response:
-    """What happens to a job, as server-sent events; the stream ends with the job.
+    """Send what happens to a job, as server-sent events; the stream ends with the job.
 
     Each event has an `id`, and as data {"kind": "state" | "metrics" | "message", "at", "level", "message", "data"}. One
     who comes back with the last id misses nothing; 204 says that there is nothing more to come."""

@@ -436,7 +436,8 @@ def staging_path(root: Path) -> Path:
 
 @contextmanager
 def staging(root: Path) -> Iterator[Path]:
-    """A directory that is gone afterwards unless it was renamed. Its lock tells `sweep` that its writer is alive."""
+    """Yield a directory that is gone afterwards unless it was renamed. Its lock tells `sweep` that its writer is
+    alive."""
     path, descriptor = staging_path(root), -1
     try:
         with locked(root):  # sweep() must not see it before it is locked

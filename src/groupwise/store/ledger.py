@@ -515,7 +515,7 @@ class Ledger:
 
     @contextmanager
     def reader(self, what: str) -> Iterator[sqlite3.Connection]:
-        """A connection of its own that only reads: who asks for much lets nobody wait."""
+        """Yield a connection of its own that only reads: who asks for much lets nobody wait."""
         with self._db.storing(what), closing(open_to_read(self.path)) as db:
             yield db
 

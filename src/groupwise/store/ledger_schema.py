@@ -1,4 +1,4 @@
-"""The ledger's files: its records and tables, how it is opened and upgraded, spooled payloads, SQLite's errors.
+"""The ledger's files: its records and tables, how it is opened, spooled payloads, SQLite's errors.
 
 WAL with synchronous=FULL: a committed transaction survives SIGKILL and a power cut (on a local file system; not NFS).
 Every writer begins with BEGIN IMMEDIATE, so that what it reads cannot change before it writes. Any number of processes
@@ -45,9 +45,8 @@ SPOOL, SPOOLED = "spool", ".payload"  # the directory beside the ledger, and wha
 REPAIR = "stop the server, and start it once with --repair-ledger: docs/troubleshooting.md#ledger_damaged"
 PHASES = ("waiting", "loading", "training", "publishing", "swapping", "done")
 
-# user_version n: the first n were applied. A released one is never edited; a change of the tables is one more.
-MIGRATIONS = (
-    """
+VERSION = 6  # `user_version` of these tables; a change of them is one more, with what brings the one before there
+SCHEMA = """
     CREATE TABLE job (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order of submission
         id TEXT NOT NULL UNIQUE,
@@ -56,6 +55,7 @@ MIGRATIONS = (
         state TEXT NOT NULL DEFAULT 'queued',
         phase TEXT NOT NULL DEFAULT 'waiting',
         config TEXT NOT NULL,
+        effective TEXT NOT NULL DEFAULT '{}',   -- fields of config that are null, and what acts in their place
         summary TEXT NOT NULL,
         auto_load INTEGER NOT NULL,
         cancel_requested INTEGER NOT NULL DEFAULT 0,
@@ -66,12 +66,21 @@ MIGRATIONS = (
         metrics TEXT NOT NULL DEFAULT '{}',
         version TEXT,
         error TEXT,
+        unhealthy TEXT,                         -- what was wrong at its end, so that its version was not activated
         created_at REAL NOT NULL,
         started_at REAL,
         finished_at REAL,
         worker TEXT,
         lease_until REAL NOT NULL DEFAULT 0,    -- monotonic clock
-        lease_seconds REAL NOT NULL DEFAULT 0
+        lease_seconds REAL NOT NULL DEFAULT 0,
+        -- deaths of the server while the job was leased, in a row without a step further than death_step
+        server_deaths INTEGER NOT NULL DEFAULT 0,
+        death_step INTEGER NOT NULL DEFAULT -1,
+        swaps_begun INTEGER NOT NULL DEFAULT 0, -- that did not end, since the server died in them
+        -- tokens: of a pass after memory ran out (else as configured), of the largest pass, of the longest sample
+        micro_tokens INTEGER,
+        pass_tokens INTEGER,
+        least_tokens INTEGER
     );
     CREATE INDEX job_state ON job (state, seq);
     CREATE TABLE idempotency (
@@ -101,46 +110,15 @@ MIGRATIONS = (
         temperature REAL NOT NULL,
         finish_reason TEXT NOT NULL,
         text TEXT NOT NULL,
-        created_at REAL NOT NULL
+        created_at REAL NOT NULL,
+        reshaped TEXT NOT NULL DEFAULT '',      -- names, with spaces between: SamplingParams.reshaped
+        upto INTEGER NOT NULL DEFAULT 0,        -- bytes of all rollouts up to this one, forgotten ones too
+        kept BLOB,                              -- recorded.SamplingMask.to_bytes (null where it is not recorded)
+        kept_logprobs BLOB,                     -- a float64 for each token (null likewise)
+        routed_experts BLOB                     -- recorded.RoutedExperts.to_bytes (null likewise)
     );
-    CREATE INDEX rollout_age ON rollout (created_at)
-    """,
-    """
-    -- deaths of the server while the job was leased, in a row without a step further than death_step
-    ALTER TABLE job ADD COLUMN server_deaths INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE job ADD COLUMN death_step INTEGER NOT NULL DEFAULT -1;
-    -- swaps that were begun and did not end, since the server died in them
-    ALTER TABLE job ADD COLUMN swaps_begun INTEGER NOT NULL DEFAULT 0;
-    -- tokens: of a pass after memory ran out (else as configured), of the largest pass, of the longest sample
-    ALTER TABLE job ADD COLUMN micro_tokens INTEGER;
-    ALTER TABLE job ADD COLUMN pass_tokens INTEGER;
-    ALTER TABLE job ADD COLUMN least_tokens INTEGER
-    """,
-    """
-    -- what was wrong at the end of the job, so that the version it made was not activated
-    ALTER TABLE job ADD COLUMN unhealthy TEXT;
-    -- fields of config that are null, and what acts in their place
-    ALTER TABLE job ADD COLUMN effective TEXT NOT NULL DEFAULT '{}';
-    -- names, with spaces between: SamplingParams.reshaped
-    ALTER TABLE rollout ADD COLUMN reshaped TEXT NOT NULL DEFAULT '';
-    -- bytes of all rollouts up to this one, those that are forgotten included
-    ALTER TABLE rollout ADD COLUMN upto INTEGER NOT NULL DEFAULT 0;
-    UPDATE rollout SET upto = sums.upto FROM (
-        SELECT seq, sum(length(prompt_ids) + length(completion_ids) + length(logprobs) + length(text))
-            OVER (ORDER BY seq) AS upto FROM rollout
-    ) AS sums WHERE sums.seq = rollout.seq;
-    CREATE INDEX rollout_upto ON rollout (upto)
-    """,
-    """
-    -- recorded.SamplingMask.to_bytes, and a float64 for each token (null where it is not recorded)
-    ALTER TABLE rollout ADD COLUMN kept BLOB;
-    ALTER TABLE rollout ADD COLUMN kept_logprobs BLOB
-    """,
-    """
-    -- recorded.RoutedExperts.to_bytes (null where it is not recorded)
-    ALTER TABLE rollout ADD COLUMN routed_experts BLOB
-    """,
-    """
+    CREATE INDEX rollout_age ON rollout (created_at);
+    CREATE INDEX rollout_upto ON rollout (upto);
     CREATE TABLE feedback (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,
         id TEXT NOT NULL UNIQUE,
@@ -171,8 +149,7 @@ MIGRATIONS = (
         key TEXT PRIMARY KEY,
         value TEXT NOT NULL                     -- JSON
     )
-    """,
-)
+"""
 
 JOBS = """
     SELECT job.*, CASE state WHEN 'queued' THEN
@@ -331,13 +308,14 @@ class Database:
 
     @contextmanager
     def reading(self, what: str) -> Iterator[sqlite3.Connection]:
-        """For single statements that change nothing."""
+        """Yield the connection for single statements that change nothing."""
         with self._lock, self.storing(what):
             yield self._connection
 
     @contextmanager
     def transaction(self, what: str) -> Iterator[sqlite3.Connection]:
-        """All that is done within is on the disk afterwards, or none of it if there was an error. Not re-entrant."""
+        """Yield the connection within a transaction: all that is done within is on the disk afterwards, or none of it
+        if there was an error. Not re-entrant."""
         with self._lock, self.storing(what):
             if self.damage is not None:
                 raise LedgerDamagedError(self.damage, hint=REPAIR)
@@ -446,7 +424,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute(f"PRAGMA journal_size_limit={64 << 20}")
-        _migrate(connection, path)
+        _create_tables(connection, path)
     except BaseException:
         connection.close()
         raise
@@ -482,22 +460,23 @@ def _enter_wal(connection: sqlite3.Connection) -> None:
             time.sleep(0.01)
 
 
-def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    if _user_version(connection) == len(MIGRATIONS):
+def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Create the tables in a new ledger. Raises GroupwiseError for one of another version."""
+    if _user_version(connection) == VERSION:
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
-        done = _user_version(connection)  # another process may have been first
-        if done > len(MIGRATIONS):
+        found = _user_version(connection)  # another process may have been first
+        if found not in (0, VERSION):
+            age = "a newer groupwise" if found > VERSION else "an older groupwise"
             raise GroupwiseError(
-                f"{path} was written by a newer groupwise: its tables are of version {done}, this one knows "
-                f"{len(MIGRATIONS)}",
-                hint="upgrade groupwise, or give it another state directory",
+                f"{path} was written by {age}: its tables are of version {found}, this one knows {VERSION}",
+                hint=f"{'upgrade groupwise, or ' if found > VERSION else ''}give it another state directory",
             )
-        for migration in MIGRATIONS[done:]:
-            for statement in migration.split(";"):
+        if found == 0:
+            for statement in SCHEMA.split(";"):
                 connection.execute(statement)
-        connection.execute(f"PRAGMA user_version={len(MIGRATIONS)}")
+            connection.execute(f"PRAGMA user_version={VERSION}")
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:

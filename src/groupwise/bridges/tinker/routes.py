@@ -145,7 +145,8 @@ async def healthz() -> Any:
 
 @router.post("/client/config")
 async def client_config(http: Request) -> Any:
-    """What packages ask before everything else. Those of 0.23 and 0.24 send protobuf only if they are told to."""
+    """Tell a package what it asks before everything else. Those of 0.23 and 0.24 send protobuf only if they are told
+    to."""
     return {
         "sample_max_concurrent_requests": min(AT_ONCE, tinker_of(http).parts.config.tinker_pending),
         "proto_write_fwdbwd": True,
@@ -155,7 +156,7 @@ async def client_config(http: Request) -> Any:
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(http: Request) -> Any:
-    """Of what `client_config` says nothing changes."""
+    """Answer as `client_config` does: none of it changes."""
     return await client_config(http)
 
 
@@ -167,8 +168,8 @@ async def telemetry(http: Request) -> Any:
 
 @router.get("/get_server_capabilities")
 async def capabilities(http: Request) -> Any:
-    """The model that is trained, by all its names: the last is where a client on this machine finds its tokenizer; then
-    those that are only sampled from."""
+    """List the model that is trained, by all its names: the last is where a client on this machine finds its tokenizer;
+    then those that are only sampled from."""
     models, others = tinker_of(http).models, tinker_of(http).samplers.others
     lengths = dict.fromkeys((models.name, models.base.name, models.tokenizer), models.base.context_length)
     about = {"sampleable": True, "trainable": True}
@@ -292,7 +293,7 @@ async def forward_backward(http: Request) -> Any:
 
 @router.post("/forward")
 async def forward(http: Request) -> Any:
-    """Of packages before 0.23; later ones send `forward_only` to /forward_backward."""
+    """Answer packages before 0.23; later ones send `forward_only` to /forward_backward."""
     return await _in_turn(http, ForwardBody, _from_json(tinker_of(http)))
 
 
@@ -444,7 +445,7 @@ async def set_ttl(http: Request, run: str, kind: str, name: str) -> Any:
 
 @router.post("/training_runs/{run}/checkpoints/{kind}/{name}/publish")
 async def publish(http: Request, run: str, kind: str, name: str) -> Response:
-    """A mark in the listings: whoever has the server's key can read every checkpoint."""
+    """Set a mark in the listings: whoever has the server's key can read every checkpoint."""
     await asyncio.to_thread(tinker_of(http).checkpoints.publish, f"tinker://{run}/{kind}/{name}", True)
     return Response(status_code=204)
 
@@ -464,7 +465,7 @@ async def external_weights_urls(http: Request, run: str, kind: str, name: str) -
 
 @router.get("/training_runs/{run}/checkpoints/{kind}/{name}/archive")
 async def archive(http: Request, run: str, kind: str, name: str) -> Response:
-    """Where the archive is, as packages up to 0.25 expect it: a redirection that they do not follow themselves."""
+    """Say where the archive is, as packages up to 0.25 expect it: a redirection that they do not follow themselves."""
     link = await tinker_of(http).downloads.archive(f"tinker://{run}/{kind}/{name}")
     expires = formatdate(link.until, usegmt=True)
     return Response(status_code=302, headers={"location": _address(http, link, ARCHIVE), "expires": expires})
@@ -477,7 +478,7 @@ async def download(http: Request, token: str, name: str) -> FileResponse:
 
 @router.get("/billing/usage/checkpoints/current")
 async def storage(http: Request) -> Any:
-    """What checkpoints take on the disk. It costs what the disk costs."""
+    """Count what checkpoints take on the disk. It costs what the disk costs."""
     sizes = [each.size_bytes for each in await asyncio.to_thread(tinker_of(http).checkpoints.list)]
     used = {"checkpoint_count": len(sizes), "size_bytes": sum(sizes), "size_gigabytes": sum(sizes) / 1e9}
     return {"data": [used] if sizes else []}

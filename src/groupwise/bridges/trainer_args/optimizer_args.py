@@ -137,8 +137,8 @@ def put_quantization(t: Translation, *, four: str, eight: str, asked: str | None
 
 
 def refuse_combinations(t: Translation, *, bits: Sequence[str], dora: str | None, vllm: str) -> None:
-    """What of a quantised base and DoRA does not go with the rest of the file here; `bits`, `dora` and `vllm` are the
-    names of the keys that ask for them. Called when all of these have been put."""
+    """Refuse what of a quantised base and DoRA does not go with the rest of the file here; `bits`, `dora` and `vllm`
+    are the names of the keys that ask for them. Called when all of these have been put."""
     data: dict[str, Any] = t.draft.data
     train = data.get("train", {})
     kind, lora, by_vllm = data.get("quantization"), train.get("lora") or {}, data.get("engine") == "vllm"

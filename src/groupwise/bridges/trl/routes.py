@@ -81,13 +81,13 @@ Trainers = Annotated[TrainerParts, given(TrainerParts)]
 
 @router.get("/health/", **documented(answer=Done))
 async def health() -> Done:
-    """The server is up."""
+    """Answer that the server is up."""
     return Done()
 
 
 @router.get("/get_world_size/", **documented(answer=WorldSize))
 async def world_size() -> WorldSize:
-    """One engine."""
+    """Answer 1: there is one engine."""
     return WorldSize()
 
 

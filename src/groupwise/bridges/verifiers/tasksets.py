@@ -98,7 +98,7 @@ class TasksetAgent:
 
     # ---- inside ----
     def _show_folder(self) -> None:
-        """A taskset beside the configuration is found by its tool servers too, which are other processes: their
+        """Let the tool servers of a taskset find it beside the configuration: they are other processes, and their
         environment is this one's."""
         if self._folder is None or not any((Path(self._folder) / each).exists() for each in _files_of(self._taskset)):
             return

@@ -318,7 +318,7 @@ class VllmServer:
 
     @asynccontextmanager
     async def _reaching(self, where: str, timeout: float | None) -> AsyncIterator[None]:
-        """What goes wrong on the way as ServerLost."""
+        """Raise what goes wrong on the way as ServerLost."""
         try:
             async with asyncio.timeout(timeout):
                 yield

@@ -58,6 +58,6 @@ class Again:
         self._left, self.context_length = list(completions), context
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """As `sampler.Sampler.sample`. What is asked beyond the episode is answered with nothing."""
+        """Answer as `sampler.Sampler.sample` does. What is asked beyond the episode is answered with nothing."""
         nothing = Completion(token_ids=(), logprobs=(), text="", finish_reason=FinishReason.ABORT)
         return [[self._left.pop(0) if self._left else nothing for _ in range(each.n)] for each in requests]

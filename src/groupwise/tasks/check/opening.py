@@ -57,7 +57,7 @@ class CheckRequest:
 def opened(
     wanted: CheckRequest, *, say: Callable[[str], None], engine_of: Callable[[LoadedModel], Sampler]
 ) -> Iterator[tuple[Opened, Sampler | None]]:
-    """The environment, and the engine of the model that plays it, which `engine_of` makes of the loaded model.
+    """Yield the environment, and the engine of the model that plays it, which `engine_of` makes of the loaded model.
 
     Raises LoadError and ConfigError for what is no environment, DataError and EnvError for cases that cannot be had,
     ModelError.
