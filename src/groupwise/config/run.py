@@ -756,6 +756,19 @@ def parse_config(data: Mapping[str, Any]) -> RunConfig:
     return validate(Document(dict(data)), RunConfig, other_names=OTHER_NAMES)
 
 
+def check_processes(config: RunConfig, count: int) -> None:
+    """Raise ConfigError for what `count` processes cannot do together: vLLM makes groups of processes when it starts,
+    and would wait for ever for those of other ranks, which have none."""
+    if count > 1 and config.engine == "vllm" and config.vllm.mode == "colocate":
+        raise ConfigError(
+            f"vllm.mode is colocate, and {count} processes train: vLLM would be in the first one's alone, and wait for "
+            "the others for ever when it starts",
+            hint="set vllm.mode=server, which takes GPUs that no learner uses or what training leaves; or train in one "
+            "process",
+            field="vllm.mode",
+        )
+
+
 def identity(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `resolved` values that must be equal for a run to be resumed: all but where it is kept and on how many
     devices it is trained."""
