@@ -24,6 +24,8 @@ COPY src /source/src
 RUN pip install --no-deps /source
 
 FROM ${BASE}
+# Triton and torch.compile compile on the machine that they run on: without gcc attention is merged and steps are uncompiled
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc g++ libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --create-home --home-dir /var/lib/groupwise groupwise
 COPY --from=build /opt/groupwise /opt/groupwise
 ENV PATH=/opt/groupwise/bin:$PATH \

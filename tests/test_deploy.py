@@ -53,6 +53,16 @@ def test_what_is_copied_is_there_and_is_not_left_out():
                 assert (ROOT / source).exists() and source in kept
 
 
+def test_the_image_that_runs_has_the_compiler_that_gpu_kernels_are_compiled_with():
+    """Triton's launchers need gcc and Python's headers, torch.compile on a CPU g++; only the last stage is kept."""
+    last = max(number for number, (step, _) in enumerate(steps()) if step == "FROM")
+    installed = " ".join(value for step, value in steps()[last:] if step == "RUN").split()
+    assert {"gcc", "g++", "libc6-dev"} <= set(installed)
+    assert "slim" in next(
+        value for step, value in steps() if step == "ARG" and value.startswith("BASE")
+    )  # has Python.h
+
+
 def commands() -> dict[str, list[str]]:
     """Every way in which the server is started."""
     composed = YAML(typ="safe").load(COMPOSE.read_text())["services"]["serve"]["command"]

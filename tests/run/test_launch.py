@@ -17,6 +17,7 @@ from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError
 from groupwise.run import launch
 from groupwise.run.launch import launch_of
+from groupwise.run.ranks import on_all_ranks
 from wording import raises
 
 RUN = ("run", "my config.yaml", "train.devices=4", "name=it's", 'rewards=["a b"]')
@@ -96,6 +97,7 @@ def test_the_batch_script_starts_torchrun_on_every_machine(tmp_path: Path, monke
     [
         {"devices": None},
         {"devices": 3, "launcher": {"nodes": 2, "address": "one"}},
+        {"engine": "vllm", "vllm": {"mode": "colocate"}},
         {"launcher": "mpi"},
         {"launcher": {"nodes": 2}},
         {"launcher": {"address": "one"}},
@@ -125,3 +127,16 @@ def test_the_command_shows_or_hands_in(project, tmp_path: Path, monkeypatch) -> 
     assert cli(*words, "launcher=slurm").exit_code == 0
     program(tmp_path, "sbatch", shell + "exit 3\n")
     assert "sbatch refused the job (exit code 3)" in cli(*words, "launcher=slurm").stderr
+
+
+def test_vllm_in_the_process_of_one_of_several_is_refused_before_anything_waits(monkeypatch) -> None:
+    """As torchrun starts it by hand; in one process it is taken."""
+    colocated = config(engine="vllm", vllm={"mode": "colocate"})
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        on_all_ranks(colocated.model_copy(update={"train": colocated.train.model_copy(update={"devices": 2})}), repr)
+    assert caught.value.field == "vllm.mode"
+    monkeypatch.delenv("WORLD_SIZE")
+    alone = colocated.model_copy(update={"train": colocated.train.model_copy(update={"devices": None})})
+    assert on_all_ranks(alone, lambda ranks: "led") == "led"

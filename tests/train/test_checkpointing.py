@@ -13,6 +13,7 @@ from groupwise.model.backbone import offloaded_checkpoint
 from groupwise.model.packing import micro_batches
 from groupwise.model.prefix_tree import PrefixTree
 from groupwise.train.learner import Learner
+from groupwise.train.strategy import SingleProcess
 from groupwise.types import Sample
 from wording import raises
 
@@ -92,3 +93,20 @@ def test_offloaded_inputs_of_layers(make_base, make_samples, monkeypatch, archit
     hidden = base.model.config.get_text_config().hidden_size
     layers = base.model.config.get_text_config().num_hidden_layers
     assert sum(shape[-1] == hidden and len(shape) >= 2 for shape in shapes) >= layers
+
+
+def test_offload_asks_for_the_device_that_computes_not_for_where_the_model_is_now(make_base) -> None:
+    """With FSDP ranks from 1 on have the model on the CPU until it is cut."""
+
+    class Cut(Exception):
+        pass
+
+    class OnAGpu(SingleProcess):
+        def device(self, base):
+            return torch.device("cuda", 1)
+
+        def shard(self, learner):
+            raise Cut
+
+    with pytest.raises(Cut):
+        Learner(make_base(), gradient_checkpointing="offload", attention="merged", strategy=OnAGpu())

@@ -14,6 +14,7 @@ from parallel_cases import RATE, UNEVEN, Seen, assert_alike, everything, near_po
 from torch.distributed.tensor import DTensor
 
 from groupwise.errors import ConfigError, StorageError
+from groupwise.model.layouts import FLEX
 from groupwise.recorded import RoutedExperts, RoutingShape
 from groupwise.train.data_parallel import DataParallel
 from groupwise.train.fully_sharded import FullySharded
@@ -179,3 +180,16 @@ def experts_of(sample: Sample, shape: RoutingShape) -> RoutedExperts:
     size = (shape.layers, shape.experts)
     scores = [np.random.default_rng(ids[: t + 1]).random(size) for t in range(len(ids) - 1)]
     return RoutedExperts.of(np.array(scores).argsort(-1)[..., : shape.chosen])
+
+
+def test_ranks_attend_as_rank_0_found_that_it_can(make_base, monkeypatch) -> None:
+    """It alone has the model on its GPU before the model is cut; the others would find none, and take many times the
+    memory."""
+
+    def work(ranks):
+        found = None if ranks.leads else "it needs a CUDA GPU, and the model is on 'cpu'"
+        monkeypatch.setattr("groupwise.train.learner.why_not_flex", lambda model, *, checkpointing: found)
+        learner = start(fsdp_learner, make_base(), lora=LORA, attention="flex", ranks=ranks)
+        return learner.layouts is FLEX, learner.why_not_flex
+
+    assert on_ranks(work) == [(True, None), (True, None)]

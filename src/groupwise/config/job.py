@@ -23,7 +23,8 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from groupwise.config.algo import AlgoConfig
 from groupwise.config.lora import Alpha, Dropout, LoraSpec, Rank, Targets
 from groupwise.config.loss import LossSpec, loss_of
-from groupwise.config.run import OTHER_NAMES, LearningRate, OptimizerConfig, RolloutConfig, Steps
+from groupwise.config.other_names import OTHER_NAMES
+from groupwise.config.run import LearningRate, OptimizerConfig, RolloutConfig, Steps
 from groupwise.config.section import AdapterName, NullIsAbsent, Section, Temperature, conflict
 from groupwise.config.yaml import Document, validate
 from groupwise.errors import FieldError

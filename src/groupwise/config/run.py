@@ -34,6 +34,7 @@ from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.harness import HarnessConfig
 from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
+from groupwise.config.other_names import OTHER_NAMES
 from groupwise.config.promote import PromoteConfig
 from groupwise.config.rewards import Rewards, ScoringConfig
 from groupwise.config.section import AdapterName, Name, Section, Temperature, Text, Texts, conflict
@@ -208,35 +209,6 @@ STARTER_DIR = Path(__file__).parent.parent / "tasks" / "starter" / "model"
 
 _WHERE = ("run_dir", "output_dir", "resume", "launcher")
 _ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s", "attention")  # of `train`
-
-
-# What other systems call our keys, and the first place of keys that have two; only for "did you mean".
-OTHER_NAMES = {
-    **{key: f"rollout.{key}" for key in EVAL_SAMPLING},
-    "lr": "train.learning_rate",
-    "max_steps": "train.steps",
-    "lr_scheduler_type": "train.schedule",
-    "num_generations": "rollout.group_size",
-    "max_completion_length": "rollout.max_tokens",
-    "max_new_tokens": "rollout.max_tokens",
-    "beta": "algo.kl_coeff",
-    "loss_type": "algo.policy_loss",
-    "loss_agg_mode": "algo.reduction",
-    "adv_estimator": "algo.credit",
-    "gamma": "algo.turn_discount",
-    "step_advantage_w": "algo.step_advantage_weight",
-    "epsilon": "algo.clip_low",
-    "epsilon_high": "algo.clip_high",
-    "reward_funcs": "rewards",
-    "lora_r": "train.lora.rank",
-    "lora_alpha": "train.lora.alpha",
-    "base_model": "model",
-    "datasets": "data",
-    "adapter": "adapters.start",
-    "batch_size": "rollout.prompts_per_step",
-    "enable_thinking": "chat.template_kwargs.enable_thinking",
-    "reasoning_effort": "chat.template_kwargs.reasoning_effort",
-}
 
 
 class ReplayConfig(Section):
@@ -764,6 +736,19 @@ def parse_config(data: Mapping[str, Any]) -> RunConfig:
     if not isinstance(data, Mapping):
         raise ConfigError(f"the configuration is a {type(data).__name__}; it must be a mapping")
     return validate(Document(dict(data)), RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
+
+
+def check_processes(config: RunConfig, count: int) -> None:
+    """Raise ConfigError for what `count` processes cannot do together: vLLM makes groups of processes when it starts,
+    and would wait for ever for those of other ranks, which have none."""
+    if count > 1 and config.engine == "vllm" and config.vllm.mode == "colocate":
+        raise ConfigError(
+            f"vllm.mode is colocate, and {count} processes train: vLLM would be in the first one's alone, and wait for "
+            "the others for ever when it starts",
+            hint="set vllm.mode=server, which takes GPUs that no learner uses or what training leaves; or train in one "
+            "process",
+            field="vllm.mode",
+        )
 
 
 def identity(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,12 +147,12 @@ class After(NamedTuple):
         return h + project(self.down, _gated(project(self.gate_up, norm(self.norm, h))))
 
 
-def checkpoint_layers(model: PreTrainedModel, *, offload: bool = False) -> None:
+def checkpoint_layers(model: PreTrainedModel, *, device: torch.device, offload: bool = False) -> None:
     """Have each layer's activations computed again in the backward pass; with `offload` its input is in the CPU's
-    memory until then. Raises ConfigError where there is no GPU to take it from."""
-    if offload and model.device.type != "cuda":  # gpu-aware
+    memory until then. Raises ConfigError where `device`, which computes, is no GPU to take it from."""
+    if offload and device.type != "cuda":  # gpu-aware
         raise ConfigError(
-            f"gradient_checkpointing offload moves activations off a GPU, and the model is on {model.device.type}",
+            f"gradient_checkpointing offload moves activations off a GPU, and the model is trained on {device.type}",
             hint="set gradient_checkpointing: true",
         )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -22,7 +22,8 @@ from pydantic import ValidationError
 from groupwise.config.formats.format import config_formats, format_named
 from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.formats.translation import MISSING, Note, Translation
-from groupwise.config.run import OTHER_NAMES, DataConfig, EnvConfig, RunConfig
+from groupwise.config.other_names import OTHER_NAMES
+from groupwise.config.run import DataConfig, EnvConfig, RunConfig
 from groupwise.config.yaml import Document, Keys, dotted, parse_keys, validate
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.tasks.load_env_kind import load_env_kind

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from groupwise.config.formats.format import ConfigFormat, config_formats, format_named
 from groupwise.config.formats.known_elsewhere import known_elsewhere
-from groupwise.config.run import OTHER_NAMES, RunConfig
+from groupwise.config.other_names import OTHER_NAMES
+from groupwise.config.run import RunConfig
 from groupwise.config.yaml import suggest_key
 from groupwise.errors import ConfigError, StorageError
 from groupwise.run.config_file import GROUPWISE, LoadedRun, read_run, understand

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from groupwise.config.run import RunConfig
+from groupwise.config.run import RunConfig, check_processes
 from groupwise.errors import ConfigError
 
 NODE = '"$SLURM_NODEID"'
@@ -38,7 +38,7 @@ def launch_of(config: RunConfig, command: Sequence[str]) -> Launch:
     for.
 
     Raises:
-        ConfigError: `train.devices` is not set, or machines cannot share them evenly.
+        ConfigError: `train.devices` is not set, or machines cannot share them evenly, or as `check_processes`.
     """
     launcher, devices = config.launcher, config.train.devices
     if devices is None:
@@ -51,6 +51,7 @@ def launch_of(config: RunConfig, command: Sequence[str]) -> Launch:
             f"launcher.nodes = {launcher.nodes} machines cannot share train.devices = {devices} evenly",
             hint="give every machine as many processes as it has GPUs",
         )
+    check_processes(config, devices)
     each = devices // launcher.nodes
     if launcher.kind == "slurm":
         return Launch(script=_slurm(config, command, each))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from groupwise.config.run import RunConfig
+from groupwise.config.run import RunConfig, check_processes
 from groupwise.config.world import World, world
 from groupwise.errors import ConfigError, RankLostError
 from groupwise.model.load import load_configured, resolve_device
@@ -91,14 +91,7 @@ def _check(config: RunConfig, here: World) -> None:
             f"train.devices is {devices}, and {here.size} process{'es were' if here.size > 1 else ' was'} started",
             hint="start them with: groupwise launch CONFIG",
         )
-    if here.size > 1 and config.engine == "vllm" and config.vllm.mode == "colocate":
-        raise ConfigError(
-            f"vllm.mode is colocate, and {here.size} processes train: the vLLM in the first one's process would wait "
-            "for ever for a group of processes that only it makes",
-            hint="use vllm.mode: server, which takes GPUs that no learner uses or what training leaves; or train in "
-            "one process",
-            field="vllm.mode",
-        )
+    check_processes(config, here.size)
     if here.size == 1 and config.train.cpu_offload:
         raise ConfigError(
             "train.cpu_offload acts with several processes only", hint="set it to false, or launch several"

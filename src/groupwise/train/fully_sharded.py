@@ -15,7 +15,7 @@ many passes as the others: those with fewer micro-batches add passes whose loss 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +72,10 @@ class FullySharded(DataParallel):
 
     def device(self, base: LoadedModel) -> torch.device:
         return self.ranks.device
+
+    def tried(self, why_not: Callable[[], str | None]) -> str | None:
+        """Return what rank 0 finds, at every rank: on the others the model is not on the GPU before it is cut."""
+        return self.ranks.spread(why_not() if self.ranks.leads else None, phase="trying the attention's kernels")
 
     def shard(self, learner: Learner) -> None:
         self.sharded = learner.lora is None  # else only what is frozen is cut

@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -160,7 +161,7 @@ class Learner:
         train = any(parameter.requires_grad for parameter in router_parameters(self.model))
         self._balances = balancing_coefficient(self.model) if train else 0.0
         if gradient_checkpointing:
-            checkpoint_layers(self.model, offload=gradient_checkpointing == "offload")
+            checkpoint_layers(self.model, device=self.device, offload=gradient_checkpointing == "offload")
         self.strategy.shard(self)
         threads = threads or torch.get_num_threads()
         self._lanes = ThreadedMicroBatches(threads if self._is_small(dropout=bool(lora and lora.dropout)) else 1)
@@ -531,8 +532,7 @@ class Learner:
         return False
 
     def _try_flex(self, *, checkpointing: bool) -> Layouts:
-        """Ranks decide each for itself: it is a matter of rounding, and nothing inside attention is exchanged."""
-        self.why_not_flex = why_not_flex(self.model, checkpointing=checkpointing)
+        self.why_not_flex = self.strategy.tried(partial(why_not_flex, self.model, checkpointing=checkpointing))
         if self.why_not_flex is None:
             return FLEX
         warnings.warn(

@@ -53,6 +53,11 @@ class SingleProcess:
         """Return where the learner computes."""
         return base.device
 
+    def tried(self, why_not: Callable[[], str | None]) -> str | None:
+        """Return why something cannot be had of the model where it is; None if it can. Ranks that have the model try
+        each for itself."""
+        return why_not()
+
     def shard(self, learner: Learner) -> None:
         """Cut the model into parts, before anything holds its parameters."""
 

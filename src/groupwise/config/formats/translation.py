@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.config.formats.keys import Key, Unread
-from groupwise.config.run import OTHER_NAMES, RunConfig
+from groupwise.config.other_names import OTHER_NAMES
+from groupwise.config.run import RunConfig
 from groupwise.config.yaml import Document, Keys, dotted, parse_keys, problems_error, validate
 from groupwise.types import BASE
 
