@@ -136,7 +136,7 @@ MISTAKES = {
     ),
     "command": Mistake("rnu", USAGE, ("'rnu'", "Did you mean 'run'?")),
     "option": Mistake("serve --prt 3", USAGE, ("--prt", "--port")),
-    "option of run": Mistake(f"{RUN} --stepz 3", USAGE, ("--stepz", "stepz=VALUE")),
+    "option of run": Mistake(f"{RUN} --stepz 3", USAGE, ("--stepz", "train.steps?")),
     "key": Mistake(
         RUN, USAGE, ("train.lerning_rate (run.yaml:13)", "train.learning_rate?"), line("learning_rate", "lerning_rate")
     ),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from groupwise.config.run import RunConfig, load_config, parse_config
-from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, StorageError
+from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, ModelError, StorageError
 from groupwise.run.evaluate import Evaluation, load_evaluations, save_evaluations
 from groupwise.store import checkpoint, rundir
 from groupwise.store.adapters import AdapterStore
@@ -171,6 +171,14 @@ def test_a_run_that_was_begun_and_has_written_nothing_yet_is_not_begun_twice(tmp
         with raises(StorageError):
             opened(given.model_copy(update={"seed": 5}))
         assert (run_dir / "config.yaml").read_bytes() == saved
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_run_that_never_began_leaves_no_directory_of_its_own(tmp_path: Path, named: bool) -> None:
+    place = {"run_dir": str(tmp_path / "here")} if named else {}
+    with pytest.raises(ModelError), open_run_dir(config(tmp_path, **place)) as (run_dir, _):
+        raise ModelError("there is no such model")
+    assert run_dir.exists() == named
 
 
 def test_a_run_that_may_go_on_and_begins_anew_says_why(tmp_path: Path) -> None:

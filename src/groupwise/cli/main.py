@@ -154,10 +154,13 @@ def run(
     aitraining's flags name an environment: --rl-env-module, --rl-env-class, --rl-env-config and the others.
     """
     loaded = _load(config, overrides, set_)
-    from groupwise.run.plan import make_plan
+    from groupwise.engine.vllm.installed import check_installed
     from groupwise.store.rundir import check_place
 
     check_place(loaded)
+    check_installed(loaded)
+    from groupwise.run.plan import make_plan
+
     plan = _plan(loaded, make_plan)
     from groupwise.cli.print import print_run, run_as_json, why_untrained
     from groupwise.run.loop import run_loop as train

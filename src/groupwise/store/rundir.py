@@ -53,7 +53,12 @@ def open_run_dir(
     """
     run_dir = reserve_run_dir(config, note=note)
     with owned(run_dir):
-        yield run_dir, _entered(run_dir, config)
+        try:
+            yield run_dir, _entered(run_dir, config)
+        except BaseException:
+            if config.run_dir is None and {each.name for each in run_dir.iterdir()} <= {CONFIG, ".lock"}:
+                shutil.rmtree(run_dir)  # nothing was begun: the model could not be loaded
+            raise
 
 
 def reserve_run_dir(config: RunConfig, *, note: Callable[[str], None] = lambda text: None) -> Path:

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from typing import Any
 
 from groupwise import platform
 from groupwise.config.engine import OWN_SHARE, VllmConfig
+from groupwise.engine.vllm.installed import interpreter
 from groupwise.errors import ConfigError
 from groupwise.rewards.sandbox import Box, SandboxError, trusted
 
@@ -95,7 +95,7 @@ def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> S
     """Return the server that `config` describes. Raises ConfigError: as `engine_options`, or there is no such
     interpreter."""
     port = port or config.port or free_port(config.host)
-    argv = [_python(config), "-m", "vllm.entrypoints.openai.api_server", "--host", config.host, "--port", str(port)]
+    argv = [interpreter(config), "-m", "vllm.entrypoints.openai.api_server", "--host", config.host, "--port", str(port)]
     for name, value in engine_options(config, shape).items():
         argv += _flag(name.replace("_", "-"), value)
     environment = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
@@ -124,17 +124,6 @@ def rank_of(rank: int) -> int:
     if not fitting:
         raise ConfigError(f"train.lora.rank is {rank}; vLLM serves at most {RANKS[-1]}")
     return fitting[0]
-
-
-def _python(config: VllmConfig) -> str:
-    named = config.python or sys.executable
-    path = Path(named).absolute()  # not resolved: a virtual environment's interpreter is a link
-    if not os.access(path, os.X_OK):
-        raise ConfigError(
-            f"vllm.python is {named!r}, which is no interpreter",
-            hint="name the one of vLLM's environment, as in .venv-vllm/bin/python",
-        )
-    return str(path)
 
 
 def free_port(host: str) -> int:
