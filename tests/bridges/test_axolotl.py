@@ -613,6 +613,18 @@ def test_a_dataset_without_a_transform_is_read_as_it_is(read):
     assert sliced.kind == "function" and sliced.args["datasets"][0]["split"] == "train[:3]"  # and not left out
 
 
+def test_several_datasets_without_a_transform_are_several_sources(read):
+    listed = (
+        "[{path: owner/prompts, name: main, split: x}, {path: gsm8k.jsonl, split: 'train[:3]'}, {path: gsm8k.jsonl}]"
+    )
+    first, second, third = read(QUICK_START, *LOCAL, f"datasets={listed}").runnable().data.sources
+    assert (first.source, first.args, first.split) == ("owner/prompts", {"name": "main"}, "x")
+    assert (second.source, second.split, second.label) == ("gsm8k.jsonl", "train[:3]", "gsm8k.jsonl (1)")
+    assert (third.label, third.weight, third.prompt_key, third.raw) == ("gsm8k.jsonl (2)", None, "prompt", True)
+    held_out = read(QUICK_START, *LOCAL, f"datasets={listed}", "val_set_size=2").config
+    assert held_out.data.kind == "function"  # rows that are held out by chance are made there
+
+
 def test_saving_and_tracking(read):
     extra = ("save_steps=0.1", "save_total_limit=7", "auto_resume_from_checkpoints=true", "wandb_project=p")
     config = read(QUICK_START, *LOCAL, *extra, "use_tensorboard=true").runnable()

@@ -65,6 +65,7 @@ OPEN_R1 = {
     "code_eval_scoring_mode",
     "code_eval_test_batch_size",
     "code_language",
+    "dataset_mixture",
     "dataset_prompt_column",
     "hub_model_revision",
     "overwrite_hub_revision",
@@ -108,6 +109,8 @@ def test_every_argument_of_trl_is_in_the_table_and_has_its_default():
         "num_processes",
         "warmup_ratio",
         "datasets",
+        "streaming",
+        "test_split_size",
         "max_prompt_length",
     }
     no_default = {"bf16", "output_dir", "save_steps", "save_strategy", "gradient_checkpointing", "warmup_steps"}
@@ -131,6 +134,65 @@ def test_a_file_in_our_words(read):
     assert config.data.shuffle and config.data.source == "prompts.jsonl" and config.seed == 42
     spec = loss_of(config.algo, max_tokens=512)
     assert (config.algo.policy_loss, spec.clip_low, spec.clip_high, spec.kl) == ("dapo", 0.2, 0.2, "none")
+
+
+MIXTURE = """
+datasets:
+  - {path: org/sums, name: main, split: validation}
+  - {path: prompts.jsonl, columns: [prompt, answer]}
+  - {path: prompts.jsonl}
+"""
+
+
+def mixture(text: str) -> str:
+    return FILE.replace("dataset_name: prompts.jsonl", "") + text
+
+
+def test_a_mixture_of_datasets_is_several_sources(read):
+    loaded = read(mixture(MIXTURE))
+    first, second, third = loaded.runnable().data.sources
+    assert (first.source, first.args, first.split, first.weight) == ("org/sums", {"name": "main"}, "validation", None)
+    assert (second.source, second.label, third.label) == ("prompts.jsonl", "prompts.jsonl (1)", "prompts.jsonl (2)")
+    assert all(each.raw and each.prompt_key == "prompt" and not each.completion_only for each in (first, second))
+    assert any("columns" in note.text for note in loaded.idle)
+
+
+def test_a_mixture_that_streams_has_equal_shares_and_says_so(read):
+    loaded = read(mixture(MIXTURE + "streaming: true\n"))
+    data = loaded.runnable().data
+    assert data.streaming and data.weights == (1, 1, 1)
+    assert any(note.place.startswith("streaming") for note in loaded.differs)
+    with pytest.raises(ConfigError) as caught:
+        read(mixture(MIXTURE + "streaming: true\n"), "max_steps=-1")
+    assert "max_steps" in str(caught.value)
+
+
+def test_a_dataset_that_streams(read):
+    assert read(FILE, "dataset_streaming=true").runnable().data.streaming
+    with pytest.raises(ConfigError) as caught:
+        read(FILE, "dataset_streaming=true", "max_steps=-1")
+    assert "max_steps" in str(caught.value)
+
+
+def test_what_of_a_mixture_is_held_out_by_chance_is_refused_with_what_to_write(read):
+    [note] = read(mixture(MIXTURE + "test_split_size: 0.1\n")).refused
+    assert note.place.startswith("test_split_size") and note.instead == "test_split_size=null"
+
+
+@pytest.mark.parametrize("entry", ["{name: main}", "{path: a, splt: x}", "5"])
+def test_a_mixture_that_cannot_be_read(read, entry):
+    with pytest.raises(ConfigError) as caught:
+        read(mixture(f"datasets: [{entry}]\n"))
+    assert "datasets" in str(caught.value)
+
+
+def test_the_mixture_of_open_r1(read):
+    text = "dataset_mixture: {datasets: [{id: org/a, config: main, weight: 0.5}, {id: org/b, weight: 1.0}], seed: 7}\n"
+    loaded = read(mixture(text))
+    first, second = loaded.runnable().data.sources
+    assert (first.source, first.args, first.sample, first.seed) == ("org/a", {"name": "main"}, 0.5, 7)
+    assert (second.source, second.sample, second.weight) == ("org/b", None, None)
+    assert any("seed 7" in note.text for note in loaded.differs)
 
 
 def test_names_of_2025(read):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from groupwise.run.stop_request import StopRequest
 from groupwise.store.checkpoint import read
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.answers import answer_turns
-from running_jobs import Dies, adapter_bytes, merged, metrics_of
+from running_jobs import Dies, adapter_bytes, merged, metrics_of, rollouts_of
 from wording import raises
 
 ROWS = [
@@ -53,6 +54,56 @@ def file(tmp_path: Path) -> Callable[..., RunConfig]:
         return parse_config(merged(data, sections))
 
     return make
+
+
+def test_examples_longer_than_the_context_are_passed_over_and_counted(file, tmp_path: Path):
+    """Of six examples two are too long: each epoch passes over them, and one line says so."""
+    rows = [*ROWS[:4], *({"prompt": "Say it.", "answer": "la " * 4000} for _ in range(2))]
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = file(kind="sft", rewards=None, rollout={"prompts_per_step": 4})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run_loop(config)
+    assert len([each for each in caught if "examples.jsonl:" in str(each.message)]) == 1
+    steps = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "data/too_long" in row]
+    assert all(row["teacher/demonstrations"] == 4 for row in steps)
+    assert 6 <= sum(row["data/too_long"] for row in steps) <= 8  # of four epochs, less what the last did not come to
+    (said,) = [each for each in check(config).warnings if "examples.jsonl:5" in each]
+    assert said.startswith("2 of the first 6 examples")
+    (tmp_path / "examples.jsonl").write_text(json.dumps(rows[-1]) + "\n")
+    with pytest.raises(ConfigError) as refused:
+        check(config)
+    assert refused.value.field == "data"
+    with pytest.raises(DataError), pytest.warns(UserWarning, match=r"examples\.jsonl:1"):
+        run_loop(config)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_examples_of_several_sources(file, tmp_path: Path, streaming: bool):
+    """Three of four examples are of the second source, which has the fewest; the first is renamed, cut and filtered."""
+    (tmp_path / "asked.jsonl").write_text(
+        "".join(json.dumps({"q": row["prompt"], "answer": row["answer"]}) + "\n" for row in ROWS)
+    )
+    (tmp_path / "few.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    (tmp_path / "my_filters.py").write_text("def short(row): return 'bad' not in row['prompt']\n")
+    renamed = {"columns": {"prompt": "q"}, "split": "train[:4]", "filter": "my_filters:short"}
+    sources = [{"source": "asked.jsonl", "weight": 1, **renamed}, {"source": "few.jsonl", "weight": 3}]
+    data = {"source": None, "sources": sources, "streaming": streaming}
+    held_out = {
+        "data": {"sources": [{"source": "examples.jsonl"}, {"source": "few.jsonl"}]},
+        "every": 0,
+        "modes": ["greedy"],
+    }
+    eval_by = {**held_out, "by": "data_source"}
+    config = file(kind="sft", data=data, rollout={"prompts_per_step": 4}, eval=eval_by)
+    result = run_loop(config)
+    drawn = [group["prompt"]["columns"]["data_source"] for group in rollouts_of(result.run_dir)]
+    assert (drawn.count("few.jsonl"), drawn.count("asked.jsonl")) == (12, 4)
+    evaluated = load_evaluations(result.run_dir, 4)["greedy"].metrics(by="data_source")
+    assert {"eval/greedy/examples.jsonl/reward", "eval/greedy/few.jsonl/reward"} <= evaluated.keys()
+    asked, few = check(config).plan.source.counts
+    assert (asked.rows, asked.filtered, asked.used, asked.share, asked.whole) == (4, 1, 3, 0.25, True)
+    assert (few.rows, few.filtered, few.used, few.share) == (1, 0, 1, 0.75)
 
 
 STAGE = {"name": "examples", "kind": "sft", "train": {"steps": 3, "learning_rate": 5e-3}}

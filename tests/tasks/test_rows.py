@@ -126,6 +126,11 @@ def test_every_row_is_drawn_as_often_as_any_other(folder):
     assert all(abs(drawn.count(f"p{i}") - 125) < 4.5 * 9.7 for i in range(20))
 
 
+def test_a_share_of_the_rows_is_drawn(folder):
+    assert len(read(folder, sample=0.25)) == 5 and len(read(folder, sample=0.001)) == 1
+    assert read(folder, sample=0.25) == read(folder, sample=5)
+
+
 def test_more_rows_than_there_are_cannot_be_drawn(folder):
     with pytest.raises(DataError) as caught:
         read(folder, sample=21)
@@ -134,7 +139,12 @@ def test_more_rows_than_there_are_cannot_be_drawn(folder):
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"sample": 5, "limit": 5}, "sample"), ({"seed": 5}, "seed"), ({"split": "test[:5]"}, "split")],
+    [
+        ({"sample": 5, "limit": 5}, "sample"),
+        ({"sample": 1.5}, "sample"),
+        ({"seed": 5}, "seed"),
+        ({"split": "test[:5]"}, "split"),
+    ],
 )
 def test_what_does_nothing_is_refused(options, field):
     with pytest.raises(ValidationError) as caught:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from groupwise.config.section import Section, Text, conflict, missing
 
@@ -28,6 +28,12 @@ def _tasks(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: {} if parameters is None else parameters for name, parameters in value.items()}
     return {str(name): {} for name in value}
+
+
+def _count_or_share(value: float) -> float:
+    if not value > 0 or (value >= 1 and not isinstance(value, int)):
+        raise ValueError(f"{value:g} is not valid; write a number of rows, or a share of them above 0 and below 1")
+    return value
 
 
 class RowsConfig(Section):
@@ -68,8 +74,9 @@ class RowsConfig(Section):
     completion_only: bool = True
     """Of a prompt that ends with the assistant's words, which the policy continues: rewards see what was sampled alone;
     false puts those words in front of it, as TRL does. They are not trained on either way."""
-    sample: int | None = Field(default=None, ge=1)
-    """Use so many rows, drawn at random by `seed` from those that `filter` kept; null is all."""
+    sample: Annotated[int | float, AfterValidator(_count_or_share)] | None = None
+    """Use so many rows, or a share of them (below 1), drawn at random by `seed` from those that `filter` kept; null is
+    all."""
     limit: int | None = Field(default=None, ge=1)
     """Use only the first rows that `filter` kept; null is all."""
 

@@ -38,7 +38,7 @@ from typing import Any
 from groupwise.algo.credit import has_signal
 from groupwise.config.algo import AdvantageConfig
 from groupwise.config.run import RolloutConfig
-from groupwise.errors import DataError, RewardError
+from groupwise.errors import ContextLengthError, DataError, RewardError
 from groupwise.run.collect import Collected, Score
 from groupwise.run.replay import ReplayBuffer, RerollQueue
 from groupwise.seeds import seed_of
@@ -335,19 +335,28 @@ class Batches:
         passed_over = 0
         while len(drawn) < count:
             for issued in self._source.issue(count - len(drawn)):
-                prompt = self._play.prepare(issued.prompt)
-                if len(prompt.token_ids) <= self._longest:
+                prompt = self._fitting(issued.prompt)
+                if prompt is not None:
                     drawn.append(_DrawnPrompt(prompt=prompt, issued=issued, seed=seed_of(self._seed, *issued.ticket)))
                 else:
                     passed_over += 1
                     self._source.resolve(issued.ticket)
             if passed_over >= 2 * len(self._source.known) and not drawn:  # a whole epoch, wherever this one began
                 raise DataError(
-                    f"each of the last {passed_over} prompts has more than {self._longest} tokens",
+                    f"each of the last {passed_over} prompts has more than {self._longest} tokens, or with its answer "
+                    "more than the context",
                     hint="shorten the prompts, raise rollout.max_prompt_tokens, or use a model with a longer context",
                 )
         self._too_long += passed_over
         return drawn
+
+    def _fitting(self, prompt: Prompt) -> Prompt | None:
+        """Return the prompt prepared; None for one that is too long."""
+        try:
+            prepared = self._play.prepare(prompt)
+        except ContextLengthError:
+            return None
+        return prepared if len(prepared.token_ids) <= self._longest else None
 
 
 @dataclass(kw_only=True)

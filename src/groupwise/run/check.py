@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from groupwise.algo.distillation_metrics import teacher_metrics
 from groupwise.algo.kl import logprob_drop
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError, ContextLengthError, GroupwiseError
 from groupwise.model.chat import THINK_START, template_thinks
 from groupwise.model.load import load_config, load_tokenizer
 from groupwise.model.memory import Memory, StepSize, memory, step_size
@@ -49,6 +50,7 @@ from groupwise.run.teacher import taught
 from groupwise.run.thoughts import ThoughtCost, thought_cost
 from groupwise.run.update import learner_thread
 from groupwise.store.adapters import AdapterStore
+from groupwise.tasks.answers import AnswerRollouts
 from groupwise.tasks.rollout_sources import group_of, play_all
 from groupwise.tasks.template_check import TemplateCheck, template_check
 from groupwise.tasks.tool_calls import ToolCallFormat, shown_format
@@ -195,6 +197,7 @@ def check(
                 f"all of the first {len(encoded)} prompts {_too_long(config, context=parts.base.context_length)}",
                 hint="shorten the prompts, raise rollout.max_prompt_tokens, or use a model with a longer context",
             )
+        usable, longer = _answerable(usable, parts)
         on_phase("sampling and scoring")
         groups, sampled_s = run_coroutine(_try_out(usable[:PROMPTS], plan, parts))
         asked = plan.env is None and bool(plan.rewards)
@@ -204,8 +207,30 @@ def check(
         with learner_thread(parts.learner.threads) as thread:
             tried = _try_step(plan, parts, groups, thread)
         report = _report(plan, parts, encoded, usable, groups, tried, family, sampled_s)
-        found = tuple(filter(None, (recognised, paid)))
+        found = tuple(filter(None, (longer, recognised, paid)))
         return replace(report, warnings=(*found, *report.warnings)) if found else report
+
+
+def _answerable(prompts: Sequence[Prompt], parts: Components) -> tuple[list[Prompt], str | None]:
+    """Return the prompts that are short enough together with the answers to be learned, and what to say of the others.
+    Raises ConfigError where none is."""
+    if not isinstance(parts.rollouts, AnswerRollouts):
+        return list(prompts), None
+    usable, refused = list[Prompt](), list[ContextLengthError]()
+    with warnings.catch_warnings(action="ignore"):  # all of them are told of below
+        for prompt in prompts:
+            try:
+                usable.append(parts.rollouts.prepare(prompt))
+            except ContextLengthError as error:
+                refused.append(error)
+    if not refused:
+        return usable, None
+    said = (
+        f"{len(refused)} of the first {len(prompts)} examples are longer than the context, such as {refused[0].message}"
+    )
+    if not usable:
+        raise ConfigError(said, hint="shorten them, or use a model with a longer context", field="data")
+    return usable, f"{said}; they will be passed over"
 
 
 def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], thread: Executor) -> StepTrial:

@@ -147,7 +147,7 @@ def _complete(t: Translation) -> None:
     """Say what is missing: a run needs an environment, or prompts and rewards, else it can be looked at but not run."""
     if "env" in t.draft.data:
         return
-    if "source" not in t.draft.data.get("data", {}):
+    if t.draft.data.get("data", {}).keys().isdisjoint({"source", "sources"}):
         if not t.leaves_open("data"):
             t.refuse("data", f"no data of {t.system}'s are said", instead="data.source=FILE.jsonl")
         t.put("data.source", "FILE.jsonl", origin=MISSING)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from groupwise.errors import ContextLengthError
 from groupwise.model.chat import THINK_START, decode, encode_completion, opens_thought
 from groupwise.model.supervised import encode_supervised
 from groupwise.tasks.rollout_sources import RolloutSource
@@ -33,35 +34,53 @@ if TYPE_CHECKING:
 
 
 class AnswerRollouts:
-    """A `RolloutSource` of the dataset's answers; `policy` is the one that prepares prompts and evaluates."""
+    """A `RolloutSource` of the dataset's answers; `policy` is the one that prepares prompts and evaluates. What is
+    longer than `context` tokens, prompt and answer together, is refused when it is prepared; of that it warns once."""
 
     def __init__(self, policy: RolloutSource, tokenizer: PreTrainedTokenizerBase, *, context: int):
         self._policy, self._tokenizer, self._context = policy, tokenizer, context
+        self._ready: list[tuple[Prompt, tuple[Turn, ...]]] = []  # prepared since the last were begun
+        self._warned = False
 
     def prepare(self, prompt: Prompt) -> Prompt:
-        """Prepare as the policy's source does."""
-        return self._policy.prepare(prompt)
+        """Prepare as the policy's source does, and the answer. Raises ChatError, and ContextLengthError where the two
+        are longer than the context."""
+        prepared = self._policy.prepare(prompt)
+        turns = answer_turns(prepared, self._tokenizer)
+        longest = max(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns)
+        if longest > self._context:
+            message = f"{prompt.id}: prompt and answer have {longest} tokens, and the context {self._context}"
+            if not self._warned:
+                warnings.warn(
+                    f"{message}; it is passed over, and so are others (data/too_long counts them)", stacklevel=2
+                )
+            self._warned = True
+            raise ContextLengthError(message, hint="shorten it, or use a model with a longer context")
+        self._ready.append((prepared, turns))
+        return prepared
 
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """See `RolloutSource.begin`; each group has one demonstration whatever `n` is, and none where prompt and answer
-        are longer than the context."""
-        return [self._group(prompt) for prompt in prompts]
-
-    async def _group(self, prompt: Prompt) -> RolloutGroup:
-        turns = answer_turns(prompt, self._tokenizer)
-        longest = max(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns)
-        if longest > self._context:
-            warnings.warn(
-                f"{prompt.id} is passed over: prompt and answer have {longest} tokens, and the context {self._context}",
-                stacklevel=2,
+        """See `RolloutSource.begin`; each group has one demonstration whatever `n` is."""
+        ready = {id(prompt): turns for prompt, turns in self._ready}  # they live as long as the list, so ids differ
+        groups = [
+            RolloutGroup(
+                prompt=prompt,
+                rollouts=(),
+                demonstrations=(Rollout(turns=ready.get(id(prompt)) or answer_turns(prompt, self._tokenizer)),),
             )
-            return RolloutGroup(prompt=prompt, rollouts=())
-        return RolloutGroup(prompt=prompt, rollouts=(), demonstrations=(Rollout(turns=turns),))
+            for prompt in prompts
+        ]
+        self._ready.clear()
+        return [_given(group) for group in groups]
 
     def close(self) -> None:
         """Does nothing: the policy's source is closed by whoever opened it."""
+
+
+async def _given(group: RolloutGroup) -> RolloutGroup:
+    return group
 
 
 def answer_turns(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Turn, ...]:

@@ -47,7 +47,8 @@ class RolloutSource(Protocol):
     """How groups of rollouts are made for prompts; one implementation for each kind of task."""
 
     def prepare(self, prompt: Prompt) -> Prompt:
-        """Return the prompt as `begin` takes it. Raises ChatError."""
+        """Return the prompt as `begin` takes it. Raises ChatError, and ContextLengthError for one that is too long to
+        be used."""
         ...
 
     def begin(

@@ -114,7 +114,8 @@ class Rows:
         message = f"{id}: {name} returned {said!r:.80} ({type(said).__name__}); it must be true or false"
         raise DataError(message, hint="true keeps the row", field="data.filter")
 
-    def _sampled(self, rows: list[tuple[str, Any]], count: int) -> Iterator[tuple[str, Any]]:
+    def _sampled(self, rows: list[tuple[str, Any]], count: float) -> Iterator[tuple[str, Any]]:
+        count = int(count if count >= 1 else max(1, count * len(rows)))
         if len(rows) < count:
             raise DataError(
                 f"{self.label} has {len(rows)} rows to draw from, and data.sample is {count}",

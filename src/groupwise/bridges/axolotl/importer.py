@@ -9,7 +9,7 @@ that it drops, masks that do not mask), what it documents happens here, and it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,8 @@ def _put_dataset(t: Translation, to: str, block: str, folder: Path, *, part: str
         if not is_file:
             t.put(f"{to}.split", entry.get("split"), block)
             t.put(f"{to}.args", {"name": entry["name"]} if "name" in entry else None, block)
+    elif len(entries) > 1 and not part and all(_is_plain(each) for each in entries):
+        t.put(f"{to}.sources", _sources(entries, folder), block)
     else:
         args: dict[str, Any] = {"datasets": entries, "folder": str(folder.resolve())}
         if any("type" in each for each in entries):
@@ -217,6 +219,29 @@ def _put_dataset(t: Translation, to: str, block: str, folder: Path, *, part: str
     t.put(f"{to}.prompt_key", "prompt", origin="the column that GRPO reads there")
     t.put(f"{to}.raw", True, origin="a prompt that is a string is sampled as it is there")
     t.put(f"{to}.completion_only", False, origin="rewards see an opened message with what continues it there")
+
+
+def _is_plain(entry: Mapping[str, Any]) -> bool:
+    """Return whether `data.sources` says all that the entry says: no transform, and of a file no other split."""
+    named = str(entry.get("split", "train")).partition("[")[0]
+    return entry.keys() <= {"path", "name", "split"} and (named == "train" or not entry["path"].endswith(FILES))
+
+
+def _sources(entries: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Return the entries as `data.sources`, whose rows are all drawn once an epoch, as there."""
+    sources: list[dict[str, Any]] = []
+    paths = [entry["path"] for entry in entries]
+    for number, entry in enumerate(entries):
+        source: dict[str, Any] = {"source": _local(entry["path"], folder) or entry["path"]}
+        named = [Path(path).name for path in paths]
+        if named.count(named[number]) > 1:
+            source["name"] = f"{named[number]} ({number})"
+        if "name" in entry and not entry["path"].endswith(FILES):
+            source["args"] = {"name": entry["name"]}
+        if "split" in entry:
+            source["split"] = entry["split"]
+        sources.append(source)
+    return sources
 
 
 def _local(path: str, folder: Path) -> str | None:

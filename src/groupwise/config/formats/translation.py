@@ -55,6 +55,11 @@ class Draft(Document):
         return ""
 
 
+def _name(keys: Keys) -> Keys:
+    """Return where a value stands, whichever entry of a list it is of."""
+    return tuple("[]" if isinstance(key, int) else key for key in keys)
+
+
 class Translation:
     """See the module. `values` are what is given, by name; `t[name]` is that or the system's default."""
 
@@ -200,7 +205,8 @@ class Translation:
         """Take a value that is given under a key's name, or the name that it had in an older version."""
         key = self.keys[name]
         key = self.keys[key.now] if key.now else key
-        if (other := self._paths.get(key.name)) is not None:  # under both: what an override says holds
+        other = self._paths.get(key.name)
+        if other is not None and _name(other) != _name(keys):  # under both: what an override says holds
             if any(other == said for said, _ in self.document.overrides):
                 return
             if not any(keys == said for said, _ in self.document.overrides):
