@@ -15,6 +15,7 @@ FILES = (".jsonl", ".json", ".csv", ".parquet")  # what a `data.source` that is 
 REASONING_GYM = "reasoning-gym"  # the `data.source`, and the reward that its tasks bring
 SCORE_ANSWER = "groupwise.bridges.reasoning_gym.reward:score_answer"
 GENERATED = ("tasks", "size", "seed")  # keys of generated problems only
+RunKind = Literal["grpo", "sft", "dpo"]  # what of its rows a run learns: prompts to answer, their answers, or pairs
 READ = ("args", "split", "columns", "prompt_key", "answer_key")  # keys of rows that are read only
 
 

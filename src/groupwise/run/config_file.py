@@ -167,7 +167,7 @@ def _count(t: Translation, natives: Sequence[str], folder: Path) -> int | None:
         data = DataConfig.model_validate(draft.data.get("data"))
     except ValidationError:
         return None
-    return len(open_prompts(data, folder=folder))
+    return len(open_prompts(data, folder=folder, kind=draft.data.get("kind", "grpo")))
 
 
 def _count_cases(config: EnvConfig, model: str, folder: Path) -> int | None:

@@ -1,6 +1,7 @@
-"""The dataset's own answers as what is learned: supervised training (`kind: sft`) samples nothing.
+"""The dataset's own answers and preference pairs as what is learned: `kind: sft` and `kind: dpo` sample nothing.
 
-    prompt, answer   ->   a group without rollouts, whose one demonstration is the answer
+    prompt, answer             ->   a group without rollouts, whose one demonstration is the answer
+    prompt, chosen, rejected   ->   ... whose two are the completions of the pair, the chosen one first
 
 so that the loop, evaluation, checkpoints and health of a run are those of any other. An answer that is a text follows
 the prompt as a completion of the policy would, its end-of-turn token included. One of several messages (calls of tools,
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class AnswerRollouts:
-    """A `RolloutSource` of the dataset's answers; `policy` is the one that prepares prompts and evaluates."""
+    """A `RolloutSource` of the dataset's answers or pairs; `policy` is the one that prepares prompts and evaluates."""
 
     def __init__(self, policy: RolloutSource, tokenizer: PreTrainedTokenizerBase, *, context: int):
         self._policy, self._tokenizer, self._context = policy, tokenizer, context
@@ -45,20 +47,21 @@ class AnswerRollouts:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """See `RolloutSource.begin`; each group has one demonstration whatever `n` is, and none where prompt and answer
-        are longer than the context."""
+        """See `RolloutSource.begin`; each group has one demonstration, or a pair's two, whatever `n` is, and none where
+        prompt and answer are longer than the context."""
         return [self._group(prompt) for prompt in prompts]
 
     async def _group(self, prompt: Prompt) -> RolloutGroup:
-        turns = answer_turns(prompt, self._tokenizer)
-        longest = max(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns)
+        answers = [prompt.answer, prompt.rejected] if prompt.rejected else [prompt.answer]
+        said = [answer_turns(replace(prompt, answer=answer), self._tokenizer) for answer in answers]
+        longest = max(len(turn.prompt_ids) + len(turn.completion.token_ids) for turns in said for turn in turns)
         if longest > self._context:
             warnings.warn(
                 f"{prompt.id} is passed over: prompt and answer have {longest} tokens, and the context {self._context}",
                 stacklevel=2,
             )
             return RolloutGroup(prompt=prompt, rollouts=())
-        return RolloutGroup(prompt=prompt, rollouts=(), demonstrations=(Rollout(turns=turns),))
+        return RolloutGroup(prompt=prompt, rollouts=(), demonstrations=tuple(Rollout(turns=turns) for turns in said))
 
     def close(self) -> None:
         """Does nothing: the policy's source is closed by whoever opened it."""

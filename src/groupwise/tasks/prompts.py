@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from groupwise.config.data import FILES, DataConfig, DatasetConfig
+from groupwise.config.data import FILES, DataConfig, DatasetConfig, RunKind
 from groupwise.config.hub import reading
 from groupwise.config.load import load_object, with_folder
 from groupwise.errors import ConfigError, DataError
@@ -222,22 +222,26 @@ class WrappedStream:
 
 
 def open_prompts(
-    config: DatasetConfig, *, folder: str | Path = ".", seed: int = 0, cases: bool = False, answers: bool = False
+    config: DatasetConfig, *, folder: str | Path = ".", seed: int = 0, cases: bool = False, kind: RunKind = "grpo"
 ) -> PromptSource:
-    """Read and check every row of a dataset; with `cases`, of an environment or agent, a row may be without a prompt,
-    and with `answers` it must have an answer (`data.answer_key`).
+    """Read and check every row of a dataset; with `cases`, of an environment or agent, a row may be without a prompt. A
+    row of a run of kind sft must have an answer (`data.answer_key`), one of kind dpo a pair (`tasks.pairs`).
 
     Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
     """
-    prompts = [_read(row, id, config, cases=cases, answers=answers) for id, row in read_rows(config, folder=folder)]
+    prompts = [_read(row, id, config, cases=cases, kind=kind) for id, row in read_rows(config, folder=folder)]
     if not prompts:
         raise DataError(f"{config.source} has no rows", hint="a dataset needs at least one prompt")
     return PromptSource(prompts, seed=seed, shuffle=isinstance(config, DataConfig) and config.shuffle)
 
 
-def _read(row: Any, id: str, config: DatasetConfig, *, cases: bool, answers: bool) -> Prompt:
+def _read(row: Any, id: str, config: DatasetConfig, *, cases: bool, kind: RunKind) -> Prompt:
     ours = as_ours(row, id=id, columns=config.columns, prompt_key=config.prompt_key)
-    if answers:
+    if kind == "dpo":
+        from groupwise.tasks.pairs import to_pair  # which reads prompts as this does
+
+        return to_pair(ours, id=id, config=config)
+    if kind == "sft":
         return to_example(ours, id=id, config=config)
     return to_prompt(
         ours,
@@ -391,7 +395,7 @@ def to_prompt(
     A string is a message of the user, and plain text for a model without a chat template; `raw` makes it plain text for
     every model. Raises DataError naming `id` and the key that is wrong.
     """
-    row = _object(row, id)
+    row = row_at(row, id)
     if case and prompt_key is None and all(row.get(key) is None for key in PROMPT_KEYS):
         return _case(row, id, system)
     key = prompt_key or _find_key(row, id)
@@ -421,7 +425,8 @@ def to_prompt(
     return replace(prompt, shows_opening=not completion_only and bool(prompt.opening))
 
 
-def _object(row: Any, id: str) -> Mapping[str, Any]:
+def row_at(row: Any, id: str) -> Mapping[str, Any]:
+    """Return the row, which must be an object. Raises DataError."""
     if not isinstance(row, Mapping):
         raise DataError(f"{id}: the row is a {type(row).__name__}; it must be an object such as {{'prompt': ...}}")
     return row
@@ -434,7 +439,7 @@ def to_example(row: Any, *, id: str, config: DatasetConfig) -> Prompt:
     the assistant says in `messages`, from its first message on; else the first of `ANSWER_KEYS`; else what the
     assistant says in another conversation. Raises DataError naming `id` and what is missing.
     """
-    row = _object(row, id)
+    row = row_at(row, id)
     prompt_key = config.prompt_key or _find_key(row, id)
     said = row.get(prompt_key)
     key = config.answer_key or next((each for each in ANSWER_KEYS if row.get(each) is not None), None)
@@ -443,7 +448,7 @@ def to_example(row: Any, *, id: str, config: DatasetConfig) -> Prompt:
         places = [i for i, each in enumerate(said) if _role(each) == "assistant"]
         if places and places[0]:
             first, last = places[0], places[-1]
-            answer = [_message(said[i], f"{id}: {prompt_key}[{i}]") for i in range(first, last + 1)]
+            answer = [message_at(said[i], f"{id}: {prompt_key}[{i}]") for i in range(first, last + 1)]
             return replace(_asked({**row, prompt_key: said[:first]}, id, config), answer=tuple(answer))
     if key is None or row.get(key) is None:
         what = (
@@ -460,7 +465,7 @@ def to_example(row: Any, *, id: str, config: DatasetConfig) -> Prompt:
         listed = [value] if isinstance(value, Mapping) else value
         if not isinstance(listed, Sequence) or not listed:
             raise DataError(f"{id}: {key!r} is {value!r:.80}; it must be text, a message or a list of messages")
-        answer = [_message(each, f"{id}: {key}[{i}]") for i, each in enumerate(listed)]
+        answer = [message_at(each, f"{id}: {key}[{i}]") for i, each in enumerate(listed)]
         if _role(answer[-1]) != "assistant":
             raise DataError(f"{id}: {key!r} ends with a message of {_role(answer[-1])!r}; the last is the assistant's")
     return replace(_asked(row, id, config), answer=tuple(answer))
@@ -505,7 +510,7 @@ def _messages(value: Any, place: str, *, answered: bool) -> tuple[Message, ...]:
         raise DataError(f"{place} is {value!r:.80} ({type(value).__name__}); it must be a string or a list of messages")
     if not value:
         raise DataError(f"{place} is an empty list; a chat prompt needs at least one message")
-    messages = tuple(_message(each, f"{place}[{index}]") for index, each in enumerate(value))
+    messages = tuple(message_at(each, f"{place}[{index}]") for index, each in enumerate(value))
     last = messages[-1]
     if last["role"] in ("user", "tool"):
         return messages
@@ -522,7 +527,8 @@ def _messages(value: Any, place: str, *, answered: bool) -> tuple[Message, ...]:
     return messages
 
 
-def _message(value: Any, place: str) -> Message:
+def message_at(value: Any, place: str) -> Message:
+    """Return a message of a conversation, without keys that are null. Raises DataError naming the `place`."""
     if not isinstance(value, Mapping):
         raise DataError(f"{place} is a {type(value).__name__}; a message is {{'role': ..., 'content': ...}}")
     message = {key: each for key, each in value.items() if each is not None}  # Arrow fills absent keys with null
