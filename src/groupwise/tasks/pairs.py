@@ -6,7 +6,8 @@
     {"chosen": "The sky is blue.", "rejected": "The sky is green."}         two texts that do
 
 These are TRL's forms, and the prompt of the last two is what they begin with, as there. A text that holds its own
-prompt is plain text, not a user's message. ShareGPT's messages (`from`, `value`) are read, too.
+prompt is plain text, not a user's message. ShareGPT's messages (`from`, `value`) are read, too, and prompts that are
+token ids, as `groupwise feedback export` writes them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from groupwise.config.data import DatasetConfig
 from groupwise.errors import DataError
-from groupwise.tasks.prompts import PROMPT_KEYS, RESERVED, message_at, row_at, to_prompt
+from groupwise.tasks.prompts import PROMPT_KEYS, RESERVED, TOKENS, message_at, prompt_of_tokens, row_at, to_prompt
 from groupwise.tasks.row_formats import message_of
 from groupwise.types import Message, Prompt
 
@@ -36,6 +37,9 @@ def to_pair(row: Any, *, id: str, config: DatasetConfig) -> Prompt:
         raise DataError(f"{id}: of 'chosen' and 'rejected' one is a text and the other is messages; give two alike")
     rest = {name: value for name, value in row.items() if name not in (*KEYS, *RESERVED)}
     prompt_key, raw = config.prompt_key, config.raw
+    if TOKENS in row:
+        answers = [_answer(said, f"{id}: {name}") for said, name in zip((chosen, rejected), KEYS, strict=True)]
+        return replace(prompt_of_tokens(row, id), answer=answers[0], rejected=answers[1])
     if isinstance(chosen, str) or isinstance(rejected, str):
         if (prompt_key or next((key for key in PROMPT_KEYS if row.get(key) is not None), None)) is None:
             rest["prompt"], raw = _common_text(str(chosen), str(rejected), id), True

@@ -38,6 +38,7 @@ PROMPT_KEYS = ("messages", "prompt")
 ANSWER_KEYS = ("completion", "answer", "response", "output")
 LIKELY_KEYS = ("question", "problem", "query", "instruction", "input", "text")  # in data of others; only suggested
 _BUILDER = "one of another kind, or a directory of many, is read by a builder: source: json, args: {data_files: PATH}"
+TOKENS = "prompt_token_ids"  # of rows to imitate and of pairs: the prompt as it was asked (`groupwise feedback export`)
 RESERVED = ("prompts", "completions", "completion_ids")  # what rewards get under these names is not the dataset's
 
 
@@ -440,8 +441,8 @@ def to_example(row: Any, *, id: str, config: DatasetConfig) -> Prompt:
     assistant says in another conversation. Raises DataError naming `id` and what is missing.
     """
     row = row_at(row, id)
-    prompt_key = config.prompt_key or _find_key(row, id)
-    said = row.get(prompt_key)
+    prompt_key = config.prompt_key or ("prompt" if TOKENS in row else _find_key(row, id))
+    said = None if TOKENS in row else row.get(prompt_key)
     key = config.answer_key or next((each for each in ANSWER_KEYS if row.get(each) is not None), None)
     whole = config.answer_key is None and (key is None or prompt_key == "messages")  # the conversation has the answer
     if whole and isinstance(said, Sequence) and not isinstance(said, str):
@@ -473,8 +474,18 @@ def to_example(row: Any, *, id: str, config: DatasetConfig) -> Prompt:
 
 def _asked(row: Mapping[str, Any], id: str, config: DatasetConfig) -> Prompt:
     """Return the row's prompt; columns whose names rewards get from us are left out, being answers here."""
+    if TOKENS in row:
+        return prompt_of_tokens(row, id)
     kept = {name: value for name, value in row.items() if name not in RESERVED}
     return to_prompt(kept, id=id, prompt_key=config.prompt_key, raw=config.raw, system=config.system)
+
+
+def prompt_of_tokens(row: Mapping[str, Any], id: str) -> Prompt:
+    """Return the prompt of a row that has it as token ids, as what a server answered was asked. Raises DataError."""
+    ids = row[TOKENS]
+    if not isinstance(ids, Sequence) or not ids or not all(isinstance(each, int) and each >= 0 for each in ids):
+        raise DataError(f"{id}: {TOKENS!r} is {ids!r:.80}; it must be a list of token ids")
+    return Prompt(id=id, token_ids=tuple(ids), columns={"prompt": row.get("prompt")})
 
 
 def _role(message: Any) -> Any:
