@@ -312,7 +312,8 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     token_ids: tuple[int, ...] = ()  # filled once by chat.encode_prompt
     shows_opening: bool = False
-    answer: tuple[Message, ...] = ()  # what supervised training learns: the dataset's own
+    answer: tuple[Message, ...] = ()  # what supervised training learns: the dataset's own; of a pair, the chosen one
+    rejected: tuple[Message, ...] = ()  # of a preference pair
 
     @property
     def opening(self) -> str:
@@ -471,7 +472,8 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutGroup:
-    """The rollouts of one prompt. `demonstrations` are a teacher's completions of it, which are learned as they are."""
+    """The rollouts of one prompt. `demonstrations` are a teacher's completions of it, which are learned as they are, or
+    what a dataset says: its answer, or the two of a preference pair."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]

@@ -42,9 +42,9 @@ def test_a_run_without_rewards_is_evaluated_by_the_evaluations_own():
 
 def test_a_teacher_that_samples_does_so_alone_or_beside_the_policy():
     """Alone nothing is of the policy, so that what it draws from may be narrowed, too."""
-    assert parsed(SFT).imitates_alone and parsed({**SFT, "reward_weight": 0}, **REWARDS).imitates_alone
-    assert not parsed({**SFT, "completions": 2, "least_reward": 0.5}, **REWARDS).imitates_alone
-    assert not parsed(ADAPTER).imitates_alone and not parse_config(DATA | REWARDS).imitates_alone
+    assert parsed(SFT).samples_nothing and parsed({**SFT, "reward_weight": 0}, **REWARDS).samples_nothing
+    assert not parsed({**SFT, "completions": 2, "least_reward": 0.5}, **REWARDS).samples_nothing
+    assert not parsed(ADAPTER).samples_nothing and not parse_config(DATA | REWARDS).samples_nothing
     assert parsed(SFT, rollout={"top_p": 0.9}).rollout.top_p == 0.9
 
 

@@ -61,6 +61,13 @@ CASES = {
         5,
         severity="error",
     ),
+    "preference.unlikely": Case(
+        {"preference/chosen_gain": -0.3, "preference/margin": 1.0},
+        {"preference/chosen_gain": -0.05, "preference/margin": 1.0},
+        10,
+        {"preference/chosen_gain": -0.9, "preference/margin": 1.0},
+    ),
+    "preference.no_signal": Case({"preference/accuracy": 0.5}, {"preference/accuracy": 0.8}, 30),
     "reward.stuck_zero": Case({"reward/mean": 0.1}, {"reward/mean": 0.5}, 20, {"reward/mean": 0.0}),
     "reward.exploited": Case(
         {"reward/exact/part": lambda t: max(0.35, 0.7 - 0.045 * t), "reward/mean": lambda t: 8.8 + t},

@@ -139,7 +139,7 @@ def test_its_gradient_is_that_of_the_mean_cross_entropy(file, starter):
     from groupwise.types import Rollout, RolloutGroup
 
     groups = []
-    for prompt in open_prompts(source, folder=config.folder, answers=True).known:
+    for prompt in open_prompts(source, folder=config.folder, kind="sft").known:
         prompt = encode_prompt(prompt, starter.tokenizer)
         turns = answer_turns(prompt, starter.tokenizer)
         groups.append(RolloutGroup(prompt=prompt, rollouts=(), demonstrations=(Rollout(turns=turns),)))

@@ -34,6 +34,7 @@ GROUP = RolloutGroup(
         token_ids=(5, 10, 5, 11),
         shows_opening=True,
         answer=({"role": "assistant", "content": "4"},),
+        rejected=({"role": "assistant", "content": "5"},),
     ),
     rollouts=(
         Rollout(

@@ -19,7 +19,8 @@ def source(module: str) -> str:
 
 
 def test_every_name_is_one_that_trl_logs():
-    trl, trainer = source("trl.trainer.grpo_trainer"), source("transformers.trainer")
+    trl = source("trl.trainer.grpo_trainer") + source("trl.trainer.dpo_trainer")
+    trainer = source("transformers.trainer")
     for _, theirs in TRL_NAMES:
         name = theirs.removeprefix("eval_").replace("*", "{reward_func_name}")
         assert f'"{name}"' in (trainer if theirs in BY_TRAINER else trl), theirs

@@ -21,12 +21,12 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 @pytest.fixture
 def read(tmp_path):
-    """`read(row, answers=..., **data)`: the prompt that comes of one row in a file."""
+    """`read(row, kind=..., **data)`: the prompt that comes of one row in a file."""
 
-    def opened(row, *, answers=False, name="rows.jsonl", text=None, **data):
+    def opened(row, *, kind="grpo", name="rows.jsonl", text=None, **data):
         (tmp_path / name).write_text(json.dumps(row) if text is None else text)
         config = DataConfig(source=name, **data)
-        (prompt,) = open_prompts(config, folder=tmp_path, answers=answers).known
+        (prompt,) = open_prompts(config, folder=tmp_path, kind=kind).known
         return prompt
 
     return opened
@@ -50,7 +50,7 @@ def plain(messages):
     ],
 )
 def test_examples_of_every_form_come_to_the_same(read, row, data):
-    prompt = read(row, answers=True, **data)
+    prompt = read(row, kind="sft", **data)
     assert plain(prompt.messages) == [USER] and plain(prompt.answer) == [NINE]
 
 
@@ -80,7 +80,7 @@ def test_sharegpt_has_a_system_message_tools_and_other_speakers(read):
             {"from": "gpt", "value": "9"},
         ],
     }
-    prompt = read(row, answers=True)
+    prompt = read(row, kind="sft")
     assert plain(prompt.messages) == [{"role": "system", "content": "Be brief."}, USER] and list(prompt.tools) == TOOLS
     assert [message["role"] for message in prompt.answer] == ["assistant", "tool", "assistant"]
 
@@ -106,11 +106,11 @@ def test_what_cannot_be_read_names_the_row(read, row, data):
         read(row, **data)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_rows_of_the_page_are_read(read, number):
-    """The first block is of rows to learn from by rewards, the second of rows to imitate."""
+@pytest.mark.parametrize(("number", "kind"), enumerate(("grpo", "sft", "dpo")))
+def test_the_rows_of_the_page_are_read(read, number, kind):
+    """The first block is of rows to learn from by rewards, the second of rows to imitate, the third of pairs."""
     block = re.findall(r"^```json\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[number]
     for line in block.splitlines():
-        prompt = read(None, text=line, answers=number == 1)
+        prompt = read(None, text=line, kind=kind)
         said = plain(prompt.answer)[-1]["content"] if number else prompt.columns["answer"]
         assert said == "85"

@@ -15,8 +15,10 @@ from learner_cases import SPECS, on_policy
 from torch.distributed.tensor import DTensor
 
 from groupwise.config.lora import LoraSpec
+from groupwise.config.preference import PreferenceConfig
 from groupwise.recorded import SamplingMask
 from groupwise.train.learner import Learner
+from groupwise.train.preference_step import train_on_pairs
 from groupwise.types import Sample
 
 # (prompt tokens, completion tokens): the first group has more than half of all tokens, and is cut between two ranks
@@ -95,6 +97,9 @@ def everything(learner: Learner, samples: list[Sample], *, steps_only: bool = Fa
     note("and its step", learner.optim_step(learning_rate=RATE).metrics())
     note("a loss of the caller's", learner.forward_backward_custom(samples, _sum_of_squares))
     note("and its step", learner.optim_step(learning_rate=RATE).metrics())
+    if learner.lora is not None:
+        pairs = [(a, b) for a, b in zip(samples[0::2], samples[1::2], strict=False) if a.prompt_ids == b.prompt_ids]
+        note("pairs", train_on_pairs(learner, pairs, PreferenceConfig(), learning_rate=RATE, minibatches=2))
     infinite = [replace(samples[0], advantage=math.inf), *samples[1:]]
     refused = learner.step(infinite, grpo, learning_rate=RATE)
     note("a step that is refused", {"optim/refused": refused["optim/refused"]})

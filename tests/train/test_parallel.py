@@ -68,7 +68,7 @@ def test_dropout_is_another_on_each_rank_and_the_same_again(make_base, make_samp
 
     def work(ranks):
         learner = start(ddp_learner, make_base(), lora=lora, ranks=ranks)
-        learner.strategy.share = lambda samples: [ranks.rank]
+        learner.strategy.share = lambda samples, **_: [ranks.rank]
         out = []
         for _ in range(2):
             learner.forward_backward_supervised(samples)

@@ -34,3 +34,13 @@ def test_a_group_larger_than_a_share_is_cut(make_samples, ranks) -> None:
 def test_fewer_samples_than_ranks_leave_some_idle(make_samples) -> None:
     assert sorted(map(len, shares(make_samples([(5, [3])]), 3))) == [0, 0, 1]
     assert shares([], 2) == [[], []]
+
+
+def test_both_of_a_pair_are_one_ranks(make_samples) -> None:
+    samples = make_samples([(5, [30, 3])] * 5 + [(40, [30, 60])])
+    found = shares(samples, 2, pairs=True)
+    assert sorted(row for rows in found for row in rows) == list(range(len(samples)))
+    assert all(
+        [row + 1 for row in rows[0::2]] == rows[1::2] and all(row % 2 == 0 for row in rows[0::2]) for rows in found
+    )
+    assert all(found)

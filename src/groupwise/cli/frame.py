@@ -27,7 +27,7 @@ EXIT_CODES = (
 
 ELSEWHERE = {
     "sft": "groupwise run FILE with `kind: sft` learns from examples",
-    "dpo": "preference pairs are not trained here; learn from rewards (groupwise run FILE) or examples (`kind: sft`)",
+    "dpo": "groupwise run FILE with `kind: dpo` learns preference pairs",
     "grpo": "groupwise run FILE",
     "finetune": "groupwise run FILE, or groupwise demo for a first look",
     "resume": "groupwise run FILE resume=auto",

@@ -23,6 +23,7 @@ from groupwise.cli import adapters as cli_adapters
 from groupwise.cli import chat as cli_chat
 from groupwise.cli import demo as cli_demo
 from groupwise.cli import envs as cli_envs
+from groupwise.cli import feedback as cli_feedback
 from groupwise.cli import init as cli_init
 from groupwise.cli import remote as cli_remote
 from groupwise.cli import rewards as cli_rewards
@@ -59,7 +60,7 @@ PANELS = {
     "Begin": ("demo", "init", "run", "check"),
     "Look at a run, and use it": ("chat", "serve", "ui", "report", "health", "eval"),
     "Rewards and environments of your own": ("rewards", "env"),
-    "A live server": ("rollouts", "train", "adapters"),
+    "A live server": ("rollouts", "train", "feedback", "adapters"),
     "More machines, other systems, this machine": (
         "launch",
         "vllm-serve",
@@ -92,6 +93,7 @@ cli_demo.add_to(app)
 cli_init.add_to(app)
 
 cli_remote.add_to(app)
+app.add_typer(cli_feedback.app, name="feedback")
 
 cli_chat.add_to(app)
 

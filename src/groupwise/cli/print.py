@@ -139,12 +139,16 @@ def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
 
 
 def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]]:
-    """Before and after on held-out prompts; without `eval`, the first and the last step's training reward, or the
-    cross-entropy of what was imitated."""
+    """Before and after on held-out prompts; without `eval`, the first and the last step's training reward, the
+    cross-entropy of what was imitated, or the share of the pairs that are told apart."""
     if config.eval is not None:
         return compare(result.before, result.after, by=config.eval.by)
     lines = read_metrics(result.run_dir / METRICS)
-    key, name = ("loss/cross_entropy", "cross-entropy") if config.kind == "sft" else ("reward/mean", "training reward")
+    key, name = {
+        "grpo": ("reward/mean", "training reward"),
+        "sft": ("loss/cross_entropy", "cross-entropy"),
+        "dpo": ("preference/accuracy", "pairs whose chosen completion gained more"),
+    }[config.kind]
     values = [line[key] for line in lines if line.get(key) is not None]
     return [(f"{name}, first and last step", values[0], values[-1])] if values else []
 
@@ -288,8 +292,9 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
             none = "taught" if rollout.teacher and rollout.error is None else "failed"
             reward = f"  {none}" if rollout.reward is None else f"  {rollout.reward:6.3f}"
             table.add_row(reward, Text(visible(shown)))
-        for shown in group.demonstrations:
-            table.add_row("  learned", Text(visible(_ends(" ".join(said(shown).split())))))
+        names = ("chosen", "rejected") if config.kind == "dpo" else ("learned",) * len(group.demonstrations)
+        for name, shown in zip(names, group.demonstrations, strict=False):
+            table.add_row(f"  {name}", Text(visible(_ends(" ".join(said(shown).split())))))
         console.print(table)
     where = " ".join(_where(report).values())
     loss, advantage = report.plan.loss, report.plan.config.algo
@@ -306,12 +311,12 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
             + _epochs(report),
         ),
         *(("" if index else "data", str(each)) for index, each in enumerate(_sources(report))),
-        *([] if config.kind == "sft" else [("sampling", _pace(config))]),
+        *([] if config.supervised else [("sampling", _pace(config))]),
         ("time", _time(report)),
         ("memory", _memory(report)),
         *(
-            [("loss", "cross-entropy on the dataset's own answers")]
-            if config.kind == "sft"
+            [("loss", _supervised_loss(config))]
+            if config.supervised
             else [
                 ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
                 ("advantage", advantage.algorithm or f"{advantage.advantage}, {advantage.aggregation}"),
@@ -350,6 +355,13 @@ def _sources(report: CheckReport) -> Sequence[RowCount]:
     return counts if told else ()
 
 
+def _supervised_loss(config: RunConfig) -> str:
+    """Return what is minimised of what the dataset says."""
+    if config.kind == "sft":
+        return "cross-entropy on the dataset's own answers"
+    return f"DPO on the dataset's pairs: {config.dpo.loss}, beta {config.dpo.beta:g}, reference {config.reference}"
+
+
 def _teacher(teacher: TeacherConfig, told: Mapping[str, float]) -> str:
     """Who the teacher is, and what it made of the trial completions."""
     name = teacher.base_url or teacher.model or teacher.adapter or "the policy itself"
@@ -376,7 +388,8 @@ def _a_step(config: RunConfig, step: StepSize) -> str:
     parts = {"minibatches": config.train.minibatches, "passes": config.train.passes}
     several = [f"{count} {name}" for name, count in parts.items() if count > 1]
     what = f"{step.prompts} prompt{_s(step.prompts)} x {config.group_size} = {step.completions:,} completions"
-    what = what if config.kind == "grpo" else f"{step.prompts} example{_s(step.prompts)}"
+    row = "pair" if config.kind == "dpo" else "example"
+    what = f"{step.prompts} {row}{_s(step.prompts)}" if config.supervised else what
     return (
         f"{what}, about {step.tokens:,} tokens (completions at most {step.max_tokens:,}); decoded in "
         f"{step.decode_waves} wave{_s(step.decode_waves)}, "

@@ -164,7 +164,7 @@ class RunAlgoConfig(CreditConfig, AlgoConfig):
     @model_validator(mode="after")
     def _acts_in_a_run(self) -> RunAlgoConfig:
         if self.kl in (None, "none"):
-            for key in ("kl_in", "kl_target", "reference"):
+            for key in ("kl_in", "kl_target"):
                 self._refuse(key, "acts with a KL term only: set kl (to k3, say) and kl_coeff")
         if self.kl_in == "reward" and (self.kl != "k1" or not self.kl_coeff):
             message = f"the reward takes kl k1 with a kl_coeff above 0; they are {self.kl} and {self.kl_coeff}"

@@ -17,6 +17,7 @@ SCORE_ANSWER = "groupwise.bridges.reasoning_gym.reward:score_answer"
 SLICE = re.compile(r"\w+\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\]")  # as `datasets` writes a part of a split
 BUFFER = 10_000  # rows of a stream that `shuffle` draws from, where `shuffle_buffer` does not say
 GENERATED = ("tasks", "size")  # keys of generated problems only
+RunKind = Literal["grpo", "sft", "dpo"]  # what of its rows a run learns: prompts to answer, their answers, or pairs
 READ = ("args", "split", "columns", "prompt_key", "answer_key")  # keys of rows that are read only
 SHARED = ("columns", "filter", "prompt_key", "answer_key", "raw", "system", "completion_only")
 

@@ -27,7 +27,7 @@ from pydantic import (
 
 from groupwise.config.algo import ReferenceKind, RunAlgoConfig
 from groupwise.config.chat import ChatConfig
-from groupwise.config.data import REASONING_GYM, DataConfig
+from groupwise.config.data import REASONING_GYM, DataConfig, RunKind
 from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.evaluation import EVAL_SAMPLING, EvalConfig
 from groupwise.config.formats.known_elsewhere import known_elsewhere
@@ -35,6 +35,7 @@ from groupwise.config.harness import HarnessConfig
 from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
 from groupwise.config.other_names import OTHER_NAMES
+from groupwise.config.preference import PreferenceConfig
 from groupwise.config.promote import PromoteConfig
 from groupwise.config.rewards import Rewards, ScoringConfig
 from groupwise.config.section import AdapterName, Name, Section, Temperature, Text, Texts, conflict
@@ -428,9 +429,10 @@ class RunConfig(Section):
 
     name: AdapterName = "run"
     """The run's name, and the adapter's: letters, digits, `.`, `_` and `-`; not "base"."""
-    kind: Literal["grpo", "sft"] = "grpo"
+    kind: RunKind = "grpo"
     """grpo: learn from the rewards of what the policy samples. sft: learn the dataset's own answers by cross-entropy
-    (`data.answer_key`); `rollout.prompts_per_step` are then the examples of a step, and rewards only evaluate."""
+    (`data.answer_key`). dpo: learn its preference pairs (`chosen`, `rejected`; docs/preferences.md). With the last two
+    `rollout.prompts_per_step` are the examples or pairs of a step, and rewards only evaluate."""
     model: Text = "starter"
     """`starter` (the model in the package), a Hugging Face name, or a directory (relative to where you are)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -480,6 +482,8 @@ class RunConfig(Section):
     """An environment that plays episodes of several turns; null asks each prompt once."""
     algo: RunAlgoConfig = RunAlgoConfig()
     """Advantages and the policy loss."""
+    dpo: PreferenceConfig = PreferenceConfig()
+    """How preference pairs are learned; with `kind: dpo` only."""
     teacher: TeacherConfig | None = None
     """A teacher to learn from, besides rewards or instead of them; null has none (docs/distillation.md)."""
     train: TrainConfig = TrainConfig()
@@ -515,6 +519,9 @@ class RunConfig(Section):
         if self.data is not None and self.data.streaming and self.rollout.reroll.max_groups:
             message = "tries prompts again, and with data.streaming none is held; leave one of the two out"
             raise conflict("rollout", "reroll", "max_groups", message)
+        if self.kind != "dpo" and self.algo.kl in (None, "none") and self.algo.reference != "base":
+            message = f"{self.algo.reference!r} acts with a KL term or kind dpo only: set kl (to k3, say) and kl_coeff"
+            raise conflict("algo", "reference", message)
         if self.train.lora is None and not self.rollout.on_policy:
             message = "training all parameters changes the weights that sample: nothing can be sampled meanwhile"
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
@@ -557,15 +564,21 @@ class RunConfig(Section):
 
     @property
     def reference(self) -> ReferenceKind:
-        """The policy that the divergence is taken from: `algo.reference`; with `stages` it is the policy that they
-        leave, unless the file names another."""
-        named = "reference" in self.algo.model_fields_set
-        return "start" if self.stages and not named else self.algo.reference
+        """The policy that the divergence is taken from, and that preferences are relative to: `algo.reference`; unless
+        the file names one, with `stages` the policy that they leave, and with kind dpo the adapter that it starts
+        from."""
+        named, goes_on = "reference" in self.algo.model_fields_set, self.adapters.start is not None
+        return "start" if (self.stages or (self.kind == "dpo" and goes_on)) and not named else self.algo.reference
 
     @property
     def group_size(self) -> int:
-        """Completions of a prompt: `rollout.group_size`, or one answer of the dataset."""
-        return 1 if self.kind == "sft" else self.rollout.group_size
+        """Completions of a prompt: `rollout.group_size`; of a dataset one answer, or the two of a pair."""
+        return {"grpo": self.rollout.group_size, "sft": 1, "dpo": 2}[self.kind]
+
+    @property
+    def supervised(self) -> bool:
+        """Whether it learns what its dataset says: answers, or preference pairs."""
+        return self.kind != "grpo"
 
     @property
     def imitates(self) -> bool:
@@ -573,11 +586,11 @@ class RunConfig(Section):
         return self.kind == "sft" or (self.teacher is not None and self.teacher.loss == "sft")
 
     @property
-    def imitates_alone(self) -> bool:
-        """Whether nothing else is learned, and the policy samples nothing: with `kind: sft`, and with `teacher.loss:
-        sft` without rewards or with reward_weight 0."""
+    def samples_nothing(self) -> bool:
+        """Whether nothing is learned that the policy samples: with kind sft and dpo, and with `teacher.loss: sft`
+        without rewards or with reward_weight 0."""
         weighs = self.teacher is not None and self.teacher.reward_weight > 0
-        return self.imitates and (self.kind == "sft" or not self.rewards or not weighs)
+        return self.supervised or (self.imitates and (not self.rewards or not weighs))
 
     def _check_demonstrations(self, teacher: TeacherConfig) -> None:
         """Refuse what cannot go with a teacher's completions."""
@@ -590,7 +603,7 @@ class RunConfig(Section):
         if teacher.least_reward is not None and not self.rewards:
             message = f"{teacher.least_reward:g} is of rewards, and there are none"
             raise conflict("teacher", "least_reward", f"{message}; name some, or leave it out")
-        if not self.imitates_alone:
+        if not self.samples_nothing:
             return
         if teacher.completions is not None:
             message = f"{teacher.completions} acts beside rewards; where the teacher samples all, set"
@@ -672,11 +685,13 @@ class RunConfig(Section):
 
     def _check_sources(self) -> None:
         """Without an environment there must be prompts and rewards."""
-        if self.kind == "sft":
-            return check_supervised(self)
         keys = [] if self.data is None else [each.answer_key for each in (self.data, *self.data.sources)]
-        if key := next(filter(None, keys), None):
+        if self.kind != "sft" and (key := next(filter(None, keys), None)):
             raise conflict("data", "answer_key", f"{key!r} acts with kind sft only; leave it out")
+        if self.kind != "dpo" and self.dpo != PreferenceConfig():
+            raise conflict("dpo", f"acts with kind dpo only, not {self.kind}; leave it out")
+        if self.supervised:
+            return check_supervised(self)
         if self.env is not None:
             return
         if self.data is None:

@@ -6,7 +6,8 @@
     rewards: [my_rewards:exact]
 
 A stage is the file's own run with the keys changed that it names. Its `data` replaces the run's as a whole. A stage of
-kind sft leaves out what is of sampling alone: `env`, `teacher`, `promote`, `algo`, and of `rollout` what mixes batches.
+kind sft or dpo leaves out what is of sampling alone: `env`, `teacher`, `promote`, `algo`, and of `rollout` what mixes
+batches; one that is not of kind dpo leaves out `dpo`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def stage_config(config: RunConfig, number: int) -> RunConfig:
     stage = {key: value for key, value in config.stages[number].items() if key != "name"}
     left_out = {*_WHOLE, *(["data"] if "data" in stage else [])}
     kept = config.model_dump(mode="json", exclude_unset=True)
-    if stage.get("kind", config.kind) == "sft":
+    kind = stage.get("kind", config.kind)
+    if kind != "dpo":
+        left_out.add("dpo")
+    if kind in ("sft", "dpo"):
         left_out |= {*_OF_SAMPLING, *(["eval"] if config.env is not None else [])}  # an environment's is played in it
         kept["rollout"] = {key: value for key, value in kept.get("rollout", {}).items() if key not in _OF_BATCHES}
     kept = {key: value for key, value in kept.items() if key not in left_out}

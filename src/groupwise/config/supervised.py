@@ -1,4 +1,4 @@
-"""Check a run of kind sft: it learns the dataset's own answers, and the policy samples nothing to learn from."""
+"""Check a run of kind sft or dpo: it learns what its dataset says, and the policy samples nothing to learn from."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ if TYPE_CHECKING:
 
 
 def check_supervised(config: RunConfig) -> None:
-    """Raise ConfigError for sections and keys that do nothing where the dataset's own answers are learned."""
+    """Raise ConfigError for sections and keys that do nothing where the dataset's own answers or pairs are learned."""
+    learns = "the dataset's own answers" if config.kind == "sft" else "the dataset's preference pairs"
+    of_kind = f"does not go with kind {config.kind}"
     if config.data is None:
-        raise conflict("data", "required and missing: name the examples (data.source)")
+        raise conflict("data", f"required and missing: name {learns} (data.source)")
     for key, given in (("env", config.env), ("teacher", config.teacher), ("promote", config.promote)):
         if given is not None:
-            raise conflict(key, "does not go with kind sft, which learns the dataset's own answers; leave it out")
+            raise conflict(key, f"{of_kind}, which learns {learns}; leave it out")
     for key, given in (("stream_groups", config.rollout.stream_groups), ("replay", config.rollout.replay.size)):
         if given:
-            raise conflict("rollout", key, "does not go with kind sft; leave one of the two out")
+            raise conflict("rollout", key, f"{of_kind}; leave one of the two out")
     if config.algo.kl is not None:
-        raise conflict("algo", "kl", f"{config.algo.kl!r} is of what the policy samples; leave it out with kind sft")
+        raise conflict("algo", "kl", f"{config.algo.kl!r} is of what the policy samples, and {of_kind}; leave it out")
     if config.eval is not None and config.eval.data is None:
         raise conflict("eval", "data", "required and missing: name the held-out prompts")
     if config.eval is not None and not config.rewards and not config.eval.rewards:

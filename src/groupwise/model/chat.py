@@ -240,7 +240,8 @@ class CompletionEncoder:
     ):
         self._tokenizer = tokenizer
         if (messages := rendered_messages(prompt, tokenizer)) is None:
-            before, self._end = prompt.text or "", _eos_id(tokenizer)
+            ends_turn = prompt.text is None and bool(tokenizer.chat_template)  # token ids alone, of what was rendered
+            before, self._end = prompt.text or "", (_turn_end_id if ends_turn else _eos_id)(tokenizer)
         else:
             before = render_prompt(messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
             self._end = _turn_end_id(tokenizer)

@@ -289,13 +289,37 @@ def side_by_side(
     where there is little to do, one after another is run, as `micro_batches` cuts them."""
     every = list(families(samples))
     costs = [cost for family in every for cost in _costs(samples, family)]
+    lanes, budget = _shared_budget(costs, token_budget, lanes)
+    return lanes, _cut(samples, every, budget, device, layouts)
+
+
+def pair_batches(
+    samples: Sequence[Sample],
+    *,
+    token_budget: int,
+    lanes: int = 1,
+    device: torch.device | str = "cpu",
+    layouts: Layouts = MERGED,
+) -> tuple[int, Iterator[MicroBatch]]:
+    """Return the same as `side_by_side` of samples that stand in twos. A pair is never cut apart, and stands together
+    in its micro-batch; an equal prompt is in it once. One that alone exceeds the budget is a micro-batch."""
+    twos = [[row, row + 1] for row in range(0, len(samples), 2)]
+    pairs = [list(_groups(samples, two, sys.maxsize)) for two in twos]
+    costs = [_cost_of_all(samples, pair) for pair in pairs]
+    lanes, budget = _shared_budget(costs, token_budget, lanes)
+    batches = _batches_of_groups(samples, pairs, budget)
+    return lanes, (pack(samples, groups, device=device, layouts=layouts) for groups in batches)
+
+
+def _shared_budget(costs: Sequence[int], token_budget: int, lanes: int) -> tuple[int, int]:
+    """Return how many micro-batches to run at once, and the budget of each."""
     lanes = min([lanes, len(costs), sum(costs) // LANE_TOKENS, *(token_budget // cost for cost in costs)])
     if lanes < 2:
-        return 1, _cut(samples, every, token_budget, device, layouts)
+        return 1, token_budget
     each, rounds = token_budget // lanes, -(-sum(costs) // token_budget)
     while (budget := _even_budget(costs, lanes * rounds)) > each:
         rounds += 1
-    return lanes, _cut(samples, every, budget, device, layouts)
+    return lanes, budget
 
 
 def _even_budget(costs: Sequence[int], batches: int) -> int:
@@ -332,7 +356,9 @@ def _cut(
             rows.extend(family)
         else:
             parts.extend(cut(tree, token_budget))
-    for groups in _batches_of_groups(samples, rows, token_budget):
+    for groups in _batches_of_groups(
+        samples, [[group] for group in _groups(samples, rows, token_budget)], token_budget
+    ):
         yield pack(samples, groups, device=device, layouts=layouts)
     for rows in _batches_of_trees(parts, token_budget):
         yield pack_tree(samples, rows, device=device, layouts=layouts)
@@ -427,20 +453,22 @@ def _micro_batch(
 
 
 def padded_batches(
-    samples: Sequence[Sample], *, token_budget: int, device: torch.device | str = "cpu"
+    samples: Sequence[Sample], *, token_budget: int, device: torch.device | str = "cpu", pairs: bool = False
 ) -> Iterator[MicroBatch]:
     """Cut samples into micro-batches of padded rows, of at most `token_budget` tokens with the padding.
 
     A single sample that is longer is still one micro-batch. Rows are taken in order of length, so that there is little
-    padding.
+    padding. With `pairs`, samples stand in twos, which stay together.
     """
-    lengths = [len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples]
+    many = 2 if pairs else 1
+    units = [range(row, row + many) for row in range(0, len(samples), many)]
+    lengths = [max(len(samples[row].prompt_ids) + len(samples[row].completion_ids) for row in unit) for unit in units]
     batch: list[int] = []
-    for row in sorted(range(len(samples)), key=lengths.__getitem__):
-        if batch and (len(batch) + 1) * lengths[row] > token_budget:
+    for number in sorted(range(len(units)), key=lengths.__getitem__):
+        if batch and (len(batch) + many) * lengths[number] > token_budget:
             yield pad(samples, batch, device=device)
             batch = []
-        batch.append(row)
+        batch += units[number]
     if batch:
         yield pad(samples, batch, device=device)
 
@@ -465,17 +493,21 @@ def pad(samples: Sequence[Sample], rows: Sequence[int], *, device: torch.device 
     return _micro_batch(samples, rows, Padded(width), (ids, positions, source, target, row_of), places, device)
 
 
-def _batches_of_groups(samples: Sequence[Sample], rows: Sequence[int], token_budget: int) -> Iterator[list[list[int]]]:
+def _batches_of_groups(
+    samples: Sequence[Sample], units: Sequence[list[list[int]]], token_budget: int
+) -> Iterator[list[list[int]]]:
+    """Yield the groups of each micro-batch; those of a unit stay together."""
     batch: list[list[int]] = []
     used, shape = 0, (0, 0, 0)
-    for group in sorted(_groups(samples, rows, token_budget), key=lambda rows: _cost(samples, rows)):
-        cost, mine = _cost(samples, group), _shape(samples, group)
+    for unit in sorted(units, key=lambda unit: _cost_of_all(samples, unit)):
+        cost = _cost_of_all(samples, unit)
+        mine = tuple(map(max, zip(*(_shape(samples, group) for group in unit), strict=True)))
         longest = tuple(map(max, shape, mine))
-        padded = (len(batch) + 1) * (longest[0] + longest[1] * longest[2])
+        padded = (len(batch) + len(unit)) * (longest[0] + longest[1] * longest[2])
         if batch and (used + cost > token_budget or padded > MAX_PADDING * token_budget):
             yield batch
             batch, used, longest = [], 0, mine
-        batch.append(group)
+        batch += unit
         used, shape = used + cost, longest
     if batch:
         yield batch
@@ -514,6 +546,10 @@ def _groups(samples: Sequence[Sample], rows: Sequence[int], token_budget: int) -
 def _shape(samples: Sequence[Sample], group: Sequence[int]) -> tuple[int, int, int]:
     """Prompt tokens, completions, tokens of the longest completion."""
     return len(samples[group[0]].prompt_ids), len(group), max(len(samples[row].completion_ids) for row in group)
+
+
+def _cost_of_all(samples: Sequence[Sample], groups: Sequence[Sequence[int]]) -> int:
+    return sum(_cost(samples, group) for group in groups)
 
 
 def _cost(samples: Sequence[Sample], group: Sequence[int]) -> int:

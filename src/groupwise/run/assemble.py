@@ -144,7 +144,7 @@ def open_components(
         load = _fitted(replace(plan, config=config), base, learner, play, teacher, engine) if limited else None
         eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
         rollouts = play
-        if config.kind == "sft":
+        if config.supervised:
             rollouts = AnswerRollouts(play, base.tokenizer, context=base.context_length)
         if teacher is not None and teacher.config.loss == "sft":
             rollouts = TeacherRollouts(config, teacher, play)

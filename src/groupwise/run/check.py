@@ -31,6 +31,7 @@ from groupwise.algo.distillation import (
 )
 from groupwise.algo.distillation_metrics import teacher_metrics
 from groupwise.algo.kl import logprob_drop
+from groupwise.algo.preference import pairs_of
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, ContextLengthError, GroupwiseError
@@ -55,6 +56,7 @@ from groupwise.tasks.rollout_sources import group_of, play_all
 from groupwise.tasks.template_check import TemplateCheck, template_check
 from groupwise.tasks.tool_calls import ToolCallFormat, shown_format
 from groupwise.train.learner import Learner
+from groupwise.train.preference_step import train_on_pairs
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -200,7 +202,7 @@ def check(
         usable, longer = _answerable(usable, parts)
         on_phase("sampling and scoring")
         groups, sampled_s = run_coroutine(_try_out(usable[:PROMPTS], plan, parts))
-        asked = plan.env is None and bool(plan.rewards)
+        asked = plan.env is None and bool(plan.rewards) and not config.supervised
         recognised = run_coroutine(_try_answers(groups, parts)) if asked else None
         paid = run_coroutine(_try_junk(groups, plan, parts)) if asked else None
         on_phase("training, publishing and loading one step")
@@ -250,12 +252,18 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
     samples = samples_of(weighed, mask_truncated=config.algo.mask_truncated and not made_up)
     if plan.algorithm is not None:
         samples = with_token_weights(samples, weighed, plan.algorithm)
-    samples = [] if config.imitates_alone else samples
+    samples = [] if config.samples_nothing else samples
     told = {} if teacher is None else teacher_metrics(samples, teacher_scores(weighed) if samples else [])
-    told |= demonstration_metrics(weighed) if shown else {}
+    told |= demonstration_metrics(weighed) if shown and config.kind != "dpo" else {}
     samples = with_teacher(samples, weighed, teacher)
     metrics, seconds, drop = dict[str, float](), 0.0, 0.0
-    if trained := next((sample for sample in (*samples, *shown) if any(sample.mask)), None):
+    if pairs := pairs_of(weighed) if config.kind == "dpo" else []:
+        whole = partial(train_on_pairs, parts.learner, config=config.dpo)
+        thread.submit(whole, pairs[:1], learning_rate=0.0).result()  # what is done once only is not timed
+        began = time.perf_counter()
+        metrics = thread.submit(whole, pairs, learning_rate=config.train.learning_rate).result()
+        seconds = time.perf_counter() - began
+    elif trained := next((sample for sample in (*samples, *shown) if any(sample.mask)), None):
         step = partial(parts.learner.step, spec=plan.loss, temperature=rollout.temperature)
         first = partial(step, samples[:0], demonstrations=[trained]) if trained in shown else partial(step, [trained])
         thread.submit(first, learning_rate=0.0).result()  # what is done once only is not timed

@@ -169,7 +169,8 @@ def _count(t: Translation, natives: Sequence[str], folder: Path) -> int | None:
         data = DataConfig.model_validate(draft.data.get("data"))
     except ValidationError:
         return None
-    return None if data.streaming else len(open_prompts(data, folder=folder).known)
+    kind = draft.data.get("kind", "grpo")
+    return None if data.streaming else len(open_prompts(data, folder=folder, kind=kind).known)
 
 
 def _count_cases(config: EnvConfig, model: str, folder: Path) -> int | None:

@@ -121,7 +121,7 @@ class GpuFit:
         rollout, train = self.config.rollout, self.config.train
         completions = rollout.prompts_per_step * self.config.group_size
         most = completions * rollout.max_tokens
-        sampled = 0 if self.config.kind == "sft" else most
+        sampled = 0 if self.config.supervised else most
         trained = train.passes * (most + rollout.prompts_per_step * self.prompt)
         slow, fast = (self.learners * each / self.active for each in TRAINED)
         rate = (self.rows or rollout.batch_rows) / self.decode_s

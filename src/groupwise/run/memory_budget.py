@@ -116,5 +116,7 @@ def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: RolloutSo
 
 
 def _characters(prompt: Prompt) -> int:
+    if prompt.token_ids:
+        return len(prompt.token_ids)
     asked: str | Mapping[str, object] | tuple[object, ...] = prompt.text or prompt.messages or ()
     return len(asked if isinstance(asked, str) else json.dumps(asked, default=str))

@@ -78,8 +78,8 @@ class RunPlan:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether a term of the loss or of the reward reads the reference's log-probabilities."""
-        return self.kl_coeff is not None or self.loss.reads_reference
+        """Whether a term of the loss or of the reward, or a loss of pairs, reads the reference's log-probabilities."""
+        return self.kl_coeff is not None or self.loss.reads_reference or self.config.kind == "dpo"
 
     @property
     def keeps_reference(self) -> bool:
@@ -103,7 +103,8 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     prompts, held_out = source.known, _held_out(config, env)
     added = () if env is None else env.columns
     if added is not None:
-        check_columns(functions, _with_columns([*prompts, *held_out], added))
+        scored = held_out if config.supervised else [*prompts, *held_out]
+        check_columns(functions, _with_columns(scored, added))
         check_columns(counted, _with_columns(held_out, added))
     _check_reroll(config, functions)
     without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
@@ -190,9 +191,8 @@ def _source(config: RunConfig, env: EnvKind | None) -> PromptSource | StreamedPr
         if env is not None and env.makes_prompts:
             method = env.case_methods[0].partition("(")[0]
             raise ConfigError(f"data does not go with {env.name}, whose {method} makes the prompts; remove it")
-        answers = config.kind == "sft"
         source = open_prompts(
-            config.data, folder=config.folder, seed=config.seed, cases=_takes_cases(env), answers=answers
+            config.data, folder=config.folder, seed=config.seed, cases=_takes_cases(env), kind=config.kind
         )
         if env is not None:
             env.check(source.known, config.data.label)
@@ -292,9 +292,7 @@ def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
         lambda: _eval_rewards(config),
         lambda: (
             config.data
-            and open_prompts(
-                config.data, folder=config.folder, cases=config.env is not None, answers=config.kind == "sft"
-            )
+            and open_prompts(config.data, folder=config.folder, cases=config.env is not None, kind=config.kind)
         ),
         lambda: (
             config.eval

@@ -307,7 +307,7 @@ class TeacherRollouts:
 
     def __init__(self, config: RunConfig, teacher: Teacher, policy: RolloutSource):
         assert config.teacher is not None
-        self._teacher, self._policy, self.alone = teacher, policy, config.imitates_alone
+        self._teacher, self._policy, self.alone = teacher, policy, config.samples_nothing
         self._n, self._temperature = config.teacher.completions, config.teacher.temperature
 
     def prepare(self, prompt: Prompt) -> Prompt:
@@ -344,7 +344,7 @@ class Demonstrator:
 
     def __init__(self, config: RunConfig, score: Score):
         assert config.teacher is not None
-        self._score, self._least, self._alone = score, config.teacher.least_reward, config.imitates_alone
+        self._score, self._least, self._alone = score, config.teacher.least_reward, config.samples_nothing
 
     async def __call__(self, group: RolloutGroup) -> RolloutGroup:
         """Return the group with its rewards."""
@@ -400,14 +400,14 @@ def with_context(prompt: Prompt, context: str, *, template: str) -> Prompt:
 
 
 async def _as_it_is(group: RolloutGroup) -> RolloutGroup:
-    """Return the group: a dataset's answers are learned whatever rewards would give them."""
+    """Return the group: a dataset's answers and pairs are learned whatever rewards would give them."""
     return group
 
 
 def taught(score: Score, teacher: Teacher | None, config: RunConfig) -> Score:
     """Return what scores a group by rewards, and then has the teacher score it, or add what it says itself."""
     if teacher is None:
-        return score if config.kind == "grpo" else _as_it_is
+        return _as_it_is if config.supervised else score
     if teacher.config.loss == "sft":
         return Demonstrator(config, score)
 

@@ -3,6 +3,8 @@
     rewards -> advantages (- beta (K - mean K), with the KL in the reward) -> samples (+ a teacher's log-probabilities)
     -> policy loss -> AdamW
 
+Of a dataset's answers the loss is cross-entropy, of its preference pairs DPO's (`algo.preference`).
+
 Groups may come in parts (`rollout.stream_groups`): each is run forward and backward while the next is sampled, and the
 gradient is the one of the whole step. `run/loop.py` calls this; sampling, scoring and publishing are not here.
 """
@@ -29,10 +31,12 @@ from groupwise.algo.distillation import (
 from groupwise.algo.distillation_metrics import teacher_metrics
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, sequence_kl, with_kl_penalty
 from groupwise.algo.metrics import Metrics, sample_metrics
+from groupwise.algo.preference import pairs_of
 from groupwise.algo.samples import samples_of
 from groupwise.config.loss import LossSpec
 from groupwise.run.plan import RunPlan
 from groupwise.train.learner import Learner
+from groupwise.train.preference_step import train_on_pairs
 from groupwise.train.schedule import learning_rate_at
 from groupwise.types import RolloutGroup, Sample
 
@@ -133,7 +137,11 @@ class StepUpdate:
         """Take the optimizer steps on all groups; return nothing but counts where no token is trained."""
         metrics = sample_metrics(self.samples)
         teacher = self._plan.config.teacher
-        if self._plan.config.imitates:
+        if self._plan.config.kind == "dpo":
+            both = [sample for pair in pairs_of(self.groups) for sample in pair]
+            metrics["train/samples"] += len(both)
+            metrics["train/tokens"] += sum(sum(sample.mask) for sample in both)
+        elif self._plan.config.imitates:
             shown = demonstration_metrics(self.groups)
             metrics["train/samples"] += shown["teacher/demonstrations"]
             metrics["train/tokens"] += shown["teacher/demonstrated_tokens"]
@@ -155,7 +163,7 @@ class StepUpdate:
         )
         if teacher is not None:
             weighed = with_reward_weight(weighed, teacher.reward_weight)
-        if plan.config.imitates_alone:  # nothing of it is the policy's
+        if plan.config.samples_nothing:  # nothing of it is the policy's
             return _Part(groups=weighed, samples=[])
         first = len(self.groups)
         samples = samples_of(weighed, first=first)
@@ -189,7 +197,16 @@ class StepUpdate:
         kl = combined_kl([part.kl for part in self._parts])
         if not kl and samples and not self._plan.loss.reads_reference:
             kl = self._learner.measure_kl(samples, temperature=self._temperature)
-        if self._stream is not None:
+        if self._plan.config.kind == "dpo":
+            metrics = train_on_pairs(
+                self._learner,
+                pairs_of(self.groups),
+                self._plan.config.dpo,
+                learning_rate=rate,
+                minibatches=train.minibatches,
+                passes=train.passes,
+            )
+        elif self._stream is not None:
             metrics = self._stream.finish(learning_rate=rate)
         else:
             metrics = self._learner.step(

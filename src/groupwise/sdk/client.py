@@ -67,6 +67,7 @@ from groupwise.sdk.types import (
     Health,
     JobEvent,
     JobMetrics,
+    KeptAnswers,
     ModelCard,
     ModelList,
     SampledGroup,
@@ -229,6 +230,12 @@ class _Calls(Flows):
         asked = {"rollout_id": rollout_id, "version": version, "state": state, "before": before, "limit": limit}
         query = urlencode({name: value for name, value in asked.items() if value is not None})
         return self.ask(FeedbackPage, f"/v1/feedback?{query}", timeout=timeout)
+
+    @ClientMethod
+    def kept_answers(self, rollout_id: str, *, timeout: float = ASK_S) -> Flow[KeptAnswers]:
+        """Return the prompt of an answer that the server keeps, and what else was sampled for it then. Raises
+        RemoteError (404) for one that it has forgotten."""
+        return self.ask(KeptAnswers, f"/v1/rollouts/{quote(rollout_id, safe='')}", timeout=timeout)
 
     # ---- training ----
 

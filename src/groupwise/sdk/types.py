@@ -193,6 +193,22 @@ class FeedbackPage(Answer):
     next: int | None
 
 
+class KeptAnswer(Answer):
+    """An answer that a server keeps, as far as it is read here."""
+
+    id: str
+    text: str
+
+
+class KeptAnswers(Answer):
+    """The answers that were sampled together for one prompt: what GET /v1/rollouts/{id} says of them."""
+
+    prompt: str
+    """With its special tokens."""
+    prompt_token_ids: list[int]
+    rollouts: list[KeptAnswer]
+
+
 class LearnTransition(Answer):
     """Something that automatic training, a gate, a shadow or a canary did."""
 

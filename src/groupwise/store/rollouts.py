@@ -39,6 +39,7 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
             "token_ids": prompt.token_ids,
             **({"shows_opening": True} if prompt.shows_opening else {}),
             **({"answer": prompt.answer} if prompt.answer else {}),
+            **({"rejected": prompt.rejected} if prompt.rejected else {}),
         },
         "rollouts": [_rollout_to_json(rollout, prompt) for rollout in group.rollouts],
         **(
@@ -75,6 +76,7 @@ def group_from_json(raw: Any) -> RolloutGroup:
             token_ids=tuple(fields["token_ids"]),
             shows_opening=fields.get("shows_opening", False),
             answer=tuple(fields.get("answer", ())),
+            rejected=tuple(fields.get("rejected", ())),
         )
         rollouts, demonstrations = (
             tuple(_rollout_from_json(entry, prompt) for entry in entries)

@@ -1,4 +1,4 @@
-"""Our metrics under the names that TRL's GRPOTrainer logs, for dashboards that exist.
+"""Our metrics under the names that TRL's trainers log, for dashboards that exist.
 
     reward/mean -> reward        rollout/truncated_frac -> completions/clipped_ratio        loss/entropy -> entropy
 
@@ -30,6 +30,14 @@ TRL_NAMES: tuple[tuple[str, str], ...] = (
     ("loss/total", "loss"),
     ("loss/policy", "loss"),
     ("loss/policy", "policy_loss"),
+    ("loss/cross_entropy", "loss"),
+    ("loss/preference", "loss"),
+    ("preference/chosen_reward", "rewards/chosen"),
+    ("preference/rejected_reward", "rewards/rejected"),
+    ("preference/margin", "rewards/margins"),
+    ("preference/accuracy", "rewards/accuracies"),
+    ("preference/chosen_logprob", "logps/chosen"),
+    ("preference/rejected_logprob", "logps/rejected"),
     ("loss/entropy", "entropy"),
     ("kl/mean", "kl"),
     ("loss/kl", "kl"),

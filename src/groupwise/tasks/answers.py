@@ -1,6 +1,7 @@
-"""The dataset's own answers as what is learned: supervised training (`kind: sft`) samples nothing.
+"""The dataset's own answers and preference pairs as what is learned: `kind: sft` and `kind: dpo` sample nothing.
 
-    prompt, answer   ->   a group without rollouts, whose one demonstration is the answer
+    prompt, answer             ->   a group without rollouts, whose one demonstration is the answer
+    prompt, chosen, rejected   ->   ... whose two are the completions of the pair, the chosen one first
 
 so that the loop, evaluation, checkpoints and health of a run are those of any other. An answer that is a text follows
 the prompt as a completion of the policy would, its end-of-turn token included. One of several messages (calls of tools,
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -34,20 +36,21 @@ if TYPE_CHECKING:
 
 
 class AnswerRollouts:
-    """A `RolloutSource` of the dataset's answers; `policy` is the one that prepares prompts and evaluates. What is
-    longer than `context` tokens, prompt and answer together, is refused when it is prepared; of that it warns once."""
+    """A `RolloutSource` of the dataset's answers or pairs; `policy` is the one that prepares prompts and evaluates.
+    What is longer than `context` tokens, prompt and answer together, is refused when it is prepared; of that it warns
+    once."""
 
     def __init__(self, policy: RolloutSource, tokenizer: PreTrainedTokenizerBase, *, context: int):
         self._policy, self._tokenizer, self._context = policy, tokenizer, context
-        self._ready: list[tuple[Prompt, tuple[Turn, ...]]] = []  # prepared since the last were begun
+        self._ready: list[tuple[Prompt, list[tuple[Turn, ...]]]] = []  # prepared since the last were begun
         self._warned = False
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """Prepare as the policy's source does, and the answer. Raises ChatError, and ContextLengthError where the two
         are longer than the context."""
         prepared = self._policy.prepare(prompt)
-        turns = answer_turns(prepared, self._tokenizer)
-        longest = max(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns)
+        said = self._said(prepared)
+        longest = max(len(turn.prompt_ids) + len(turn.completion.token_ids) for turns in said for turn in turns)
         if longest > self._context:
             message = f"{prompt.id}: prompt and answer have {longest} tokens, and the context {self._context}"
             if not self._warned:
@@ -56,24 +59,29 @@ class AnswerRollouts:
                 )
             self._warned = True
             raise ContextLengthError(message, hint="shorten it, or use a model with a longer context")
-        self._ready.append((prepared, turns))
+        self._ready.append((prepared, said))
         return prepared
 
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """See `RolloutSource.begin`; each group has one demonstration whatever `n` is."""
-        ready = {id(prompt): turns for prompt, turns in self._ready}  # they live as long as the list, so ids differ
+        """See `RolloutSource.begin`; each group has one demonstration, or a pair's two, whatever `n` is."""
+        ready = {id(prompt): said for prompt, said in self._ready}  # they live as long as the list, so ids differ
         groups = [
             RolloutGroup(
                 prompt=prompt,
                 rollouts=(),
-                demonstrations=(Rollout(turns=ready.get(id(prompt)) or answer_turns(prompt, self._tokenizer)),),
+                demonstrations=tuple(Rollout(turns=turns) for turns in ready.get(id(prompt)) or self._said(prompt)),
             )
             for prompt in prompts
         ]
         self._ready.clear()
         return [_given(group) for group in groups]
+
+    def _said(self, prompt: Prompt) -> list[tuple[Turn, ...]]:
+        """Return the turns of the answer, or of the chosen and the rejected one."""
+        answers = [prompt.answer, prompt.rejected] if prompt.rejected else [prompt.answer]
+        return [answer_turns(replace(prompt, answer=answer), self._tokenizer) for answer in answers]
 
     def close(self) -> None:
         """Does nothing: the policy's source is closed by whoever opened it."""

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.data import BUFFER, DataConfig, DatasetConfig, RowsConfig
+from groupwise.config.data import BUFFER, DataConfig, DatasetConfig, RowsConfig, RunKind
 from groupwise.errors import DataError
 from groupwise.tasks.mixture import MixedOrder
 from groupwise.tasks.prompt_stream import PromptSource
@@ -30,19 +30,21 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_KEYS = ("messages", "prompt")
 ANSWER_KEYS = ("completion", "answer", "response", "output")
 LIKELY_KEYS = ("question", "problem", "query", "instruction", "input", "text")  # in data of others; only suggested
+TOKENS = "prompt_token_ids"  # of rows to imitate and of pairs: the prompt as it was asked (`groupwise feedback export`)
 RESERVED = ("prompts", "completions", "completion_ids")  # what rewards get under these names is not the dataset's
 
 
 def open_prompts(
-    config: DatasetConfig, *, folder: str | Path = ".", seed: int = 0, cases: bool = False, answers: bool = False
+    config: DatasetConfig, *, folder: str | Path = ".", seed: int = 0, cases: bool = False, kind: RunKind = "grpo"
 ) -> PromptSource | StreamedPrompts:
     """Read and check every row of a dataset, or with `streaming` the first of them; with `cases`, of an environment or
-    agent, a row may be without a prompt, and with `answers` it must have an answer (`data.answer_key`).
+    agent, a row may be without a prompt. A row of a run of kind sft must have an answer (`data.answer_key`), one of
+    kind dpo a pair (`tasks.pairs`).
 
     Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
     """
     parts = [Rows(part, folder=folder, streaming=config.streaming) for part in config.parts]
-    to_prompt = partial(_read, cases=cases, answers=answers)
+    to_prompt = partial(_read, cases=cases, kind=kind)
     shuffle = isinstance(config, DataConfig) and config.shuffle
     if isinstance(config, DataConfig) and config.streaming:
         buffer = (config.shuffle_buffer or BUFFER) if shuffle else 1
@@ -61,9 +63,13 @@ def open_prompts(
     return PromptSource(prompts, seed=seed, shuffle=shuffle, order=order, counts=counts)
 
 
-def _read(config: RowsConfig, id: str, row: Any, *, cases: bool, answers: bool) -> Prompt:
+def _read(config: RowsConfig, id: str, row: Any, *, cases: bool, kind: RunKind) -> Prompt:
     """Return a row in our words as a prompt."""
-    if answers:
+    if kind == "dpo":
+        from groupwise.tasks.pairs import to_pair  # which reads prompts as this does
+
+        return to_pair(row, id=id, config=config)
+    if kind == "sft":
         return to_example(row, id=id, config=config)
     return to_prompt(
         row,
@@ -92,7 +98,7 @@ def to_prompt(
     A string is a message of the user, and plain text for a model without a chat template; `raw` makes it plain text for
     every model. Raises DataError naming `id` and the key that is wrong.
     """
-    row = _object(row, id)
+    row = row_at(row, id)
     if case and prompt_key is None and all(row.get(key) is None for key in PROMPT_KEYS):
         return _case(row, id, system)
     key = prompt_key or _find_key(row, id)
@@ -122,7 +128,8 @@ def to_prompt(
     return replace(prompt, shows_opening=not completion_only and bool(prompt.opening))
 
 
-def _object(row: Any, id: str) -> Mapping[str, Any]:
+def row_at(row: Any, id: str) -> Mapping[str, Any]:
+    """Return the row, which must be an object. Raises DataError."""
     if not isinstance(row, Mapping):
         raise DataError(f"{id}: the row is a {type(row).__name__}; it must be an object such as {{'prompt': ...}}")
     return row
@@ -135,16 +142,16 @@ def to_example(row: Any, *, id: str, config: RowsConfig) -> Prompt:
     the assistant says in `messages`, from its first message on; else the first of `ANSWER_KEYS`; else what the
     assistant says in another conversation. Raises DataError naming `id` and what is missing.
     """
-    row = _object(row, id)
-    prompt_key = config.prompt_key or _find_key(row, id)
-    said = row.get(prompt_key)
+    row = row_at(row, id)
+    prompt_key = config.prompt_key or ("prompt" if TOKENS in row else _find_key(row, id))
+    said = None if TOKENS in row else row.get(prompt_key)
     key = config.answer_key or next((each for each in ANSWER_KEYS if row.get(each) is not None), None)
     whole = config.answer_key is None and (key is None or prompt_key == "messages")  # the conversation has the answer
     if whole and isinstance(said, Sequence) and not isinstance(said, str):
         places = [i for i, each in enumerate(said) if _role(each) == "assistant"]
         if places and places[0]:
             first, last = places[0], places[-1]
-            answer = [_message(said[i], f"{id}: {prompt_key}[{i}]") for i in range(first, last + 1)]
+            answer = [message_at(said[i], f"{id}: {prompt_key}[{i}]") for i in range(first, last + 1)]
             return replace(_asked({**row, prompt_key: said[:first]}, id, config), answer=tuple(answer))
     if key is None or row.get(key) is None:
         what = (
@@ -161,7 +168,7 @@ def to_example(row: Any, *, id: str, config: RowsConfig) -> Prompt:
         listed = [value] if isinstance(value, Mapping) else value
         if not isinstance(listed, Sequence) or not listed:
             raise DataError(f"{id}: {key!r} is {value!r:.80}; it must be text, a message or a list of messages")
-        answer = [_message(each, f"{id}: {key}[{i}]") for i, each in enumerate(listed)]
+        answer = [message_at(each, f"{id}: {key}[{i}]") for i, each in enumerate(listed)]
         if _role(answer[-1]) != "assistant":
             raise DataError(f"{id}: {key!r} ends with a message of {_role(answer[-1])!r}; the last is the assistant's")
     return replace(_asked(row, id, config), answer=tuple(answer))
@@ -169,8 +176,18 @@ def to_example(row: Any, *, id: str, config: RowsConfig) -> Prompt:
 
 def _asked(row: Mapping[str, Any], id: str, config: RowsConfig) -> Prompt:
     """Return the row's prompt; columns whose names rewards get from us are left out, being answers here."""
+    if TOKENS in row:
+        return prompt_of_tokens(row, id)
     kept = {name: value for name, value in row.items() if name not in RESERVED}
     return to_prompt(kept, id=id, prompt_key=config.prompt_key, raw=config.raw, system=config.system)
+
+
+def prompt_of_tokens(row: Mapping[str, Any], id: str) -> Prompt:
+    """Return the prompt of a row that has it as token ids, as what a server answered was asked. Raises DataError."""
+    ids = row[TOKENS]
+    if not isinstance(ids, Sequence) or not ids or not all(isinstance(each, int) and each >= 0 for each in ids):
+        raise DataError(f"{id}: {TOKENS!r} is {ids!r:.80}; it must be a list of token ids")
+    return Prompt(id=id, token_ids=tuple(ids), columns={"prompt": row.get("prompt")})
 
 
 def _role(message: Any) -> Any:
@@ -206,7 +223,7 @@ def _messages(value: Any, place: str, *, answered: bool) -> tuple[Message, ...]:
         raise DataError(f"{place} is {value!r:.80} ({type(value).__name__}); it must be a string or a list of messages")
     if not value:
         raise DataError(f"{place} is an empty list; a chat prompt needs at least one message")
-    messages = tuple(_message(each, f"{place}[{index}]") for index, each in enumerate(value))
+    messages = tuple(message_at(each, f"{place}[{index}]") for index, each in enumerate(value))
     last = messages[-1]
     if last["role"] in ("user", "tool"):
         return messages
@@ -223,7 +240,8 @@ def _messages(value: Any, place: str, *, answered: bool) -> tuple[Message, ...]:
     return messages
 
 
-def _message(value: Any, place: str) -> Message:
+def message_at(value: Any, place: str) -> Message:
+    """Return a message of a conversation, without keys that are null. Raises DataError naming the `place`."""
     if not isinstance(value, Mapping):
         raise DataError(f"{place} is a {type(value).__name__}; a message is {{'role': ..., 'content': ...}}")
     message = {key: each for key, each in value.items() if each is not None}  # Arrow fills absent keys with null

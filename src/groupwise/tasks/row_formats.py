@@ -3,6 +3,7 @@
     columns     {prompt: question, answer: label}                       the names that a configuration gives
     ShareGPT    {"conversations": [{"from": "human", "value": ..}, ..]}   -> messages
     Alpaca      {"instruction": .., "input": .., "output": ..}            -> prompt; `output` stays, and is the answer
+                {"instruction": .., "chosen": .., "rejected": ..}         -> prompt; the pair stays
     tools       "[{...}]"                                               -> the list that the JSON is
 
 A row that has a prompt or messages of its own keeps them.
@@ -42,13 +43,13 @@ def as_ours(row: Any, *, id: str, columns: Mapping[str, str], prompt_key: str | 
         named["tools"] = _parsed(tools, id)
     if prompt_key is not None:
         if _is_conversation(named.get(prompt_key)):
-            named[prompt_key] = [_message(each) for each in named[prompt_key]]
+            named[prompt_key] = [message_of(each) for each in named[prompt_key]]
         return named
     if named.get("prompt") is not None or named.get("messages") is not None:
         return named
     if _is_conversation(named.get("conversations")):
         return _from_sharegpt(named)
-    if isinstance(named.get("instruction"), str) and "output" in named:
+    if isinstance(named.get("instruction"), str) and ("output" in named or "chosen" in named):
         return _from_alpaca(named)
     return named
 
@@ -85,14 +86,15 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _from_sharegpt(row: dict[str, Any]) -> dict[str, Any]:
-    messages = [_message(each) for each in row.pop("conversations")]
+    messages = [message_of(each) for each in row.pop("conversations")]
     system = row.pop("system", None)
     if isinstance(system, str) and system.strip() and messages[0].get("role") != "system":
         messages.insert(0, {"role": "system", "content": system})
     return {"messages": messages, **row}
 
 
-def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+def message_of(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as we have it of one as we or ShareGPT do."""
     if "from" not in turn:
         return dict(turn)
     rest = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}

@@ -66,8 +66,8 @@ class DataParallel(SingleProcess):
         finally:
             self._inside = False
 
-    def share(self, samples: Sequence[Sample]) -> Sequence[int]:
-        return shares(samples, self.ranks.size)[self.ranks.rank]
+    def share(self, samples: Sequence[Sample], *, pairs: bool = False) -> Sequence[int]:
+        return shares(samples, self.ranks.size, pairs=pairs)[self.ranks.rank]
 
     def gathered(self, mine: Sequence[int], rows: Rows, *, total: int) -> list[tuple[float, ...]]:
         out: list[tuple[float, ...]] = [()] * total

@@ -3,6 +3,7 @@
     forward                   log-probabilities of the completions under the policy or the reference
     forward_backward          a policy loss (algo.loss) on scored samples; gradients accumulate
     forward_backward_supervised   cross-entropy on what the mask marks
+    forward_backward_preference   a loss of preference pairs (algo.preference)
     forward_backward_custom   any function of the log-probabilities
     optim_step                clip, step AdamW, zero; a non-finite gradient is refused and counted
     step                      one rollout batch: as many of the above as `minibatches` and `passes` ask for
@@ -40,8 +41,10 @@ from groupwise.algo.loss import policy_loss
 from groupwise.algo.loss_inputs import LossInputs
 from groupwise.algo.loss_metrics import as_numbers, combined
 from groupwise.algo.metrics import Metrics
+from groupwise.algo.preference import Pair, preference_loss
 from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import LossSpec
+from groupwise.config.preference import PreferenceConfig
 from groupwise.config.run import Attention, OptimizerConfig
 from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import checkpoint_layers, is_lean
@@ -56,6 +59,7 @@ from groupwise.model.packing import (
     count_sequences,
     micro_batches,
     padded_batches,
+    pair_batches,
     sequence_lengths,
     side_by_side,
 )
@@ -309,6 +313,34 @@ class Learner:
         return self._accumulate(samples, term, lambda batch: _of_tokens(batch, tokens), 1.0)
 
     @verb
+    def forward_backward_preference(self, pairs: Sequence[Pair], config: PreferenceConfig) -> Metrics:
+        """Accumulate the gradient of the mean loss of preference pairs, each against the reference as it is now.
+
+        A pair is in one micro-batch, its prompt once: forward under the reference, forward and backward of the policy,
+        with the parts of the whole vocabulary.
+        """
+        samples = [replace(sample, kept=None, soft_targets=None) for pair in pairs for sample in pair]
+        total, tokens = len(pairs), max(count_loss_tokens(samples), 1)
+
+        def term(batch: MicroBatch, reference_N: Tensor | None) -> TokenLoss:
+            assert reference_N is not None
+
+            def row_sums(x_N: Tensor) -> Tensor:
+                return x_N.new_zeros(len(batch.rows)).index_add(0, batch.row_N, x_N)
+
+            def token_loss(logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                reference_B, tokens_B = row_sums(reference_N.to(logprobs_N)), row_sums(torch.ones_like(logprobs_N))
+                loss, metrics = preference_loss(row_sums(logprobs_N), reference_B, tokens_B, config, pairs=total)
+                return loss, metrics | {"loss/entropy": entropy_N.detach().sum() / tokens}
+
+            return token_loss
+
+        def share(batch: MicroBatch) -> tuple[float, float]:
+            return len(batch.rows) / (2 * total), len(batch.target_N) / tokens
+
+        return self._accumulate(samples, term, share, 1.0, reads_reference=True, pairs=True)
+
+    @verb
     def forward_backward_custom(
         self,
         samples: Sequence[Sample],
@@ -542,12 +574,15 @@ class Learner:
         )
         return MERGED
 
-    def _cut(self, samples: Sequence[Sample]) -> tuple[int, Iterator[MicroBatch]]:
-        """Return how many micro-batches to run at once, and all of them."""
+    def _cut(self, samples: Sequence[Sample], *, pairs: bool = False) -> tuple[int, Iterator[MicroBatch]]:
+        """Return how many micro-batches to run at once, and all of them; with `pairs`, samples stand in twos, which
+        stay together."""
         budget, device, layouts, lanes = self.micro_tokens, self.device, self.layouts, self._lanes.most
         self._check_lengths(samples)
         if not self.packed:
-            lanes, batches = 1, padded_batches(samples, token_budget=budget, device=device)
+            lanes, batches = 1, padded_batches(samples, token_budget=budget, device=device, pairs=pairs)
+        elif pairs:
+            lanes, batches = pair_batches(samples, token_budget=budget, lanes=lanes, device=device, layouts=layouts)
         elif lanes == 1:
             batches = micro_batches(samples, token_budget=budget, device=device, layouts=layouts)
         else:
@@ -597,13 +632,14 @@ class Learner:
         *,
         reads_reference: bool = False,
         on_logprobs: Listener | None = None,
+        pairs: bool = False,
     ) -> Metrics:
         """Forward and backward of this process's share of the samples; the metrics are those of all. `term` makes the
         loss of a micro-batch, whose rows are those of `samples`, given the reference's logprobs if they are read;
         `share` is the micro-batch's of the whole, as the loss is reduced and of the loss tokens: what an auxiliary loss
-        of routers and its metric are multiplied by."""
-        mine = self.strategy.share(samples)
-        lanes, cut = self._cut([samples[row] for row in mine])
+        of routers and its metric are multiplied by. With `pairs`, samples stand in twos, which stay together."""
+        mine = self.strategy.share(samples, pairs=pairs)
+        lanes, cut = self._cut([samples[row] for row in mine], pairs=pairs)
         cut = (replace(batch, rows=tuple(mine[row] for row in batch.rows)) for batch in cut)
 
         # gradients of a micro-batch are whole before they are added up
@@ -635,7 +671,8 @@ class Learner:
             items: Iterator[Item] = enumerate(work, self._accumulated)
 
             def parts(item: Item) -> Iterable[Passed]:
-                return self._within_memory(run, item, temperature) if apart and lanes == 1 else [run(item)]
+                in_parts = apart and lanes == 1
+                return self._within_memory(run, item, temperature, pairs=pairs) if in_parts else [run(item)]
 
             for batch, logprobs_N, metrics, gradients in chain.from_iterable(
                 self._lanes.map(parts, items, lanes=lanes)
@@ -647,7 +684,9 @@ class Learner:
                     on_logprobs(batch, logprobs_N)
         return self.strategy.combined(combined(as_numbers(told)))
 
-    def _within_memory(self, run: Callable[[Item], Passed], item: Item, temperature: float) -> Iterator[Passed]:
+    def _within_memory(
+        self, run: Callable[[Item], Passed], item: Item, temperature: float, *, pairs: bool
+    ) -> Iterator[Passed]:
         """Yield what a micro-batch comes to, or, where the memory does not suffice for it, its parts."""
         number, (batch, reference_N) = item
         passed, why = None, ""
@@ -658,22 +697,23 @@ class Learner:
         if passed is not None:
             yield passed
             return
-        self._take_smaller(batch, why)
-        cut = self._cut(batch.samples)[1]
+        self._take_smaller(batch, why, least=2 if pairs else 1)
+        cut = self._cut(batch.samples, pairs=pairs)[1]
         parts = [replace(part, rows=tuple(batch.rows[row] for row in part.rows)) for part in cut]
         work: list[tuple[MicroBatch, Tensor | None]] = [(part, None) for part in parts]
         if reference_N is not None:
             work = [*self._frozen(parts, temperature, lanes=1, reference=True)]
         for each in work:
-            yield from self._within_memory(run, (number, each), temperature)
+            yield from self._within_memory(run, (number, each), temperature, pairs=pairs)
 
-    def _take_smaller(self, batch: MicroBatch, why: str) -> None:
+    def _take_smaller(self, batch: MicroBatch, why: str, *, least: int) -> None:
         """After memory did not suffice for a micro-batch: from now on take half of what it had. Raises TrainingError
-        for a single sample."""
+        for one of `least` samples, a pair or a single one."""
         tokens = len(batch.input_ids_S)
-        if len(batch.samples) < 2:
+        if len(batch.samples) <= least:
+            one = "one pair" if least > 1 else "one sample"
             raise TrainingError(
-                f"the memory does not suffice to train on one sample of {tokens} tokens: {why.splitlines()[0]}",
+                f"the memory does not suffice to train on {one} of {tokens} tokens: {why.splitlines()[0]}",
                 hint="set train.gradient_checkpointing: true, or lower rollout.max_tokens or rollout.cache_gb",
             )
         self.micro_tokens = max(1, tokens // 2)

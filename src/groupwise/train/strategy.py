@@ -67,8 +67,8 @@ class SingleProcess:
 
     # -- a batch -------------------------------------------------------------------------------------------------------
 
-    def share(self, samples: Sequence[Any]) -> Sequence[int]:
-        """Return the rows of a batch that this process computes, ascending."""
+    def share(self, samples: Sequence[Any], *, pairs: bool = False) -> Sequence[int]:
+        """Return the rows of a batch that this process computes, ascending; with `pairs`, both of each two."""
         return range(len(samples))
 
     def gathered(self, mine: Sequence[int], rows: Rows, *, total: int) -> list[tuple[float, ...]]:

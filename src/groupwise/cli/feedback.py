@@ -1,0 +1,144 @@
+"""`groupwise feedback export`: what people said of a server's answers, as rows that a run learns.
+
+    groupwise feedback export pairs.jsonl                  # kind: dpo    prompt, chosen, rejected
+    groupwise feedback export examples.jsonl --examples    # kind: sft    prompt, completion
+
+A pair comes of a comparison, of a correction (better than what it corrects), and of two answers to one prompt with
+other mean scores. An example is a correction, or an answer whose mean score is above a half. Of one user the last word
+counts. A prompt is exported as the token ids that were asked: it is learned in the form in which it was answered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli.frame import OPTIONS, ApiKey, Debug, Url, examples, open_client
+from groupwise.cli.output import print_line
+from groupwise.errors import DataError, RemoteError, StorageError
+
+if TYPE_CHECKING:
+    from groupwise.sdk.client import Client
+    from groupwise.sdk.types import FeedbackAnswer
+
+PAGE = 1000  # ratings that are asked for at once
+FORGOTTEN = 404
+
+app = typer.Typer(help="What people said of a server's answers.", **OPTIONS)
+
+Said = tuple[tuple[int, ...], str, str]  # the prompt's ids, the prompt, the answer
+
+
+@app.command(
+    epilog=examples("groupwise feedback export pairs.jsonl", "groupwise feedback export examples.jsonl --examples")
+)
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSONL file to write; it must not exist.")],
+    as_examples: Annotated[
+        bool, typer.Option("--examples", help="Good answers and corrections (kind: sft) instead of pairs (kind: dpo).")
+    ] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    debug: Debug = False,
+) -> None:
+    """Write a server's thumbs, scores, corrections and comparisons as preference pairs, or as examples."""
+    if file.exists():
+        raise StorageError(f"{file} exists already", hint="name another file, or remove it first")
+    with open_client(url, api_key) as client:
+        ratings = list(_ratings(client))
+        said, forgotten = _answers(client, ratings)
+    rows = list(_examples(ratings, said) if as_examples else _pairs(ratings, said))
+    what = "examples" if as_examples else "pairs"
+    if not rows:
+        need = (
+            "a thumb up, or a correction" if as_examples else "a comparison, a correction, or two scores of one prompt"
+        )
+        raise DataError(f"{len(ratings)} ratings come to no {what}: they need {need}")
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    lost = f"; {forgotten} answers are no longer kept" if forgotten else ""
+    print_line(f"{len(rows)} {what} of {len(ratings)} ratings in {file}{lost}")
+    print_line(f"to learn them: kind: {'sft' if as_examples else 'dpo'}, data: {{source: {file.name}}}")
+
+
+def _ratings(client: Client) -> Iterator[FeedbackAnswer]:
+    """Yield all ratings, newest first."""
+    before: int | None = None
+    while True:
+        page = client.list_feedback(before=before, limit=PAGE)
+        yield from page.feedback
+        if page.next is None:
+            return
+        before = page.next
+
+
+def _answers(client: Client, ratings: Sequence[FeedbackAnswer]) -> tuple[dict[str, Said], int]:
+    """Return what was said, by id, and how many of the answers are forgotten."""
+    said: dict[str, Said] = {}
+    lost = 0
+    for id in dict.fromkeys(id for each in ratings for id in (each.rollout_id, each.better_than) if id is not None):
+        if id in said:
+            continue
+        try:
+            kept = client.kept_answers(id)
+        except RemoteError as error:
+            if error.status != FORGOTTEN:
+                raise
+            lost += 1
+            continue
+        said |= {each.id: (tuple(kept.prompt_token_ids), kept.prompt, each.text) for each in kept.rollouts}
+    return said, lost
+
+
+def _last(ratings: Sequence[FeedbackAnswer], kind: str) -> list[FeedbackAnswer]:
+    """Return of each user the last rating of an answer, or of two of them, that says something of this kind."""
+    last: dict[Any, FeedbackAnswer] = {}
+    for each in ratings:  # newest first
+        if getattr(each, kind) is not None:
+            of = frozenset((each.rollout_id, each.better_than)) if kind == "better_than" else each.rollout_id
+            last.setdefault((of, each.user), each)
+    return list(last.values())
+
+
+def _scores(ratings: Sequence[FeedbackAnswer]) -> dict[str, float]:
+    """Return the mean score of each answer that has any."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for each in _last(ratings, "score"):
+        found[each.rollout_id].append(each.score or 0.0)
+    return {id: fmean(scores) for id, scores in found.items()}
+
+
+def _pairs(ratings: Sequence[FeedbackAnswer], said: dict[str, Said]) -> Iterator[dict[str, Any]]:
+    """Yield each pair once, without those whose two texts are the same."""
+    found: list[tuple[str, str]] = []  # what is chosen, and the id of the rejected answer
+    for each in _last(ratings, "better_than"):
+        if each.rollout_id in said and each.better_than in said:
+            found.append((said[each.rollout_id][2], str(each.better_than)))
+    found += [(str(each.correction), each.rollout_id) for each in _last(ratings, "correction")]
+    by_prompt: dict[tuple[int, ...], list[tuple[str, float]]] = defaultdict(list)
+    for id, score in _scores(ratings).items():
+        if id in said:
+            by_prompt[said[id][0]].append((id, score))
+    for scored in by_prompt.values():
+        found += [(said[a][2], b) for (a, high), (b, low) in permutations(scored, 2) if high > low]
+    for chosen, id in dict.fromkeys(found):
+        if id in said and chosen.strip() and said[id][2].strip() and chosen != said[id][2]:
+            ids, prompt, rejected = said[id]
+            yield {"prompt": prompt, "prompt_token_ids": list(ids), "chosen": chosen, "rejected": rejected}
+
+
+def _examples(ratings: Sequence[FeedbackAnswer], said: dict[str, Said]) -> Iterator[dict[str, Any]]:
+    """Yield each example once."""
+    found = [
+        (each.rollout_id, str(each.correction)) for each in _last(ratings, "correction") if each.rollout_id in said
+    ]
+    found += [(id, said[id][2]) for id, score in _scores(ratings).items() if id in said and score > 0.5]
+    for ids, prompt, text in dict.fromkeys((*said[id][:2], text) for id, text in found):
+        if text.strip():
+            yield {"prompt": prompt, "prompt_token_ids": list(ids), "completion": text}

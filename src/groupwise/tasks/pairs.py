@@ -1,0 +1,97 @@
+"""Preference pairs as rows: a prompt, the completion that is `chosen`, and the one that is `rejected`.
+
+    {"prompt": "2+2?", "chosen": "4", "rejected": "5"}                      texts
+    {"prompt": [user], "chosen": [assistant], "rejected": [assistant]}      messages, or one message each
+    {"chosen": [user, assistant], "rejected": [user, assistant]}            two conversations that begin alike
+    {"chosen": "The sky is blue.", "rejected": "The sky is green."}         two texts that do
+
+These are TRL's forms, and the prompt of the last two is what they begin with, as there. A text that holds its own
+prompt is plain text, not a user's message. ShareGPT's messages (`from`, `value`) are read, too, and prompts that are
+token ids, as `groupwise feedback export` writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+from groupwise.config.data import RowsConfig
+from groupwise.errors import DataError
+from groupwise.tasks.prompts import PROMPT_KEYS, RESERVED, TOKENS, message_at, prompt_of_tokens, row_at, to_prompt
+from groupwise.tasks.row_formats import message_of
+from groupwise.types import Message, Prompt
+
+KEYS = ("chosen", "rejected")
+
+Said = str | list[Message]
+
+
+def to_pair(row: Any, *, id: str, config: RowsConfig) -> Prompt:
+    """Return a row as a Prompt whose `answer` is the chosen completion, and with the `rejected` one. Raises DataError
+    naming `id` and what is missing."""
+    row = row_at(row, id)
+    chosen, rejected = (_said(row, key, id) for key in KEYS)
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError(f"{id}: of 'chosen' and 'rejected' one is a text and the other is messages; give two alike")
+    rest = {name: value for name, value in row.items() if name not in (*KEYS, *RESERVED)}
+    prompt_key, raw = config.prompt_key, config.raw
+    if TOKENS in row:
+        answers = [_answer(said, f"{id}: {name}") for said, name in zip((chosen, rejected), KEYS, strict=True)]
+        return replace(prompt_of_tokens(row, id), answer=answers[0], rejected=answers[1])
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        if (prompt_key or next((key for key in PROMPT_KEYS if row.get(key) is not None), None)) is None:
+            rest["prompt"], raw = _common_text(str(chosen), str(rejected), id), True
+            chosen, rejected = (said[len(rest["prompt"]) :] for said in (chosen, rejected))
+    elif chosen[0]["role"] != "assistant":  # a conversation with its prompt
+        common = [a for a, b in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))]
+        if not common:
+            raise DataError(f"{id}: 'chosen' and 'rejected' are conversations that do not begin alike, with one prompt")
+        rest = {name: value for name, value in rest.items() if name not in (*PROMPT_KEYS, prompt_key)}
+        rest["prompt"], prompt_key = common, None
+        chosen, rejected = (said[len(common) :] for said in (chosen, rejected))
+    answers = [_answer(said, f"{id}: {name}") for said, name in zip((chosen, rejected), KEYS, strict=True)]
+    prompt = to_prompt(rest, id=id, prompt_key=prompt_key, raw=raw, system=config.system)
+    return replace(prompt, answer=answers[0], rejected=answers[1])
+
+
+def _said(row: Mapping[str, Any], key: str, id: str) -> Said:
+    """Return what a column says: a text, or messages."""
+    value = row.get(key)
+    if value is None:
+        held = ", ".join(map(repr, row)) or "none"
+        raise DataError(
+            f"{id}: no column {key!r}, which a preference pair has; the columns are {held}",
+            hint=f"name it in data.columns, as in {{{key}: COLUMN}}",
+        )
+    if isinstance(value, str):
+        return value
+    listed = [value] if isinstance(value, Mapping) else value
+    if not isinstance(listed, Sequence) or not listed:
+        raise DataError(f"{id}: {key!r} is {value!r:.80}; it must be text, a message or a list of messages")
+    ours = [message_of(each) if isinstance(each, Mapping) else each for each in listed]
+    return [message_at(each, f"{id}: {key}[{i}]") for i, each in enumerate(ours)]
+
+
+def _common_text(chosen: str, rejected: str, id: str) -> str:
+    """Return what two texts begin with; a space before where they part is theirs, as tokens begin with one."""
+    common = "".join(a for a, b in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
+    common = common.removesuffix(" ")
+    if not common:
+        raise DataError(
+            f"{id}: no prompt, and 'chosen' and 'rejected' do not begin alike",
+            hint="name the column of the prompt in data.prompt_key",
+        )
+    return common
+
+
+def _answer(said: Said, place: str) -> tuple[Message, ...]:
+    if isinstance(said, str):
+        if not said.strip():
+            raise DataError(f"{place} has no text of its own; a completion needs some")
+        return (Message(role="assistant", content=said),)
+    if not said or said[0]["role"] != "assistant" or said[-1]["role"] != "assistant":
+        roles = ", ".join(each["role"] for each in said) or "nothing"
+        raise DataError(f"{place}, after the prompt, has messages of {roles}; it begins and ends with the assistant's")
+    return tuple(said)

@@ -1,0 +1,73 @@
+"""`groupwise feedback export`, against a whole server: which ratings make which pairs and examples, and that they are
+learned in the form in which they were asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_project import cli
+from groupwise import Client
+from groupwise.config.data import DataConfig
+from groupwise.model.chat import encode_prompt
+from groupwise.model.load import load_tokenizer
+from groupwise.tasks.answers import answer_turns
+from groupwise.tasks.prompts import open_prompts
+from serving import running
+from whole_server import whole
+
+
+@pytest.fixture
+def client(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    monkeypatch.chdir(tmp_path)
+    with whole(tmp_path / "state", model_dir) as site, running(site.app) as port:
+        url = f"http://127.0.0.1:{port}"
+        monkeypatch.setenv("GROUPWISE_URL", url)
+        with Client(url) as client:
+            yield client
+
+
+def rows(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def test_ratings_become_pairs_and_examples(client: Client, model_dir: Path, tmp_path: Path):
+    first, second = (client.sample([prompt], n=3, max_tokens=6, seed=1)[0].completions for prompt in ("One?", "Two?"))
+    a, b, c = (str(each.rollout_id) for each in first)
+    client.feedback(b, better_than=a, user="ann")
+    client.feedback(a, better_than=b, user="ann")  # she has thought again
+    client.feedback(c, correction="one", user="ann")
+    client.feedback(str(second[0].rollout_id), thumb="up", user="ann")
+    client.feedback(str(second[1].rollout_id), thumb="down", user="bob")
+    client.feedback(str(second[2].rollout_id), thumb="up", user="bob")
+    client.feedback(str(second[2].rollout_id), thumb="down", user="bob")
+    told = cli("feedback", "export", "pairs.jsonl")
+    assert told.exit_code == 0, told.output
+    texts = {(row["chosen"], row["rejected"]) for row in rows("pairs.jsonl")}
+    one, two, three = (each.text for each in second)
+    expected = {(first[0].text, first[1].text), ("one", first[2].text), (one, two), (one, three)}
+    assert texts == {(chosen, rejected) for chosen, rejected in expected if chosen != rejected}
+    assert cli("feedback", "export", "examples.jsonl", "--examples").exit_code == 0
+    assert {row["completion"] for row in rows("examples.jsonl")} == {"one", one}
+    # what is learned stands behind the very tokens that were asked
+    tokenizer = load_tokenizer(str(model_dir))
+    asked = {row["chosen"]: tuple(row["prompt_token_ids"]) for row in rows("pairs.jsonl")}
+    for file, kind in (("pairs.jsonl", "dpo"), ("examples.jsonl", "sft")):
+        for prompt in open_prompts(DataConfig(source=file), folder=tmp_path, kind=kind).all():
+            text = prompt.answer[0].get("content")
+            (turn,) = answer_turns(encode_prompt(prompt, tokenizer), tokenizer)
+            assert turn.prompt_ids == asked[str(text)] and turn.completion.text == text
+
+
+def test_what_cannot_be_exported_is_said(client: Client, tmp_path: Path):
+    told = cli("feedback", "export", "pairs.jsonl")
+    assert told.exit_code == 2 and not Path("pairs.jsonl").exists()
+    Path("pairs.jsonl").write_text("mine")
+    assert cli("feedback", "export", "pairs.jsonl").exit_code != 0 and Path("pairs.jsonl").read_text() == "mine"
+    (answer,) = client.sample(["One?"], n=1, max_tokens=4)[0].completions
+    client.feedback(str(answer.rollout_id), thumb="down")
+    assert cli("feedback", "export", "examples.jsonl", "--examples").exit_code == 2
