@@ -57,7 +57,7 @@ def test_ratings_become_pairs_and_examples(client: Client, model_dir: Path, tmp_
     tokenizer = load_tokenizer(str(model_dir))
     asked = {row["chosen"]: tuple(row["prompt_token_ids"]) for row in rows("pairs.jsonl")}
     for file, kind in (("pairs.jsonl", "dpo"), ("examples.jsonl", "sft")):
-        for prompt in open_prompts(DataConfig(source=file), folder=tmp_path, kind=kind).all():
+        for prompt in open_prompts(DataConfig(source=file), folder=tmp_path, kind=kind).known:
             text = prompt.answer[0].get("content")
             (turn,) = answer_turns(encode_prompt(prompt, tokenizer), tokenizer)
             assert turn.prompt_ids == asked[str(text)] and turn.completion.text == text

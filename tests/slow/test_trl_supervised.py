@@ -176,7 +176,7 @@ def test_rows_have_trls_tokens(sides, tmp_path: Path):
     token, theirs with what the template puts behind it, too."""
     theirs, ours = sides(DPOTrainer, DPOConfig, PAIRS)
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-    prompts = open_prompts(DatasetConfig(source="pairs.jsonl"), folder=tmp_path, kind="dpo").all()
+    prompts = open_prompts(DatasetConfig(source="pairs.jsonl"), folder=tmp_path, kind="dpo").known
     for row, prompt in zip(theirs.train_dataset, prompts, strict=True):
         encoded = encode_prompt(prompt, ours.base.tokenizer)
         assert list(encoded.token_ids) == row["prompt_ids"]

@@ -29,7 +29,7 @@ def gpt(content: str) -> dict[str, str]:
 
 def opened(row, tmp_path, **data) -> Prompt:
     (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
-    (prompt,) = open_prompts(DataConfig(source="pairs.jsonl", **data), folder=tmp_path, kind="dpo").all()
+    (prompt,) = open_prompts(DataConfig(source="pairs.jsonl", **data), folder=tmp_path, kind="dpo").known
     return prompt
 
 
