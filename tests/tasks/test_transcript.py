@@ -14,12 +14,12 @@ from tokenizers import pre_tokenizers
 
 from groupwise.algo.samples import segments_of
 from groupwise.errors import ChatError
-from groupwise.model.chat import decode, encode_prompt, stop_ids
+from groupwise.model.chat import decode, encode_prompt, render_prompt, stop_ids
 from groupwise.model.reply_formats.known import format_of
 from groupwise.tasks.template_check import TOOL
 from groupwise.tasks.transcript import Transcript
 from groupwise.types import Completion, FinishReason, Message, Prompt
-from template_families import FAMILIES, PLAIN, tokenizer_of, with_tokens
+from template_families import FAMILIES, OTHERS, PLAIN, tokenizer_of, with_tokens
 
 NAME = TOOL["function"]["name"]
 TOOLLESS = ("gemma", "deepseek", "no special tokens")  # these templates show no calls
@@ -368,6 +368,32 @@ def test_what_follows_is_not_marked_as_the_first_word():
 
 
 # ---- tool calls ----
+ENDS_CALLS = {"gpt-oss": "<|call|>", "gemma 4": "<|tool_response>", "glm": "<|observation|>"}  # and no other turns
+WRITES_NO_THOUGHT = ("mistral v13", "lfm2", "deepseek v3.1")  # in front of a call
+
+
+@pytest.mark.parametrize("name", ["glm", *OTHERS])
+def test_a_call_and_its_result_go_on_in_every_family(name):
+    """Thought, call and end are as they were sampled, and the template's own rendering of the result follows once."""
+    tokenizer, form = tokenizer_of(name), format_of(tokenizer_of(name))
+    transcript = Transcript([user("1 + 2?")], tokenizer, tools=[TOOL])
+    text = form.text_of(NAME, {"a": 1, "b": 2}).removesuffix(ENDS_CALLS.get(name, "\0"))
+    if name not in WRITES_NO_THOUGHT:
+        begun = text_of(name, transcript.prompt_ids).rstrip().endswith(form.thought.start)
+        opening = "" if begun else f"{form.thought.start}\n"
+        text = f"{opening}Hm.\n{form.thought.end}{text}"
+    end = tokenizer.convert_tokens_to_ids(ENDS_CALLS[name]) if name in ENDS_CALLS else end_of(name)
+    message = transcript.speak(ended_by(name, text, end))
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": NAME, "arguments": {"a": 1, "b": 2}}]
+    assert ("reasoning_content" in message) == form.thoughts_apart and form.start not in message["content"]
+    seen = transcript.prompt_ids + transcript.turns[0].completion.token_ids
+    transcript.hear([result("R3.") | {"tool_call_id": message["tool_calls"][0]["id"]}])
+    assert transcript.prompt_ids[: len(seen)] == seen and transcript.forks == 0
+    tail = text_of(name, transcript.prompt_ids[len(seen) :])
+    whole = render_prompt(transcript.messages, tokenizer, tools=[TOOL])
+    assert whole.endswith(text_of(name, [end]) + tail) and tail.count("R3.") == 1
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron"])
 def test_a_call_in_a_thought_is_a_thought(name):
     transcript = Transcript([user("1 + 2?")], tokenizer_of(name), tools=[TOOL])

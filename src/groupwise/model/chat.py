@@ -171,7 +171,7 @@ def bridge_of(
     if not closed or special.search(going_on, start, begin):  # that may be the end of a later message
         chat, given = normalised(history, tokenizer), normalised_tools(tools, tokenizer)
         said, _ = render_chat(chat, tokenizer, tools=given)
-        end = end_of_turn(said, (start, len(said)), special)
+        end = end_of_turn(said, (start, len(said)), tokenizer)
         if going_on[:end] != said[:end]:
             return None
         last = re.search(rf"(?:{special.pattern})\Z", said[start:end])
@@ -529,17 +529,20 @@ def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return _any_of(_special_texts(tokenizer))
 
 
-def end_of_turn(text: str, span: Span, special: re.Pattern[str]) -> int:
+def end_of_turn(text: str, span: Span, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return where the assistant's turn really ends: behind its end-of-turn token, before a newline or another special
     token.
 
-    That token is the first special one with nothing but space and special tokens behind it, or else the one that
-    follows the span at once. Content has no special tokens: they are quoted.
+    That token is the first special one with nothing but space and special tokens behind it, the first that ends a
+    completion (`stop_ids`) where there is one among those, or else the one that follows the span at once. Content has
+    no special tokens: they are quoted.
     """
-    start, end = span
+    (start, end), special = span, special_pattern(tokenizer)
     tail = re.search(rf"({special.pattern})(?:\s|{special.pattern})*\Z", text[start:end])
     if tail is not None:
-        return start + tail.end(1)
+        closing = _any_of(tuple(map(str, tokenizer.convert_ids_to_tokens(list(stop_ids(tokenizer))))))
+        last = closing.search(tail[0])  # behind what may close calls (Kimi's section, say)
+        return start + (tail.end(1) if last is None else tail.start() + last.end())
     following = special.match(text, end)
     return following.end() if following is not None else end
 
