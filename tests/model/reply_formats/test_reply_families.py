@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from groupwise.engine.vetting import TokenizerParts
 from groupwise.model.chat import encode_prompt, render_prompt, stop_ids, template_thinks
 from groupwise.model.reply_formats.format import ReplyFormat
 from groupwise.model.reply_formats.known import format_of, shown_format
-from groupwise.tasks.structured import reply_grammar, with_thoughts
+from groupwise.tasks.structured import free_reply, reply_grammar, with_thoughts
 from groupwise.tasks.tool_calls import ParsedReply, parse
 from groupwise.types import Grammar, Message, Prompt
 from template_families import FAMILIES, OTHERS, plain_tokenizer_of, tokenizer_of
@@ -196,6 +197,25 @@ def test_calls_are_kept_to_their_tools(name: str, made: Any) -> None:
     thought = f"{form.thought.start}\nHm.\n{form.thought.end}"
     bounded = with_thoughts(required, tokenizer, "optional")  # type: ignore[arg-type]
     assert [takes(tokenizer, bounded, text) for text in (good, thought + good, thought)] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm", "lfm2.5", "gpt-oss", "gemma 4"])
+def test_a_thought_is_bounded_between_the_families_marks(name: str) -> None:
+    """After its tokens are used up nothing is left but its end; an answer in a form follows in the form's place."""
+    tokenizer, form = family(name)
+    answer = reply_grammar(form, (), tokenizer, answer=Grammar.choice(["yes"]))
+    assert answer is not None
+    for grammar, said in ((answer, "yes"), (free_reply(), "Whatever.")):
+        matcher = compile_grammar(with_thoughts(grammar, tokenizer, "optional", tokens=3), lltokenizer(tokenizer))
+        begun = tokenizer.encode(form.thought.start, add_special_tokens=False)
+        thought = tokenizer.encode("abcdefghijk", add_special_tokens=False)[:3]
+        assert len(thought) == 3 and matcher.try_consume_tokens([*begun, *thought]) == len(begun) + 3
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        end = tokenizer.encode(form.thought.end, add_special_tokens=False)
+        assert np.flatnonzero(bits[: len(tokenizer)]).tolist() == end[:1]
+        head = "<|channel|>final<|message|>" if name == "gpt-oss" else ""
+        rest = [*end, *tokenizer.encode(f"{head}{said}", add_special_tokens=False)]
+        assert matcher.try_consume_tokens(rest) == len(rest) and matcher.is_accepting()
 
 
 def facts(name: str) -> dict[str, Any]:

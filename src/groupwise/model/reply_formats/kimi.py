@@ -75,5 +75,5 @@ class _Writer(CallWriter):
 
     def body(self, index: int, function: Mapping[str, Any]) -> str:
         head, behind = f"{Kimi.call_start}functions.{function['name']}:", Kimi.call_end
-        number = f"/[0-9]+/ {self.text(ARGUMENTS)}"
+        number = f"/[0-9]{{1,3}}/ {self.text(ARGUMENTS)}"
         return f"{self.text(head)} {number} {self.arguments(index, function)} {self.text(behind)}"
