@@ -37,7 +37,6 @@ from groupwise.model.chat import template_thinks
 from groupwise.model.load import load_config, load_tokenizer
 from groupwise.model.memory import Memory, StepSize, memory, step_size
 from groupwise.model.packed_check import PLAIN_COST, Ways, ways_of
-from groupwise.model.reply_formats.format import ReplyFormat
 from groupwise.model.reply_formats.known import format_of, shown_format
 from groupwise.platform import run_coroutine
 from groupwise.rewards.base import refuse_failed, summarize
@@ -100,12 +99,12 @@ class CheckReport:
 class ModelRow:
     """What docs/models.md says of a family, of the model at hand: found on a small random one of its configuration.
 
-    `tool_calls` is the format that the chat template shows, None if none that is read here; `thinks`
-    is what begins a thought.
+    `tool_calls` is the format that the chat template shows, None if none that is read here; `thinks` is what begins a
+    thought, None where nothing does.
     """
 
     ways: Ways
-    tool_calls: ReplyFormat | None
+    tool_calls: str | None
     thinks: str | None
 
     @classmethod
@@ -124,9 +123,10 @@ class ModelRow:
             raise
         except Exception:  # of an architecture that is not made of what its configuration says, as others are
             return None
+        form = shown_format(tokenizer)
         return cls(
             ways=ways,
-            tool_calls=shown_format(tokenizer),
+            tool_calls=None if form is None else form.name,
             thinks=format_of(tokenizer).thought.start if template_thinks(tokenizer) else None,
         )
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from groupwise.model.chat import THINKS, decode, opens_thought, template_reads
+from groupwise.model.chat import THINKS, decode, opens_thought, template_reads, template_thinks
 from groupwise.model.reply_formats.format import ReplyFormat, Tool
 from groupwise.model.reply_formats.known import format_of
 from groupwise.model.reply_formats.lark import TEXT
@@ -36,8 +36,8 @@ def thoughts_of(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -
     if opens_thought(prompt_ids, tokenizer):
         return "begun"
     form = format_of(tokenizer)
-    is_closed = decode(prompt_ids[-8:], tokenizer).rstrip().endswith(form.thought.end)
-    return "optional" if (form.thinks_unasked or template_reads(THINKS, tokenizer)) and not is_closed else "none"
+    thinks = template_reads(THINKS, tokenizer) or (form.thinks_unasked and template_thinks(tokenizer))
+    return "optional" if thinks and not form.thought_is_over(decode(prompt_ids[-8:], tokenizer)) else "none"
 
 
 def with_thoughts(

@@ -19,7 +19,7 @@ from groupwise.engine.vetting import TokenizerParts
 from groupwise.model.chat import encode_prompt, render_prompt, stop_ids, template_thinks
 from groupwise.model.reply_formats.format import ReplyFormat
 from groupwise.model.reply_formats.known import format_of, shown_format
-from groupwise.tasks.structured import free_reply, reply_grammar, with_thoughts
+from groupwise.tasks.structured import free_reply, reply_grammar, thoughts_of, with_thoughts
 from groupwise.tasks.tool_calls import ParsedReply, parse
 from groupwise.types import Grammar, Message, Prompt
 from template_families import FAMILIES, OTHERS, plain_tokenizer_of, tokenizer_of
@@ -197,6 +197,21 @@ def test_calls_are_kept_to_their_tools(name: str, made: Any) -> None:
     thought = f"{form.thought.start}\nHm.\n{form.thought.end}"
     bounded = with_thoughts(required, tokenizer, "optional")  # type: ignore[arg-type]
     assert [takes(tokenizer, bounded, text) for text in (good, thought + good, thought)] == [True, True, False]
+
+
+THINKING = {
+    **dict.fromkeys(("starter", "qwen3", "glm", "kimi", "lfm2.5", "gpt-oss", "gemma 4"), "optional"),
+    **dict.fromkeys(("qwen3_5", "nemotron", "deepseek v3", "minimax"), "begun"),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_replies_may_think_where_the_family_does(name: str) -> None:
+    tokenizer, form = family(name)
+    ids = encode_prompt(Prompt(id="p", messages=(ASKED,)), tokenizer).token_ids
+    assert thoughts_of(ids, tokenizer) == THINKING.get(name, "none")
+    closed = [*ids, *tokenizer.encode(form.thought.end, add_special_tokens=False)]
+    assert name == "gpt-oss" or thoughts_of(closed, tokenizer) == "none"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm", "lfm2.5", "gpt-oss", "gemma 4"])

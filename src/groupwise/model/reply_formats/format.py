@@ -7,6 +7,7 @@
     constrained   `writer`: calls of given tools as a grammar
 
 Each file beside this one is a format, and all that knows it; `known.FORMATS` lists them. Nothing else asks which it is.
+Harmony, whose replies are messages with headers, has a parser of its own.
 
 A call ends where its JSON, or whatever else it is made of, has ended: a marker inside a string closes nothing. A call
 that was begun and cannot be used is no error: it is a `MalformedCall`, with a reason and its place, which can be sent
@@ -93,7 +94,7 @@ class ReplyFormat(ABC):
         start: the marker with which calls begin.
         end: the marker that closes them; empty where calls go on until the reply ends.
         thought: what stands around a thought.
-        thinks_unasked: whether a reply may begin with a thought although the template has no switch for thoughts.
+        thinks_unasked: whether a reply may begin with a thought where the template has thoughts and no switch for them.
         thoughts_apart: whether the template looks for earlier thoughts in a field of the message, not in its content.
     """
 
@@ -139,6 +140,10 @@ class ReplyFormat(ABC):
             found, position = self.read(text, begin, tools)
             yield from _in_full(text, begin.start(), found, position)
         yield text[position:]
+
+    def thought_is_over(self, prompt_end: str) -> bool:
+        """Return whether the end of a prompt shows that the reply is not to begin with a thought."""
+        return prompt_end.rstrip().endswith(self.thought.end)
 
     def parser(self, *, thinks: bool = False, calls: bool = True, tools: Tools = ()) -> ReplyParser:
         """Return what splits a reply that arrives in pieces.

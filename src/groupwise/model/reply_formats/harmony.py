@@ -44,6 +44,10 @@ class Harmony(ReplyFormat):
     def shown_in(self, template: str) -> bool:
         return CHANNEL in template and MESSAGE in template
 
+    def thought_is_over(self, prompt_end: str) -> bool:
+        """Return False: every prompt ends as a thought does, with the head of the next message."""
+        return False
+
     def parser(self, *, thinks: bool = False, calls: bool = True, tools: Tools = ()) -> ReplyParser:
         return _Parser(thinks=thinks, calls=calls)
 

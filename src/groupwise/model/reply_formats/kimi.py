@@ -29,6 +29,7 @@ class Kimi(SectionFormat):
     name = "kimi"
     start, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     call_start, call_end = "<|tool_call_begin|>", "<|tool_call_end|>"
+    thinks_unasked = True
     head = re.compile(rf"\s*{re.escape(call_start)}\s*(?:functions\.)?([^<\n]+?)(?::\d+)?\s*{re.escape(ARGUMENTS)}")
 
     def shown_in(self, template: str) -> bool:

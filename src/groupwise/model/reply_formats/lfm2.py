@@ -51,6 +51,7 @@ class Lfm2(ReplyFormat):
     """A Python list of calls with named arguments."""
 
     name, start, end = "lfm2", "<|tool_call_start|>", "<|tool_call_end|>"
+    thinks_unasked = True
 
     def shown_in(self, template: str) -> bool:
         return self.start in template or "<|tool_list_start|>" in template
