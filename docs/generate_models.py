@@ -1,5 +1,6 @@
-"""The tables of docs/models.md, made from docs/models.json, which `tests/slow/test_models.py` measures and writes, and
-docs/models_vllm.json, which `tests/vllm_server/test_vllm_families.py` does.
+"""The tables of docs/models.md, made from docs/models.json, which `tests/slow/test_models.py` measures and writes,
+docs/models_vllm.json, which `tests/vllm_server/test_vllm_families.py` does, and docs/reply_formats.json, which
+`tests/model/reply_formats/test_reply_families.py` does.
 
     python docs/generate_models.py    write the tables into docs/models.md
 
@@ -26,7 +27,41 @@ LISTED_BY_VLLM = """
     Phi3ForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM SeedOssForCausalLM
     Starcoder2ForCausalLM
 """  # classes in its registry of models, of those that the tests here have
-FORMATS = {"hermes": "Hermes", "qwen_xml": "Qwen's XML", "llama": "Llama's", "mistral": "Mistral's"}
+OF_REPLIES = FOLDER / "reply_formats.json"
+FORMATS = {
+    "hermes": "Hermes",
+    "qwen_xml": "Qwen's XML",
+    "llama": "Llama's",
+    "mistral": "Mistral's",
+    "mistral_args": "Mistral's since v11",
+    "glm": "GLM's",
+    "deepseek_v3": "DeepSeek's",
+    "deepseek_v31": "DeepSeek's since V3.1",
+    "kimi": "Kimi's",
+    "minimax": "MiniMax's",
+    "lfm2": "LFM2's",
+    "harmony": "Harmony",
+    "gemma4": "Gemma 4's",
+}
+TEMPLATES = {  # family of tests/template_families.py -> the models whose template it has
+    "starter": "the starter",
+    "hermes": "Qwen2.5",
+    "qwen3": "Qwen3",
+    "qwen3_5": "Qwen3.5",
+    "nemotron": "Nemotron 3 Nano",
+    "llama3": "Llama 3.1",
+    "mistral": "Mistral before tokenizer v11 *",
+    "mistral v13": "Mistral since tokenizer v13 *",
+    "glm": "GLM-4.5",
+    "deepseek v3": "DeepSeek-V3, R1",
+    "deepseek v3.1": "DeepSeek-V3.1 *",
+    "kimi": "Kimi K2 Thinking *",
+    "minimax": "MiniMax-M2 *",
+    "lfm2": "LFM2",
+    "lfm2.5": "LFM2.5",
+    "gpt-oss": "gpt-oss",
+    "gemma 4": "Gemma 4",
+}
 
 Families = Mapping[str, Mapping[str, Any]]
 
@@ -38,9 +73,24 @@ def families(rows: Families) -> Iterator[str]:
     tried = json.loads(OF_VLLM.read_text(encoding="utf-8"))["families"]
     for key, row in rows.items():
         calls, thoughts = row["tool_calls"], row["thinking"]
-        thoughts = re.sub(r"<\S+>", lambda tag: f"`{tag[0]}`", thoughts).replace("|", r"\|")
-        cells = [row["name"], f"`{row['class']}`", row["sampled"], row["trained"], FORMATS.get(calls, calls), thoughts]
+        cells = [row["name"], f"`{row['class']}`", row["sampled"], row["trained"], FORMATS.get(calls, calls)]
+        cells.append(mark(thoughts))
         yield f"| {' | '.join([*cells, vllm(row['class'], tried.get(key, {}))])} |"
+
+
+def mark(text: str) -> str:
+    """A cell of which markers are code, as in "<think>, not read"."""
+    return re.sub(r"<[^,]*[>\w]", lambda tag: f"`{tag[0]}`", text).replace("|", r"\|")
+
+
+def replies(_: Families) -> Iterator[str]:
+    """What of replies is read, shown again, streamed and constrained, by the template of each family."""
+    done = ("read", "rendered", "streamed", "constrained")
+    yield "| template | calls | read | rendered | streamed | constrained | thinking | prefill |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, row in json.loads(OF_REPLIES.read_text(encoding="utf-8")).items():
+        cells = [TEMPLATES[name], FORMATS[row["format"]], *("yes" if row[each] else "no" for each in done)]
+        yield f"| {' | '.join([*cells, mark(row['thinking']), 'yes' if row['prefill'] else 'no'])} |"
 
 
 def agreement(rows: Families) -> Iterator[str]:
@@ -79,6 +129,7 @@ def refusals(rows: Families) -> Iterator[str]:
 
 TABLES: dict[str, Callable[[Families], Iterator[str]]] = {
     "families": families,
+    "replies": replies,
     "agreement": agreement,
     "reasons": reasons,
     "refusals": refusals,

@@ -18,13 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
-from groupwise.model.chat import THINK_START
 from groupwise.model.load import LoadedModel
-from groupwise.tasks.tool_calls import shown_format
+from groupwise.model.reply_formats.known import format_of, shown_format
 from groupwise.train.learner import Learner
 from groupwise.train.lora import lora_tensors
 from groupwise.types import Completion, PolicyVersion, Sample, SamplingParams, SamplingRequest
-from template_families import of_trl
+from template_families import template_of
 
 ADAPTED = PolicyVersion("adapted", 1)
 LORA = LoraSpec(rank=2, alpha=4.0)
@@ -116,17 +115,18 @@ def gradient_gap(base: LoadedModel, again: LoadedModel, samples: Sequence[Sample
 
 
 def template_facts(name: str | None) -> dict[str, str]:
-    """How the models of a family write tool calls and thoughts, as far as it is read here, from one of TRL's chat
-    templates."""
+    """How the models of a family write tool calls and thoughts, as far as it is read here, from their chat template
+    (`template_families.template_of`)."""
     if name is None:
         return {"tool_calls": "not tried", "thinking": "not tried"}
-    template = of_trl(name)
+    template = template_of(name)
     shown = shown_format(template)
     own = "its own, not read" if re.search(r"\btool(s|_calls)\b", template) else "none"
-    other = next((tag for tag in ("<|channel>", "<|channel|>", "<|START_THINKING|>") if tag in template), "none")
+    mark = format_of(template).thought.start
+    other = "<|START_THINKING|>, not read" if "<|START_THINKING|>" in template else "none"
     return {
-        "tool_calls": own if shown is None else shown.value,
-        "thinking": THINK_START if THINK_START in template else other if other == "none" else f"{other}, not read",
+        "tool_calls": own if shown is None else shown.name,
+        "thinking": mark if mark in template else other,
     }
 
 

@@ -244,7 +244,7 @@ FAMILIES: dict[str, Family] = _families(
     ),
     Family("OLMo Hybrid", "olmo_hybrid", DELTA_NET),
 )
-TEMPLATES = {  # family -> the chat template of its models, of those that TRL ships
+TEMPLATES = {  # family -> the chat template of its models, by its name for `template_families.template_of`
     "qwen2": "qwen2_5",
     "qwen3": "qwen3",
     "llama": "llama3_1",
@@ -255,6 +255,7 @@ TEMPLATES = {  # family -> the chat template of its models, of those that TRL sh
     "phi3": "phi3_5",
     "cohere2": "cohere2",
     "qwen3_moe": "qwen3",
+    "minimax_m2": "minimax_m2",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gptoss",
     "deepseek_v3": "deepseekv3",

@@ -51,6 +51,7 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[dict[str, Any]]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 class FinishReason(StrEnum):
@@ -109,11 +110,11 @@ class GrammarKind(StrEnum):
 class Grammar:
     """What the text of a completion must be (structured outputs); `engine.grammar` keeps tokens to it.
 
-    `source` is written in the language of `kind`. `thoughts` says whether a <think> block may stand in front
-    ("optional"), or the prompt has begun one already ("begun"); thoughts are free, and after `thought_tokens` tokens
-    nothing is left to draw but their end. `lenient` leaves to the model what of a JSON Schema cannot be guaranteed,
-    which is an error otherwise. `parts` are grammars that a Lark source refers
-    to, as @name. `field` is the name by which errors call the grammar.
+    `source` is written in the language of `kind`. `thoughts` says whether a thought may stand in front ("optional"), or
+    the prompt has begun one already ("begun"); thoughts are free, and after `thought_tokens` tokens nothing is left to
+    draw but their end. `marks` are the texts around a thought. `lenient` leaves to the model what of a JSON Schema
+    cannot be guaranteed, which is an error otherwise. `parts` are grammars that a Lark source refers to, as @name.
+    `field` is the name by which errors call the grammar.
 
     >>> Grammar.choice(["yes", "no"]).source, Grammar.of_json({"type": "integer"}).kind.value
     ('["yes", "no"]', 'json_schema')
@@ -123,6 +124,7 @@ class Grammar:
     source: str = ""
     thoughts: Literal["none", "optional", "begun"] = "none"
     thought_tokens: int | None = None
+    marks: tuple[str, str] = ("<think>", "</think>")
     lenient: bool = False
     parts: tuple[tuple[str, Grammar], ...] = ()
     field: str = field(default="grammar", compare=False)

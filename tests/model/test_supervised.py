@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from groupwise.model.chat import encode_prompt
+from groupwise.model.reply_formats.known import format_of
 from groupwise.model.supervised import encode_supervised
 from groupwise.types import Message, Prompt
 from serving import starter
+from template_families import tokenizer_of
 
 ASK = Message(role="user", content="2+2=")
 TURN = "<|im_start|>{{ m.role }}\n"
@@ -64,3 +68,29 @@ def test_a_turn_that_does_not_begin_so_is_trained_whole() -> None:
     of = tokenizer(template(own=OTHERS, opening=f"{PLAIN}<think>\n"))
     sample = encode_supervised([ASK, Message(role="assistant", content="4")], of)
     assert of.decode(list(sample.completion_ids)).startswith("4<|im_end|>") and sample.mask[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("deepseek v3.1", ["<｜tool▁calls▁end｜><｜end▁of▁sentence｜>", "So.<｜end▁of▁sentence｜>"]),
+        ("kimi", ["<|tool_calls_section_end|><|im_end|>", "So.<|im_end|>"]),
+        ("lfm2", ["<|tool_call_end|><|im_end|>", "So.<|im_end|>"]),
+        ("gpt-oss", ["<|call|>", "So.<|return|>"]),
+        ("glm", ["</tool_call><|observation|>", "So."]),  # the token of who speaks next ends a turn, where one does
+    ],
+)
+def test_the_end_of_a_turn_is_behind_its_calls(name: str, ends: list[str]) -> None:
+    """What closes the calls is a special token of some, and not what ends the turn."""
+    made = tokenizer_of(name)
+    call = {"id": format_of(made).call_id(0), "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        ASK,
+        Message(role="assistant", content="", tool_calls=[call]),
+        Message(role="tool", content="4", tool_call_id=str(call["id"]), name="f"),
+        Message(role="assistant", content="So."),
+    ]
+    sample = encode_supervised(messages, made)
+    runs = groupby(zip(sample.completion_ids, sample.mask, strict=True), key=lambda pair: pair[1])
+    turns = [made.decode([token for token, _ in run]) for said, run in runs if said]
+    assert [turn.endswith(end) for turn, end in zip(turns, ends, strict=True)] == [True, True]

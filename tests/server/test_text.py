@@ -17,15 +17,15 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from groupwise.model.chat import decode
+from groupwise.model.reply_formats.format import ReplyFormat
+from groupwise.model.reply_formats.known import FORMATS
+from groupwise.model.reply_formats.parser import ReplyParser, ReplyPart, beginning_length
 from groupwise.tasks.reply import (
     Detokenizer,
-    ReplyParser,
-    ReplyPart,
     TextStream,
-    beginning_length,
     token_text,
 )
-from groupwise.tasks.tool_calls import ToolCallFormat, parse
+from groupwise.tasks.tool_calls import parse
 from groupwise.types import SamplingParams
 
 SAMPLE = "naïve café 東京タワー 🙂👩‍👩‍👧 ﷽ <think>\n</think> STOP end 12\n"
@@ -236,8 +236,12 @@ def joined(parts: Sequence[ReplyPart]) -> tuple[str, str, list[tuple[str, str]]]
     return text["reasoning"], text["content"], [(p.name, p.arguments) for p in parts if p.kind == "tool_call"]
 
 
+def parser_of(*, calls: ReplyFormat | None = None, thinks: bool = False, tools: Sequence[Any] = ()) -> ReplyParser:
+    return (calls or FORMATS["hermes"]).parser(thinks=thinks, calls=calls is not None, tools=tools)
+
+
 def parsed(pieces: Sequence[str], **options: Any) -> tuple[str, str, list[tuple[str, str]]]:
-    parser = ReplyParser(**options)
+    parser = parser_of(**options)
     parts = [part for piece in pieces for part in parser.push(piece)]
     assert all(part.text or part.kind == "tool_call" for part in parts)
     return joined([*parts, *parser.finish()])
@@ -246,8 +250,8 @@ def parsed(pieces: Sequence[str], **options: Any) -> tuple[str, str, list[tuple[
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 FRAGMENTS = {
     None: [CALL],
-    ToolCallFormat.HERMES: ["<tool_call>", "</tool_call>", CALL, '{"name": "x"}'],
-    ToolCallFormat.QWEN_XML: [
+    FORMATS["hermes"]: ["<tool_call>", "</tool_call>", CALL, '{"name": "x"}'],
+    FORMATS["qwen_xml"]: [
         "<tool_call>",
         "<function=f>",
         "<parameter=x>",
@@ -255,8 +259,8 @@ FRAGMENTS = {
         "</function>",
         "</tool_call>",
     ],
-    ToolCallFormat.LLAMA: ["<|python_tag|>", '{"name": "f", "parameters": {}}', ";", "{", "}", '{"a": 1}', "0"],
-    ToolCallFormat.MISTRAL: [
+    FORMATS["llama"]: ["<|python_tag|>", '{"name": "f", "parameters": {}}', ";", "{", "}", '{"a": 1}', "0"],
+    FORMATS["mistral"]: [
         "[TOOL_CALLS]",
         '[{"name": "f"}]',
         "[",
@@ -265,13 +269,69 @@ FRAGMENTS = {
         "0",
         '{"name": "g", "arguments": {"x": 1}}',
     ],
-    ToolCallFormat.MISTRAL_ARGS: [
+    FORMATS["mistral_args"]: [
         "[TOOL_CALLS]",
         "f",
         "[ARGS]",
         "{}",
         '[CALL_ID]0[ARGS]{"x": 1}',
         "[TOOL_CALLS]f[ARGS]{}",
+    ],
+    FORMATS["glm"]: ["<tool_call>f", "</tool_call>", "<arg_key>x</arg_key>", "<arg_value>", "</arg_value>"],
+    FORMATS["minimax"]: [
+        "<minimax:tool_call>",
+        '<invoke name="f">',
+        '<parameter name="x">',
+        "</parameter>",
+        "</invoke>",
+        "</minimax:tool_call>",
+    ],
+    FORMATS["kimi"]: [
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>",
+        '{"x": 1}',
+        '{"x": "<|tool_call_end|>',
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    ],
+    FORMATS["deepseek_v3"]: [
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n",
+        '{"x": 1}',
+        '{"x": "',
+        "\n```",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ],
+    FORMATS["deepseek_v31"]: [
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>",
+        "{}",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ],
+    FORMATS["lfm2"]: ["<|tool_call_start|>[", "f(", "x=", "'", "1", ", ", ")", "]", "<|tool_call_end|>", "[1, 'a']"],
+    FORMATS["gemma4"]: [
+        "<|tool_call>call:f",
+        "{",
+        "x:",
+        '<|"|>',
+        "1",
+        ",",
+        "}",
+        "<tool_call|>",
+        "<|channel>thought\n",
+        "<channel|>",
+    ],
+    FORMATS["harmony"]: [
+        "<|channel|>analysis<|message|>",
+        "<|channel|>final<|message|>",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
+        '{"x": "<|call|>"}',
+        "{",
+        "<|end|>",
+        "<|call|>",
+        "<|start|>assistant",
     ],
 }
 COMMON = ["<think>", "</think>", " ", "\n", "a", "b c", "<", "</t"]
@@ -285,7 +345,7 @@ def replies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 @given(replies(), st.data())
-@example((f"a\n<tool_call>{CALL}", {"calls": ToolCallFormat.HERMES}), None)
+@example((f"a\n<tool_call>{CALL}", {"calls": FORMATS["hermes"]}), None)
 @settings(max_examples=500)
 def test_a_reply_is_split_alike_however_it_is_cut(reply, data) -> None:
     text, options = reply
@@ -305,7 +365,8 @@ def test_a_split_reply_is_what_is_made_of_the_whole(reply) -> None:
     _, content, calls = parsed([text], **options)
     whole = parse(text, options["calls"], thinking=options["thinks"])
     _, closed, said = whole.content.partition("</think>")
-    if not (options["thinks"] or text.lstrip().startswith("<think>")):
+    apart = options["calls"].thoughts_apart
+    if apart or not (options["thinks"] or text.lstrip().startswith("<think>")):
         said = whole.content
     elif not closed:
         said = ""
@@ -315,7 +376,7 @@ def test_a_split_reply_is_what_is_made_of_the_whole(reply) -> None:
     ]
 
 
-HERMES = {"calls": ToolCallFormat.HERMES}
+HERMES = {"calls": FORMATS["hermes"]}
 
 
 @pytest.mark.parametrize(
@@ -339,7 +400,7 @@ def test_examples(text: str, options: dict[str, Any], expected: tuple) -> None:
 
 
 def test_nothing_of_a_call_is_given_out_before_it_is_whole() -> None:
-    parser = ReplyParser(**HERMES)
+    parser = parser_of(**HERMES)
     text = f"Let me see. {CALL}"
     pieces = [parser.push(letter) for letter in text]
     assert joined([part for piece in pieces[:-1] for part in piece]) == ("", "Let me see.", [])
@@ -347,34 +408,34 @@ def test_nothing_of_a_call_is_given_out_before_it_is_whole() -> None:
 
 
 def test_arguments_are_json_text_in_their_own_letters() -> None:
-    (part,) = ReplyParser(**HERMES).push('<tool_call>{"name": "say", "arguments": {"text": "caf\\u00e9"}}</tool_call>')
+    (part,) = parser_of(**HERMES).push('<tool_call>{"name": "say", "arguments": {"text": "caf\\u00e9"}}</tool_call>')
     assert part == ReplyPart("tool_call", name="say", arguments='{"text": "café"}')
 
 
 @pytest.mark.parametrize(
     ("form", "text", "expected"),
     [
-        (ToolCallFormat.LLAMA, '{"name": "f", "parameters": {"x": 1}}', ("", "", [("f", '{"x": 1}')])),
-        (ToolCallFormat.LLAMA, ' {"age": 12}\n', ("", ' {"age": 12}\n', [])),
+        (FORMATS["llama"], '{"name": "f", "parameters": {"x": 1}}', ("", "", [("f", '{"x": 1}')])),
+        (FORMATS["llama"], ' {"age": 12}\n', ("", ' {"age": 12}\n', [])),
         (
-            ToolCallFormat.LLAMA,
+            FORMATS["llama"],
             'So: <|python_tag|>{"name": "f"}; {"name": "g"}',
             ("", "So:", [("f", "{}"), ("g", "{}")]),
         ),
-        (ToolCallFormat.MISTRAL, 'Hm.\n[TOOL_CALLS] [{"name": "f"}]', ("", "Hm.", [("f", "{}")])),
+        (FORMATS["mistral"], 'Hm.\n[TOOL_CALLS] [{"name": "f"}]', ("", "Hm.", [("f", "{}")])),
         (
-            ToolCallFormat.MISTRAL_ARGS,
+            FORMATS["mistral_args"],
             "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{}",
             ("", "", [("f", "{}"), ("g", "{}")]),
         ),
         (
-            ToolCallFormat.QWEN_XML,
+            FORMATS["qwen_xml"],
             "<think>\nx\n</think>\n\n<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
             ("x", "", [("f", '{"x": 1}')]),
         ),
     ],
 )
-def test_other_formats(form: ToolCallFormat, text: str, expected: tuple) -> None:
+def test_other_formats(form: ReplyFormat, text: str, expected: tuple) -> None:
     assert parsed([text], calls=form) == parsed(list(text), calls=form) == expected
 
 
@@ -382,4 +443,4 @@ def test_definitions_say_what_is_a_string() -> None:
     text = "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>"
     schema = {"type": "object", "properties": {"x": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    assert parsed([text], calls=ToolCallFormat.QWEN_XML, tools=tools)[2] == [("f", '{"x": "1"}')]
+    assert parsed([text], calls=FORMATS["qwen_xml"], tools=tools)[2] == [("f", '{"x": "1"}')]

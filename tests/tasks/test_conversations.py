@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.algo.samples import segments_of
+from groupwise.model.reply_formats.known import FORMATS
 from groupwise.tasks.conversations import Conversations
 from groupwise.tasks.dialects.chat_form import ChatMessage
-from groupwise.tasks.reply import Reply, ReplyParser
+from groupwise.tasks.reply import Reply
 from groupwise.tasks.starter.tasks import CALCULATOR
-from groupwise.tasks.tool_calls import ToolCallFormat, parse
+from groupwise.tasks.tool_calls import parse
 from groupwise.types import Completion, FinishReason, Message
 
 USER: Message = {"role": "user", "content": "What is 3 + 4?"}
@@ -123,12 +124,12 @@ PIECES = [
 def test_the_calls_that_are_sent_are_those_of_the_transcript(parts, width, thinks):
     """However the text was cut into pieces, the client gets the calls that a whole reply has."""
     text = "".join(parts)
-    parser = ReplyParser(thinks=thinks, calls=ToolCallFormat.HERMES, tools=[CALCULATOR])
+    parser = FORMATS["hermes"].parser(thinks=thinks, tools=[CALCULATOR])
     reply = Reply(parser, new_id=iter(map(str, range(99))).__next__)
     for start in range(0, len(text), width):
         reply.push(text[start : start + width])
     reply.finish()
-    whole = parse(text, ToolCallFormat.HERMES, tools=[CALCULATOR], thinking=thinks)
+    whole = parse(text, FORMATS["hermes"], tools=[CALCULATOR], thinking=thinks)
     assert [(call.name, json.loads(call.arguments)) for call in reply.calls] == [
         (call["function"]["name"], call["function"]["arguments"]) for call in whole.calls
     ]

@@ -8,9 +8,10 @@ import json
 import jsonschema_rs
 import pytest
 
+from groupwise.model.reply_formats.known import FORMATS
 from groupwise.tasks.check import scripts
-from groupwise.tasks.check.scripts import SCRIPTS, ScriptInput, call_text, example_of
-from groupwise.tasks.tool_calls import ToolCallFormat, parse
+from groupwise.tasks.check.scripts import SCRIPTS, ScriptInput, example_of
+from groupwise.tasks.tool_calls import parse
 from groupwise.tasks.tools import CallableTool
 
 LOOK = {
@@ -28,14 +29,14 @@ LOOK = {
 BY_NAME = {script.name: script for script in SCRIPTS}
 
 
-@pytest.mark.parametrize("form", ToolCallFormat)
+@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
 def test_a_call_is_read_back_in_every_format(form):
-    reply = parse(call_text("look", {"item": "tea", "count": 3}, form), form, tools=[LOOK])
+    reply = parse(form.text_of("look", {"item": "tea", "count": 3}), form, tools=[LOOK])
     assert [call["function"] for call in reply.calls] == [{"name": "look", "arguments": {"item": "tea", "count": 3}}]
     assert reply.malformed == [] and reply.content == ""
 
 
-@pytest.mark.parametrize("form", ToolCallFormat)
+@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
 def test_the_scripts_call_tools_or_fail_to_as_their_names_say(form):
     said = {
         name: script.reply(ScriptInput(turn=0, tools=[LOOK], form=form, heard="How?"))
@@ -55,8 +56,7 @@ def test_the_scripts_call_tools_or_fail_to_as_their_names_say(form):
 
 def test_gibberish_is_another_in_each_turn_and_the_same_next_time():
     turns = [
-        BY_NAME["gibberish"].reply(ScriptInput(turn=t, tools=(), form=ToolCallFormat.HERMES, heard=""))
-        for t in (0, 1, 0)
+        BY_NAME["gibberish"].reply(ScriptInput(turn=t, tools=(), form=FORMATS["hermes"], heard="")) for t in (0, 1, 0)
     ]
     assert turns[0] == turns[2] != turns[1]
 

@@ -12,8 +12,10 @@ from jsonschema import Draft202012Validator
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import GrammarError
 from groupwise.model.load import load_model
+from groupwise.model.reply_formats.format import ReplyFormat
+from groupwise.model.reply_formats.known import FORMATS, format_of
 from groupwise.tasks.structured import answer_grammars, of_reply, reply_grammar, thoughts_of
-from groupwise.tasks.tool_calls import ToolCallFormat, format_of, parse
+from groupwise.tasks.tool_calls import parse
 from groupwise.types import Completion, Grammar, SamplingParams, SamplingRequest
 from slow_cases import slow_but
 from wording import raises
@@ -52,7 +54,7 @@ def sampled(engine: LocalEngine, grammar: Grammar | None, *, n: int = 4, **param
     return [each for each in said if each.finish_reason == "stop"]
 
 
-def calls_in(text: str, form: ToolCallFormat) -> list[str]:
+def calls_in(text: str, form: ReplyFormat) -> list[str]:
     """The names of the calls that a reply is, all valid."""
     reply = parse(text, form, tools=[MOVE, WAIT])
     assert not reply.malformed, text
@@ -63,8 +65,8 @@ def calls_in(text: str, form: ToolCallFormat) -> list[str]:
     return [call["function"]["name"] for call in reply.calls]
 
 
-@pytest.mark.parametrize("form", slow_but({ToolCallFormat.HERMES}, of=ToolCallFormat))
-def test_forced_calls(engine: LocalEngine, form: ToolCallFormat) -> None:
+@pytest.mark.parametrize("form", slow_but({FORMATS["hermes"]}, of=FORMATS.values()), ids=str)
+def test_forced_calls(engine: LocalEngine, form: ReplyFormat) -> None:
     def names(**how: Any) -> list[list[str]]:
         grammar = reply_grammar(form, [MOVE, WAIT], engine._base.tokenizer, choice="required", **how)
         return [calls_in(each.text, form) for each in sampled(engine, grammar)]
@@ -76,19 +78,33 @@ def test_forced_calls(engine: LocalEngine, form: ToolCallFormat) -> None:
     assert all(names())
 
 
-@pytest.mark.parametrize("form", list(ToolCallFormat))
-def test_several_calls_can_be_made(engine: LocalEngine, form: ToolCallFormat) -> None:
+JSON = '{"name": "wait", "arguments": {}}'
+KIMI = "<|tool_call_begin|>functions.wait:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>wait\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31 = "<｜tool▁call▁begin｜>wait<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+THRICE = {
+    "hermes": "\n".join([f"<tool_call>\n{JSON}\n</tool_call>"] * 3),
+    "qwen_xml": "\n".join(["<tool_call>\n<function=wait>\n</function>\n</tool_call>"] * 3),
+    "llama": "; ".join(['{"name": "wait", "parameters": {}}'] * 3),
+    "mistral": f"[TOOL_CALLS] [{JSON}, {JSON}, {JSON}]",
+    "mistral_args": "[TOOL_CALLS]wait[ARGS]{}" * 3,
+    "glm": "\n".join(["<tool_call>wait\n</tool_call>"] * 3),
+    "minimax": "<minimax:tool_call>\n" + '<invoke name="wait">\n</invoke>\n' * 3 + "</minimax:tool_call>",
+    "kimi": f"<|tool_calls_section_begin|>{''.join(map(KIMI.format, range(3)))}<|tool_calls_section_end|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜>" + "\n".join([V3] * 3) + "<｜tool▁calls▁end｜>",
+    "deepseek_v31": f"<｜tool▁calls▁begin｜>{V31 * 3}<｜tool▁calls▁end｜>",
+    "lfm2": "<|tool_call_start|>[wait(), wait(), wait()]<|tool_call_end|>",
+    "gemma4": "<|tool_call>call:wait{}<tool_call|>" * 3,
+}  # and Harmony's calls each end their turn
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
+def test_several_calls_can_be_made(engine: LocalEngine, form: ReplyFormat) -> None:
     """Written as the format writes them, and followed token by token."""
-    written = {
-        ToolCallFormat.HERMES: '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>',
-        ToolCallFormat.QWEN_XML: "<tool_call>\n<function=wait>\n</function>\n</tool_call>",
-        ToolCallFormat.LLAMA: '{"name": "wait", "parameters": {}}',
-        ToolCallFormat.MISTRAL: '{"name": "wait", "arguments": {}}',
-        ToolCallFormat.MISTRAL_ARGS: "[TOOL_CALLS]wait[ARGS]{}",
-    }[form]
-    between = {"hermes": "\n", "qwen_xml": "\n", "llama": "; ", "mistral": ", ", "mistral_args": ""}[form]
-    text = between.join([written] * 3)
-    text = f"[TOOL_CALLS] [{text}]" if form is ToolCallFormat.MISTRAL else text
+    assert set(FORMATS) - set(THRICE) == {"harmony"}
+    if form.name not in THRICE:
+        return
+    text = THRICE[form.name]
     tokenizer = engine._base.tokenizer
     for several, taken in ((True, True), (False, False)):
         grammar = reply_grammar(form, [MOVE, WAIT], tokenizer, choice="required", several=several)
@@ -99,21 +115,24 @@ def test_several_calls_can_be_made(engine: LocalEngine, form: ToolCallFormat) ->
     assert calls_in(text, form) == ["wait"] * 3
 
 
-@pytest.mark.parametrize("form", list(ToolCallFormat))
-def test_auto(engine: LocalEngine, form: ToolCallFormat) -> None:
+@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
+def test_auto(engine: LocalEngine, form: ReplyFormat) -> None:
     tokenizer = engine._base.tokenizer
     assert reply_grammar(form, [MOVE, WAIT], tokenizer) is None
     answer = Grammar.choice(["yes"])
-    assert reply_grammar(form, [], tokenizer, answer=answer) == answer
+    alone = reply_grammar(form, [], tokenizer, answer=answer)
+    assert (alone == answer) == (form.name != "harmony")  # in which an answer has a header
     either = reply_grammar(form, [MOVE, WAIT], tokenizer, answer=answer)
     for each in sampled(engine, either, n=6):
         assert each.text.endswith("yes") or calls_in(each.text, form)
     free = sampled(engine, None, temperature=0.0)
+    if form.name == "harmony":  # the starter writes no headers
+        return
     assert sampled(engine, reply_grammar(form, [STRICT, WAIT], tokenizer), temperature=0.0)[0].text == free[0].text
 
 
-@pytest.mark.parametrize("form", [ToolCallFormat.HERMES, ToolCallFormat.MISTRAL, ToolCallFormat.MISTRAL_ARGS])
-def test_with_strict_tools_what_begins_like_a_call_becomes_one(engine: LocalEngine, form: ToolCallFormat) -> None:
+@pytest.mark.parametrize("form", [FORMATS["hermes"], FORMATS["mistral"], FORMATS["mistral_args"]])
+def test_with_strict_tools_what_begins_like_a_call_becomes_one(engine: LocalEngine, form: ReplyFormat) -> None:
     tokenizer = engine._base.tokenizer
     grammar = reply_grammar(form, [STRICT, WAIT], tokenizer)
     assert grammar is not None
@@ -148,7 +167,7 @@ def test_what_cannot_be_guaranteed_as_xml_is_refused(
 ) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     with raises(GrammarError, field=field):
-        reply_grammar(ToolCallFormat.QWEN_XML, [WAIT, tool], engine._base.tokenizer, choice="required")
+        reply_grammar(FORMATS["qwen_xml"], [WAIT, tool], engine._base.tokenizer, choice="required")
 
 
 def test_thoughts_are_where_the_template_has_them(engine: LocalEngine) -> None:
@@ -161,7 +180,7 @@ def test_thoughts_are_where_the_template_has_them(engine: LocalEngine) -> None:
     assert answer_grammars(None, [plain, off], tokenizer) == [None, None]
     grammars = answer_grammars(Grammar.choice(["a"]), [plain, off], tokenizer)
     assert [each and each.thoughts for each in grammars] == ["optional", "none"]
-    assert format_of(tokenizer) is ToolCallFormat.HERMES and json.loads(grammars[0].source) == ["a"]
+    assert format_of(tokenizer) is FORMATS["hermes"] and json.loads(grammars[0].source) == ["a"]
 
 
 # ---- a thought's budget ----

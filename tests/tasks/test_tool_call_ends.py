@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.model.chat import encode_prompt
-from groupwise.tasks.reply import ReplyParser
-from groupwise.tasks.tool_calls import ToolCallFormat, parse
+from groupwise.model.reply_formats.format import ReplyFormat
+from groupwise.model.reply_formats.known import FORMATS
+from groupwise.tasks.tool_calls import parse
 from groupwise.types import Message, Prompt
 from serving import starter
 
-HERMES, XML = ToolCallFormat.HERMES, ToolCallFormat.QWEN_XML
+HERMES, XML = FORMATS["hermes"], FORMATS["qwen_xml"]
 MARKS = ["</tool_call>", "<tool_call>", "</parameter>", "</function>", "{", "}", '"', "\\", "\n", "a", " "]
 texts = st.lists(st.sampled_from(MARKS), max_size=6).map("".join)
 
@@ -26,8 +27,8 @@ def tool(**properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
-def streamed(text: str, form: ToolCallFormat, tools: tuple[dict[str, Any], ...] = (), size: int = 1) -> list[dict]:
-    parser = ReplyParser(calls=form, tools=tools)
+def streamed(text: str, form: ReplyFormat, tools: tuple[dict[str, Any], ...] = (), size: int = 1) -> list[dict]:
+    parser = form.parser(tools=tools)
     parts = [part for at in range(0, len(text), size) for part in parser.push(text[at : at + size])] + parser.finish()
     return [json.loads(part.arguments) for part in parts if part.kind == "tool_call"]
 
@@ -55,10 +56,10 @@ def test_no_mark_in_a_parameter_ends_a_call(value: str, size: int) -> None:
 @pytest.mark.parametrize(
     "text", ["<tool_call>junk</tool_call> more", '<tool_call>{"a": "</tool_call> more', "<tool_call>"]
 )
-def test_what_cannot_be_read_ends_at_its_first_mark_and_stays(form: ToolCallFormat, text: str) -> None:
+def test_what_cannot_be_read_ends_at_its_first_mark_and_stays(form: ReplyFormat, text: str) -> None:
     found = parse(text, form)
     assert not found.calls and len(found.malformed) == 1 and found.content == text
-    parser = ReplyParser(calls=form)
+    parser = form.parser()
     parts = [part for letter in text for part in parser.push(letter)] + parser.finish()
     assert "".join(part.text for part in parts) == text and {part.kind for part in parts} == {"content"}
 

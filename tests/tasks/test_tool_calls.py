@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from groupwise.model.chat import encode_prompt
+from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat
+from groupwise.model.reply_formats.known import FORMATS, format_of
 from groupwise.tasks.starter.tasks import supervised_conversations
 from groupwise.tasks.starter.tokenizer import build_tokenizer, render
-from groupwise.tasks.tool_calls import MalformedCall, ParsedCall, ToolCallFormat, format_of, parse, pieces
+from groupwise.tasks.tool_calls import parse
 from groupwise.types import Prompt
 
-HERMES, QWEN_XML, LLAMA, MISTRAL, MISTRAL_ARGS = ToolCallFormat
+HERMES, QWEN_XML, LLAMA, MISTRAL, MISTRAL_ARGS = (
+    FORMATS[name] for name in ("hermes", "qwen_xml", "llama", "mistral", "mistral_args")
+)
 
 
 def of_trl(name: str) -> str:
@@ -153,23 +157,38 @@ MARKERS = [
         ",",
         "\n",
         "9" * 5000,
+        *("<arg_key>x</arg_key>", "<arg_value>", "</arg_value>"),
+        *("<minimax:tool_call>", '<invoke name="f">', "</invoke>", "</minimax:tool_call>"),
+        *("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"),
+        *("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|tool_call_start|>", "f(x='", "')", ")"),
+        *(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>f<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜>",
+        ),
+        *("<|tool_call>", "call:f{", "x:", '<|"|>', "<tool_call|>"),
+        *("<|channel|>", "commentary to=functions.f", "<|message|>", "<|end|>", "<|start|>assistant"),
     ),
 ]
 REPLIES = st.text(max_size=40) | st.lists(st.sampled_from(MARKERS) | st.text(max_size=3), max_size=10).map("".join)
 
 
-@given(REPLIES, st.sampled_from(list(ToolCallFormat)), st.booleans())
+@given(REPLIES, st.sampled_from(list(FORMATS.values())), st.booleans())
 @settings(max_examples=500)
-def test_no_reply_is_an_error_and_nothing_of_it_is_lost(text: str, form: ToolCallFormat, thinking: bool) -> None:
+def test_no_reply_is_an_error_and_nothing_of_it_is_lost(text: str, form: ReplyFormat, thinking: bool) -> None:
     parsed = parse(text, form, thinking=thinking)
     assert [call["id"] for call in parsed.calls] == [form.call_id(i) for i in range(len(parsed.calls))]
     for call in parsed.calls:
         json.dumps(call, allow_nan=False, ensure_ascii=False)
     for one in parsed.malformed:
         assert one.reason.endswith(".") and "\n" not in one.reason
+    if form.name == "harmony":  # whose headers are not part of what is said
+        return
     if not parsed.calls:
-        assert parsed.content == text.strip()
-    found = list(pieces(text, form))
+        said = [parsed.content] if parsed.thought is None else [parsed.thought, parsed.content]
+        assert "".join(said).split() == text.split() and (len(said) == 2 or parsed.content == text.strip())
+    found = list(form.pieces(text))
     said = [piece if isinstance(piece, str) else piece.text for piece in found if not isinstance(piece, ParsedCall)]
     if len(said) == len(found):
         assert "".join(said) == text
@@ -178,7 +197,7 @@ def test_no_reply_is_an_error_and_nothing_of_it_is_lost(text: str, form: ToolCal
         position = text.index(each, position) + len(each)
 
 
-def written(form: ToolCallFormat, value: Any) -> str:
+def written(form: ReplyFormat, value: Any) -> str:
     """A call as a reply has it, around any JSON value."""
     text = json.dumps(value)
     around = {HERMES: f"<tool_call>{text}</tool_call>", QWEN_XML: "<tool_call><function=f></function></tool_call>"}
@@ -187,9 +206,9 @@ def written(form: ToolCallFormat, value: Any) -> str:
 
 @pytest.mark.parametrize("form", [HERMES, QWEN_XML])
 @given(st.lists(WORDS, min_size=1, max_size=4))
-def test_text_between_calls_stays_as_it_is(form: ToolCallFormat, said: list[str]) -> None:
+def test_text_between_calls_stays_as_it_is(form: ReplyFormat, said: list[str]) -> None:
     text = written(form, {"name": "f", "arguments": {}}).join(said)
-    assert [piece for piece in pieces(text, form) if isinstance(piece, str)] == said
+    assert [piece for piece in form.pieces(text) if isinstance(piece, str)] == said
 
 
 JUNK = st.none() | st.booleans() | st.integers() | st.just([]) | st.just({}) | st.just({"name": 3, "parameters": {}})
@@ -197,7 +216,7 @@ JUNK = st.none() | st.booleans() | st.integers() | st.just([]) | st.just({}) | s
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
 @given(st.lists(JUNK, min_size=1, max_size=3), st.sampled_from(["", " ", "\n", ";", " ; "]))
-def test_a_value_that_is_no_call_keeps_its_marker(form: ToolCallFormat, values: list[Any], between: str) -> None:
+def test_a_value_that_is_no_call_keeps_its_marker(form: ReplyFormat, values: list[Any], between: str) -> None:
     text = between.join(written(form, value) for value in values) + between
     parsed = parse(text, form)
     assert not parsed.calls and parsed.content == text.strip()
@@ -225,15 +244,13 @@ def test_a_value_that_is_no_call_keeps_its_marker(form: ToolCallFormat, values: 
         (MISTRAL_ARGS, "[TOOL_CALLS]f[ARGS]3\n[TOOL_CALLS]g[ARGS]{}", "[TOOL_CALLS]f[ARGS]3", ["[TOOL_CALLS]f[ARGS]3"]),
     ],
 )
-def test_what_is_no_call_stays_word_for_word(
-    form: ToolCallFormat, text: str, content: str, malformed: list[str]
-) -> None:
+def test_what_is_no_call_stays_word_for_word(form: ReplyFormat, text: str, content: str, malformed: list[str]) -> None:
     parsed = parse(text, form)
     assert (parsed.content, [each.text for each in parsed.malformed]) == (content, malformed)
 
 
-@pytest.mark.parametrize("form", ToolCallFormat)
-def test_deep_nesting_is_malformed(form: ToolCallFormat) -> None:
+@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
+def test_deep_nesting_is_malformed(form: ReplyFormat) -> None:
     start = form.opening("f") if form is not LLAMA else "<|python_tag|>"
     assert parse(start + "[" * 100_000 + (form.end or ""), form).malformed
 
@@ -293,7 +310,7 @@ def test_a_thought_that_began_in_the_prompt() -> None:
         (MISTRAL_ARGS, "[TOOL_CALLS]", "is not JSON"),
     ],
 )
-def test_a_malformed_call_says_why_and_stays_in_the_content(form: ToolCallFormat, text: str, reason: str) -> None:
+def test_a_malformed_call_says_why_and_stays_in_the_content(form: ReplyFormat, text: str, reason: str) -> None:
     parsed = parse(f"{text}", form)
     assert not parsed.calls and parsed.content == text
     (malformed,) = parsed.malformed
@@ -319,17 +336,25 @@ def test_a_long_malformed_call_is_shown_in_part() -> None:
     assert len(str(MalformedCall("x" * 10_000, "Why."))) < 400
 
 
-@pytest.mark.parametrize("form", ToolCallFormat)
-def test_a_begun_call_can_be_completed(form: ToolCallFormat) -> None:
+@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
+def test_a_begun_call_can_be_completed(form: ReplyFormat) -> None:
     """`parseJSON` holds what a careless replacement would replace."""
     rest = {
-        HERMES: "{}}</tool_call>",
-        QWEN_XML: "</function></tool_call>",
-        LLAMA: "{}}",
-        MISTRAL: "{}}]",
-        MISTRAL_ARGS: "{}",
+        "hermes": "{}}</tool_call>",
+        "qwen_xml": "</function></tool_call>",
+        "llama": "{}}",
+        "mistral": "{}}]",
+        "mistral_args": "{}",
+        "glm": "</tool_call>",
+        "minimax": "</invoke>\n</minimax:tool_call>",
+        "kimi": "{}<|tool_call_end|><|tool_calls_section_end|>",
+        "deepseek_v3": "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "deepseek_v31": "{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "lfm2": ")]<|tool_call_end|>",
+        "gemma4": "}<tool_call|>",
+        "harmony": "{}<|call|>",
     }
-    (call,) = parse(form.opening("parseJSON") + rest[form], form).calls
+    (call,) = parse(form.opening("parseJSON") + rest[form.name], form).calls
     assert call["function"] == {"name": "parseJSON", "arguments": {}}
     assert form.opening("parseJSON").startswith(form.opening()[:8])
 

@@ -14,20 +14,20 @@ from tokenizers import pre_tokenizers
 
 from groupwise.algo.samples import segments_of
 from groupwise.errors import ChatError
-from groupwise.model.chat import decode, encode_prompt, stop_ids
+from groupwise.model.chat import decode, encode_prompt, render_prompt, stop_ids
+from groupwise.model.reply_formats.known import format_of
 from groupwise.tasks.template_check import TOOL
 from groupwise.tasks.transcript import Transcript
 from groupwise.types import Completion, FinishReason, Message, Prompt
-from template_families import FAMILIES, PLAIN, tokenizer_of, with_tokens
+from template_families import FAMILIES, OTHERS, PLAIN, tokenizer_of, with_tokens
 from wording import raises
 
 NAME = TOOL["function"]["name"]
-HERMES = f'<tool_call>\n{{"name": "{NAME}", "arguments": {{"a": 1, "b": 2}}}}\n</tool_call>'
-CALL = dict.fromkeys(("starter", "hermes", "qwen3", "glm"), HERMES)
-XML = f"<tool_call>\n<function={NAME}>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n"
-CALL |= dict.fromkeys(("qwen3_5", "nemotron"), f"{XML}</tool_call>")
-CALL["llama3"] = f'{{"name": "{NAME}", "parameters": {{"a": 1, "b": 2}}}}'
-CALL["mistral"] = f'[TOOL_CALLS] [{{"name": "{NAME}", "arguments": {{"a": 1, "b": 2}}}}]'
+TOOLLESS = ("gemma", "deepseek", "no special tokens")  # these templates show no calls
+CALL = {
+    name: format_of(tokenizer_of(name)).text_of(NAME, {"a": 1, "b": 2}) for name in FAMILIES if name not in TOOLLESS
+}
+HERMES = CALL["hermes"]
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 OPENS_THOUGHTS = ("qwen3_5", "deepseek", "nemotron")  # in the generation prompt
 NO_CLOSING = ("glm", "no special tokens")  # an answer is not ended by a token in these templates
@@ -134,7 +134,7 @@ def test_what_was_sampled_stays_as_it_was(name, steps):
         once = text_of(name, completion.token_ids) in (text, text + text_of(name, [end_of(name)]))
         if exact and once and whole.startswith(text_of(name, before) + text):
             assert transcript.forks == forks and text_of(name, transcript.prompt_ids) == whole
-        if kind == "call" and has_tools and name != "glm":  # whose calls are not in a format that is read
+        if kind == "call" and has_tools:
             assert [call["function"]["name"] for call in message["tool_calls"]] == [NAME]
     assert len(segments_of(transcript.turns)) == len(runs(transcript))
 
@@ -369,6 +369,32 @@ def test_what_follows_is_not_marked_as_the_first_word():
 
 
 # ---- tool calls ----
+ENDS_CALLS = {"gpt-oss": "<|call|>", "gemma 4": "<|tool_response>", "glm": "<|observation|>"}  # and no other turns
+WRITES_NO_THOUGHT = ("mistral v13", "lfm2", "deepseek v3.1")  # in front of a call
+
+
+@pytest.mark.parametrize("name", ["glm", *OTHERS])
+def test_a_call_and_its_result_go_on_in_every_family(name):
+    """Thought, call and end are as they were sampled, and the template's own rendering of the result follows once."""
+    tokenizer, form = tokenizer_of(name), format_of(tokenizer_of(name))
+    transcript = Transcript([user("1 + 2?")], tokenizer, tools=[TOOL])
+    text = form.text_of(NAME, {"a": 1, "b": 2}).removesuffix(ENDS_CALLS.get(name, "\0"))
+    if name not in WRITES_NO_THOUGHT:
+        begun = text_of(name, transcript.prompt_ids).rstrip().endswith(form.thought.start)
+        opening = "" if begun else f"{form.thought.start}\n"
+        text = f"{opening}Hm.\n{form.thought.end}{text}"
+    end = tokenizer.convert_tokens_to_ids(ENDS_CALLS[name]) if name in ENDS_CALLS else end_of(name)
+    message = transcript.speak(ended_by(name, text, end))
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": NAME, "arguments": {"a": 1, "b": 2}}]
+    assert ("reasoning_content" in message) == form.thoughts_apart and form.start not in message["content"]
+    seen = transcript.prompt_ids + transcript.turns[0].completion.token_ids
+    transcript.hear([result("R3.") | {"tool_call_id": message["tool_calls"][0]["id"]}])
+    assert transcript.prompt_ids[: len(seen)] == seen and transcript.forks == 0
+    tail = text_of(name, transcript.prompt_ids[len(seen) :])
+    whole = render_prompt(transcript.messages, tokenizer, tools=[TOOL])
+    assert whole.endswith(text_of(name, [end]) + tail) and tail.count("R3.") == 1
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron"])
 def test_a_call_in_a_thought_is_a_thought(name):
     transcript = Transcript([user("1 + 2?")], tokenizer_of(name), tools=[TOOL])

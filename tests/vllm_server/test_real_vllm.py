@@ -37,9 +37,9 @@ from groupwise.engine.vllm.handshake import linear_names
 from groupwise.engine.vllm.server import free_port
 from groupwise.errors import EngineError, GrammarError
 from groupwise.model.load import LoadedModel, load_model, wrap_model
+from groupwise.model.reply_formats.known import format_of
 from groupwise.run.loop import run_loop
 from groupwise.tasks.structured import reply_grammar
-from groupwise.tasks.tool_calls import format_of
 from groupwise.train.learner import Learner
 from groupwise.types import (
     FinishReason,

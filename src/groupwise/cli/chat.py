@@ -30,9 +30,9 @@ from groupwise.tasks.transcript import visible
 if TYPE_CHECKING:
     from groupwise.engine.local import LocalEngine
     from groupwise.model.load import LoadedModel
+    from groupwise.model.reply_formats.parser import ReplyPart
     from groupwise.sdk.client import Client
     from groupwise.store.locate import TrainedPolicy
-    from groupwise.tasks.reply import ReplyPart
     from groupwise.types import Completion, Grammar, SamplingParams
 
 MAX_TOKENS = 2048  # of a reply, where --max-tokens does not say; less where the context is full before
@@ -281,7 +281,8 @@ class LocalPartner:
     def _sample(self, messages: Sequence[Any], hear: Callable[[ReplyPart], object]) -> Completion:
         """Return the next turn; `hear` gets its parts, thoughts and content, while it is sampled."""
         from groupwise.model.chat import encode_prompt, opens_thought
-        from groupwise.tasks.reply import ReplyParser, TextStream
+        from groupwise.model.reply_formats.known import format_of
+        from groupwise.tasks.reply import TextStream
         from groupwise.tasks.structured import of_reply
         from groupwise.types import Prompt, SamplingRequest
 
@@ -294,7 +295,8 @@ class LocalPartner:
         )
         (future,) = self._engine.submit([request], on_token=lambda _, token, *rest: tokens.put(token))
         future.add_done_callback(lambda _: tokens.put(None))
-        stream, parser = TextStream(tokenizer, params), ReplyParser(thinks=opens_thought(ids, tokenizer))
+        stream = TextStream(tokenizer, params)
+        parser = format_of(tokenizer).parser(thinks=opens_thought(ids, tokenizer), calls=False)
         while (token := tokens.get()) is not None:
             for part in parser.push(stream.push(token)):
                 hear(part)

@@ -40,7 +40,6 @@ import numpy as np
 from groupwise.config.yaml import dotted
 from groupwise.engine.vetting import BESIDE, Debts, TokenizerParts, Vetting, too_costly
 from groupwise.errors import GrammarError, OverloadedError
-from groupwise.model.chat import THINK_END, THINK_START
 from groupwise.types import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -208,7 +207,17 @@ class GrammarCompiler:
 def digest(grammar: Grammar) -> bytes:
     """Return what stands for a grammar, whatever errors call it."""
     parts = [(name, digest(part)) for name, part in grammar.parts]
-    said = repr((grammar.kind.value, grammar.source, grammar.thoughts, grammar.thought_tokens, grammar.lenient, parts))
+    said = repr(
+        (
+            grammar.kind.value,
+            grammar.source,
+            grammar.thoughts,
+            grammar.thought_tokens,
+            grammar.marks,
+            grammar.lenient,
+            parts,
+        )
+    )
     return hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -386,8 +395,18 @@ def _definition(grammar: Grammar, tokenizer: LLTokenizer, written: Mapping[str, 
         case GrammarKind.LARK:
             return {"lark_grammar": _lark(grammar)}
         case GrammarKind.FREE:
-            opening = marker(THINK_START, tokenizer)  # a thought is what stands before an answer, not within it
-            return {"lark_grammar": f"start: <[^{opening[2:-2]}]>*" if opening.startswith("<[") else "start: <[*]>*"}
+            return {"lark_grammar": _free(marker(grammar.marks[0], tokenizer))}
+
+
+def _free(opening: str) -> str:
+    """Return any text, in Lark, in which no thought begins: one is what stands before an answer, not within it."""
+    token = _TOKEN.match(opening)
+    if token is None:
+        return "start: <[*]>*"
+    begun = re.match(r'\s*"(.)', opening[token.end() :])
+    if begun is None:
+        return f"start: <[^{token[1]}]>*"
+    return f"start: <[^{token[1]}]>* (<[{token[1]}]> OTHER <[^{token[1]}]>*)*\nOTHER: /[^{begun[1]}](.|\\n)*/"
 
 
 def _options(written: Mapping[str, Any] | None, *, lenient: bool) -> dict[str, Any]:
@@ -409,14 +428,14 @@ def _with_thought(grammar: Grammar, tokenizer: LLTokenizer) -> str:
     Raises:
         GrammarError: the thought is bounded, and its end is several tokens of this model's: they could not be forced.
     """
-    opening, closing = marker(THINK_START, tokenizer), marker(THINK_END, tokenizer)
+    opening, closing = (marker(text, tokenizer) for text in grammar.marks)
     start = "thought @answer" if grammar.thoughts == "begun" else f"{opening} thought @answer | @answer"
     lines = [f"start: {start}", "thought: ended GAP", "TEXT: /(.|\\n)*/", "GAP: /\\n{0,2}/"]
-    most, is_token = grammar.thought_tokens, closing.startswith("<[")
+    most, is_token = grammar.thought_tokens, _TOKEN.match(closing) is not None
     if most is not None:
-        if not is_token or not opening.startswith("<["):
+        if not is_token or not _TOKEN.match(opening):
             raise GrammarError(
-                f"{grammar.field} bounds a thought, and this model has no token of its own for {THINK_END}",
+                f"{grammar.field} bounds a thought, and this model has no token of its own for {grammar.marks[1]}",
                 hint="leave it out, and bound the whole completion by max_tokens",
                 field=grammar.field,
             )
@@ -425,9 +444,19 @@ def _with_thought(grammar: Grammar, tokenizer: LLTokenizer) -> str:
 
 
 def marker(text: str, tokenizer: LLTokenizer) -> str:
-    """Return a marker in Lark: the token that it is, or else its text."""
-    ids = tokenizer.tokenize_str(text, parse_special=True)
-    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else json.dumps(text)
+    """Return a marker in Lark: the special tokens in it as what they are, what is between them as text."""
+    parts: list[str | list[int]] = []
+    for token in tokenizer.tokenize_str(text, parse_special=True):
+        if tokenizer.is_special_token(token):
+            parts.append(f"<[{token}]>")
+        elif parts and isinstance(parts[-1], list):
+            parts[-1].append(token)
+        else:
+            parts.append([token])
+    return " ".join(part if isinstance(part, str) else json.dumps(tokenizer.decode_str(part)) for part in parts)
+
+
+_TOKEN = re.compile(r"<\[([0-9]+)\]>")
 
 
 # ---- JSON Schema ----

@@ -39,6 +39,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.config.chat import ChatConfig
 from groupwise.errors import ChatError, ConfigError, ContextLengthError
+from groupwise.model.reply_formats.format import THINK
+from groupwise.model.reply_formats.known import format_of
 from groupwise.types import Message, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ CODE_START, CODE_END = "\ue000", "\ue001"  # a quoted special token is CODE_STAR
 RENDERING = Lock()  # transformers keeps one compiled template, whose record of assistant spans two threads would share
 ENDS = "_groupwise_ends"  # an attribute of a tokenizer: `remember_ends`
 TOLD = "_groupwise_told"  # the same: what templates are told of each chat, `configure_chat`
-THINK_START, THINK_END = "<think>", "</think>"
+THINK_START, THINK_END = THINK.start, THINK.end
 THINKS = "enable_thinking"  # the variable by which templates of models that think at will switch that on and off
 PIECE = 1 << 14  # characters that are tokenised at once while a long text is only counted
 EXPECTED = (
@@ -169,7 +171,7 @@ def bridge_of(
     if not closed or special.search(going_on, start, begin):  # that may be the end of a later message
         chat, given = normalised(history, tokenizer), normalised_tools(tools, tokenizer)
         said, _ = render_chat(chat, tokenizer, tools=given)
-        end = end_of_turn(said, (start, len(said)), special)
+        end = end_of_turn(said, (start, len(said)), tokenizer)
         if going_on[:end] != said[:end]:
             return None
         last = re.search(rf"(?:{special.pattern})\Z", said[start:end])
@@ -190,12 +192,14 @@ def _end_of_text(asked: str, said: str, message: Mapping[str, Any]) -> int:
 
 def _keeps_thought(turn: str, message: Message, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a rendered turn has the thought of its message, if that has one."""
-    content = message.get("content")
-    if not isinstance(content, str) or THINK_END not in content:
+    content, marks = message.get("content"), format_of(tokenizer).thought
+    if isinstance(apart := message.get("reasoning_content"), str):
+        return _quote(apart.strip(), _quotable(tokenizer)) in turn
+    if not isinstance(content, str) or marks.end not in content:
         return True
-    thought = content.partition(THINK_END)[0].strip().removeprefix(THINK_START).strip()
+    thought = content.partition(marks.end)[0].strip().removeprefix(marks.start).strip()
     quoted = re.escape(_quote(thought, _quotable(tokenizer)))
-    return re.search(rf"{quoted}\s*{THINK_END}", turn) is not None
+    return re.search(rf"{quoted}\s*{re.escape(marks.end)}", turn) is not None
 
 
 def encode_bridge(
@@ -384,8 +388,9 @@ def _template_of(said: str, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
 
 
 def template_thinks(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the chat template, or one of several, has <think> or its end, which `split_thinking` reads."""
-    return any(tag in text for text in _templates(tokenizer) for tag in (THINK_START, THINK_END))
+    """Return whether the chat template, or one of several, has what begins a thought (<think>), or its end."""
+    marks = format_of(tokenizer).thought
+    return any(mark in text for text in _templates(tokenizer) for mark in (marks.start, marks.end))
 
 
 def _templates(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
@@ -394,8 +399,8 @@ def _templates(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
 
 
 def opens_thought(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a prompt ends with <think>, so that the reply begins inside a thought."""
-    return decode(prompt_ids[-8:], tokenizer).rstrip().endswith(THINK_START)
+    """Return whether a prompt ends with what begins a thought (<think>), so that the reply begins inside it."""
+    return decode(prompt_ids[-8:], tokenizer).rstrip().endswith(format_of(tokenizer).thought.start)
 
 
 def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) -> None:
@@ -525,17 +530,20 @@ def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return _any_of(_special_texts(tokenizer))
 
 
-def end_of_turn(text: str, span: Span, special: re.Pattern[str]) -> int:
+def end_of_turn(text: str, span: Span, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return where the assistant's turn really ends: behind its end-of-turn token, before a newline or another special
     token.
 
-    That token is the first special one with nothing but space and special tokens behind it, or else the one that
-    follows the span at once. Content has no special tokens: they are quoted.
+    That token is the first special one with nothing but space and special tokens behind it, the first that ends a
+    completion (`stop_ids`) where there is one among those, or else the one that follows the span at once. Content has
+    no special tokens: they are quoted.
     """
-    start, end = span
+    (start, end), special = span, special_pattern(tokenizer)
     tail = re.search(rf"({special.pattern})(?:\s|{special.pattern})*\Z", text[start:end])
     if tail is not None:
-        return start + tail.end(1)
+        closing = _any_of(tuple(map(str, tokenizer.convert_ids_to_tokens(list(stop_ids(tokenizer))))))
+        last = closing.search(tail[0])  # behind what may close calls (Kimi's section, say)
+        return start + (tail.end(1) if last is None else tail.start() + last.end())
     following = special.match(text, end)
     return following.end() if following is not None else end
 
@@ -564,11 +572,12 @@ def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 # ---- messages as the templates want them ----
 def normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Plain dicts without None values, text parts joined, tool arguments as objects, special tokens' texts quoted."""
+    """Plain dicts without None values, text parts joined, tool arguments and thoughts where the family's template takes
+    them, special tokens' texts quoted."""
     if not messages:
         raise ChatError("the list of messages is empty", hint="give at least one user message")
     quotable = _quotable(tokenizer)
-    chat = []
+    chat = list[dict[str, Any]]()
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ChatError(f"message {i} is {message!r}; a message is an object with a role and a content")
@@ -577,8 +586,36 @@ def normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) 
             plain["content"] = _joined(plain["content"], i)
         if "tool_calls" in plain:
             plain["tool_calls"] = [_with_object_arguments(call) for call in message.get("tool_calls") or ()]
-        chat.append(_quote(plain, quotable))
+            plain.setdefault("content", "")  # templates add texts to it
+        chat.append(plain)
+    chat = _quote(format_of(tokenizer).history(chat), quotable)
+    if any(message.get("tool_calls") for message in chat) and _joins_arguments(tokenizer, str(tokenizer.chat_template)):
+        for message in chat:
+            for call in message.get("tool_calls") or ():
+                _write_arguments(call)
     return chat
+
+
+@lru_cache(maxsize=8)
+def _joins_arguments(tokenizer: PreTrainedTokenizerBase, _: str) -> bool:
+    """Return whether the template joins a call's arguments with other texts, as DeepSeek's do: an object is refused,
+    and its JSON is not."""
+    for arguments in ({"a": 1}, '{"a": 1}'):
+        call: dict[str, Any] = {"id": format_of(tokenizer).call_id(0), "type": "function"}
+        call["function"] = {"name": "f", "arguments": arguments}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            render_chat([{"role": "user", "content": "Go."}, called], tokenizer)
+        except ChatError:
+            continue
+        return isinstance(arguments, str)
+    return False
+
+
+def _write_arguments(call: dict[str, Any]) -> None:
+    function = call.get("function")
+    if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), Mapping):
+        function["arguments"] = json.dumps(arguments, ensure_ascii=False)
 
 
 def normalised_tools(

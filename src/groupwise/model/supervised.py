@@ -24,7 +24,6 @@ from groupwise.model.chat import (
     normalised,
     normalised_tools,
     render_chat,
-    special_pattern,
 )
 from groupwise.types import Message, Sample
 
@@ -70,8 +69,7 @@ def encode_supervised(
         spans = [(_behind(opening, text, start, end), end) for start, end in spans]
     else:
         spans = _spans_turn_by_turn(text, chat, tokenizer, **options)
-    ends = special_pattern(tokenizer)
-    spans = [(start, end_of_turn(text, (start, end), ends)) for start, end in spans]
+    spans = [(start, end_of_turn(text, (start, end), tokenizer)) for start, end in spans]
     edges = [0, *(edge for span in spans for edge in span)]
     pieces = encode_pieces([text[a:b] for a, b in pairwise(edges)], tokenizer)
     completion = [(token, i % 2) for i, piece in enumerate(pieces[1:], start=1) for token in piece]
@@ -173,4 +171,4 @@ def _turn(chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **opti
     before, _ = render_chat(chat[:-1], tokenizer, **options, add_generation_prompt=True)
     after, _ = render_chat(chat, tokenizer, **options)
     start = len(before)
-    return before, after, (start, end_of_turn(after, (start, len(after)), special_pattern(tokenizer)))
+    return before, after, (start, end_of_turn(after, (start, len(after)), tokenizer))

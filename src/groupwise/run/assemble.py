@@ -42,12 +42,14 @@ from groupwise.tasks.data_source import data_source
 from groupwise.tasks.env_kind import EnvKind, PlayParts
 from groupwise.tasks.prompt_stream import PromptSource, PromptStream
 from groupwise.tasks.rollout_sources import Environments, RolloutSource, SingleTurnRollouts
-from groupwise.tasks.structured import free_reply
+from groupwise.tasks.structured import free_reply, with_thoughts
 from groupwise.train.learner import Learner
 from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from groupwise.train.ranks import Ranks
 
 
@@ -133,7 +135,7 @@ def open_components(
         engine = open_engine(config, base, threads=threads, say=say) if remote is None else remote.engine(config, base)
         opened.callback(engine.close)
         check_in_flight(config, engine)
-        check_grammar(config, engine)
+        check_grammar(config, engine, base.tokenizer)
         play = open_play(plan, base, engine, envs)
         if config.teacher is not None:
             on_phase("loading the teacher")
@@ -209,11 +211,11 @@ def check_in_flight(config: RunConfig, engine: Sampler) -> None:
     engine.check_replaceable(recompute=config.rollout.in_flight_cache == "recompute")
 
 
-def check_grammar(config: RunConfig, engine: Sampler) -> None:
+def check_grammar(config: RunConfig, engine: Sampler, tokenizer: PreTrainedTokenizerBase) -> None:
     """Compile what completions must be, for this model's vocabulary. Raises ConfigError where that cannot be done."""
     rollout, grammar = config.rollout, config.rollout.grammar
     if rollout.thinking_budget is not None:
-        grammar = replace(grammar or free_reply(), thoughts="begun", thought_tokens=rollout.thinking_budget)
+        grammar = with_thoughts(grammar or free_reply(), tokenizer, "begun", tokens=rollout.thinking_budget)
     if grammar is None or not isinstance(engine, LocalEngine):  # actors of Ray say so with the first completion
         return
     try:

@@ -35,10 +35,11 @@ from groupwise.algo.preference import pairs_of
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, ContextLengthError, GroupwiseError
-from groupwise.model.chat import THINK_START, template_thinks
+from groupwise.model.chat import template_thinks
 from groupwise.model.load import load_config, load_tokenizer
 from groupwise.model.memory import Memory, StepSize, memory, step_size
 from groupwise.model.packed_check import PLAIN_COST, Ways, ways_of
+from groupwise.model.reply_formats.known import format_of, shown_format
 from groupwise.platform import run_coroutine
 from groupwise.rewards.base import refuse_failed, summarize
 from groupwise.rewards.check import PAID
@@ -54,7 +55,6 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.tasks.answers import AnswerRollouts
 from groupwise.tasks.rollout_sources import group_of, play_all
 from groupwise.tasks.template_check import TemplateCheck, template_check
-from groupwise.tasks.tool_calls import ToolCallFormat, shown_format
 from groupwise.train.learner import Learner
 from groupwise.train.preference_step import train_on_pairs
 from groupwise.types import (
@@ -103,12 +103,13 @@ class CheckReport:
 class ModelRow:
     """What docs/models.md says of a family, of the model at hand: found on a small random one of its configuration.
 
-    `tool_calls` is the format that the chat template shows, None if none that is read here.
+    `tool_calls` is the format that the chat template shows, None if none that is read here; `thinks` is what begins a
+    thought, None where nothing does.
     """
 
     ways: Ways
-    tool_calls: ToolCallFormat | None
-    thinks: bool
+    tool_calls: str | None
+    thinks: str | None
 
     @classmethod
     def of(cls, config: RunConfig) -> ModelRow | None:
@@ -126,11 +127,16 @@ class ModelRow:
             raise
         except Exception:  # of an architecture that is not made of what its configuration says, as others are
             return None
-        return cls(ways=ways, tool_calls=shown_format(tokenizer), thinks=template_thinks(tokenizer))
+        form = shown_format(tokenizer)
+        return cls(
+            ways=ways,
+            tool_calls=None if form is None else form.name,
+            thinks=format_of(tokenizer).thought.start if template_thinks(tokenizer) else None,
+        )
 
     def __str__(self) -> str:
         calls = "no tool calls that are read here" if self.tool_calls is None else f"{self.tool_calls} tool calls"
-        thoughts = f", {THINK_START} thoughts" if self.thinks else ""
+        thoughts = f", {self.thinks} thoughts" if self.thinks else ""
         return f"{self.ways}; adapts {', '.join(self.ways.adapted) or 'nothing'}; {calls}{thoughts}"
 
 

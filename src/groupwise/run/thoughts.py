@@ -1,6 +1,6 @@
 """Measure what thinking costs a run: how long its trial completions thought, and how many were cut meanwhile.
 
-A completion that is cut before its </think> has no answer for the rewards to see, so that a group of them teaches
+A completion that is cut before its thought ends has no answer for the rewards to see, so that a group of them teaches
 nothing. That is known from a few completions, before a run is spent on it.
 """
 
@@ -12,7 +12,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from groupwise.config.run import RolloutConfig
-from groupwise.model.chat import THINK_END, THINK_START, THINKS, opens_thought, template_reads
+from groupwise.model.chat import THINKS, opens_thought, template_reads
+from groupwise.model.reply_formats.format import ThoughtMarks
+from groupwise.model.reply_formats.known import format_of
 from groupwise.types import FinishReason, RolloutGroup, Turn
 
 if TYPE_CHECKING:
@@ -61,8 +63,9 @@ def thought_cost(groups: Sequence[RolloutGroup], tokenizer: PreTrainedTokenizerB
     thoughts = [(turn, length) for turn in turns if (length := _thought_tokens(turn, tokenizer)) is not None]
     if not thoughts:
         return None
-    cut = [length for turn, length in thoughts if _is_cut(turn)]
-    ended = [length for turn, length in thoughts if not _is_cut(turn)]
+    marks = format_of(tokenizer).thought
+    cut = [length for turn, length in thoughts if _is_cut(turn, marks)]
+    ended = [length for turn, length in thoughts if not _is_cut(turn, marks)]
     spoken = sum(len(turn.completion.token_ids) for turn in turns)
     return ThoughtCost(
         turns=len(turns),
@@ -73,14 +76,15 @@ def thought_cost(groups: Sequence[RolloutGroup], tokenizer: PreTrainedTokenizerB
     )
 
 
-def _is_cut(turn: Turn) -> bool:
-    return turn.completion.finish_reason is FinishReason.LENGTH and THINK_END not in turn.completion.text
+def _is_cut(turn: Turn, marks: ThoughtMarks) -> bool:
+    return turn.completion.finish_reason is FinishReason.LENGTH and marks.end not in turn.completion.text
 
 
 def _thought_tokens(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the tokens of a turn's thought, by its share of the text; None where it has none."""
     text, length = turn.completion.text, len(turn.completion.token_ids)
-    if not (opens_thought(turn.prompt_ids, tokenizer) or text.lstrip().startswith(THINK_START)):
+    marks = format_of(tokenizer).thought
+    if not (opens_thought(turn.prompt_ids, tokenizer) or text.lstrip().startswith(marks.start)):
         return None
-    thought, ended, _ = text.partition(THINK_END)
+    thought, ended, _ = text.partition(marks.end)
     return round(length * len(thought) / max(1, len(text))) if ended else length

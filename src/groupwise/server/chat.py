@@ -13,13 +13,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 
 from groupwise.config.serve import ServeConfig
-from groupwise.model.chat import THINK_END, THINK_START, encode_prompt, opens_thought
+from groupwise.model.chat import encode_prompt, opens_thought
+from groupwise.model.reply_formats.format import ReplyFormat
+from groupwise.model.reply_formats.known import HERMES, format_of
+from groupwise.model.reply_formats.parser import ReplyPart
 from groupwise.sdk.types import (
     AnsweredCall,
     AnsweredFunction,
@@ -42,9 +45,8 @@ from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.state import given
 from groupwise.server.wire import documented
 from groupwise.tasks.dialects.chat_form import ChatMessage, NamedTool, as_messages
-from groupwise.tasks.reply import ReplyParser, ReplyPart, token_text
-from groupwise.tasks.structured import reply_grammar, thoughts_of
-from groupwise.tasks.tool_calls import ToolCallFormat, format_of
+from groupwise.tasks.reply import token_text
+from groupwise.tasks.structured import reply_grammar, thoughts_of, with_thoughts
 from groupwise.types import Completion, FinishReason, Grammar, Message, Prompt
 
 if TYPE_CHECKING:
@@ -115,12 +117,12 @@ def read_chat(raw: bytes, base: TextModel, config: ServeConfig, *, context: int)
 @dataclass(frozen=True)
 class ChatPrompt:
     """A conversation as token ids. `said` is what is given back in front of the reply; `thinks` says whether the reply
-    continues a thought. The model writes its calls in `calls`' format; `grammar` is that of the reply."""
+    continues a thought. The model writes in the format `form`; `grammar` is that of the reply."""
 
     ids: tuple[int, ...]
     said: str = ""
     thinks: bool = False
-    calls: ToolCallFormat = ToolCallFormat.HERMES
+    form: ReplyFormat = HERMES
     grammar: Grammar | None = None
 
 
@@ -141,18 +143,19 @@ def chat_prompt(
     prompt = Prompt(id="messages", messages=messages, tools=tools)
     ids = encode_prompt(prompt, tokenizer, template_kwargs=options, context=context, continues=body.continues).token_ids
     continued, form = said_last(body.messages) if body.continues else "", format_of(tokenizer)
-    thinks = (THINK_START in continued and THINK_END not in continued) or opens_thought(ids, tokenizer)
+    begun = form.thought.start in continued and form.thought.end not in continued
+    thinks = begun or opens_thought(ids, tokenizer)
     grammar = _grammar(body, form, tokenizer, config)
     if grammar is not None:
         free = "none" if body.continues else thoughts_of(ids, tokenizer)
-        grammar = replace(grammar, thoughts="begun" if thinks else free)
+        grammar = with_thoughts(grammar, tokenizer, "begun" if thinks else free)
     if body.echo:
-        return ChatPrompt(ids, said=continued, calls=form, grammar=grammar)
-    return ChatPrompt(ids, thinks=thinks, calls=form, grammar=grammar)
+        return ChatPrompt(ids, said=continued, form=form, grammar=grammar)
+    return ChatPrompt(ids, thinks=thinks, form=form, grammar=grammar)
 
 
 def _grammar(
-    body: ChatRequest, form: ToolCallFormat, tokenizer: PreTrainedTokenizerBase, config: ServeConfig
+    body: ChatRequest, form: ReplyFormat, tokenizer: PreTrainedTokenizerBase, config: ServeConfig
 ) -> Grammar | None:
     """Return the grammar of the reply, but for its thoughts."""
     answer = body.answer_grammar
@@ -183,8 +186,8 @@ class ChoiceStream:
 
     def __init__(self, body: ChatRequest, prompt: ChatPrompt):
         tools = body.offered
-        self._parser = ReplyParser(thinks=prompt.thinks, calls=prompt.calls if tools else None, tools=tools)
-        self._form = prompt.calls
+        self._parser = prompt.form.parser(thinks=prompt.thinks, calls=bool(tools), tools=tools)
+        self._form = prompt.form
         self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._said: list[ChatDelta] = []
         self._echo = prompt.said

@@ -17,6 +17,7 @@ from fastapi import Request, Response
 
 from groupwise.errors import GrammarError, GroupwiseError, RequestError
 from groupwise.model.chat import template_reads
+from groupwise.model.reply_formats.parser import ReplyPart
 from groupwise.sdk.types import ChatDelta
 from groupwise.server.bodies import parse_body
 from groupwise.server.chat import ChatParts, ChatPrompt, ChoiceStream, chat_prompt, said_last
@@ -25,7 +26,6 @@ from groupwise.server.event_stream import EventStream, while_connected
 from groupwise.server.sampling import Admission
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.tasks.dialects.form import DialectRequest, StreamEvent, Writer, bytes_of, ending_of, grammar_of, renamed
-from groupwise.tasks.reply import ReplyPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable

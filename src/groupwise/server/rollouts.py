@@ -19,6 +19,8 @@ from fastapi import APIRouter, Request, Response
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ChatError, ContextLengthError, RequestError, StorageError
 from groupwise.model.chat import encode_prompt, opens_thought
+from groupwise.model.reply_formats.format import ReplyFormat
+from groupwise.model.reply_formats.known import format_of
 from groupwise.sdk.types import BatchAnswer, BatchCompletion
 from groupwise.server.bodies import parse_body
 from groupwise.server.chat import said_last
@@ -33,7 +35,6 @@ from groupwise.server.state import given
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Ledger, RolloutRecord
 from groupwise.tasks.dialects.chat_form import Tool, as_messages
-from groupwise.tasks.reply import ReplyParser
 from groupwise.tasks.structured import answer_grammars
 from groupwise.types import Completion, Prompt
 
@@ -135,6 +136,7 @@ def _answer(
 ) -> BatchAnswer:
     places = [(p, j) for p, group in enumerate(groups) for j in range(len(group))]
     tokenizer = asked.tokenizer
+    form = format_of(tokenizer)
     thinks = [opens_thought(request.prompt_ids, tokenizer) for request in asked.requests]
     return BatchAnswer(
         id=asked.id,
@@ -149,7 +151,7 @@ def _answer(
                 text=record.text,
                 finish_reason=record.finish_reason,  # pyright: ignore[reportArgumentType]
                 usage=usage(len(record.prompt_ids), len(record.completion_ids)),
-                reasoning_content=_reasoning(record.text, thinks=thinks[p]),
+                reasoning_content=_reasoning(record.text, form, thinks=thinks[p]),
                 token_ids=list(record.completion_ids) if body.return_token_ids else None,
                 prompt_token_ids=list(record.prompt_ids) if body.return_token_ids else None,
                 logprobs=list(map(sendable, record.logprobs)) if body.logprobs else None,
@@ -160,8 +162,8 @@ def _answer(
     )
 
 
-def _reasoning(text: str, *, thinks: bool) -> str | None:
+def _reasoning(text: str, form: ReplyFormat, *, thinks: bool) -> str | None:
     """Return the thought in a reply, if there is one."""
-    parser = ReplyParser(thinks=thinks)
+    parser = form.parser(thinks=thinks, calls=False)
     parts = [*parser.push(text), *parser.finish()]
     return "".join(part.text for part in parts if part.kind == "reasoning") or None

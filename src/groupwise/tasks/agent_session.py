@@ -33,13 +33,14 @@ from groupwise.errors import (
     RequestError,
 )
 from groupwise.model.chat import opens_thought
+from groupwise.model.reply_formats.parser import ReplyPart
 from groupwise.sampler import LiveEngine, Sampler
 from groupwise.seeds import seed_of
 from groupwise.tasks.conversations import AgentRequest, Conversations
 from groupwise.tasks.dialects.form import ending_of
 from groupwise.tasks.dialects.responses import ResponseStore
 from groupwise.tasks.openai import AgentChatRequest, AgentReply
-from groupwise.tasks.reply import ReplyPart, TextStream
+from groupwise.tasks.reply import TextStream
 from groupwise.types import Completion, FinishReason, Message, PolicyVersion, SamplingParams, SamplingRequest
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from groupwise.model.chat import opens_thought
+from groupwise.model.reply_formats.known import format_of
 from groupwise.tasks.openai import key_of, tools_key
-from groupwise.tasks.reply import Reply, ReplyParser
-from groupwise.tasks.tool_calls import format_of
+from groupwise.tasks.reply import Reply
 from groupwise.tasks.transcript import Transcript
 from groupwise.types import Completion, Message, Turn
 
@@ -108,7 +108,7 @@ class Conversations:
         """Return the reply to a request, to be told its text. `one_call` keeps the first call only."""
         seen = asked.transcript
         thinks = opens_thought(seen.prompt_ids, self._tokenizer)
-        parser = ReplyParser(thinks=thinks, calls=self._format if seen.tools else None, tools=seen.tools)
+        parser = self._format.parser(thinks=thinks, calls=bool(seen.tools), tools=seen.tools)
         return Reply(parser, new_id=self._new_id, one_call=one_call)
 
     def _new_id(self) -> str:

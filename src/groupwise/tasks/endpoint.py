@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
     from transformers import PreTrainedTokenizerBase
 
+    from groupwise.model.reply_formats.parser import ReplyPart
     from groupwise.tasks.dialects.form import Writer
     from groupwise.tasks.openai import AgentChatRequest
-    from groupwise.tasks.reply import ReplyPart
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 3600  # agents think between two requests; a connection that was closed meanwhile costs them a retry

@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.errors import GroupwiseError, RequestError
+from groupwise.model.reply_formats.known import format_of
 from groupwise.tasks.dialects.chat_form import ChatMessage, NamedTool, ResponseFormat, StreamOptions, Tool, ToolChoice
 from groupwise.tasks.dialects.form import DialectRequest, Ending, StreamEvent, read, renamed
-from groupwise.tasks.structured import format_grammar, of_reply, reply_grammar, thoughts_of
-from groupwise.tasks.tool_calls import format_of
+from groupwise.tasks.structured import format_grammar, of_reply, reply_grammar, thoughts_of, with_thoughts
 from groupwise.types import NARROWING, Completion, Grammar, Message, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from groupwise.tasks.reply import ReplyPart
-    from groupwise.tasks.tool_calls import ToolCallFormat
+    from groupwise.model.reply_formats.format import ReplyFormat
+    from groupwise.model.reply_formats.parser import ReplyPart
 
 MODEL = "policy"
 RUN_DECIDES: Mapping[str, Any] = {
@@ -142,10 +142,10 @@ class AgentChatRequest(BaseModel):
         if grammar is None:
             return of_reply(replace(run, **self.narrowing, grammar=None), prompt_ids, tokenizer)
         thoughts = thoughts_of(prompt_ids, tokenizer)
-        grammar = replace(grammar, thoughts=thoughts, thought_tokens=run.thinking_budget)
+        grammar = with_thoughts(grammar, tokenizer, thoughts, tokens=run.thinking_budget)
         return replace(run, **self.narrowing, grammar=grammar)
 
-    def _grammar(self, form: ToolCallFormat, tokenizer: PreTrainedTokenizerBase, own: Grammar | None) -> Grammar | None:
+    def _grammar(self, form: ReplyFormat, tokenizer: PreTrainedTokenizerBase, own: Grammar | None) -> Grammar | None:
         """Return what the reply must be, but for its thoughts; `own` is what the run wants of an answer, unless this
         request says that."""
         choice, asked = self.tool_choice, self.response_format

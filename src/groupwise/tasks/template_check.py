@@ -14,8 +14,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ChatError
-from groupwise.model.chat import THINK_END, THINK_START, bridge_of, render_prompt
-from groupwise.tasks.tool_calls import format_of
+from groupwise.model.chat import bridge_of, render_prompt
+from groupwise.model.reply_formats.known import format_of
 from groupwise.types import Message
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ TOOL: dict[str, Any] = {
     },
 }
 
-THOUGHT = f"{THINK_START}\nOne and one.\n{THINK_END}\n\n"
+THOUGHT = "One and one."
 
 
 class Growth(StrEnum):
@@ -84,20 +84,25 @@ def template_check(tokenizer: PreTrainedTokenizerBase) -> TemplateCheck:
     asked: Message = {"role": "user", "content": "What is 1 + 1?"}
     heard: Message = {"role": "user", "content": "And 2 + 2?"}
     function = {"name": TOOL["function"]["name"], "arguments": {"a": 1, "b": 1}}
-    call = {"id": format_of(tokenizer).call_id(0), "type": "function", "function": function}
+    form = format_of(tokenizer)
+    call = {"id": form.call_id(0), "type": "function", "function": function}
     result: Message = {"role": "tool", "content": "2", "tool_call_id": call["id"], "name": function["name"]}
 
-    def growth(said: str, *, calls: bool) -> Growth:
+    def growth(*, thinks: bool, calls: bool) -> Growth:
+        said = Message(role="assistant", content="" if calls else "2.")
+        if thinks and form.thoughts_apart:
+            said["reasoning_content"] = THOUGHT
+        elif thinks:
+            said["content"] = f"{form.thought.start}\n{THOUGHT}\n{form.thought.end}\n\n{said.get('content')}"
         if calls:
-            history = [asked, Message(role="assistant", content=said, tool_calls=[call])]
-            return _growth(history, result, tokenizer, tools=[TOOL])
-        return _growth([asked, Message(role="assistant", content=f"{said}2.")], heard, tokenizer, tools=())
+            said["tool_calls"] = [call]
+        return _growth([asked, said], result if calls else heard, tokenizer, tools=[TOOL] if calls else ())
 
     return TemplateCheck(
-        turns=growth("", calls=False),
-        tools=growth("", calls=True),
-        thoughts=growth(THOUGHT, calls=False),
-        tool_thoughts=growth(THOUGHT, calls=True),
+        turns=growth(thinks=False, calls=False),
+        tools=growth(thinks=False, calls=True),
+        thoughts=growth(thinks=True, calls=False),
+        tool_thoughts=growth(thinks=True, calls=True),
         shows_tools=_shows_tools(asked, tokenizer),
     )
 

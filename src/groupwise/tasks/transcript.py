@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from groupwise.model.chat import (
-    THINK_START,
     Bridge,
     bridge_of,
     encode_rendered,
@@ -26,7 +25,8 @@ from groupwise.model.chat import (
     special_ids,
     stop_ids,
 )
-from groupwise.tasks.tool_calls import format_of, parse
+from groupwise.model.reply_formats.known import format_of
+from groupwise.tasks.tool_calls import parse
 from groupwise.types import Completion, FinishReason, Message, Turn
 
 if TYPE_CHECKING:
@@ -116,14 +116,19 @@ class Transcript:
 
     def _message(self, completion: Completion) -> Message:
         """Return the completion as a message; it has the <think> that the prompt ended with, as templates look for
-        it."""
+        it, or the thought in a field of its own where they do so."""
         thinking = opens_thought(self.turns[-1].prompt_ids, self._tokenizer)
-        reply = parse(completion.text, self._format, tools=self.tools, thinking=thinking) if self.tools else None
-        opening = f"{THINK_START}\n" if thinking and self.messages[-1]["role"] != "assistant" else ""
-        message: dict[str, Any] = {"role": "assistant", "content": opening + completion.text}
-        if reply is not None and reply.calls:
-            message |= {"content": opening + reply.content, "tool_calls": reply.calls}
-        if reply is not None and reply.malformed:
+        form, text = self._format, completion.text
+        reply = parse(text, form, tools=self.tools, thinking=thinking, calls=bool(self.tools))
+        opening, said = "", reply.content if reply.calls or form.thoughts_apart else text
+        if thinking and self.messages[-1]["role"] != "assistant" and not form.thoughts_apart:
+            opening = f"{form.thought.start}\n"
+        message: dict[str, Any] = {"role": "assistant", "content": opening + said}
+        if reply.thought is not None:
+            message["reasoning_content"] = reply.thought
+        if reply.calls:
+            message["tool_calls"] = reply.calls
+        if reply.malformed:
             message["malformed_calls"] = [str(each) for each in reply.malformed]
         return message  # type: ignore[return-value]
 

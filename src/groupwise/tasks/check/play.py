@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.model.chat import decode
+from groupwise.model.reply_formats.known import format_of
 from groupwise.sampler import Sampler
 from groupwise.seeds import seed_of
 from groupwise.tasks.check.canned import Again, Canned
 from groupwise.tasks.check.scripts import SCRIPTS, Script, ScriptInput
 from groupwise.tasks.check.watch import Called
 from groupwise.tasks.rollout_sources import RolloutSource, play_all
-from groupwise.tasks.tool_calls import format_of
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:

@@ -7,13 +7,12 @@ in the format of the model's chat template, with arguments made up from the tool
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.tasks.tool_calls import ToolCallFormat
+from groupwise.model.reply_formats.format import ReplyFormat
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -27,7 +26,7 @@ class ScriptInput:
 
     turn: int
     tools: Tools
-    form: ToolCallFormat
+    form: ReplyFormat
     heard: str
     seed: int = 0
 
@@ -39,28 +38,6 @@ class Script:
     name: str
     reply: Callable[[ScriptInput], str]
     calls: bool = False
-
-
-def call_text(name: str, arguments: Mapping[str, Any], form: ToolCallFormat) -> str:
-    """Return a tool call as a model writes it.
-
-    >>> call_text("add", {"a": 1}, ToolCallFormat.LLAMA)
-    '{"name": "add", "parameters": {"a": 1}}'
-    """
-    begun, inside = form.opening(name), json.dumps(arguments)
-    match form:
-        case ToolCallFormat.HERMES:
-            return f"{begun} {inside}}}\n{form.end}"
-        case ToolCallFormat.QWEN_XML:
-            values = {key: each if isinstance(each, str) else json.dumps(each) for key, each in arguments.items()}
-            given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-            return f"{begun}{given}</function>\n{form.end}"
-        case ToolCallFormat.LLAMA:
-            return f"{begun} {inside}}}"
-        case ToolCallFormat.MISTRAL:
-            return f"{begun} {inside}}}]"
-        case ToolCallFormat.MISTRAL_ARGS:
-            return f"{begun}{inside}"
 
 
 def example_of(schema: Any, *, whole: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
@@ -119,7 +96,7 @@ def _call(asked: ScriptInput, number: int) -> str:
     function = function_of(asked.tools[number % len(asked.tools)])
     arguments = example_of(function.get("parameters") or {"type": "object"})
     given = arguments if isinstance(arguments, Mapping) else {}
-    return call_text(str(function.get("name", "")), given, asked.form)
+    return asked.form.text_of(str(function.get("name", "")), given)
 
 
 def _same_call(asked: ScriptInput) -> str:
@@ -150,5 +127,5 @@ SCRIPTS = (
     Script(name="an unreadable call", reply=_unreadable),
     Script(name="the same call", reply=_same_call, calls=True),
     Script(name="each tool once", reply=_each_tool, calls=True),
-    Script(name="an unknown tool", reply=lambda asked: call_text("no_such_tool", {}, asked.form), calls=True),
+    Script(name="an unknown tool", reply=lambda asked: asked.form.text_of("no_such_tool", {}), calls=True),
 )

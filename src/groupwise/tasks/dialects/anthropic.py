@@ -38,7 +38,7 @@ from groupwise.tasks.dialects.form import (
 )
 
 if TYPE_CHECKING:
-    from groupwise.tasks.reply import ReplyPart
+    from groupwise.model.reply_formats.parser import ReplyPart
 
 PING = StreamEvent("ping", {"type": "ping"})
 ONLY_TEXT = "is a block of type {kind}; this model reads text only"

@@ -32,13 +32,14 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import ErrorType
 
 from groupwise.errors import GrammarError, GroupwiseError, RequestError
-from groupwise.model.chat import THINK_END, THINK_START, decode
+from groupwise.model.chat import decode
+from groupwise.model.reply_formats.known import format_of
 from groupwise.types import Completion, FinishReason, Grammar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from groupwise.tasks.reply import ReplyPart
+    from groupwise.model.reply_formats.parser import ReplyPart
 
 MOST_MESSAGES = 1 << 16  # messages, items or blocks of one list; a server's own limits are lower
 LONGEST_SHOWN = 64  # characters of a value that an error repeats
@@ -348,13 +349,13 @@ def stopped_by(completion: Completion, stop: Sequence[str], tokenizer: PreTraine
 
 def thought_tokens(completion: Completion, *, thinks: bool, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return how many of a completion's tokens are its thought, its markers among them."""
-    text, ids = completion.text, completion.token_ids
-    if not thinks and not text.lstrip().startswith(THINK_START):
+    text, ids, marks = completion.text, completion.token_ids, format_of(tokenizer).thought
+    if not thinks and not text.lstrip().startswith(marks.start):
         return 0
-    if THINK_END not in text:
+    if marks.end not in text:
         return len(ids)
     low, high = 0, len(ids)  # the first `high` tokens have the end of the thought, the first `low` do not
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if THINK_END in decode(ids[:middle], tokenizer) else (middle, high)
+        low, high = (low, middle) if marks.end in decode(ids[:middle], tokenizer) else (middle, high)
     return high

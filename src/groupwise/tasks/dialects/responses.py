@@ -37,7 +37,7 @@ from groupwise.tasks.dialects.form import (
 )
 
 if TYPE_CHECKING:
-    from groupwise.tasks.reply import ReplyPart
+    from groupwise.model.reply_formats.parser import ReplyPart
 
 MOST_STORED = 1024  # responses that are kept,
 MOST_BYTES = 64 << 20  # and of how much JSON in all; the oldest go first

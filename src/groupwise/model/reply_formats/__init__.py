@@ -1,0 +1,1 @@
+"""How models write what they say, one file a format: tool calls and thoughts, read, written and constrained."""

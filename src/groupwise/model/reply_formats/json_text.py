@@ -1,0 +1,152 @@
+"""JSON inside the text of a reply: a value and where it ends, the marker behind it, a call that it is, a value's type.
+
+What is wrong with a text is said with its place, counted from where the value should begin.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from groupwise.model.reply_formats.format import ParsedCall, Tools
+
+SPACE = re.compile(r"\s*")
+_PYTHON = {"True": True, "False": False, "None": None}  # some templates write these so
+_JSON_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def json_at(text: str, position: int = 0) -> tuple[Any, int]:
+    """Return the JSON value at `position` and where it ends; instead of the value a ValueError that says what is
+    wrong."""
+    try:
+        return _DECODER.raw_decode(text, end_at(SPACE, text, position))
+    except json.JSONDecodeError as error:
+        return ValueError(f"{error.msg} at its character {error.pos - position}"), position
+    except RecursionError:
+        return ValueError("it is nested too deeply"), position
+    except ValueError as error:
+        return ValueError(str(error).partition(";")[0]), position
+
+
+def json_then(text: str, start: int, mark: str, *, last: bool) -> int:
+    """Return where the first `mark` behind the JSON value at `start` begins; -1 where it is not there, or more text may
+    show that what is there is part of a string. What cannot be read ends at its first mark, if no more text comes
+    (`last`)."""
+    try:
+        return text.find(mark, _DECODER.raw_decode(text, end_at(SPACE, text, start))[1])
+    except json.JSONDecodeError as error:
+        in_string = error.msg.startswith("Unterminated string")
+        read = len(text) if in_string else error.pos  # every mark before it is in a string
+    except (RecursionError, ValueError):
+        read = start
+    close = text.find(mark, max(read, start))
+    return text.find(mark, start) if close < 0 and last else close
+
+
+def call_of(value: Any) -> ParsedCall | str:
+    """Return the call in a decoded {"name": ..., "arguments" or "parameters": {...}}, or why there is none."""
+    if not isinstance(value, dict):
+        return f"The call is JSON of type {type(value).__name__}; it must be an object."
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not name:
+        return "The call has no name."
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        return f"The call's arguments are of type {type(arguments).__name__}; give an object."
+    try:
+        f"{name}{json.dumps(arguments, ensure_ascii=False, allow_nan=False)}".encode()
+    except (ValueError, RecursionError):  # a number without bounds, or half a surrogate pair
+        return "The call has numbers or characters that JSON cannot carry."
+    return ParsedCall(name, arguments)
+
+
+def named_call(name: str, text: str, position: int = 0) -> tuple[ParsedCall | str, int]:
+    """Return the call of `name` whose arguments are the JSON at `position`, or why there is none; and where it ends."""
+    value, end = json_at(text, position)
+    if isinstance(value, ValueError):
+        return f"The call's arguments are not JSON: {value}.", position
+    return call_of({"name": name, "arguments": value}), end
+
+
+def end_at(pattern: re.Pattern[str], text: str, position: int) -> int:
+    """Return where a match of the pattern at `position` ends; `position` where there is none."""
+    match = pattern.match(text, position)
+    return match.end() if match else position
+
+
+# ---- types, for formats that write strings and numbers alike ----
+def types_of(name: str, tools: Tools) -> dict[str, set[str]]:
+    """Return the JSON types of each parameter of the tool `name`, as far as its definition tells."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            schema = function.get("parameters") or {}
+            return {key: schema_types(each, schema) for key, each in (schema.get("properties") or {}).items()}
+    return {}
+
+
+def schema_types(schema: Any, root: Any = None, *, depth: int = 8) -> set[str]:
+    """Return the JSON types that a schema declares: itself, by its values, in its alternatives, or where it points to
+    in the schema `root`."""
+    if not isinstance(schema, Mapping) or not depth:
+        return set()
+    declared = schema.get("type") or []
+    types = {declared} if isinstance(declared, str) else set(declared)
+    if not types:
+        values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
+        types = {_JSON_TYPES[type(value)] for value in values if type(value) in _JSON_TYPES}
+    others = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key) or ()]
+    if (found := pointed_to(schema, root)) is not None:
+        others.append(found)
+    return types.union(*(schema_types(one, root, depth=depth - 1) for one in others))
+
+
+def pointed_to(schema: Mapping[str, Any], root: Any) -> Any:
+    """Return what a schema's `$ref` points to in the schema `root`; None where it has none, or leads nowhere."""
+    place = schema.get("$ref")
+    if not isinstance(place, str) or not place.startswith("#/"):
+        return None
+    found = root
+    for step in place[2:].split("/"):
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found
+
+
+def add_typed(arguments: dict[str, Any], key: str, text: str, types: Mapping[str, set[str]]) -> None:
+    """Put a parameter's text among the arguments as a value of its declared types. Nothing is no number: it is left
+    out."""
+    declared = types.get(key)
+    if text.strip() or "string" in (declared or {"string"}):
+        arguments[key] = _typed(text, declared)
+
+
+def _typed(text: str, types: set[str] | None) -> Any:
+    """Return a parameter's text as a value of its declared types; what may be a string and is not null is one."""
+    if types and "string" in types and not (text in ("null", "None") and "null" in types):
+        return text
+    if text in _PYTHON:
+        return _PYTHON[text]
+    value, end = json_at(text)
+    return text if isinstance(value, ValueError) or text[end:].strip() else value
+
+
+def text_of_value(value: Any) -> str:
+    """Return a value as such formats write it: strings as they are, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,79 @@
+"""Llama's format: <|python_tag|>{"name": "f", "parameters": {"x": 1}}, or only the JSON (Llama 3.1 to 3.3).
+
+Several calls stand one behind the other with ";". The tag is a special token, which `chat.decode` keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from groupwise.model.reply_formats.format import ParsedCall, ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.json_text import call_of, end_at, json_at
+from groupwise.model.reply_formats.lark import CallWriter, quoted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BARE_CALL = r'\A\s*(?=\{\s*"(?:name"\s*:|type"\s*:\s*"function"))'
+_BETWEEN = re.compile(r"(?:[\s;]|<\|eom_id\|>)*")
+
+
+class Llama(ReplyFormat):
+    """JSON behind a tag, or JSON as the whole reply."""
+
+    name, start = "llama", "<|python_tag|>"
+    _beginning = re.compile(f"{re.escape(start)}|{_BARE_CALL}")
+
+    def shown_in(self, template: str) -> bool:
+        return self.start in template or '"parameters": ' in template
+
+    def begins(self, text: str, position: int = 0, *, first: bool = True) -> re.Match[str] | None:
+        return (self._beginning if first else self._start).search(text, position)
+
+    def may_begin(self, text: str, *, first: bool) -> bool:
+        return first and text.lstrip().startswith("{")
+
+    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
+        found, end, bare = list[Span](), begin.end(), not begin[0].endswith(self.start)
+        while True:
+            start = end_at(_BETWEEN, text, end)
+            if not text.startswith("{", start) and found:
+                return found, start if isinstance(found[-1].what, ParsedCall) else end
+            value, end = json_at(text, start)
+            if isinstance(value, ValueError):
+                return [*found, Span(f"The call is not JSON: {value}.", start, len(text))], len(text)
+            if bare and not (isinstance(value, dict) and value.keys() & {"parameters", "arguments"}):
+                return [*found, Span(None, start, end)], end  # an answer that is JSON
+            found.append(Span(call_of(value), start, end))
+
+    def opening(self, name: str | None = None) -> str:
+        """Return it without the tag, as models write it.
+
+        >>> Llama().opening("add")
+        '{"name": "add", "parameters":'
+        """
+        return '{"name": "' if name is None else f'{{"name": {json.dumps(name)}, "parameters":'
+
+    def text_of(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"{self.opening(name)} {json.dumps(arguments, ensure_ascii=False)}}}"
+
+    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
+        return _Writer(tools, tokenizer, only=only)
+
+
+class _Writer(CallWriter):
+    """JSON alone, as the whole reply; text that does not begin like it is free."""
+
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        head = f'{{"name": {json.dumps(function["name"])}, "parameters": '
+        return f"{quoted(head)} {self.arguments(index, function)} {quoted('}')}"
+
+    def calls(self, *, several: bool) -> str:
+        return 'call ("; " call)*' if several else "call"
+
+    def amid_text(self, *, several: bool) -> str:
+        tag = self.text(Llama.start)
+        return f"start: {tag}? calls | FREE\ncalls: {self.calls(several=several)}\nFREE: /[^{{](.|\\n)*/"

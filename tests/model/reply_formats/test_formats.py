@@ -1,0 +1,172 @@
+"""What single formats read that their templates do not write, what they say of what cannot be read, and what they make
+of earlier messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from groupwise.errors import GrammarError
+from groupwise.model.reply_formats.known import FORMATS, format_of, shown_format
+from groupwise.tasks.structured import reply_grammar
+from groupwise.tasks.tool_calls import ParsedReply, parse
+from template_families import tokenizer_of
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+FINAL, SAID = "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"
+KIMI, KIMI_END, OPENS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_argument_begin|>"
+CALLS, CALL, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+END, CALLS_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+
+
+def calls(reply: ParsedReply) -> list[tuple[str, Any]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in reply.calls]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        ("glm", "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>", [("f", {"x": 1})]),
+        ("glm", "<tool_call>f</tool_call>", [("f", {})]),
+        (
+            "glm",
+            "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a </tool_call> b</arg_value>\n</tool_call>",
+            [("f", {"s": "a </tool_call> b"})],
+        ),
+        ("lfm2", "<|tool_call_start|>[f(x=[1, 'a, b'], y=true, z=None)]<|tool_call_end|>",
+         [("f", {"x": [1, "a, b"], "y": True, "z": None})]),
+        ("lfm2", """<|tool_call_start|>[ns.f(s='it's', t="a\\"b"), g-2()]<|tool_call_end|>""",
+         [("ns.f", {"s": "it's", "t": 'a"b'}), ("g-2", {})]),
+        ("lfm2", r"<|tool_call_start|>[f(s='\u00e9\ud83d\ude42\n', o={'k': -1.5e3})]<|tool_call_end|>",
+         [("f", {"s": "é🙂\n", "o": {"k": -1500.0}})]),
+        ("lfm2", "<|tool_call_start|>[f(s=')]<|tool_call_end|>')]<|tool_call_end|>",
+         [("f", {"s": ")]<|tool_call_end|>"})]),
+        ("gemma4", '<|tool_call>call:f{ x: 1, o: {<|"|>a b<|"|>: [true, null]} }<tool_call|>',
+         [("f", {"x": 1, "o": {"a b": [True, None]}})]),
+        ("gemma4", '<|tool_call>call:f{s:<|"|>}<tool_call|><|"|>}<tool_call|>', [("f", {"s": "}<tool_call|>"})]),
+        ("kimi", f"{KIMI} <|tool_call_begin|> f:3 {OPENS} {{}} <|tool_call_end|>",
+         [("f", {})]),
+        ("deepseek_v3", f"{CALLS}{CALL}function{SEP}f\n```json\n{{}}\n```{END}",
+         [("f", {})]),
+        ("harmony", ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>', [("f", {"x": 1})]),
+        ("harmony", THOUGHT + TO_F + '{"s": "<|call|>"}<|call|>',
+         [("f", {"s": "<|call|>"})]),
+    ],
+)  # fmt: skip
+def test_what_is_read(form: str, text: str, expected: list[tuple[str, Any]]) -> None:
+    reply = parse(text, FORMATS[form])
+    assert (calls(reply), reply.malformed, reply.content) == (expected, [], "")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "place"),
+    [
+        ("glm", "<tool_call>f\n<arg_key>x</arg_key>\nno value</tool_call>", "character 2"),
+        ("glm", '<tool_call>{"name": "f"}</tool_call>', "name of a tool"),
+        ("minimax", '<minimax:tool_call><invoke name="f">x=1</invoke></minimax:tool_call>', "character 17"),
+        ("minimax", "<minimax:tool_call>f()</minimax:tool_call>", "character 0"),
+        ("kimi", "<|tool_calls_section_begin|>f<|tool_calls_section_end|>", "character 28"),
+        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>{oops<|tool_call_end|>"
+         "<|tool_calls_section_end|>", "character 1"),
+        ("deepseek_v31", f"{CALLS}{CALL}f{SEP}{{}} more{END}{CALLS_END}",
+         "more text follows"),
+        ("lfm2", "<|tool_call_start|>[f(x=)]<|tool_call_end|>", "character 5"),
+        ("lfm2", "<|tool_call_start|>f(x=1)<|tool_call_end|>", "character 0"),
+        ("lfm2", "<|tool_call_start|>[f(x='a", "is missing"),
+        ("gemma4", "<|tool_call>call:f{x 1}<tool_call|>", "character 7"),
+        ("gemma4", '<|tool_call>call:f{s:<|"|>a}<tool_call|>', "not closed"),
+        ("gemma4", "<|tool_call>f()<tool_call|>", "call:NAME"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{oops<|call|>", "character 1"),
+        ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "none of the functions"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_said_with_its_place_and_stays(form: str, text: str, place: str) -> None:
+    reply = parse(text, FORMATS[form])
+    assert not reply.calls and len(reply.malformed) == 1 and place in reply.malformed[0].reason
+    assert reply.content == text and reply.malformed[0].text in text
+
+
+def test_a_good_call_beside_a_bad_one() -> None:
+    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    one = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    reply = parse(begin + one.format("f:0", "{oops") + one.format("g:1", "{}") + end, FORMATS["kimi"])
+    assert calls(reply) == [("g", {})] and len(reply.malformed) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "thought"),
+    [
+        (f"{THOUGHT}{FINAL}It is 7.<|return|>", "It is 7.", "Hm."),
+        (f"{SAID}I look. <|end|><|start|>assistant{FINAL}7", "I look. 7", None),
+        ("It is 7.", "It is 7.", None),
+        (f"{THOUGHT}{THOUGHT}{FINAL}7", "7", "Hm.Hm."),
+        ("<|channel|>analysis<|message|>Never en", "", "Never en"),
+    ],
+)  # fmt: skip
+def test_channels_are_thoughts_and_text(text: str, said: str, thought: str | None) -> None:
+    reply = parse(text, FORMATS["harmony"], calls=False)
+    assert (reply.content, reply.thought, reply.calls) == (said, thought, [])
+
+
+def test_kimis_calls_are_numbered_through_the_conversation() -> None:
+    made = [{"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": {}}}
+            for i, name in enumerate("fgf")]  # fmt: skip
+    shown = FORMATS["kimi"].history([
+        {"role": "assistant", "content": "<think>Hm.</think>Well.", "tool_calls": made[:2]},
+        {"role": "tool", "content": "1", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "0", "tool_call_id": "call_0"},
+        {"role": "assistant", "content": "", "tool_calls": made[2:]},
+    ])  # fmt: skip
+    assert [call["id"] for call in shown[0]["tool_calls"]] == ["functions.f:0", "functions.g:1"]
+    assert [each["tool_call_id"] for each in shown[1:3]] == ["functions.g:1", "functions.f:0"]
+    assert shown[3]["tool_calls"][0]["id"] == "functions.f:2"
+    assert (shown[0]["reasoning_content"], shown[0]["content"]) == ("Hm.", "Well.")
+
+
+def test_harmony_shows_calls_one_by_one() -> None:
+    made = [{"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": {"i": i}}} for i in range(2)]
+    results = [{"role": "tool", "content": str(i), "tool_call_id": f"c{i}"} for i in (1, 0)]
+    asked = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": made}
+    shown = FORMATS["harmony"].history([asked, *results])
+    assert [message["role"] for message in shown] == ["assistant", "tool"] * 2
+    assert [message["tool_calls"] for message in shown[::2]] == [made[:1], made[1:]]
+    assert [message["content"] for message in shown[1::2]] == ["0", "1"]
+    assert "Hm." in shown[0]["thinking"] and "I look." in shown[0]["thinking"] and not shown[0]["content"]
+
+
+def test_a_template_that_shows_no_calls_has_the_common_format() -> None:
+    assert shown_format("{{ messages }}") is None and format_of("{{ messages }}") is FORMATS["hermes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        ("gemma 4", {"pattern": "x", "type": "string"}),
+        ("gemma 4", {"type": "array", "items": {"type": "string"}, "uniqueItems": True}),
+        ("gemma 4", {"type": "object", "properties": {}, "minProperties": 1}),
+        ("gemma 4", {}),
+        ("lfm2", {"type": ["string", "null"]}),
+        ("glm", {"type": "string", "format": "date"}),
+        ("minimax", {"type": "string", "pattern": "x"}),
+    ],
+)
+def test_what_cannot_be_guaranteed_is_refused(name: str, schema: dict[str, Any]) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}},
+    }
+    tokenizer = tokenizer_of(name)
+    with pytest.raises(GrammarError) as refused:
+        reply_grammar(format_of(tokenizer), [tool], tokenizer, choice="required")
+    assert refused.value.field == "tools[0].function.parameters.properties.a"
+
+
+def test_a_schema_without_end_is_refused() -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    tokenizer = tokenizer_of("gemma 4")
+    with pytest.raises(GrammarError):
+        reply_grammar(format_of(tokenizer), [tool], tokenizer, choice="required")
