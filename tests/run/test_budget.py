@@ -33,6 +33,8 @@ def test_the_longest_prompt_is_the_longest_that_is_not_passed_over(tiny, tiny_en
     assert longest_prompt(demo(), prompts, play, context=1000) == max(lengths)
     assert longest_prompt(demo(f"rollout.max_prompt_tokens={lengths[2]}"), prompts, play, context=1000) == lengths[2]
     assert longest_prompt(demo(), prompts, play, context=lengths[3]) == lengths[2]  # no room for a completion
+    streamed = demo("data.streaming=true")  # of which these are the first
+    assert longest_prompt(streamed, prompts, play, context=1000) == 1000 - streamed.rollout.max_tokens
 
 
 def test_vllm_in_this_process_takes_its_share_of_the_device(make_base, monkeypatch):

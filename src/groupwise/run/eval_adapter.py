@@ -51,7 +51,8 @@ def assess(
     prompts = plan.eval_prompts
     if config.eval is None:
         prompts = tuple(plan.source.known)
-        note(f"no eval.data in the configuration: evaluating on all {len(prompts)} training prompts")
+        which = "the first" if plan.rows is None else "all"
+        note(f"no eval.data in the configuration: evaluating on {which} {len(prompts)} training prompts")
     with ExitStack() as stack:
         for each in filter(None, located):
             stack.enter_context(each.held())  # no run removes it meanwhile

@@ -106,10 +106,10 @@ def longest_allowed(config: RunConfig, *, context: int) -> int:
 
 
 def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: RolloutSource, *, context: int) -> int:
-    """Return tokens of the longest prompt that a run trains on. An environment asks when it is played, and
-    problems that become harder become longer: anything that fits."""
+    """Return tokens of the longest prompt that a run trains on. An environment asks when it is played, problems that
+    become harder become longer, and nobody has seen all of a stream: anything that fits."""
     allowed = longest_allowed(config, context=context)
-    if config.env is not None or (config.data is not None and config.data.difficulty):
+    if config.env is not None or (config.data is not None and (config.data.difficulty or config.data.streaming)):
         return max(1, min(allowed, context - config.rollout.max_tokens))
     lengths = [len(play.prepare(prompt).token_ids) for prompt in heapq.nlargest(TOKENISED, prompts, key=_characters)]
     return max((length for length in lengths if length <= allowed), default=allowed)
