@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import running_jobs
 from cli_project import Project, cli
 from groupwise.config.run import load_config
 from groupwise.errors import ConfigError
@@ -171,8 +172,7 @@ def test_a_run_in_which_episodes_fail_before_their_first_turn(env_project):
         assert 0.2 < line["env/failed_frac"] < 0.9 and line["env/stop/error"] == line["env/failed_frac"]
         assert line["rollout/error_frac"] == line["env/failed_frac"] and line["rollout/turns_mean"] < 2
         assert line["env/stop/done"] == pytest.approx(1 - line["env/failed_frac"]) and "env/vowels" in line
-    groups = [group for step in (1, 2, 3) for group in read_rollouts(Path(f"out/rollouts/step_{step:06d}.jsonl"))]
-    played = [rollout for group in groups for rollout in group.rollouts]
+    played = [rollout for group in running_jobs.groups_of(Path("out")) for rollout in group.rollouts]
     assert {len(rollout.turns) for rollout in played} == {0, 2}
     assert all((rollout.reward is None) == (not rollout.turns) == bool(rollout.error) for rollout in played)
     assert cli("report", "out").exit_code == 0
@@ -263,8 +263,8 @@ def test_an_episode_that_is_longer_than_a_step_ends_with_its_version(env_project
     """Its later turns ask for the version that its first was sampled by, when the sampler has had newer ones since."""
     sizes = ("rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_staleness=2", "train.steps=6")
     run(env_project, "env.environment=my_envs:Patient", "eval=null", "algo.advantage=mean", *sizes)
-    groups = [group for step in range(1, 7) for group in read_rollouts(Path(f"out/rollouts/step_{step:06d}.jsonl"))]
-    versions = [[str(turn.completion.version) for turn in r.turns] for group in groups for r in group.rollouts]
+    played = [rollout for group in running_jobs.groups_of(Path("out")) for rollout in group.rollouts]
+    versions = [[str(turn.completion.version) for turn in rollout.turns] for rollout in played]
     assert all(len(each) == 2 and len(set(each)) == 1 for each in versions)
     late = [step for step in range(1, 7) if read_metrics(Path("out/metrics.jsonl"))[step - 1]["rollout/staleness_max"]]
     assert late

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import ConfigError, RequestError
-from groupwise.server.run_files import FRESH_S, MetricsFile, RunFiles, open_runs
+from groupwise.server.run_files import FRESH_S, MetricsFile, RunFiles, open_runs, with_stages
 from groupwise.store.tracking import METRICS
 from run_place import make_run, write_line
 from wording import raises
@@ -130,6 +130,20 @@ def test_ids_tell_runs_apart(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / where) for where in ("a/x", "b/x", "b/y")]
     assert list(open_runs(paths)) == ["a~x", "b~x", "b~y"]
     assert list(open_runs(paths[1:])) == ["x", "y"]
+
+
+def test_the_stages_of_a_run_are_runs_behind_it(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    first = make_run(run / "stages" / "zero", steps=1)
+    make_run(run / "stages" / "examples", steps=2)
+    (run / "stages" / "not-begun").mkdir()
+    found = with_stages(open_runs([run, other]))
+    assert found.keys() == {"a", "a~stages~examples", "a~stages~zero", "b"}
+    assert next(iter(found)) == "a" and list(found)[-1] == "b"
+    assert all(run.id == id for id, run in found.items())
+    assert found["a~stages~examples"].summary().step == 2
+    assert found["a~stages~zero"].directory == first
+    assert len(with_stages(open_runs([run, first]))) == 3  # one that is named is not there twice
 
 
 def test_what_is_no_run_is_refused_with_those_that_are_meant(tmp_path: Path) -> None:

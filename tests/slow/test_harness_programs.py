@@ -22,7 +22,8 @@ from groupwise.config.run import STARTER_DIR
 from groupwise.rewards.sandbox import isolation
 from groupwise.run.config_file import load_config
 from groupwise.run.loop import run_loop
-from groupwise.store.tracking import read_metrics, read_rollouts
+from groupwise.store.tracking import read_metrics
+from running_jobs import groups_of
 
 MINI, AGENTS = shutil.which("mini"), os.environ.get("AGENTS")
 SMOL, CLAUDE = os.environ.get("SMOL"), os.environ.get("CLAUDE")
@@ -86,9 +87,8 @@ def test_mini_swe_agent_is_trained_on_what_it_was_answered(tmp_path: Path, isola
     plain = [] if isolated else ["env.harness.isolated=false", "env.harness.show=[]"]
     overrides = [f"run_dir={tmp_path / 'run'}", *OVERRIDES, *plain]
     result = run_loop(load_config(tmp_path / "run.yaml", overrides))
-    files = sorted((result.run_dir / "rollouts").glob("*.jsonl"))
     rows = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "train/tokens" in row]
-    groups = [group for file in files for group in read_rollouts(file)]
+    groups = groups_of(result.run_dir)
     assert len(groups) == len(rows) == 2
     for group, row in zip(groups, rows, strict=True):
         for rollout in group.rollouts:
@@ -113,10 +113,9 @@ def test_openai_agents_are_trained_on_what_they_were_answered(tmp_path: Path) ->
     kept = [each for each in OVERRIDES if not each.startswith(("rewards", "env.max_turns"))]
     overrides = [f"run_dir={tmp_path / 'run'}", *kept, "rollout.group_size=4", "rollout.prompts_per_step=2"]
     result = run_loop(load_config(tmp_path / "run.yaml", overrides))
-    files = sorted((result.run_dir / "rollouts").glob("*.jsonl"))
-    rollouts = [each for file in files for group in read_rollouts(file) for each in group.rollouts]
+    rollouts = [rollout for group in groups_of(result.run_dir) for rollout in group.rollouts]
     ended = [rollout for rollout in rollouts if rollout.columns["exit_status"] == 0]
-    assert len(files) == 2 and len(ended) > len(rollouts) / 2
+    assert len([*(result.run_dir / "rollouts").glob("*.jsonl")]) == 2 and len(ended) > len(rollouts) / 2
     for rollout in ended:
         counted = int(rollout.columns["stdout"].split()[-1])
         assert counted == sum(len(turn.completion.token_ids) for turn in rollout.turns)
@@ -151,8 +150,7 @@ def test_long_prompted_agents_are_trained_on_what_they_were_answered(
     kept = [each for each in OVERRIDES if not each.startswith(("rewards", "model", "env.max_turns", "train"))]
     overrides = [f"run_dir={tmp_path / 'run'}", f"model={tmp_path / 'long'}", "rewards=[my_rewards:counted]", *kept]
     result = run_loop(load_config(tmp_path / "run.yaml", [*overrides, "train.steps=1"]))
-    (file,) = (result.run_dir / "rollouts").glob("*.jsonl")
-    groups = read_rollouts(file)  # also those without signal, which were replaced
+    groups = groups_of(result.run_dir)  # also those without signal, which were replaced
     (row,) = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "train/tokens" in row]
     learned = 0
     for rollout in (each for group in groups for each in group.rollouts):

@@ -39,11 +39,11 @@ def ui(
     """Look at runs in a browser: curves, seeds as bands, configurations, completions token by token, findings."""
     from groupwise.config.serve import serve_config
     from groupwise.server.run_app import serve_runs
-    from groupwise.server.run_files import open_runs
+    from groupwise.server.run_files import open_runs, with_stages
 
     given = {"host": host, "port": port, "api_key": api_key}
     config = serve_config({key: value for key, value in given.items() if value is not None})
-    serve_runs(open_runs([_directory(text) for text in runs]), config, announce=say)
+    serve_runs(with_stages(open_runs([_directory(text) for text in runs])), config, announce=say)
 
 
 def _directory(text: str) -> Path:

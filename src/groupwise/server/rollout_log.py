@@ -15,7 +15,7 @@ import itertools
 import math
 import sqlite3
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,7 +31,6 @@ from groupwise.server.generate import sendable
 from groupwise.server.schema_rollouts import (
     MOST_ROWS,
     PREVIEW,
-    FacetCount,
     RolloutDetail,
     RolloutFacets,
     RolloutGroupDetail,
@@ -40,6 +39,7 @@ from groupwise.server.schema_rollouts import (
     RolloutRow,
     Sort,
     best_first,
+    most_first,
 )
 from groupwise.server.state import given
 from groupwise.server.webhooks import utc
@@ -268,16 +268,6 @@ def _facets(parts: LogParts) -> RolloutFacets:
         steps=[],
         tags={},
     )
-
-
-def most_first(counts: Iterable[tuple[str, int]]) -> list[FacetCount]:
-    """Sums by value, the largest first."""
-    total: dict[str, int] = {}
-    for value, count in counts:
-        total[value] = total.get(value, 0) + count
-    return [
-        FacetCount(value=value, count=total[value]) for value in sorted(total, key=lambda each: (-total[each], each))
-    ]
 
 
 def _row(row: sqlite3.Row, prompt: str, text: str) -> dict[str, Any]:

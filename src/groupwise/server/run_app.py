@@ -29,7 +29,7 @@ from groupwise.server.listen import bind, url_of
 from groupwise.server.metric_definitions import definitions_router
 from groupwise.server.metrics import Recorder
 from groupwise.server.openapi import describe
-from groupwise.server.run_files import RunFiles, open_runs
+from groupwise.server.run_files import RunFiles, open_runs, with_stages
 from groupwise.server.runs import RUN_PREFIX, router
 from groupwise.server.ui import SAFETY, Web
 from groupwise.server.wire import documented
@@ -80,10 +80,10 @@ class WithRun:
     """
 
     def __init__(self, app: FastAPI, run_dir: Path, config: ServeConfig, *, gate: Gate, served: PolicyVersion | None):
-        runs = open_runs([run_dir])
+        runs = with_stages(open_runs([run_dir]))
         answers = str(PolicyVersion.base() if served is None else served)
         self._app, self._run_app = app, build_run_app(runs, config, gate=gate, served=answers)
-        (app.state.run,) = runs  # its pages and the server's lead to each other
+        app.state.run = next(iter(runs))  # its pages and the server's lead to each other
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")

@@ -3,6 +3,7 @@
     MetricsFile    metrics.jsonl: what is behind a cursor; the cursor of a file that was replaced begins anew
     RunFiles       one run
     open_runs      the runs of several directories, each under an id of its own
+    with_stages    the same, and behind each run the stages that came before it
 
 Only whole lines are read: what follows the last newline is being written, or torn. Nothing here writes or locks.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.run import parse_config
+from groupwise.config.stages import STAGES
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, RequestError, StorageError
 from groupwise.platform import is_locked
@@ -272,6 +274,19 @@ def open_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
         depth += 1
     ids = ["~".join(path.parts[-depth:]) for path in paths]
     return {id: RunFiles(path, id=id) for id, path in zip(ids, paths, strict=True)}
+
+
+def with_stages(runs: Mapping[str, RunFiles]) -> dict[str, RunFiles]:
+    """Return the runs, and behind each those of its stages that have begun, as runs of their own, the last one first.
+    One that is among the runs already is not added."""
+    known, found = {run.directory for run in runs.values()}, dict[str, RunFiles]()
+    for id, run in runs.items():
+        found[id] = run
+        stages = [path for path in (run.directory / STAGES).glob("*") if is_run(path) and path not in known]
+        for path in sorted(stages, key=lambda path: path.stat().st_ctime, reverse=True):
+            name = f"{id}~{STAGES}~{path.name}"
+            found[name] = RunFiles(path, id=name)
+    return found
 
 
 def _meant(directory: Path) -> str:

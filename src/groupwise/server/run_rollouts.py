@@ -31,13 +31,13 @@ from groupwise.errors import RequestError
 from groupwise.server.rollout_view import Block, columns, completion, finite, messages
 from groupwise.server.schema_rollouts import (
     PREVIEW,
-    FacetCount,
     RolloutFacets,
     RolloutNotFoundError,
     RolloutPage,
     RolloutRow,
     Sort,
     best_first,
+    most_first,
 )
 from groupwise.server.schema_runs import RolloutPart, RunChange, RunEvaluations, RunRollout, RunRolloutGroup
 from groupwise.server.token_texts import find_tokenizer
@@ -160,15 +160,11 @@ def facets(run: RunFiles) -> RolloutFacets:
     few = {name: values for name, values in sorted(tags.items()) if len(values) <= MOST_TAGS and len(values) < counted}
     return RolloutFacets(
         counted=counted,
-        versions=_counts(versions),
-        finish_reasons=_counts(reasons),
+        versions=most_first(each for each in versions.items() if each[0]),
+        finish_reasons=most_first(each for each in reasons.items() if each[0]),
         steps=[step for step, _ in places],
-        tags={name: _counts(values) for name, values in few.items()},
+        tags={name: most_first(each for each in values.items() if each[0]) for name, values in few.items()},
     )
-
-
-def _counts(values: Counter[str]) -> list[FacetCount]:
-    return [FacetCount(value=value, count=count) for value, count in values.most_common() if value]
 
 
 def prompt_id(run: RunFiles, id: str) -> str:
