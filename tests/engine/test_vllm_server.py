@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from groupwise.cli.main import app
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm import server as vllm_server
-from groupwise.engine.vllm.server import ServerLaunch, ServerProcess, Shape, keep_up, launch_of, rank_of
+from groupwise.engine.vllm.server import ServerLaunch, ServerProcess, Shape, engine_options, keep_up, launch_of, rank_of
 from groupwise.errors import ConfigError
 from processes import becomes, descendants, running
 from wording import raises
@@ -83,6 +84,11 @@ def test_the_command_line_says_all_that_the_run_needs(monkeypatch: pytest.Monkey
     assert "--no-enable-chunked-prefill" not in made.argv  # which ends the engine on CPUs only
     on_cpu = options(launch_of(config, replace(shape, cpu=True)).argv)
     assert on_cpu["--no-enable-chunked-prefill"] == "--max-num-batched-tokens"
+    assert "--hf-overrides" not in made.argv
+    whole = replace(shape, float32_head=True)
+    assert json.loads(options(launch_of(config, whole).argv)["--hf-overrides"]) == {"head_dtype": "float32"}
+    assert engine_options(config, whole)["hf_overrides"] == {"head_dtype": "float32"}
+    assert "--hf-overrides" not in launch_of(config, replace(whole, dtype="float32")).argv
     with raises(ConfigError):
         launch_of(VllmConfig(python="nowhere/python"), shape)
     with raises(ConfigError):

@@ -70,7 +70,7 @@ class VllmConfig(Section):
     temporary directory."""
     tolerance: float | None = Field(default=None, gt=0)
     """Nats by which vLLM's log-probabilities may be off in the mean when a server or a version is checked; null is 1e-4
-    in float32 and 0.1 in 16 bits."""
+    in float32, and in 16 bits 0.1 or, with a warning, up to 0.5 where they are off by as much all along."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds for a server to be ready."""
     request_timeout_s: float = Field(default=600.0, gt=0)

@@ -441,7 +441,7 @@ class RunConfig(Section):
     """The base model's weights in 4 bits (`nf4`, QLoRA) or 8 (`int8`), quantised by bitsandbytes while loading;
     adapters and everything else stay in `dtype`. Needs `pip install 'groupwise[quantized]'`. null: in `dtype`."""
     cast_lm_head: Literal["auto", "float32", "none"] = "auto"
-    """`float32` keeps the logits of a 16-bit model in float32, in training and in the local engine: its own type rounds
+    """`float32` keeps the logits of a 16-bit model in float32, in training and in what samples: its own type rounds
     them, by up to 0.06 nats. `auto` does so on a CUDA GPU, where it takes no longer; `none` does not."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")] = "auto"
     """`auto` (a CUDA GPU, else Apple's, else the CPU), `cpu`, `mps`, `cuda` or `cuda:N`."""

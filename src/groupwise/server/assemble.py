@@ -172,7 +172,8 @@ def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:
 
         log = config.vllm.log or str(config.state_dir.absolute() / "logs" / "vllm.log")
         vllm = config.vllm.model_copy(update={"log": log})
-        return open_live(vllm, base, model=config.model, device=config.device, rows=config.batch_rows)
+        how = {"device": config.device, "rows": config.batch_rows, "cast_lm_head": config.cast_lm_head}
+        return open_live(vllm, base, model=config.model, **how)
     return LocalEngine(
         base,
         max_rows=config.batch_rows,

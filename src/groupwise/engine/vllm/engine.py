@@ -37,6 +37,7 @@ from groupwise.config.engine import VllmConfig
 from groupwise.engine.sampling import completion_seed
 from groupwise.engine.vllm.client import Sampled, VllmServer, sampling_body
 from groupwise.engine.vllm.fleet import Fleet
+from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.grammar import VllmGrammars
 from groupwise.engine.vllm.handshake import Accepted, Handshake
 from groupwise.engine.vllm.publish import Leases, LoadedAdapter, Published, Shelf, TrainerScores, publish, reload
@@ -119,7 +120,9 @@ class VllmEngine:
     ):
         self._config, self._base, self._reference = config, base, reference
         self._eos_ids, self._ends = base.eos_ids, closing_ids(base.tokenizer)
-        self._tolerance = config.tolerance or _tolerance(config, base.model)
+        tolerance = config.tolerance or _tolerance(config, base.model)
+        strict = config.tolerance is not None or tolerance < ROUNDED_TOLERANCE
+        self._gaps = Gaps(reference, tolerance=tolerance, rounded=not strict)
         self._shelf = Shelf(None if config.adapter_dir is None else Path(config.adapter_dir))
         self._leases = Leases()
         self._grammars = VllmGrammars(base)
@@ -131,11 +134,10 @@ class VllmEngine:
         self._weights: Published | None = None  # those that servers must have, where they change
         self._handshake = Handshake(
             base,
-            reference,
+            self._gaps,
             self._shelf,
             targets=None if reloads or merge else targets,
             slots=config.max_loras,
-            tolerance=self._tolerance,
             timeout=config.sync_timeout_s,
         )
         self._context = base.context_length
@@ -364,10 +366,10 @@ class VllmEngine:
             left = math.log(math.fsum(math.exp(each) for token, each in every if kept_V[token]))
             differences.append(abs(logprob - left - theirs))
         off = sum(differences) / len(differences)
-        if not off <= self._tolerance:
+        if not off <= self._gaps.limit:
             raise EngineError(
                 f"vLLM's log-probabilities under {grammar.field} ({grammar.kind}) are off by {off:.3g} nats in the "
-                f"mean (tolerance {self._tolerance:g}): it keeps to another grammar than is recorded",
+                f"mean (at most {self._gaps.limit:.3g}): it keeps to another grammar than is recorded",
                 hint="sample with engine: local, or use another llguidance in vLLM's environment",
             )
         self._proven.add(kind)
@@ -459,9 +461,8 @@ class VllmEngine:
         await publish(
             server,
             published,
-            self._reference,
+            self._gaps,
             self._handshake.prompt,
-            tolerance=self._tolerance,
             timeout=self._config.sync_timeout_s,
         )
 
@@ -470,9 +471,8 @@ class VllmEngine:
         await reload(
             server,
             self._weights,
-            self._reference,
+            self._gaps,
             self._handshake.prompt,
-            tolerance=self._tolerance,
             timeout=self._config.sync_timeout_s,
         )
 

@@ -27,7 +27,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from groupwise.engine.vllm.client import ServerFacts, VllmServer, sampling_body
-from groupwise.engine.vllm.publish import CANARY, FILES, Published, Shelf, TrainerScores, gap
+from groupwise.engine.vllm.gaps import CANARY, Gaps
+from groupwise.engine.vllm.publish import FILES, Published, Shelf
 from groupwise.errors import EngineError, FieldError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel, adapted_modules, is_linear
@@ -64,7 +65,7 @@ class Handshake:
 
     Args:
         base: the trainer's model.
-        reference: scores with its weights.
+        gaps: compares with its weights.
         shelf: where probes are laid.
         targets: modules that adapters change; the probes change the last of them. None: it serves none.
         slots: adapters that a server holds at once.
@@ -73,16 +74,14 @@ class Handshake:
     def __init__(
         self,
         base: LoadedModel,
-        reference: TrainerScores,
+        gaps: Gaps,
         shelf: Shelf,
         *,
         targets: Sequence[str] | None,
         slots: int,
-        tolerance: float,
         timeout: float,
     ):
-        self._base, self._reference = base, reference
-        self._tolerance, self._timeout = tolerance, timeout
+        self._base, self._gaps, self._timeout = base, gaps, timeout
         self._templated = base.tokenizer.chat_template is not None
         asked = Prompt(id="handshake", messages=ASKED) if self._templated else Prompt(id="handshake", text=PLAIN)
         self.prompt = encode_prompt(asked, base.tokenizer).token_ids
@@ -121,11 +120,11 @@ class Handshake:
             )
 
     async def _check_weights(self, server: VllmServer, name: str, version: PolicyVersion) -> None:
-        off = await gap(server, name, self._reference, version, self.prompt)
-        if not off <= self._tolerance:
+        off = await self._gaps.too_far(server, name, version, self.prompt)
+        if off is not None:
             raise EngineError(
                 f"{server.url} ({name}) is not {self._base.name} as it is trained here: its log-probabilities are off "
-                f"by {off:.3g} nats in the mean (tolerance {self._tolerance:g})",
+                f"by {off:.3g} nats in the mean (at most {self._gaps.limit:.3g})",
                 hint="serve the same model and dtype, with --logprobs-mode processed_logprobs, as "
                 "`groupwise vllm-serve` does; a looser vllm.tolerance accepts more",
             )
@@ -140,11 +139,11 @@ class Handshake:
             try:
                 await asyncio.sleep(0)  # they are sent first
                 short = self.prompt[:SHORT_PROMPT]
-                off = await gap(server, name, self._reference, PolicyVersion.base(), short, params=SHORT, n=4)
+                off = await self._gaps.too_far(server, name, PolicyVersion.base(), short, params=SHORT, n=4)
                 together = not any(task.done() for task in probing)
             finally:
                 await asyncio.gather(*probing, return_exceptions=True)
-            if not off <= self._tolerance:
+            if off is not None:
                 return False
             if together:
                 return True

@@ -175,10 +175,14 @@ class LiveVllm(VllmEngine):
         return {"running": running, "waiting": self._unfinished - running, "adapters": len(self._leases.versions)}
 
 
-def open_live(config: VllmConfig, base: LoadedModel, *, model: str, device: str, rows: int) -> LiveVllm:
+def open_live(
+    config: VllmConfig, base: LoadedModel, *, model: str, device: str, rows: int, cast_lm_head: str
+) -> LiveVllm:
     """Return the engine of a server of `model`, `rows` completions at once. Raises EngineError, ConfigError."""
     rank = config.max_lora_rank or RANK
-    shape = shape_of(model, base.model, rank=rank, targets="all-linear", rows=rows, device=device)
+    shape = shape_of(
+        model, base.model, rank=rank, targets="all-linear", rows=rows, device=device, cast_lm_head=cast_lm_head
+    )
     return LiveVllm(
         config,
         base,

@@ -78,6 +78,7 @@ def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
         targets=targets,
         rows=config.rollout.batch_rows,
         device=config.device,
+        cast_lm_head=config.cast_lm_head,
     )
     if lora is None and shape.cpu and model.config.get_text_config().tie_word_embeddings:
         raise ConfigError(
@@ -88,17 +89,27 @@ def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
 
 
 def shape_of(
-    name: str, model: PreTrainedModel, *, rank: int, targets: str | Sequence[str], rows: int, device: str
+    name: str,
+    model: PreTrainedModel,
+    *,
+    rank: int,
+    targets: str | Sequence[str],
+    rows: int,
+    device: str,
+    cast_lm_head: str,
 ) -> Shape:
     """Return what vLLM must know of the model `name`, which is like `model`, and of its adapters."""
+    dtype, cpu = str(model.dtype).removeprefix("torch."), resolve_device(device).type != "cuda"  # gpu-aware
+    cast = cast_lm_head == "float32" or (cast_lm_head == "auto" and dtype == "bfloat16" and not cpu)  # as `Head`
     return Shape(
         model=str(STARTER_DIR) if name == STARTER else name,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype,
         context_length=context_length(model.config),
         rank=rank,
         targets=linear_names(model, targets) if targets else (),
         rows=rows,
-        cpu=resolve_device(device).type != "cuda",  # gpu-aware
+        cpu=cpu,
+        float32_head=cast or dtype == "float32",
     )
 
 

@@ -1,22 +1,19 @@
 """From the trainer's disk to vLLM: a version's own copy, its own name, a canary, a lease.
 
-    publish   the files are laid in a directory of their own, under a name that never was before (`name-v12-1f3a`):
-              vLLM keeps prompts it has computed by an adapter's name and path, so one that is used again serves the
-    old
-    canary    some tokens are sampled under that name; their log-probabilities must be those of the same files here
-    weights   where all parameters are trained, or adapters are merged (vllm.push), a version is a whole checkpoint,
-              which every server reads in place of what it has; prompts that it knows are forgotten, and the canary
-              follows. Nothing samples meanwhile
-    lease     a version is unloaded, and its copy removed, when the last request that samples from it is done: an
-              adapter that vLLM has pushed out of its memory is read again, and a missing directory ends its engine
-
-The canary is sampled at a temperature that is not 1, so that a server which reports untempered log-probabilities
-(`raw_logprobs`, vLLM's default) does not pass.
+publish   the files are laid in a directory of their own, under a name that never was before (`name-v12-1f3a`):
+          vLLM keeps prompts it has computed by an adapter's name and path, so one that is used again serves the
+old
+canary    some tokens are sampled under that name; their log-probabilities must be those of the same files here, as
+          far as rounding lets them (`vllm.gaps`)
+weights   where all parameters are trained, or adapters are merged (vllm.push), a version is a whole checkpoint,
+          which every server reads in place of what it has; prompts that it knows are forgotten, and the canary
+          follows. Nothing samples meanwhile
+lease     a version is unloaded, and its copy removed, when the last request that samples from it is done: an
+          adapter that vLLM has pushed out of its memory is read again, and a missing directory ends its engine
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import secrets
@@ -28,17 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from groupwise.engine.vllm.client import VllmServer, sampling_body
+from groupwise.engine.vllm.client import VllmServer
+from groupwise.engine.vllm.gaps import Gaps
 from groupwise.errors import AdapterError, EngineError, StorageError
 from groupwise.sampler import Scores
-from groupwise.types import PolicyVersion, SamplingParams
+from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-CANARY = SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True)
-
-CANARY_N = 2
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -183,42 +177,21 @@ class Leases:
         return True
 
 
-async def gap(
-    server: VllmServer,
-    name: str,
-    reference: TrainerScores,
-    version: PolicyVersion,
-    prompt_ids: Sequence[int],
-    *,
-    params: SamplingParams = CANARY,
-    n: int = CANARY_N,
-) -> float:
-    """Return the mean difference (nats) between what a server says of tokens it samples as `name`, and the trainer of
-    them as `version`. Raises ServerLost, EngineError."""
-    body = sampling_body(prompt_ids, params, n=n, max_tokens=params.max_tokens, seed=0, eos_ids=())
-    differences: list[float] = []
-    for each in await server.complete(name, body):
-        score = asyncio.to_thread(reference.score, prompt_ids, each.token_ids, version, temperature=params.temperature)
-        differences += [abs(a - b) for a, b in zip(each.logprobs, await score, strict=True)]
-    return sum(differences) / len(differences)
-
-
 async def publish(
     server: VllmServer,
     published: Published,
-    reference: TrainerScores,
+    gaps: Gaps,
     prompt_ids: Sequence[int],
     *,
-    tolerance: float,
     timeout: float,
 ) -> None:
     """Load a version on a server and let it prove it. Raises ServerLost, EngineError."""
     await server.load(published.name, str(published.path), timeout=timeout)
-    off = await gap(server, published.name, reference, published.version, prompt_ids)
-    if not off <= tolerance:
+    off = await gaps.too_far(server, published.name, published.version, prompt_ids)
+    if off is not None:
         raise EngineError(
             f"{server.url} serves {published.name} with log-probabilities that are off by {off:.3g} nats in the mean "
-            f"(tolerance {tolerance:g}): it is not the version that was trained",
+            f"(at most {gaps.limit:.3g}): it is not the version that was trained",
             hint="are its vLLM, dtype and --logprobs-mode processed_logprobs as `groupwise vllm-serve` sets them?",
         )
 
@@ -226,20 +199,19 @@ async def publish(
 async def reload(
     server: VllmServer,
     published: Published,
-    reference: TrainerScores,
+    gaps: Gaps,
     prompt_ids: Sequence[int],
     *,
-    tolerance: float,
     timeout: float,
 ) -> None:
     """Let a server read all weights of a version and prove it, under the model's name. Raises ServerLost,
     EngineError."""
     await server.reload(str(published.path), timeout=timeout)
-    off = await gap(server, (await server.facts()).name, reference, published.version, prompt_ids)
-    if not off <= tolerance:
+    off = await gaps.too_far(server, (await server.facts()).name, published.version, prompt_ids)
+    if off is not None:
         raise EngineError(
             f"{server.url} has read the weights of {published.name}, and its log-probabilities are off by {off:.3g} "
-            f"nats in the mean (tolerance {tolerance:g})",
+            f"nats in the mean (at most {gaps.limit:.3g})",
             hint="on a CPU vLLM 0.32 does not read everything anew: it keeps the old output layer of a model whose "
             "embeddings are tied, and lays experts out wrongly; sample such a model with engine: local there",
         )

@@ -46,6 +46,7 @@ class Shape:
     targets: tuple[str, ...]
     rows: int
     cpu: bool = False
+    float32_head: bool = False  # logits are the trainer's, whose LM head keeps float32
     reloads: bool = False  # versions are whole models: the server reads them again and again, and serves no adapters
 
 
@@ -84,6 +85,8 @@ def engine_options(config: VllmConfig, shape: Shape) -> dict[str, Any]:
             "max_cpu_loras": 2 * config.max_loras,  # a swap evicts nothing that is in flight
             "lora_target_modules": list(shape.targets),
         }
+    if shape.float32_head and options["dtype"] != "float32":  # a generating model's head is in 16 bits otherwise
+        options["hf_overrides"] = {"head_dtype": "float32"}
     if config.quantization is not None:
         options["quantization"] = config.quantization
     if shape.cpu:  # there a seeded request whose prompt is cut into chunks ends the engine (0.32: no offset to go back)
