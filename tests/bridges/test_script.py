@@ -283,7 +283,7 @@ def test_what_cannot_be_read_at_all(read):
     with pytest.raises(ConfigError, match=r"malformed Python in .*train.py, line 2"):
         read("x = 1\nx = (")
     with pytest.raises(ConfigError, match="calls no GRPOTrainer"):
-        read("from trl import SFTTrainer\nSFTTrainer(model='m')\n")
+        read("from trl import RewardTrainer\nRewardTrainer(model='m')\n")
     with pytest.raises(ConfigError, match=r"train.py:14: GRPOConfig\(\*\*vars\(args\)\) is known only when the script"):
         read(TRL.replace("**settings", "**vars(args)"))
 
