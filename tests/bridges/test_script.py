@@ -284,7 +284,7 @@ def test_what_cannot_be_read_at_all(read):
     with raises(ConfigError):
         read("x = 1\nx = (")
     with raises(ConfigError):
-        read("from trl import SFTTrainer\nSFTTrainer(model='m')\n")
+        read("from trl import RewardTrainer\nRewardTrainer(model='m')\n")
     with raises(ConfigError):
         read(TRL.replace("**settings", "**vars(args)"))
 

@@ -29,6 +29,7 @@ from groupwise.bridges.trainer_args.optimizer_args import (
 )
 from groupwise.bridges.trainer_args.parallel_args import put_parallel
 from groupwise.bridges.trainer_args.vllm_args import put_vllm
+from groupwise.bridges.trl import supervised
 from groupwise.bridges.trl.script import parse_script
 from groupwise.config.data import FILES
 from groupwise.config.formats.format import ConfigFormat, Count
@@ -76,6 +77,9 @@ SIZES = Names(
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     """Return the translation of a file in `folder`; `count` counts the prompts of a translation's data."""
+    if (trainer := supervised.trainer_of(document.data)) is not None:
+        t = Translation(document, system="TRL", keys=supervised.keys(trainer))
+        return supervised.translated(t, trainer, folder=folder, count=count)
     keys = [*_keys(document.data), *(keys_of(SCRIPT) if "GRPOTrainer" in document.data else ())]
     return complete(Translation(document, system="TRL", keys=keys), folder=folder, count=count)
 
@@ -101,11 +105,11 @@ def complete(t: Translation, *, folder: Path, count: Count) -> Translation:
     length = length_of(t, TRANSFORMERS, steps_there=batch.steps_there, passes=passes, per_epoch=per_epoch)
     put_optimizer(t, TRANSFORMERS, length, warmup=0)
     put_algorithm(t, "", off_policy=False)
-    _put_model(t)
+    put_model(t)
     put_vllm(t, "", lora=t["use_peft"])
     put_parallel(t, folder)
     refuse_combinations(t, bits=("load_in_4bit", "load_in_8bit"), dora="use_dora", vllm="use_vllm")
-    _put_run(t, length)
+    put_run(t, length)
     _put_eval(t, length, per_epoch)
     return t
 
@@ -240,11 +244,12 @@ def _put_reading(t: Translation, to: str) -> None:
         t.put(f"{to}.raw", False, origin="open-r1 makes a user's message of it")
 
 
-def _put_model(t: Translation) -> None:
+def put_model(t: Translation) -> None:
+    """Put the model, its precision and the adapter."""
     if not t.given("model_name_or_path") and "model_name_or_path" not in t.unread:
         t.problem("model_name_or_path", "required and missing")
     t.put("model", t["model_name_or_path"], "model_name_or_path")
-    if t["cast_lm_head_to_fp32"]:
+    if "cast_lm_head_to_fp32" in t.keys and t["cast_lm_head_to_fp32"]:
         t.put("cast_lm_head", "float32", "cast_lm_head_to_fp32")
     if not t["use_peft"]:
         t.clear("train.lora", "use_peft")
@@ -273,7 +278,7 @@ def _put_model(t: Translation) -> None:
     t.put("train.lora.targets", "all-linear" if every else modules, "lora_target_modules")
 
 
-def _put_run(t: Translation, length: Length) -> None:
+def put_run(t: Translation, length: Length) -> None:
     """Put the device, checkpoints, what is kept, and where metrics go."""
     t.put("device", "cpu" if t["use_cpu"] else None, "use_cpu")
     if t.given("gradient_checkpointing"):
@@ -319,8 +324,9 @@ def _put_eval(t: Translation, length: Length, per_epoch: int | None) -> None:
 FORMAT = ConfigFormat(
     name="TRL",
     order=50,
-    recognises=lambda data: not data.keys().isdisjoint(MARKS),
+    recognises=lambda data: not data.keys().isdisjoint({*MARKS, *supervised.TRAINERS}),
     table=KEYS,
     translate=translate,
     parse={".py": parse_script, ".ipynb": parse_script},
+    complete=supervised.complete,
 )

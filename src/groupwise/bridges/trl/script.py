@@ -1,9 +1,11 @@
-"""Reads the arguments of a GRPO script of TRL or Unsloth (Python, or a notebook) without running any of it.
+"""Reads the arguments of a script of TRL or Unsloth (Python, or a notebook) without running any of it.
 
     model, tokenizer = FastLanguageModel.from_pretrained("Qwen/Qwen3-0.6B", max_seq_length=2048)    from_pretrained
     model = FastLanguageModel.get_peft_model(model, r=16)                                           get_peft_model
     args = GRPOConfig(num_generations=8, max_steps=100)                                             at the top level
     trainer = GRPOTrainer(model, [exact], args, train_dataset=dataset)                              model, rewards, data
+
+and SFTTrainer and DPOTrainer with their configurations in the same way.
 
 A value is read if it is a literal, a name that is bound once, to what can be read, arithmetic on such, or
 `torch.bfloat16`. Any other is an `Unread`: the run needs it said in another way. Of several calls of one kind the last
@@ -27,13 +29,17 @@ from groupwise.config.formats.keys import Unread
 from groupwise.errors import ConfigError
 
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
-CONFIGS, TRAINERS = ("GRPOConfig", "UnslothGRPOConfig"), ("GRPOTrainer", "UnslothGRPOTrainer")
+METHODS = ("GRPO", "SFT", "DPO")
+CONFIGS = {f"{of}{method}Config": f"{method}Config" for method in METHODS for of in ("", "Unsloth")}
+TRAINERS = {f"{of}{method}Trainer": f"{method}Trainer" for method in METHODS for of in ("", "Unsloth")}
 SAMPLING = ("SamplingParams", "vLLMSamplingParams", "dict")
 POSITIONS = {  # the names of positional arguments, where they have one
     "from_pretrained": ("model_name", "max_seq_length", "dtype", "load_in_4bit"),
     "get_peft_model": ("", "r", "target_modules", "lora_alpha", "lora_dropout"),
-    "GRPOConfig": ("output_dir",),
+    **{f"{method}Config": ("output_dir",) for method in METHODS},
     "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
+    "SFTTrainer": ("model", "args", "data_collator", "train_dataset", "eval_dataset"),
+    "DPOTrainer": ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset"),
     "LoraConfig": (),
 }
 TAKEN = (*POSITIONS["GRPOTrainer"], "processing_class", "tokenizer", "peft_config", "reward_processing_classes")
@@ -61,7 +67,7 @@ def parse_script(text: str, *, source: str) -> tuple[dict[str, Any], Node]:
     """Return the arguments in TRL's words, Unsloth's calls as sections, and nodes that know their lines.
 
     The lines of a notebook are those of its code cells, one after another. Raises ConfigError: malformed, without a
-    GRPOTrainer, or with `**arguments` that cannot be read.
+    trainer that is read, or with `**arguments` that cannot be read.
     """
     if source.endswith(".ipynb"):
         text = python_of(text, source=source)
@@ -89,22 +95,27 @@ class _Script:
         self.calls = sorted((each for each in nodes if isinstance(each, ast.Call)), key=lambda call: call.lineno)
 
     def arguments(self) -> tuple[dict[str, Any], Node]:
-        trainer = self._last("GRPOTrainer")
-        if trainer is None:
-            hint = "a script that trains by GRPO with TRL or Unsloth is read; one of ours is run with python"
-            raise ConfigError(f"{self.source} calls no GRPOTrainer", hint=hint)
-        given = self._expressions(trainer, "GRPOTrainer")
-        self._refuse_parsed(given)
+        found = {method: call for method in METHODS if (call := self._last(f"{method}Trainer")) is not None}
+        if not found:
+            hint = "scripts of TRL and Unsloth that train by GRPO, SFT or DPO are read; one of ours is run with python"
+            raise ConfigError(f"{self.source} calls no GRPOTrainer, SFTTrainer or DPOTrainer", hint=hint)
+        if "GRPO" not in found and len(found) > 1:
+            hint = "give each a script of its own, and make stages of what they are imported as (stages)"
+            raise ConfigError(f"{self.source} calls an SFTTrainer and a DPOTrainer", hint=hint)
+        method, trainer = next(iter(found.items()))
+        called, of = f"{method}Trainer", f"{method}Config"
+        given = self._expressions(trainer, called)
+        self._refuse_parsed(given, of)
         top: Numbered = {}
-        if (config := self._config(given, trainer)) is not None:
-            top |= self._read(config, "GRPOConfig", "")
+        if (config := self._config(given, trainer, of)) is not None:
+            top |= self._read(config, of, "")
         sections: dict[str, tuple[Numbered, int]] = {}
         for kind in ("from_pretrained", "get_peft_model"):
             if (call := self._last(kind, before=trainer.lineno)) is not None:
                 sections[kind] = self._read(call, kind, f"{kind}."), call.lineno
         if "from_pretrained" not in sections:
             top |= self._model(given, trainer)
-            if (lora := self._last("LoraConfig", before=trainer.end_lineno)) is not None:
+            if (lora := self._last("LoraConfig", before=(trainer.end_lineno or trainer.lineno) + 1)) is not None:
                 read = self._read(lora, "LoraConfig", "LoraConfig.")
                 top |= {name: (value, lora.lineno) for name, value in LORA_DEFAULTS.items()}
                 top |= {LORA[name]: pair for name, pair in read.items() if name in LORA}
@@ -112,7 +123,8 @@ class _Script:
         top |= self._rewards(given)
         top |= self._datasets(given)
         others = {name: node for name, node in given.items() if name not in TAKEN}
-        sections["GRPOTrainer"] = {name: (_short(node), node.lineno) for name, node in others.items()}, trainer.lineno
+        said = {name: (self._argument(called, node), node.lineno) for name, node in others.items()}
+        sections[called] = said, trainer.lineno
         return _document(top, sections)
 
     # ---- calls ----
@@ -121,17 +133,27 @@ class _Script:
         found = [each for each in self.calls if _kind(each) == kind and (before is None or each.lineno < before)]
         return found[-1] if found else None
 
-    def _config(self, given: dict[str, ast.expr], trainer: ast.Call) -> ast.Call | None:
-        """Return the GRPOConfig that the trainer is given, or else the last before it, or the only one."""
+    def _config(self, given: dict[str, ast.expr], trainer: ast.Call, kind: str) -> ast.Call | None:
+        """Return the configuration that the trainer is given, or else the last before it, or the only one."""
         said = self._followed(given["args"]) if "args" in given else None
-        if isinstance(said, ast.Call) and _kind(said) == "GRPOConfig":
+        if isinstance(said, ast.Call) and _kind(said) == kind:
             return said
-        return self._last("GRPOConfig", before=trainer.lineno) or self._last("GRPOConfig")
+        return self._last(kind, before=trainer.lineno) or self._last(kind)
 
-    def _refuse_parsed(self, given: dict[str, ast.expr]) -> None:
+    def _argument(self, kind: str, node: ast.expr) -> Any:
+        """Return an argument of the trainer as it is written, and its value where older versions had what is now the
+        configuration's there."""
+        if kind == "GRPOTrainer":
+            return _short(node)
+        try:
+            return self._known(node, frozenset())
+        except _Unknown:
+            return _short(node)
+
+    def _refuse_parsed(self, given: dict[str, ast.expr], config: str) -> None:
         """Raise ConfigError where the arguments or the adapter are made when the script runs, as by a parser."""
         found = []
-        for name, kind in (("args", "GRPOConfig"), ("peft_config", "LoraConfig")):
+        for name, kind in (("args", config), ("peft_config", "LoraConfig")):
             node = given.get(name)
             if node is None or isinstance(node, ast.Constant):
                 continue
@@ -300,9 +322,7 @@ def _kind(call: ast.Call) -> str | None:
     of, _, last = _name(call.func).rpartition(".")
     if last in ("from_pretrained", "get_peft_model"):
         return last if of.rpartition(".")[2] in UNSLOTH else None
-    return (
-        "GRPOConfig" if last in CONFIGS else "GRPOTrainer" if last in TRAINERS else last if last in POSITIONS else None
-    )
+    return CONFIGS.get(last) or TRAINERS.get(last) or (last if last in POSITIONS else None)
 
 
 def _name(node: ast.AST) -> str:

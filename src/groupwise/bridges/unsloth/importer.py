@@ -10,10 +10,14 @@ mask, and dr_grpo does not scale rewards. So it is here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from groupwise.bridges.trl import importer as trl
+from groupwise.bridges.trl import supervised
 from groupwise.config.formats.format import ConfigFormat, Count
+from groupwise.config.formats.keys import Key
 from groupwise.config.formats.tables import keys_of
 from groupwise.config.formats.translation import Translation
 from groupwise.config.yaml import Document
@@ -44,7 +48,11 @@ WITHOUT_EFFECT = ("seed", "include_stop_str_in_output")
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     """Return the translation of a script in `folder`; `count` counts the prompts of a translation's data."""
-    t = Translation(document, system="Unsloth", keys=keys_of(KEYS))
+    keys, trainer = keys_of(KEYS), supervised.trainer_of(document.data)
+    if trainer is not None:
+        of_calls = (key for key in keys if key.name.startswith((LOAD, LORA)))
+        keys = (*_with_own_defaults(supervised.keys(trainer), keys), *of_calls)
+    t = Translation(document, system="Unsloth", keys=keys)
     full = bool(t[f"{LOAD}full_finetuning"])
     if not full and "get_peft_model" not in document.data:
         what = "without get_peft_model(...) there is no adapter to train, and full_finetuning is not set"
@@ -53,15 +61,29 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
         t.given(f"{LOAD}load_in_4bit") or not any(t[f"{LOAD}{each}"] for each in WIDTHS)
     )
     for name, other in RENAMED.items():
-        if full and name in ADAPTER:
+        if other not in t.keys:  # nothing is sampled
+            if name in t.keys and t.given(name):
+                t.note_idle(name, "nothing is sampled")
+        elif full and name in ADAPTER:
             if t.given(name) or t.unread.pop(name, None):
                 t.note_idle(name, "full_finetuning trains all parameters")
         else:
             _rename(t, name, other)
     t.values |= {"use_peft": not full, "load_in_4bit": four and not full}
+    if trainer is not None:
+        t.stand_in("max_length", f"{LOAD}max_seq_length")
+        _change_precision(t)
+        return supervised.translated(t, trainer, folder=folder, count=count)
     _put_length(t)
     _change(t)
     return trl.complete(t, folder=folder, count=count)
+
+
+def _with_own_defaults(theirs: Iterable[Key], own: Iterable[Key]) -> Iterator[Key]:
+    """Yield TRL's keys with the defaults that Unsloth gives to all trainers' configurations."""
+    shared, defaults = supervised.shared_names(), {key.name: key.default for key in own}
+    for key in theirs:
+        yield replace(key, default=defaults[key.name]) if key.name in shared and key.name in defaults else key
 
 
 def _rename(t: Translation, name: str, other: str) -> None:
@@ -101,16 +123,21 @@ def _change(t: Translation) -> None:
         t.put("algo.mask_truncated", True, "loss_type")
     if t["loss_type"] == "dr_grpo" and t.values.get("scale_rewards") is True:
         t.values["scale_rewards"] = False
-    if t["gradient_checkpointing"] == "unsloth":
-        t.values["gradient_checkpointing"] = True
-        if t.document.data.get("get_peft_model", {}).get("use_gradient_checkpointing"):
-            what = "activations are computed again; train.gradient_checkpointing=offload moves them off a CUDA GPU too"
-            t.note_difference("gradient_checkpointing", what)
+    _change_precision(t)
     if t.given("generation_kwargs"):
         given = t["generation_kwargs"]
         t.values["generation_kwargs"] = {
             key: value for key, value in given.items() if key not in WITHOUT_EFFECT and value not in (None, [])
         }
+
+
+def _change_precision(t: Translation) -> None:
+    """Read how activations are kept, and in which type."""
+    if t["gradient_checkpointing"] == "unsloth":
+        t.values["gradient_checkpointing"] = True
+        if t.document.data.get("get_peft_model", {}).get("use_gradient_checkpointing"):
+            what = "activations are computed again; train.gradient_checkpointing=offload moves them off a CUDA GPU too"
+            t.note_difference("gradient_checkpointing", what)
     if t["dtype"] == "float16":
         t.note_difference("dtype", "bfloat16 on a GPU and float32 on a CPU; float16 is not here")
 
@@ -121,4 +148,5 @@ FORMAT = ConfigFormat(
     recognises=lambda data: not data.keys().isdisjoint(SECTIONS),
     table=KEYS,
     translate=translate,
+    complete=supervised.complete,
 )

@@ -1,0 +1,149 @@
+"""Scripts that call TRL's SFTTrainer or DPOTrainer: every argument is in a table with TRL's default, and what they come
+to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+
+from groupwise.bridges.trl import supervised
+from groupwise.config.formats.tables import keys_of
+from groupwise.errors import ConfigError
+from groupwise.run.config_file import LoadedRun, read_run
+from groupwise.run.loop import run_loop
+
+DPO = """\
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import DPOConfig, DPOTrainer
+
+args = DPOConfig(output_dir="out", beta=0.2, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2)
+data = load_dataset("json", data_files="pairs.jsonl", split="train")
+trainer = DPOTrainer(model="starter", args=args, train_dataset=data, peft_config=LoraConfig(r=4, lora_alpha=8))
+trainer.train()
+"""
+SFT = """\
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+
+SFTTrainer(
+    "starter",
+    SFTConfig(num_train_epochs=2, per_device_train_batch_size=2, learning_rate=1e-4, max_length=512),
+    train_dataset=load_dataset("json", data_files="pairs.jsonl", split="train"),
+).train()
+"""
+UNSLOTH = """\
+from datasets import load_dataset
+from trl import DPOConfig, DPOTrainer
+from unsloth import FastLanguageModel
+
+model, tokenizer = FastLanguageModel.from_pretrained("starter", max_seq_length=2048, load_in_4bit=False)
+model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32)
+trainer = DPOTrainer(
+    model=model,
+    ref_model=None,
+    args=DPOConfig(max_steps=3, per_device_train_batch_size=4, optim="adamw_8bit"),
+    beta=0.3,
+    train_dataset=load_dataset("json", data_files="pairs.jsonl", split="train"),
+    tokenizer=tokenizer,
+)
+"""
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    """`read(script, *overrides)`: what is made of a script beside six rows, each a pair and an example."""
+    rows = [
+        {"prompt": f"{i} + 1 =", "completion": f" {i + 1}", "chosen": f" {i + 1}", "rejected": " no"} for i in range(6)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def read(script: str, *overrides: str) -> LoadedRun:
+        (tmp_path / "train.py").write_text(script)
+        return read_run(tmp_path / "train.py", overrides)
+
+    return read
+
+
+@pytest.mark.parametrize(("kind", "config"), [("sft", trl.SFTConfig), ("dpo", trl.DPOConfig)])
+def test_every_argument_is_in_the_table_and_has_its_default(kind: str, config: type[Any]):
+    theirs = {each.name: each for each in dataclasses.fields(config)}
+    ours = {key.name: key for key in keys_of(supervised.KEYS[kind])}
+    assert theirs.keys() - ours.keys() == set()
+    unsaid = {"output_dir", "save_steps", "save_strategy", "gradient_checkpointing", "warmup_steps", "report_to"}
+    for name, key in ours.items():
+        if name not in theirs or name in unsaid:
+            continue
+        made = theirs[name].default_factory
+        said = theirs[name].default if made is dataclasses.MISSING else made()
+        said = getattr(said, "value", said)
+        if key.fate in ("plain", "made"):
+            assert key.default == said or (key.default, said) == (None, -1), name
+        if key.fate == "absent":  # the default asks for nothing
+            assert said in (None, *key.off), name
+
+
+def test_a_script_of_dpo(read):
+    loaded = read(DPO)
+    config = loaded.runnable()
+    assert (loaded.system, config.kind, config.dpo.beta, config.dpo.loss) == ("TRL", "dpo", 0.2, "sigmoid")
+    assert config.rollout.prompts_per_step == 4 and config.train.steps == 2 and config.train.learning_rate == 1e-6
+    assert config.data is not None and config.data.source == "pairs.jsonl" and config.data.raw and not config.rewards
+    lora = config.train.lora
+    assert lora is not None and (lora.rank, lora.alpha, lora.dropout) == (4, 8, 0)
+    assert {note.place.partition(" ")[0] for note in loaded.differs} >= {"max_length"}
+
+
+def test_a_script_of_sft_without_an_adapter(read):
+    config = read(SFT).runnable()
+    assert config.kind == "sft" and config.train.lora is None and config.dtype == "float32"
+    assert (config.train.steps, config.train.learning_rate, config.rollout.prompts_per_step) == (6, 1e-4, 2)
+
+
+def test_a_script_of_unsloths(read):
+    loaded = read(UNSLOTH)
+    config = loaded.runnable()
+    assert (loaded.system, config.kind, config.dpo.beta, config.quantization) == ("Unsloth", "dpo", 0.3, None)
+    assert config.train.lora is not None and config.train.lora.rank == 16 and config.train.optimizer == "adamw_8bit"
+    assert config.seed == 3407  # what is not said is Unsloth's, as in its GRPO scripts
+    assert any("2048" in note.text for note in loaded.differs)
+
+
+@pytest.mark.parametrize(
+    ("script", "old", "new", "key"),
+    [
+        (DPO, "beta=0.2", "loss_type='hinge'", "loss_type"),
+        (DPO, "beta=0.2", "loss_type=['sigmoid', 'sft'], loss_weights=[1.0, 0.5]", "loss_type"),
+        (DPO, "beta=0.2", "use_weighting=True", "use_weighting"),
+        (DPO, "beta=0.2", "eval_strategy='steps'", "eval_strategy"),
+        (DPO, "args=args", "args=args, ref_model=other", "DPOTrainer.ref_model"),
+        (SFT, "max_length=512", "loss_type='dft'", "loss_type"),
+        (SFT, "max_length=512", "completion_only_loss=False", "completion_only_loss"),
+        (SFT, ").train()", "formatting_func=rows).train()", "SFTTrainer.formatting_func"),
+        (SFT, "max_length=512", "neftune_noise_alpha=5", "neftune_noise_alpha"),
+    ],
+)
+def test_what_is_not_here_is_refused(read, script: str, old: str, new: str, key: str):
+    loaded = read(script.replace(old, new))
+    assert key in [note.place.partition(" ")[0] for note in loaded.refused]
+    with pytest.raises(ConfigError):
+        loaded.runnable()
+
+
+def test_an_argument_that_there_is_not_is_an_error(read):
+    with pytest.raises(ConfigError, match="num_generations"):
+        read(DPO.replace("beta=0.2", "num_generations=4"))
+    with pytest.raises(ConfigError, match="an SFTTrainer and a DPOTrainer"):
+        read(DPO + SFT)
+
+
+def test_what_is_read_runs(read, tmp_path: Path):
+    here = (f"output_dir={tmp_path / 'runs'}", "scoring.workers=0", "device=cpu")
+    config = read(DPO, *here).runnable()
+    result = run_loop(config)
+    assert result.steps == 2 and result.trained
