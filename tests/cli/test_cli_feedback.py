@@ -12,7 +12,7 @@ import pytest
 
 from cli_project import cli
 from groupwise import Client
-from groupwise.config.data import DataConfig
+from groupwise.config.data import DataConfig, RunKind
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_tokenizer
 from groupwise.tasks.answers import answer_turns
@@ -56,7 +56,8 @@ def test_ratings_become_pairs_and_examples(client: Client, model_dir: Path, tmp_
     # what is learned stands behind the very tokens that were asked
     tokenizer = load_tokenizer(str(model_dir))
     asked = {row["chosen"]: tuple(row["prompt_token_ids"]) for row in rows("pairs.jsonl")}
-    for file, kind in (("pairs.jsonl", "dpo"), ("examples.jsonl", "sft")):
+    learned: list[tuple[str, RunKind]] = [("pairs.jsonl", "dpo"), ("examples.jsonl", "sft")]
+    for file, kind in learned:
         for prompt in open_prompts(DataConfig(source=file), folder=tmp_path, kind=kind).known:
             text = prompt.answer[0].get("content")
             (turn,) = answer_turns(encode_prompt(prompt, tokenizer), tokenizer)
