@@ -72,6 +72,15 @@ class Sampler(Submits, Protocol):
 
 
 @runtime_checkable
+class GivesMemoryBack(Protocol):
+    """A sampler that can give the device's memory to whoever trains, and takes it again when something is asked."""
+
+    async def rest(self) -> None:
+        """Give the memory back while nothing is sampled, and return when it is free."""
+        ...
+
+
+@runtime_checkable
 class UpdatesInFlight(Protocol):
     """An engine in which a new version may take over completions that are being sampled."""
 

@@ -64,7 +64,8 @@ class VllmConfig(Section):
     log: Text | None = None
     """A file to which a server that is started adds what it says; null is this process's stderr."""
     sleep: bool = False
-    """Colocated: give the memory back while nothing is sampled."""
+    """Colocated: give the memory back before training begins and while nothing is sampled. Where sampling runs ahead of
+    training there may be no such time."""
     adapter_dir: Text | None = None
     """Where versions are laid for vLLM to read; a server on another machine must see it under the same path. null is a
     temporary directory."""

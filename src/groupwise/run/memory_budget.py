@@ -91,7 +91,7 @@ def free_memory(device: torch.device) -> int | None:
 
 def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
     """Return bytes that vLLM takes in this process: its share of the device, or on a CPU its weights and the cache that
-    it is told to have. `vllm.sleep` does not count: a step has begun to train before vLLM gives anything back."""
+    it is told to have. `vllm.sleep` is not counted on: how much a sleeping vLLM keeps, no GPU has shown yet."""
     if config.engine != "vllm" or config.vllm.mode != "colocate":
         return 0
     cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")

@@ -16,6 +16,7 @@ from groupwise.run.plan import RunPlan
 from groupwise.run.policy import Policy
 from groupwise.run.promote import Promotion
 from groupwise.run.update import PolicyUpdates
+from groupwise.sampler import GivesMemoryBack
 from groupwise.store import checkpoint
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import RunState
@@ -134,6 +135,8 @@ class TrainingRun:
         self.display.phase("sampling")
         async for groups in self.parts.batches.sample_and_score(chunk=self.plan.config.rollout.stream_groups):
             self._sampling_s += time.monotonic() - waits_since
+            if isinstance(self.parts.engine, GivesMemoryBack):
+                await self.parts.engine.rest()
             self.display.phase("training")
             yield groups
             self.display.phase("sampling")

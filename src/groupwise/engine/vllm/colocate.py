@@ -1,7 +1,8 @@
 """vLLM inside the trainer's process, with a share of its device's memory; same interface as a server.
 
 One thread owns vLLM's engine: it takes what is asked between two of the engine's steps. With `vllm.sleep` it gives the
-weights' and the cache's memory back while nothing is asked (vLLM's sleep level 1) and wakes up when something is.
+weights' and the cache's memory back while nothing is asked (vLLM's sleep level 1): before training begins (`rest`), and
+else after a second. It wakes up when something is asked, once what the trainer's allocator keeps unused went back.
 
 vLLM must be importable here: `pip install vllm` in the trainer's environment.
 """
@@ -18,6 +19,8 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
+
+import torch
 
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm.client import Sampled, ServerFacts, VllmServer, kind_of, likeliest
@@ -48,6 +51,7 @@ class InProcess(VllmServer):
             ) from error
         more = {"enable_sleep_mode": True} if config.sleep else {}
         self._options, self._sleeps = engine_options(config, shape) | more | {"seed": 0}, config.sleep
+        self._asleep = False
         self._adapters: dict[str, Any] = {}
         self._numbers = itertools.count(1)
         self._asked: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue()
@@ -140,6 +144,11 @@ class InProcess(VllmServer):
 
         await self._do(read)
 
+    async def rest(self) -> None:
+        """Sleep, if it may and nothing is asked, and return when the memory is given back."""
+        if self._sleeps:
+            await self._do(self._sleep)
+
     async def remembers(self, base: str) -> bool:
         return True  # it lives and dies with this process
 
@@ -170,26 +179,35 @@ class InProcess(VllmServer):
             asked[1].set_exception(ended)
 
     def _serve(self) -> None:
-        engine, asleep = self._llm.llm_engine, False
+        engine = self._llm.llm_engine
         while True:
             busy = bool(self._waiting)
             with suppress(queue.Empty):
-                asked = self._asked.get(timeout=None if asleep or not self._sleeps else IDLE_S, block=not busy)
+                asked = self._asked.get(timeout=None if self._asleep or not self._sleeps else IDLE_S, block=not busy)
                 if asked is None:
                     return
-                if asleep:
-                    self._llm.wake_up()
-                    asleep = False
+                if self._asleep and asked[0] != self._sleep:
+                    self._wake()
                 _answer(*asked)
                 continue
             if not busy:
-                self._llm.sleep(level=1)
-                asleep = True
+                self._sleep()
                 continue
             for output in engine.step():
                 if output.finished and (future := self._waiting.pop(output.request_id, None)) is not None:
                     with suppress(InvalidStateError):  # given up
                         future.set_result(output)
+
+    def _sleep(self) -> None:
+        if not self._asleep and not self._waiting:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def _wake(self) -> None:
+        if torch.cuda.is_available():  # gpu-only: memory that torch keeps for the trainer is none that vLLM could take
+            torch.cuda.empty_cache()
+        self._llm.wake_up()
+        self._asleep = False
 
 
 def _forget_cpu_kernels(model: Any) -> None:

@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -56,6 +56,9 @@ from groupwise.model.load import LoadedModel
 from groupwise.model.packed_check import packed_tolerance
 from groupwise.sampler import TokenSink
 from groupwise.types import Completion, FinishReason, Grammar, PolicyVersion, SamplingParams, SamplingRequest
+
+if TYPE_CHECKING:
+    from groupwise.engine.vllm.colocate import InProcess
 
 SEEDS = (1 << 62) - 1  # vLLM's are 63 bits wide, and completion j adds j
 
@@ -110,7 +113,7 @@ class VllmEngine:
         *,
         targets: Sequence[str],
         launches: Sequence[ServerLaunch] = (),
-        colocated: VllmServer | None = None,
+        colocated: InProcess | None = None,
         reloads: bool = False,
         merge: Callable[[Path | None], PreTrainedModel] | None = None,
         patient: bool = False,
@@ -127,7 +130,7 @@ class VllmEngine:
         self._leases = Leases()
         self._grammars = VllmGrammars(base)
         self._proven: set[tuple[Any, ...]] = set()  # kinds of grammars that vLLM keeps to as is thought here
-        self._follows = in_flight_updates
+        self._follows, self._colocated = in_flight_updates, colocated
         self._replaced: dict[PolicyVersion, PolicyVersion] = {}
         self._following: set[_FollowedCompletion] = set()  # in the loop's thread
         self._merge = merge
@@ -241,6 +244,11 @@ class VllmEngine:
         lease = self._leases.retire(version)
         if lease is not None:
             self._let_go(lease)
+
+    async def rest(self) -> None:
+        """See `GivesMemoryBack.rest`: a vLLM in this process sleeps where `vllm.sleep` says so."""
+        if self._colocated is not None:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._colocated.rest(), self._loop))
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -501,7 +509,7 @@ class VllmEngine:
     async def _opened(
         self,
         launches: Sequence[ServerLaunch],
-        colocated: VllmServer | None,
+        colocated: InProcess | None,
         patient: bool,
         rows: int | None,
         say: Callable[[str], None],
