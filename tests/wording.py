@@ -34,9 +34,10 @@ E = TypeVar("E", bound=BaseException)
 WRITES = os.environ.get("WORDING") == "write"
 PYTHON = (3, 11)
 PLACES = [
-    (re.compile(rf"{re.escape(tempfile.gettempdir())}/(pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?)?[\w.-]+"), "TMP"),
     (re.compile(re.escape(sys.prefix)), "ENV"),
+    (re.compile(r"[^\s'\"]*/site-packages"), "SITE"),
     (re.compile(re.escape(str(TESTS.parent))), "HERE"),
+    (re.compile(rf"{re.escape(tempfile.gettempdir())}/(pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?)?[\w.-]+"), "TMP"),
     (re.compile(r"\b[0-9a-f]{32}\b"), "ID"),
     (re.compile(r"\b127\.0\.0\.1:\d+"), "HOST"),
     (re.compile(r"\b(pid|process|port) \d{2,}"), r"\1 N"),
