@@ -80,7 +80,9 @@ def subject_of(base: LoadedModel, folder: Path, *, rows: int, context: int) -> S
         base.tokenizer.save_pretrained(each)
     config: Any = base.model.config
     return Subject(
-        shape=shape_of(str(model), base.model, rank=RANK, targets="all-linear", rows=rows, device="cpu"),
+        shape=shape_of(
+            str(model), base.model, rank=RANK, targets="all-linear", rows=rows, device="cpu", cast_lm_head="auto"
+        ),
         adapter=adapter,
         merged=merged,
         cache_bytes=2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim,

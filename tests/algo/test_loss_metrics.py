@@ -12,7 +12,9 @@ from loss_batches import Padded, random_batch
 from groupwise.algo.loss import resolve_loss
 from groupwise.algo.loss_metrics import averaged, combined, rescaled
 from groupwise.algo.metrics import definitions
+from groupwise.algo.preference import preference_loss
 from groupwise.config.loss import LossSpec
+from groupwise.config.preference import PreferenceConfig
 
 
 def by_ratio(ratios: list[float], advantages: list[float]) -> Padded:
@@ -188,5 +190,6 @@ def test_every_metric_is_defined():
     """And nothing else is: the section of metrics.yaml is what comes out, but for what other losses report."""
     defined = {each.metric for each in definitions() if each.section == "loss"}
     reported = {key for spec in every_spec() for key in random_batch(0).run(spec)[2]}
-    elsewhere = {"kl/tokens", "kl/coeff", "loss/cross_entropy", "loss/custom", "loss/soft_kl", *ROUTERS}
+    _, of_pairs = preference_loss(torch.zeros(2), torch.zeros(2), torch.ones(2), PreferenceConfig(), pairs=1)
+    elsewhere = {"kl/tokens", "kl/coeff", "loss/cross_entropy", "loss/custom", "loss/soft_kl", *ROUTERS, *of_pairs}
     assert reported | elsewhere | {f"teacher/{name}" for name in TEACHERS} == defined

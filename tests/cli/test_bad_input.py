@@ -93,7 +93,7 @@ def test_a_prompt_that_does_not_fit_the_context(project):
     write_rows(project.folder / "held_out.jsonl", [long])
     refused("run", project.config, code=2, saying="256")
     write_rows(project.folder / "prompts.jsonl", [long, long])
-    refused("run", project.config, "eval=null", "run_dir=out", code=2, saying="all 2 prompts")
+    refused("run", project.config, "eval=null", "run_dir=out", code=2, saying="more than 255 tokens")
     refused("check", project.config, "eval=null", code=2, saying="fill the context of 256 tokens")
 
 

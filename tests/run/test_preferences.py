@@ -117,14 +117,14 @@ def test_the_reference_is_where_it_starts_unless_one_is_named(file):
 
 
 def test_a_pair_that_is_too_long_is_passed_over(file, tmp_path: Path):
-    """The steps have one pair less, and the other pairs stay pairs, in two minibatches of unequal numbers."""
+    """Another pair takes its place."""
     long = {"prompt": "Spell it.", "chosen": "a", "rejected": "b" * 4096}
     rows = [*PAIRS[:3], long]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.warns(UserWarning, match=r"long\.jsonl:4"):
         result = run_loop(file(data={"source": "long.jsonl"}, rollout={"refill": 1.0}, train={"steps": 1}))
     (row,) = steps_of(result.run_dir)
-    assert row["train/samples"] == 6
+    assert (row["train/samples"], row["data/too_long"]) == (8, 1)
 
 
 @pytest.mark.parametrize(

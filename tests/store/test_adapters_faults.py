@@ -28,7 +28,6 @@ from groupwise.errors import StorageError
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import CONFIG, WEIGHTS, Provenance
 from groupwise.types import PolicyVersion
-from wording import raises
 
 ORIGIN = Provenance(base_model="tiny", base_hash="aaaa")
 KEY = "base_model.model.layers.0.q_proj.lora_{}.weight"
@@ -314,13 +313,13 @@ def test_a_lock_that_is_never_released_is_an_error_and_not_a_hang(tmp_path, monk
 
     store = AdapterStore(tmp_path)
     monkeypatch.setattr(adapter_files, "LOCK_TIMEOUT_S", 0.02)
-    with adapter_files.locked(tmp_path), raises(StorageError):
+    with adapter_files.locked(tmp_path), pytest.raises(StorageError, match="which another process holds"):
         publish(store)
 
 
 def test_a_store_that_cannot_be_made_says_where(tmp_path):
     (tmp_path / "file").write_text("")
-    with raises(StorageError):
+    with pytest.raises(StorageError, match="opening the adapter store"):
         AdapterStore(tmp_path / "file" / "adapters")
 
 

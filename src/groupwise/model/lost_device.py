@@ -50,9 +50,11 @@ def lost_device(error: BaseException, device: torch.device) -> DeviceLostError |
         if getattr(cause, "error_code", None) in LOST and isinstance(cause, torch.AcceleratorError):
             return _named(cause, device)
         cause = cause.__cause__
-    if device.type != "cuda" or isinstance(error, GroupwiseError):
+    if isinstance(error, GroupwiseError):
         return None
-    try:  # gpu-only below: a device that is lost says so whatever it is asked
+    if device.type != "cuda":  # gpu-only below: a device that is lost says so whatever it is asked
+        return None
+    try:
         torch.cuda.synchronize(device)
     except torch.AcceleratorError as again:
         return _named(again, device)
