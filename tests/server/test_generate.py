@@ -146,9 +146,9 @@ def test_the_first_token_has_a_deadline_of_its_own(engine: LocalEngine) -> None:
                 await all_tokens(second)
         finally:
             first.cancel()
-        late = Generation(engine, [endless(1)], timeout_s=60, stream=True, first_token_s=0.2)
+        late = Generation(engine, [endless(1)], timeout_s=60, stream=True, first_token_s=1.0)
         assert await late.next(15)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.1)
         assert await late.next(15), "which counts only until there is a token"
         late.cancel()
 

@@ -559,9 +559,10 @@ def test_requests_end_on_the_version_they_began_on(marked, engine, store, polici
             assert completion.version == version
 
     async def work():
-        asks = [asyncio.create_task(ask(0.01 * i)) for i in range(40)]
+        asks: list[asyncio.Task[None]] = []
         for i in range(24):
             await policies.swap(versions[i % 3])
+            asks += [asyncio.create_task(ask(delay)) for delay in (0.0, 0.015)]  # the second comes in a later swap
             await asyncio.sleep(0.01)
         storm = [policies.swap((BASE, *versions)[i % 4]) for i in range(10)]  # all at once: 0 1 2 3 0 1 2 3 0 1
         await asyncio.gather(*storm, *asks)
