@@ -10,7 +10,7 @@ difference. A test whose message is not in the file fails.
 
 The words of Python, of the operating system and of libraries stand inside ours, so they are compared on the Python that
 wrote the files alone. What differs from run to run has a name in them: TMP, HERE and ENV are paths, HOST a server of a
-test, N what was measured. `raises(..., words=False)` leaves a message out.
+test, ID what is drawn, N what is measured. `raises(..., words=False)` leaves a message out.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ PLACES = [
     (re.compile(r"[^\s'\"]*/site-packages"), "SITE"),
     (re.compile(re.escape(str(TESTS.parent))), "HERE"),
     (re.compile(rf"{re.escape(tempfile.gettempdir())}/(pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?)?[\w.-]+"), "TMP"),
-    (re.compile(r"\b[0-9a-f]{32}\b"), "ID"),
+    (re.compile(r"\bENV/bin/python[\d.]*"), "ENV/bin/python"),
     (re.compile(r"\b127\.0\.0\.1:\d+"), "HOST"),
     (re.compile(r"\b(pid|process|port) \d{2,}"), r"\1 N"),
-    (re.compile(r"\b\d+(?:\.\d+)?(?:e-?\d+)? (nats|GiB|MiB|seconds|s)\b"), r"N \1"),
+    (re.compile(r"\b\d[\d,]*(?:\.\d+)?(?:e-?\d+)? (nats|GiB|MiB|bytes|seconds|s)\b"), r"N \1"),
+    (re.compile(r"\b\d{10,}\b"), "N"),
     (re.compile(r"\b\d{4}-\d\d-\d\dT[\d:.]+Z"), "TIME"),
     (re.compile(r"(?<= at )0x[0-9a-f]+"), "ADDRESS"),
-    (re.compile(r"(?<=-v\d-)[0-9a-f]{8}\b"), "ID"),
+    (re.compile(r"(?<=/\.mine-)\w{8}\b"), "ID"),
+    (re.compile(r"(?<=[-_])[0-9a-f]{8}(?:[0-9a-f]{16})?\b|\b[0-9a-f]{32}\b"), "ID"),
 ]
 _written: dict[str, list[str]] = {}  # by room, of the test that runs
-_now: dict[str, pytest.Item | None] = {"node": None}
+_now: tuple[pytest.Item | None, int] = (None, 0)  # the test that runs, and its process
 
 
 class Raised(Generic[E]):
@@ -80,9 +82,9 @@ def raises(
 
 def wording(said: object) -> None:
     """Compare a message, or an error's, with the words that the room's file has for this test, or write them."""
-    node = _now["node"]
-    if node is None or node.get_closest_marker("slow"):
-        return
+    node, process = _now
+    if node is None or node.get_closest_marker("slow") or process != os.getpid():
+        return  # what a process of the test's meets, the test is told of
     lines = _told(said).strip().splitlines()
     text = "\n".join(line.rstrip() for line in lines if "errors.pydantic.dev" not in line)
     for pattern, name in PLACES:
@@ -157,7 +159,8 @@ def begin(node: pytest.Item | None) -> None:
         with (TESTS / room / f".wording-{os.getpid()}.jsonl").open("a") as record:
             record.writelines(f"{line}\n" for line in lines)
     _written.clear()
-    _now["node"] = node
+    global _now
+    _now = node, os.getpid()
 
 
 def gather(*, of: str) -> None:

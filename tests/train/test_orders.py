@@ -120,5 +120,4 @@ def test_rank_0_may_take_its_time_and_not_die(make_base, how) -> None:
     pair.kill()
     assert isinstance(error, RankLostError)
     wording(error)
-    wording(error)
     assert time.monotonic() - started > 2.5
