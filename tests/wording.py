@@ -42,11 +42,11 @@ PLACES = [
     (re.compile(r"\b127\.0\.0\.1:\d+"), "HOST"),
     (re.compile(r"\b(pid|process|port) \d{2,}"), r"\1 N"),
     (re.compile(r"\b\d[\d,]*(?:\.\d+)?(?:e-?\d+)? (nats|GiB|MiB|bytes|seconds|s)\b"), r"N \1"),
+    (re.compile(r"(?<=[-_])[0-9a-f]{8}(?:[0-9a-f]{16})?\b|\b[0-9a-f]{32}\b"), "ID"),
     (re.compile(r"\b\d{10,}\b"), "N"),
     (re.compile(r"\b\d{4}-\d\d-\d\dT[\d:.]+Z"), "TIME"),
     (re.compile(r"(?<= at )0x[0-9a-f]+"), "ADDRESS"),
     (re.compile(r"(?<=/\.mine-)\w{8}\b"), "ID"),
-    (re.compile(r"(?<=[-_])[0-9a-f]{8}(?:[0-9a-f]{16})?\b|\b[0-9a-f]{32}\b"), "ID"),
 ]
 _written: dict[str, list[str]] = {}  # by room, of the test that runs
 _now: tuple[pytest.Item | None, int] = (None, 0)  # the test that runs, and its process
