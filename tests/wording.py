@@ -9,8 +9,9 @@ edited: who changes an error's English changes the source, writes the files agai
 difference. A test whose message is not in the file fails.
 
 The words of Python, of the operating system and of libraries stand inside ours, so they are compared on the Python that
-wrote the files alone. What differs from run to run has a name in them: TMP, HERE and ENV are paths, HOST a server of a
-test, ID what is drawn, N what is measured. `raises(..., words=False)` leaves a message out.
+wrote the files alone. What differs from run to run has a name in them: TMP, HERE, ENV and SITE are paths, HOST is a
+server of a test, ID what is drawn, N what is measured, CAUSE what the network says. `raises(..., words=False)` leaves a
+message out.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ PLACES = [
     (re.compile(r"\b\d{4}-\d\d-\d\dT[\d:.]+Z"), "TIME"),
     (re.compile(r"(?<= at )0x[0-9a-f]+"), "ADDRESS"),
     (re.compile(r"(?<=/\.mine-)\w{8}\b"), "ID"),
+    (re.compile(r"Server disconnected without sending a response\.?|\[Errno (?:-\d+|104|32)\] [A-Z][\w ]+"), "CAUSE"),
+    (re.compile(r"(no server answers at [^;\n]*; again in N s\s*)+"), r"\1"),
 ]
 _written: dict[str, list[str]] = {}  # by room, of the test that runs
 _now: tuple[pytest.Item | None, int] = (None, 0)  # the test that runs, and its process
