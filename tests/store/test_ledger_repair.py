@@ -171,29 +171,6 @@ def test_a_file_of_which_little_is_left(path: Path, fill: Fill, damage: str) -> 
     book.close()
 
 
-def test_a_backup_that_is_damaged_too_is_left_out(path: Path, fill: Fill) -> None:
-    jobs = fill(path, backup=True)
-    flip(path, 2)
-    path.with_name(BACKUP).write_bytes(b"rubbish " * 9000)
-    book = repaired(path)
-    assert {job.id for job in book.jobs()} == jobs.keys()
-    assert {job.state for job in book.jobs()} == {JobState.QUEUED}
-    book.close()
-
-
-def test_numbers_of_events_that_were_given_out_do_not_come_back(path: Path, fill: Fill) -> None:
-    """A client that follows a job asks for what comes behind the last number that it saw."""
-    fill(path, backup=True)
-    book = Ledger(path)
-    last = max(event.seq for job in book.jobs() for event in book.events(job.id))
-    book.close()
-    path.unlink()
-    book = repaired(path)
-    new = book.submit(kind="sft", adapter="a", config={}, summary={}, payload=b"{}", steps=1, auto_load=True)[0]
-    assert min(event.seq for event in book.events(new.id)) > last
-    book.close()
-
-
 def test_what_sqlite_does_not_notice_is_found_too(path: Path, fill: Fill) -> None:
     """A byte within a text: SQLite has no checksums, but the text is no JSON any more."""
     jobs = fill(path, backup=True)
@@ -285,11 +262,11 @@ def test_the_disk_fills_up_during_a_repair(path: Path, fill: Fill, monkeypatch: 
     flip(path, 2)
     before = content(path.parent)
 
-    plain: Callable[..., list[int]] = ledger_repair._queue_spooled
+    plain: Callable[..., list[int]] = ledger_repair._bring_over
     monkeypatch.setattr(
         ledger_repair,
-        "_queue_spooled",
-        lambda path, db: (db.execute("PRAGMA max_page_count=1"), plain(path, db))[1],
+        "_bring_over",
+        lambda source, db, table: (db.execute("PRAGMA max_page_count=1"), plain(source, db, table))[1],
     )
     with raises(StorageFullError):
         repair(path, find=nothing)

@@ -61,7 +61,10 @@ def export(
             "a thumb up, or a correction" if as_examples else "a comparison, a correction, or two scores of one prompt"
         )
         raise DataError(f"{len(ratings)} ratings come to no {what}: they need {need}")
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    from groupwise.store import files
+
+    with files.writing(f"writing {file}"):
+        files.replace(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     lost = f"; {forgotten} answers are no longer kept" if forgotten else ""
     print_line(f"{len(rows)} {what} of {len(ratings)} ratings in {file}{lost}")
     print_line(f"to learn them: kind: {'sft' if as_examples else 'dpo'}, data: {{source: {file.name}}}")

@@ -519,8 +519,7 @@ class Head:
         caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         softcap = next((cap for name in caps if (cap := getattr(config, name, None))), None)
         weight_VH, cast = linear.weight, getattr(model, _CAST_HEAD, "auto")
-        costs_nothing = weight_VH.is_cuda and weight_VH.dtype == torch.bfloat16  # gpu-aware
-        in_float32 = cast == "float32" or (cast == "auto" and costs_nothing)
+        in_float32 = head_in_float32(cast, weight_VH.dtype, on_gpu=weight_VH.is_cuda)
         return cls(weight_VH, getattr(linear, "bias", None), scale, softcap, in_float32)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
@@ -541,6 +540,12 @@ class Head:
                 logits_NV = torch.mm(hidden_NH, self.weight_VH.T, out_dtype=torch.float32)  # tensor cores sum in it
                 return logits_NV if bias_V is None else logits_NV.add_(bias_V)
             return nn.functional.linear(hidden_NH.float(), self.weight_VH.float(), bias_V)
+
+
+def head_in_float32(cast: str, dtype: torch.dtype, *, on_gpu: bool) -> bool:
+    """Return whether the products of an LM head in `dtype` are summed up in float32, as `cast_lm_head` says: `auto` is
+    for bfloat16 on a GPU, where it costs nothing."""
+    return cast == "float32" or (cast == "auto" and on_gpu and dtype == torch.bfloat16)
 
 
 def _number(config: Any, name: str) -> float:

@@ -39,7 +39,7 @@ def run_stages(config: RunConfig, run: Callable[[RunConfig], RunResult]) -> tupl
     config, start = config.model_copy(update={"run_dir": str(run_dir)}), None
     for name, stage in zip(stage_names(config), stages, strict=True):
         directory = run_dir / STAGES / name
-        if here.size > 1 or not _is_finished(directory):  # of several processes only the first would see it
+        if here.size > 1 or not checkpoint.is_finished(directory):  # of several processes only the first would see it
             where = {"run_dir": str(directory), "resume": "auto"}
             adapters = stage.adapters if start is None else stage.adapters.model_copy(update={"start": str(start)})
             result = run(stage.model_copy(update={**where, "adapters": adapters}))
@@ -58,8 +58,3 @@ def _reserved(config: RunConfig) -> Path:
         with files.writing(f"making the run directory {run_dir}"):
             files.replace(run_dir / CONFIG, dump_resolved(config))
     return run_dir
-
-
-def _is_finished(directory: Path) -> bool:
-    found = checkpoint.newest(directory)
-    return found is not None and checkpoint.read(found).finished

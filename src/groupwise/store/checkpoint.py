@@ -84,12 +84,21 @@ def standing(run_dir: Path) -> RunState | None:
     return None if found is None else read(found)
 
 
-def reopen(run_dir: Path) -> None:
-    """Mark the run as not finished: it goes on from its newest checkpoint. Raises StorageError."""
+def is_finished(run_dir: Path) -> bool:
+    """Return whether the run made all its steps. Raises StorageError if its newest checkpoint is damaged."""
+    found = standing(run_dir)
+    return found is not None and found.finished
+
+
+def reopen(run_dir: Path) -> RunState:
+    """Mark the run as not finished: it goes on from its newest checkpoint, whose state is returned. Raises
+    StorageError."""
     found = newest(run_dir)
     assert found is not None, run_dir
+    state = replace(read(found), finished=False)
     with files.writing(f"writing the checkpoint {found}"):
-        files.replace(found / _STANDING, replace(read(found), finished=False).dump())
+        files.replace(found / _STANDING, state.dump())
+    return state
 
 
 def _saved(root: Path) -> set[Path]:

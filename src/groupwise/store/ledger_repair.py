@@ -1,8 +1,8 @@
 """Finds a damaged ledger when a server starts, and rebuilds it with `--repair-ledger`.
 
     check     raises LedgerDamagedError: what is damaged, which backup there is, what to do
-    repair    a new ledger: the backup, and of each job that it does not have what was accepted with its payload.
-              Rollouts, feedback and events since the backup are lost. The damaged files are kept.
+    repair    a new ledger of every row that can still be read; of what cannot, the row of the backup; and of a job that
+              neither has, what was accepted with its payload. The damaged files are kept.
 
 SQLite survives crashes; a disk that returns other bytes than were written, or somebody who truncates the file, it only
 notices. So the whole file is read when a server starts and whenever it is backed up. What was accepted is then in three
@@ -15,17 +15,18 @@ then it is not trained again.
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from groupwise.errors import LedgerDamagedError
 from groupwise.store.ledger_schema import (
+    READABLE,
     SPOOL,
     SPOOLED,
     VERSION,
@@ -44,7 +45,9 @@ from groupwise.store.ledger_schema import (
 
 BACKUP = "ledger.backup.db"
 FILES = ("", "-wal", "-shm")  # SQLite's
-GIVEN_OUT = 1 << 20  # numbers of rows that may have been given out since the backup
+ROWS = 1000  # read at once
+LOOKS = 64  # into a table, before it is read
+FURTHEST = 1_000_000  # rows that are looked for where the file does not say how many there were
 
 # (adapter, job) -> the version that the job published, and whether it was ever active; None if there is none
 FindVersion = Callable[[str, str], tuple[str, bool] | None]
@@ -57,8 +60,8 @@ def check(path: Path) -> None:
     except LedgerDamagedError as error:
         hint = (
             "nothing was changed. `groupwise serve --repair-ledger`, with the options that you start it with, keeps "
-            f"the damaged file and makes a new one of {_backup_in_words(path)} and of what jobs were submitted with "
-            f"since ({SPOOL}/)"
+            "the damaged file and makes a new one: of what can be read in it, of "
+            f"{_backup_in_words(path)}, and of what jobs were submitted with ({SPOOL}/)"
         )
         raise LedgerDamagedError(error.message, hint=hint) from error
 
@@ -74,7 +77,7 @@ def _check(path: Path) -> None:
                 version = db.execute("PRAGMA user_version").fetchone()[0]
                 if version == 0:
                     _check_new(path, "has no jobs in it")
-                elif version <= VERSION:  # a newer one is refused when it is opened
+                elif version == VERSION:  # another one is refused when it is opened
                     check_integrity(db, path)
             except sqlite3.DatabaseError as error:
                 if temporary_failure(error):
@@ -123,14 +126,24 @@ def repair(path: Path, *, find: FindVersion) -> str | None:
 
 # ---- building the new one ----
 def _build(path: Path, repaired: Path, find: FindVersion) -> str:
-    """Make the new ledger, under another name until it is whole; returns how many jobs came from where."""
+    """Make the new ledger, under another name until it is whole; returns how many rows came from where."""
     building = path.with_name(f"{path.name}.repairing")
-    has_backup = _restore(path.with_name(BACKUP), building)
-    with closing(open_database(building)) as db:
+    for suffix in FILES:
+        Path(f"{building}{suffix}").unlink(missing_ok=True)
+    counts: Counter[str] = Counter()
+    with closing(open_database(building)) as db, ExitStack() as opened:
         db.execute("BEGIN IMMEDIATE")
-        older = dict.fromkeys((row["seq"] for row in db.execute("SELECT seq FROM job")), "the backup")
-        db.execute("UPDATE sqlite_sequence SET seq = seq + ?", (GIVEN_OUT,))  # numbers given out do not come back
+        older: dict[int, str] = {}  # jobs whose rows are older than they are, and where the rows are from
+        for name, source in (("the damaged file", path), ("the backup", path.with_name(BACKUP))):
+            if (connection := _open_source(source, opened)) is None:
+                continue
+            for table in READABLE:
+                added = _bring_over(connection, db, table)
+                counts[f"{table} rows from {name}"] += len(added)
+                if table == "job" and source != path:
+                    older |= dict.fromkeys(added, name)
         spooled = _queue_spooled(path, db)
+        counts["job rows from the spool"] += len(spooled)
         _bring_up_to_date(db, {**older, **dict.fromkeys(spooled, "what was submitted")}, find)
         db.execute("COMMIT")
         check_integrity(db, building)
@@ -138,27 +151,71 @@ def _build(path: Path, repaired: Path, find: FindVersion) -> str:
     fsync(building)
     os.rename(building, repaired)
     fsync(path.parent)
-    restored = f"{len(older)} jobs from the backup" if has_backup else "there was no backup that could be read"
-    return f"; {restored}; {len(spooled)} jobs from the spool"
+    return "".join(f"; {count} {what}" for what, count in counts.items() if count)
 
 
-def _restore(backup: Path, building: Path) -> bool:
-    """Copy the backup and return True, or False and no file where it is missing or damaged itself."""
-    for suffix in FILES:
-        Path(f"{building}{suffix}").unlink(missing_ok=True)
-    if not backup.exists():
-        return False
-    try:
-        with closing(open_to_read(backup)) as source:
-            check_integrity(source, backup)
-    except sqlite3.DatabaseError as error:
-        if temporary_failure(error):
-            raise
-        return False
-    except LedgerDamagedError:
-        return False
-    shutil.copyfile(backup, building)
-    return True
+def _open_source(path: Path, opened: ExitStack) -> sqlite3.Connection | None:
+    """Return a ledger to read from; None where it does not even say which tables it has."""
+    with suppress(sqlite3.DatabaseError):
+        connection = opened.enter_context(closing(open_to_read(path)))
+        connection.execute("SELECT name FROM sqlite_master").fetchall()
+        return connection
+    return None
+
+
+def _bring_over(source: sqlite3.Connection, db: sqlite3.Connection, table: str) -> list[int]:
+    """Add the rows of a table that can be read and are not there yet; returns their numbers."""
+    if not source.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone():
+        return []
+    known = {row["name"] for row in db.execute(f"PRAGMA table_info({table})")}
+    jobs = {row["seq"] for row in db.execute("SELECT seq FROM job")}
+    last, added = _last(source, table), []
+    for row in _rows(source, table, FURTHEST if last is None else last):
+        values = {name: value for name, value in dict(row).items() if name in known}
+        if "job" in values and values["job"] not in jobs:
+            continue
+        columns, marks = ", ".join(values), ", ".join("?" * len(values))
+        statement = f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({marks})"
+        if db.execute(statement, tuple(values.values())).rowcount:
+            added.append(row["number"])
+    if last is not None:  # numbers that were given out do not come back
+        db.execute("UPDATE sqlite_sequence SET seq = max(seq, ?) WHERE name = ?", (last, table))
+    return added
+
+
+def _rows(db: sqlite3.Connection, table: str, last: int) -> Iterator[sqlite3.Row]:
+    """Yield the rows up to number `last` that can be read, in order. Where SQLite stumbles it is asked for half as
+    many; a table of which nothing can be read, wherever one looks, is given up."""
+    query = f"SELECT rowid AS number, * FROM {table} WHERE rowid BETWEEN ? AND ? AND ({READABLE[table]}) ORDER BY rowid"
+
+    def read(low: int, high: int) -> list[sqlite3.Row] | None:
+        try:
+            return db.execute(query, (low, high)).fetchall()
+        except sqlite3.DatabaseError:
+            return None
+
+    if all(read(number, number) is None for number in range(1, last + 1, max(1, last // LOOKS))):
+        return
+    ranges = [(low, low + ROWS - 1) for low in range(1, last + 1, ROWS)][::-1]
+    while ranges:
+        low, high = ranges.pop()
+        rows, middle = read(low, high), (low + high) // 2
+        if rows is not None:
+            yield from rows
+        elif low < high:
+            ranges += [(middle + 1, high), (low, middle)]
+
+
+def _last(db: sqlite3.Connection, table: str) -> int | None:
+    """Return the highest number that a row can have, if the file says it."""
+    for query in (f"SELECT seq FROM sqlite_sequence WHERE name = '{table}'", f"SELECT max(rowid) FROM {table}"):
+        with suppress(sqlite3.DatabaseError):
+            row = db.execute(query).fetchone()
+            if row is not None and type(row[0]) is int and 0 <= row[0] < 1 << 40:
+                return row[0]
+            if row is not None and row[0] is None:
+                return 0
+    return None
 
 
 def _queue_spooled(path: Path, db: sqlite3.Connection) -> list[int]:

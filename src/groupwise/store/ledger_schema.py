@@ -404,17 +404,14 @@ def check_integrity(db: sqlite3.Connection, path: Path) -> None:
     if found != "ok":
         said = "; ".join(line for line in str(found).splitlines() if line and not line.startswith("***"))
         raise LedgerDamagedError(f"{path} is damaged: {said}", hint=REPAIR)
-    tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for table, readable in READABLE.items():
-        if table not in tables:  # of a ledger that is about to be brought up to date
-            continue
         row = db.execute(f"SELECT rowid FROM {table} WHERE ({readable}) IS NOT TRUE LIMIT 1").fetchone()
         if row is not None:
             raise LedgerDamagedError(f"{path} is damaged: row {row[0]} of table {table} cannot be read", hint=REPAIR)
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Return a connection to a ledger, made or brought up to date if need be."""
+    """Return a connection to a ledger, which is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _keep_private(path)
     connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)

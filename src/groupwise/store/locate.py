@@ -17,7 +17,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def open_store(*, run: Path | str | None = None, store: Path | None = None) -> A
     if run is not None and store is not None:
         raise AdapterNotFoundError("both a run and a store are given", hint="give --run RUN_DIR or --store DIR")
     if run is not None:
-        run = _run_with((_VERSIONS,), str(run)) or Path(run)
+        run = _trained_run(str(run), _VERSIONS) or Path(run)
     directory = store or (run or newest_run()) / STORE
     if not directory.is_dir():
         raise AdapterNotFoundError(
@@ -155,7 +155,7 @@ def find_adapter(text: str) -> Located:
         return _directory(path)
     where, at, number = text.rpartition("@") if "@" in text else (text, "", "")
     for name, version in ((text, ""), (where, at + number)):
-        if (run := _run_with((_VERSIONS,), name)) is not None:
+        if (run := _trained_run(name, _VERSIONS)) is not None:
             return _of_run(run, version)
     if (path.parent / STORE).is_dir():
         return _in_store(open_store(run=path.parent), path.name)
@@ -187,10 +187,10 @@ def find_policy(text: str) -> TrainedPolicy:
 
     Raises AdapterNotFoundError or AdapterError as that does, AdapterError where the base model is not known.
     """
-    run = _run_with((_VERSIONS, _WEIGHTS), text)
+    run = None if (Path(text) / files.CONFIG).exists() else _trained_run(text, _VERSIONS, _WEIGHTS)
     if run is not None and not any(run.glob(_VERSIONS)):
         return TrainedPolicy(model=str(run / MODEL), adapter=None, run_dir=run)
-    located = find_adapter(text)
+    located = find_adapter(text) if run is None else _of_run(run, "")
     model = _model_of_run(located.run_dir) if located.run_dir is not None else located.base_model
     if model is None:
         raise AdapterError(
@@ -204,14 +204,14 @@ class SeveralRunsWarning(UserWarning):
     """A name means several runs; the message says which is taken and names the others."""
 
 
-def _run_with(patterns: Sequence[str], text: str) -> Path | None:
-    """Return the run of this directory or name that has a file of one of the `patterns`: of several the newest, but
-    where its policy is asked for the newest that was finished, with a warning."""
+def _runs_with(patterns: Sequence[str], text: str) -> list[Path]:
+    """Return the runs of this name that have a file of one of the `patterns`, newest first; a directory alone where
+    `text` is its path or its name under runs/."""
     if not text:
-        return None
+        return []
     for path in (Path(text), RUNS / text):
         if any(any(path.glob(pattern)) for pattern in patterns):
-            return path
+            return [path]
     named = re.compile(rf"{re.escape(text)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
     found = [(match, path) for path in RUNS.glob("*") if (match := named.fullmatch(path.name))]
     with_files = [
@@ -219,25 +219,34 @@ def _run_with(patterns: Sequence[str], text: str) -> Path | None:
         for match, path in found
         if any(any(path.glob(pattern)) for pattern in patterns)
     ]
-    if len(with_files) < 2 or METRICS in patterns:
-        return max(with_files)[1] if with_files else None
-    ended = [each for each in with_files if _was_finished(each[1])]
-    chosen = max(ended or with_files)[1]
-    others = [f"{path}{'' if _was_finished(path) else ' (not finished)'}" for _, path in with_files if path != chosen]
-    which = "the newest that was finished" if ended else "the newest"
-    listed = ", ".join(sorted(others, reverse=True)[:5])
-    warnings.warn(
-        f"{text} is {chosen}, {which}; of this name there are also {listed}", SeveralRunsWarning, stacklevel=3
-    )
+    return [path for _, path in sorted(with_files, reverse=True)]
+
+
+def _run_with(patterns: Sequence[str], text: str) -> Path | None:
+    """Return the newest run of `_runs_with`; None where there is none."""
+    return next(iter(_runs_with(patterns, text)), None)
+
+
+def _trained_run(text: str, *patterns: str) -> Path | None:
+    """Return the run whose policy is meant: of several the newest that was finished, or else the newest, with a
+    SeveralRunsWarning."""
+    runs = _runs_with(patterns, text)
+    if len(runs) < 2:
+        return next(iter(runs), None)
+    finished = [path for path in runs if _was_finished(path)]
+    chosen = (finished or runs)[0]
+    others = [f"{path}{'' if path in finished else ' (not finished)'}" for path in runs if path != chosen]
+    which = "the newest that was finished" if finished else "the newest"
+    message = f"{text} is {chosen}, {which}; of this name there are also {', '.join(others[:5])}"
+    warnings.warn(message, SeveralRunsWarning, stacklevel=2)
     return chosen
 
 
 def _was_finished(run_dir: Path) -> bool:
-    try:
-        standing = checkpoint.standing(run_dir)
-    except StorageError:
-        return False
-    return standing is not None and standing.finished
+    """Return whether the run made all its steps; one whose checkpoint is damaged did not."""
+    with suppress(StorageError):
+        return checkpoint.is_finished(run_dir)
+    return False
 
 
 def _model_of_run(run_dir: Path) -> str | None:

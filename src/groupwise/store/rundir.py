@@ -31,7 +31,7 @@ from groupwise.store import checkpoint, files
 from groupwise.store.adapters import AdapterStore
 from groupwise.types import PolicyVersion
 
-CONFIG, METRICS, HEALTH = "config.yaml", "metrics.jsonl", "health.jsonl"
+CONFIG, METRICS, HEALTH, LOCK = "config.yaml", "metrics.jsonl", "health.jsonl", ".lock"
 
 ROLLOUTS, EVALUATIONS, ADAPTERS = "rollouts", "evaluations", "adapters"
 
@@ -56,8 +56,9 @@ def open_run_dir(
         try:
             yield run_dir, _entered(run_dir, config)
         except BaseException:
-            if config.run_dir is None and {each.name for each in run_dir.iterdir()} <= {CONFIG, ".lock"}:
-                shutil.rmtree(run_dir)  # nothing was begun: the model could not be loaded
+            with suppress(OSError):
+                if config.run_dir is None and {each.name for each in run_dir.iterdir()} <= {CONFIG, LOCK}:
+                    shutil.rmtree(run_dir)  # nothing was begun: the model could not be loaded
             raise
 
 
@@ -98,7 +99,7 @@ def check_place(config: RunConfig) -> None:
             hint=f"name another: {key}=DIR, or let this user write there (`ls -ld {there}`)",
             field=key,
         )
-    if config.run_dir is not None and is_locked(path / ".lock"):
+    if config.run_dir is not None and is_locked(path / LOCK):
         raise _in_use(path)
 
 
@@ -112,7 +113,7 @@ def owned(directory: Path) -> Iterator[None]:
     does."""
     with files.writing(f"locking {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if not try_lock(descriptor):
             raise _in_use(directory)
@@ -138,12 +139,12 @@ def _entered(run_dir: Path, config: RunConfig) -> checkpoint.RunState | None:
         with files.writing(f"making the run directory {run_dir}"):
             files.replace(run_dir / CONFIG, dump_resolved(config))
         return None
-    changed, standing = _changes(run_dir / CONFIG, config), checkpoint.standing(run_dir)
-    if _is_longer(changed, standing, config):
-        checkpoint.reopen(run_dir)
+    changed = _changes(run_dir / CONFIG, config)
+    standing = checkpoint.standing(run_dir) if not changed or _is_longer(changed, config) else None
+    if changed and standing is not None:
+        standing = checkpoint.reopen(run_dir)
         with files.writing(f"writing the configuration of {run_dir}"):
             files.replace(run_dir / CONFIG, dump_resolved(config))
-        standing = checkpoint.standing(run_dir)
     elif changed:
         raise ConfigError(
             f"run_dir {str(run_dir)!r} holds a run with another {', '.join(changed)}",
@@ -156,10 +157,10 @@ def _entered(run_dir: Path, config: RunConfig) -> checkpoint.RunState | None:
     return standing
 
 
-def _is_longer(changed: Mapping[str, object], standing: checkpoint.RunState | None, config: RunConfig) -> bool:
+def _is_longer(changed: Mapping[str, object], config: RunConfig) -> bool:
     """Return whether the configuration asks for more steps of a run, and for nothing else."""
     steps = changed.get("train.steps")
-    return standing is not None and len(changed) == 1 and isinstance(steps, int) and steps < config.train.steps
+    return len(changed) == 1 and isinstance(steps, int) and steps < config.train.steps
 
 
 def _check_free(run_dir: Path, config: RunConfig) -> None:
@@ -180,8 +181,9 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
     for _, _, run_dir in sorted(begun, reverse=True):
         if not (run_dir / CONFIG).exists():
             continue
-        changed, standing = _changes(run_dir / CONFIG, config), checkpoint.standing(run_dir)
-        if changed and not _is_longer(changed, standing, config):
+        changed = _changes(run_dir / CONFIG, config)
+        standing = checkpoint.standing(run_dir) if not changed or _is_longer(changed, config) else None
+        if changed and standing is None:
             why = why or f"{run_dir} has another {', '.join(changed)}"
         elif changed or standing is None or not standing.finished:
             return run_dir, ""

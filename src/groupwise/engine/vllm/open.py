@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from groupwise.config.hub import reading
@@ -19,6 +20,7 @@ from groupwise.model.load import (
     LoadedModel,
     context_length,
     empty_model,
+    head_in_float32,
     load_configured,
     resolve_device,
     resolve_dtype,
@@ -99,17 +101,16 @@ def shape_of(
     cast_lm_head: str,
 ) -> Shape:
     """Return what vLLM must know of the model `name`, which is like `model`, and of its adapters."""
-    dtype, cpu = str(model.dtype).removeprefix("torch."), resolve_device(device).type != "cuda"  # gpu-aware
-    cast = cast_lm_head == "float32" or (cast_lm_head == "auto" and dtype == "bfloat16" and not cpu)  # as `Head`
+    dtype, cpu = model.dtype, resolve_device(device).type != "cuda"  # gpu-aware
     return Shape(
         model=str(STARTER_DIR) if name == STARTER else name,
-        dtype=dtype,
+        dtype=str(dtype).removeprefix("torch."),
         context_length=context_length(model.config),
         rank=rank,
         targets=linear_names(model, targets) if targets else (),
         rows=rows,
         cpu=cpu,
-        float32_head=cast or dtype == "float32",
+        float32_head=dtype == torch.float32 or head_in_float32(cast_lm_head, dtype, on_gpu=not cpu),
     )
 
 

@@ -2,7 +2,7 @@
 
 publish   the files are laid in a directory of their own, under a name that never was before (`name-v12-1f3a`):
           vLLM keeps prompts it has computed by an adapter's name and path, so one that is used again serves the
-old
+          old
 canary    some tokens are sampled under that name; their log-probabilities must be those of the same files here, as
           far as rounding lets them (`vllm.gaps`)
 weights   where all parameters are trained, or adapters are merged (vllm.push), a version is a whole checkpoint,
