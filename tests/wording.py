@@ -9,9 +9,9 @@ edited: who changes an error's English changes the source, writes the files agai
 difference. A test whose message is not in the file fails.
 
 The words of Python, of the operating system and of libraries stand inside ours, so they are compared on the Python that
-wrote the files alone. What differs from run to run has a name in them: TMP, HERE, ENV and SITE are paths, HOST is a
-server of a test, ID what is drawn, N what is measured, CAUSE what the network says. `raises(..., words=False)` leaves a
-message out.
+wrote the files alone. What differs from run to run has a name in them: TMP, HERE, ENV and SITE are paths, PATH is where
+programs are looked for, HOST is a server of a test, ID what is drawn, N what is measured, CAUSE what the network says.
+`raises(..., words=False)` leaves a message out.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ PLACES = [
     (re.compile(re.escape(str(TESTS.parent))), "HERE"),
     (re.compile(rf"{re.escape(tempfile.gettempdir())}/(pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?)?[\w.-]+"), "TMP"),
     (re.compile(r"\bENV/bin/python[\d.]*"), "ENV/bin/python"),
+    (re.compile(r"\bENV/bin(?::/[^\s:'\"]+)+"), "PATH"),
     (re.compile(r"\b127\.0\.0\.1:\d+"), "HOST"),
     (re.compile(r"\b(pid|process|port) \d{2,}"), r"\1 N"),
     (re.compile(r"\b\d[\d,]*(?:\.\d+)?(?:e-?\d+)? (nats|GiB|MiB|bytes|seconds|s)\b"), r"N \1"),

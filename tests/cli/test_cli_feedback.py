@@ -20,6 +20,8 @@ from groupwise.tasks.prompts import open_prompts
 from serving import running
 from whole_server import whole
 
+STOPS = [*range(60, 76)]  # tokens that end an answer, of the 280 that the model draws from
+
 
 @pytest.fixture
 def client(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
@@ -36,7 +38,11 @@ def rows(path: str) -> list[dict[str, Any]]:
 
 
 def test_ratings_become_pairs_and_examples(client: Client, model_dir: Path, tmp_path: Path):
-    first, second = (client.sample([prompt], n=3, max_tokens=6, seed=1)[0].completions for prompt in ("One?", "Two?"))
+    first, second = (
+        client.sample([prompt], n=3, max_tokens=100, seed=1, stop_token_ids=STOPS)[0].completions
+        for prompt in ("One?", "Two?")
+    )
+    assert all(each.finish_reason == "stop" for each in (*first, *second))
     a, b, c = (str(each.rollout_id) for each in first)
     client.feedback(b, better_than=a, user="ann")
     client.feedback(a, better_than=b, user="ann")  # she has thought again
@@ -62,6 +68,21 @@ def test_ratings_become_pairs_and_examples(client: Client, model_dir: Path, tmp_
             text = prompt.answer[0].get("content")
             (turn,) = answer_turns(encode_prompt(prompt, tokenizer), tokenizer)
             assert turn.prompt_ids == asked[str(text)] and turn.completion.text == text
+
+
+def test_what_was_cut_off_is_nothing_to_learn(client: Client):
+    """It would be learned with an end that it has not."""
+    a, b = client.sample(["One?"], n=2, max_tokens=4, ignore_eos=True)[0].completions
+    assert (a.finish_reason, b.finish_reason) == ("length", "length")
+    client.feedback(str(a.rollout_id), better_than=str(b.rollout_id), user="ann")
+    client.feedback(str(a.rollout_id), thumb="up", user="ann")
+    client.feedback(str(b.rollout_id), thumb="down", user="ann")
+    assert cli("feedback", "export", "pairs.jsonl").exit_code == 2
+    assert cli("feedback", "export", "examples.jsonl", "--examples").exit_code == 2
+    client.feedback(str(a.rollout_id), correction="one", user="ann")
+    assert cli("feedback", "export", "pairs.jsonl").exit_code == 0
+    (row,) = rows("pairs.jsonl")
+    assert (row["chosen"], row["rejected"]) == ("one", a.text) and Path("pairs.jsonl").stat().st_mode & 0o077 == 0
 
 
 def test_what_cannot_be_exported_is_said(client: Client, tmp_path: Path):

@@ -5,7 +5,8 @@
 
 A pair comes of a comparison, of a correction (better than what it corrects), and of two answers to one prompt with
 other mean scores. An example is a correction, or an answer whose mean score is above a half. Of one user the last word
-counts. A prompt is exported as the token ids that were asked: it is learned in the form in which it was answered.
+counts, and an answer that was cut off is never what is to be learned. A prompt is exported as the token ids that were
+asked: it is learned in the form in which it was answered.
 """
 
 from __future__ import annotations
@@ -16,24 +17,31 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from groupwise.cli.frame import OPTIONS, ApiKey, Debug, Url, examples, open_client
 from groupwise.cli.output import print_line
-from groupwise.errors import DataError, RemoteError, StorageError
+from groupwise.errors import ConfigError, DataError, RemoteError
 
 if TYPE_CHECKING:
     from groupwise.sdk.client import Client
     from groupwise.sdk.types import FeedbackAnswer
 
 PAGE = 1000  # ratings that are asked for at once
-FORGOTTEN = 404
+FORGOTTEN = "rollout_not_found"
 
 app = typer.Typer(help="What people said of a server's answers.", **OPTIONS)
 
-Said = tuple[tuple[int, ...], str, str]  # the prompt's ids, the prompt, the answer
+
+class Said(NamedTuple):
+    """An answer that a server keeps. `whole`: it was not cut off, so that it can be learned with its end."""
+
+    prompt_ids: tuple[int, ...]
+    prompt: str
+    text: str
+    whole: bool
 
 
 @app.command(
@@ -49,25 +57,24 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a server's thumbs, scores, corrections and comparisons as preference pairs, or as examples."""
-    if file.exists():
-        raise StorageError(f"{file} exists already", hint="name another file, or remove it first")
+    if file.exists():  # said before the server is asked for everything
+        raise ConfigError(f"{file} exists already", hint="name another file, or remove it first")
     with open_client(url, api_key) as client:
         ratings = list(_ratings(client))
         said, forgotten = _answers(client, ratings)
     rows = list(_examples(ratings, said) if as_examples else _pairs(ratings, said))
-    what = "examples" if as_examples else "pairs"
+    what, need = "pairs", "a comparison, a correction, or two scores of one prompt"
+    if as_examples:
+        what, need = "examples", "a thumb up, or a correction"
+    lost = f"; {forgotten} answers are no longer kept" if forgotten else ""
     if not rows:
-        need = (
-            "a thumb up, or a correction" if as_examples else "a comparison, a correction, or two scores of one prompt"
-        )
-        raise DataError(f"{len(ratings)} ratings come to no {what}: they need {need}")
+        raise DataError(f"{len(ratings)} ratings come to no {what}: they need {need}{lost}")
     from groupwise.store import files
 
-    with files.writing(f"writing {file}"):
-        files.replace(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    lost = f"; {forgotten} answers are no longer kept" if forgotten else ""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    files.write_new(file, text, mode=0o600)  # what people asked is for the eyes of its owner
     print_line(f"{len(rows)} {what} of {len(ratings)} ratings in {file}{lost}")
-    print_line(f"to learn them: kind: {'sft' if as_examples else 'dpo'}, data: {{source: {file.name}}}")
+    print_line(f"to learn them: kind: {'sft' if as_examples else 'dpo'}, data: {{source: {file}}}")
 
 
 def _ratings(client: Client) -> Iterator[FeedbackAnswer]:
@@ -91,11 +98,13 @@ def _answers(client: Client, ratings: Sequence[FeedbackAnswer]) -> tuple[dict[st
         try:
             kept = client.kept_answers(id)
         except RemoteError as error:
-            if error.status != FORGOTTEN:
+            if error.code != FORGOTTEN:
                 raise
             lost += 1
             continue
-        said |= {each.id: (tuple(kept.prompt_token_ids), kept.prompt, each.text) for each in kept.rollouts}
+        for each in kept.rollouts:
+            whole = each.finish_reason != "length"
+            said[each.id] = Said(tuple(kept.prompt_token_ids), kept.prompt, each.text, whole)
     return said, lost
 
 
@@ -118,30 +127,33 @@ def _scores(ratings: Sequence[FeedbackAnswer]) -> dict[str, float]:
 
 
 def _pairs(ratings: Sequence[FeedbackAnswer], said: dict[str, Said]) -> Iterator[dict[str, Any]]:
-    """Yield each pair once, without those whose two texts are the same."""
+    """Yield each pair once, without those whose two texts are the same, or whose better one was cut off."""
     found: list[tuple[str, str]] = []  # what is chosen, and the id of the rejected answer
     for each in _last(ratings, "better_than"):
-        if each.rollout_id in said and each.better_than in said:
-            found.append((said[each.rollout_id][2], str(each.better_than)))
+        if each.rollout_id in said and each.better_than in said and said[each.rollout_id].whole:
+            found.append((said[each.rollout_id].text, str(each.better_than)))
     found += [(str(each.correction), each.rollout_id) for each in _last(ratings, "correction")]
     by_prompt: dict[tuple[int, ...], list[tuple[str, float]]] = defaultdict(list)
     for id, score in _scores(ratings).items():
         if id in said:
-            by_prompt[said[id][0]].append((id, score))
+            by_prompt[said[id].prompt_ids].append((id, score))
     for scored in by_prompt.values():
-        found += [(said[a][2], b) for (a, high), (b, low) in permutations(scored, 2) if high > low]
+        better = [(a, b) for (a, high), (b, low) in permutations(scored, 2) if high > low]
+        found += [(said[a].text, b) for a, b in better if said[a].whole]
     for chosen, id in dict.fromkeys(found):
-        if id in said and chosen.strip() and said[id][2].strip() and chosen != said[id][2]:
-            ids, prompt, rejected = said[id]
-            yield {"prompt": prompt, "prompt_token_ids": list(ids), "chosen": chosen, "rejected": rejected}
+        if id in said and chosen.strip() and said[id].text.strip() and chosen != said[id].text:
+            worse = said[id]
+            ids = list(worse.prompt_ids)
+            yield {"prompt": worse.prompt, "prompt_token_ids": ids, "chosen": chosen, "rejected": worse.text}
 
 
 def _examples(ratings: Sequence[FeedbackAnswer], said: dict[str, Said]) -> Iterator[dict[str, Any]]:
-    """Yield each example once."""
+    """Yield each example once, without answers that were cut off."""
     found = [
         (each.rollout_id, str(each.correction)) for each in _last(ratings, "correction") if each.rollout_id in said
     ]
-    found += [(id, said[id][2]) for id, score in _scores(ratings).items() if id in said and score > 0.5]
-    for ids, prompt, text in dict.fromkeys((*said[id][:2], text) for id, text in found):
+    good = [id for id, score in _scores(ratings).items() if id in said and score > 0.5]
+    found += [(id, said[id].text) for id in good if said[id].whole]
+    for ids, prompt, text in dict.fromkeys((said[id].prompt_ids, said[id].prompt, text) for id, text in found):
         if text.strip():
             yield {"prompt": prompt, "prompt_token_ids": list(ids), "completion": text}

@@ -139,7 +139,7 @@ def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
 
 
 def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]]:
-    """Before and after on held-out prompts; without `eval`, the first and the last step's training reward, the
+    """Return before and after on held-out prompts; without `eval`, the first and the last step's training reward, the
     cross-entropy of what was imitated, or the share of the pairs that are told apart."""
     if config.eval is not None:
         return compare(result.before, result.after, by=config.eval.by)
@@ -363,7 +363,7 @@ def _supervised_loss(config: RunConfig) -> str:
 
 
 def _teacher(teacher: TeacherConfig, told: Mapping[str, float]) -> str:
-    """Who the teacher is, and what it made of the trial completions."""
+    """Say who the teacher is, and what it made of the trial completions."""
     name = teacher.base_url or teacher.model or teacher.adapter or "the policy itself"
     name += "" if teacher.context is None else f", with {teacher.context} in its prompt"
     if "teacher/demonstrations" in told:

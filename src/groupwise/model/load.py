@@ -519,7 +519,7 @@ class Head:
         caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         softcap = next((cap for name in caps if (cap := getattr(config, name, None))), None)
         weight_VH, cast = linear.weight, getattr(model, _CAST_HEAD, "auto")
-        in_float32 = head_in_float32(cast, weight_VH.dtype, on_gpu=weight_VH.is_cuda)
+        in_float32 = head_in_float32(cast, weight_VH.dtype, on_gpu=weight_VH.is_cuda)  # gpu-aware
         return cls(weight_VH, getattr(linear, "bias", None), scale, softcap, in_float32)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.other_names import OTHER_NAMES
 from groupwise.config.run import RunConfig
 from groupwise.config.yaml import suggest_key
-from groupwise.errors import ConfigError, StorageError
+from groupwise.errors import ConfigError
 from groupwise.run.config_file import GROUPWISE, LoadedRun, read_run, understand
 from groupwise.run.native_yaml import native_yaml
+from groupwise.store import files
 
 
 def import_run(arguments: Sequence[str], *, system: str | None = None) -> LoadedRun:
@@ -58,11 +59,5 @@ def written(loaded: LoadedRun, out: Path | None) -> str:
     fails."""
     text = native_yaml(loaded, folder=Path.cwd() if out is None else out.parent)
     if out is not None:
-        try:
-            with out.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            raise ConfigError(f"{out} exists already", hint="name another file, or remove it first") from None
-        except OSError as error:
-            raise StorageError.of(error, f"cannot write {out}: {error.strerror or error}") from error
+        files.write_new(out, text)
     return text

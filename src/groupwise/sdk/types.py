@@ -198,6 +198,8 @@ class KeptAnswer(Answer):
 
     id: str
     text: str
+    finish_reason: str | None
+    """`length` where it was cut off."""
 
 
 class KeptAnswers(Answer):

@@ -9,6 +9,7 @@ written and a damaged ledger all end it. Both are cheap, and neither waits for t
 from __future__ import annotations
 
 import asyncio
+import copy
 import shutil
 import time
 from collections import Counter
@@ -27,19 +28,14 @@ from groupwise.model.load import LoadedModel
 from groupwise.run.memory_budget import device_memory
 from groupwise.sdk.types import Answer, Check, Health, ModelCard, ModelList
 from groupwise.server.errors import hidden
-from groupwise.server.metrics import Recorder, Sample
-from groupwise.server.state import given
+from groupwise.server.metrics import Sample
+from groupwise.server.state import Parts, given
 from groupwise.server.storage import StorageProbe, room_problem
 from groupwise.server.wire import documented
-from groupwise.store.ledger import Job, JobState, Ledger
+from groupwise.store.ledger import Job, JobState
 
 if TYPE_CHECKING:
-    from groupwise.config.serve import ServeConfig
-    from groupwise.sampler import LiveEngine
-    from groupwise.server.policies import Policies
     from groupwise.server.supervisor import Supervisor
-    from groupwise.store.adapters import AdapterStore
-    from groupwise.store.feedback import FeedbackLog
 
 STARTED = time.time()
 
@@ -51,17 +47,9 @@ router = APIRouter(tags=["Server"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealthParts:
+class HealthParts(Parts):
     """The parts of a server that these routes and the gauges read."""
 
-    config: ServeConfig
-    base: LoadedModel
-    engine: LiveEngine
-    store: AdapterStore
-    ledger: Ledger
-    policies: Policies
-    recorder: Recorder
-    feedback: FeedbackLog
     supervisor: Supervisor
     storage: StorageProbe
     paths: Mapping[str, str]
@@ -80,8 +68,7 @@ class ModelNotFoundError(ModelError):
 @router.get("/health", **documented(answer=Health, errors=[DeviceLostError]))
 async def health(request: Request, parts: State) -> Health:
     """Say whether the process lives; 503 once its GPU is lost to it, until it ends. The only route without a key."""
-    if (lost := parts.engine.lost) is not None:
-        raise lost
+    _check_device(parts)
     if not getattr(request.state, "trusted", False):
         return Health(status="ok", version=__version__, uptime_seconds=time.time() - STARTED)
     return await asyncio.to_thread(_health, parts)
@@ -90,9 +77,14 @@ async def health(request: Request, parts: State) -> Health:
 @router.get("/v1/health", **documented(answer=Health, errors=[DeviceLostError]))
 async def health_v1(parts: State) -> Health:
     """Answer as /health does, with everything."""
-    if (lost := parts.engine.lost) is not None:
-        raise lost
+    _check_device(parts)
     return await asyncio.to_thread(_health, parts)
+
+
+def _check_device(parts: HealthParts) -> None:
+    """Raise DeviceLostError once the engine's device is lost: each time a copy, which holds no request's frames."""
+    if (lost := parts.engine.lost) is not None:
+        raise copy.copy(lost).with_traceback(None)
 
 
 def _health(parts: HealthParts) -> Health:

@@ -257,7 +257,7 @@ class _ServerProcess:
         finally:
             await self._end(tasks, ledger)
             gc.unfreeze()
-        if lost.done() and not lost.cancelled():
+        if lost.done() and not lost.cancelled() and not self._stop.is_set():
             raise lost.result()
         self._announce("stopped")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -123,7 +122,7 @@ def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Serv
     config, answers = parts.config, AnswerLog(parts.ledger)
     gate = None if config.gate is None else Gatekeeper(parts, config.gate)
     return Server(
-        **{each.name: getattr(parts, each.name) for each in fields(parts)},
+        **vars(parts),
         reader=reader,
         supervisor=supervisor,
         storage=StorageProbe(config.state_dir),
@@ -172,8 +171,14 @@ def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:
 
         log = config.vllm.log or str(config.state_dir.absolute() / "logs" / "vllm.log")
         vllm = config.vllm.model_copy(update={"log": log})
-        how = {"device": config.device, "rows": config.batch_rows, "cast_lm_head": config.cast_lm_head}
-        return open_live(vllm, base, model=config.model, **how)
+        return open_live(
+            vllm,
+            base,
+            model=config.model,
+            device=config.device,
+            rows=config.batch_rows,
+            cast_lm_head=config.cast_lm_head,
+        )
     return LocalEngine(
         base,
         max_rows=config.batch_rows,

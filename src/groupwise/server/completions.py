@@ -7,7 +7,7 @@ the prompt stands in front of the completion; its log-probabilities and their al
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,9 +19,10 @@ from groupwise.errors import RequestError
 from groupwise.model.chat import encode_prompt, too_long
 from groupwise.sdk.types import Usage
 from groupwise.server.bodies import parse_body
+from groupwise.server.chat import ChatParts
 from groupwise.server.event_stream import PING, EventStream, sse, while_connected
 from groupwise.server.generate import Token, sendable, tokens_of
-from groupwise.server.sampling import SAMPLING_ERRORS, Admission, Admissions
+from groupwise.server.sampling import SAMPLING_ERRORS, Admission
 from groupwise.server.schema_completions import (
     CompletionChoice,
     CompletionLogprobs,
@@ -37,21 +38,16 @@ from groupwise.types import Completion, FinishReason, Prompt
 
 if TYPE_CHECKING:
     from groupwise.model.load import LoadedModel
-    from groupwise.sampler import LiveEngine
-    from groupwise.server.reader import Reader, TextModel
+    from groupwise.server.reader import TextModel
 
 router = APIRouter(tags=["OpenAI"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionParts:
+class CompletionParts(ChatParts):
     """The parts of a server that these routes use."""
 
     base: LoadedModel
-    engine: LiveEngine
-    reader: Reader
-    admissions: Admissions
-    paths: Mapping[str, str]
 
 
 Completions = Annotated[CompletionParts, given(CompletionParts)]

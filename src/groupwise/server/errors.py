@@ -18,7 +18,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path as FilePath
 from typing import Any, TypeVar, cast
 
@@ -104,7 +103,6 @@ Shown = TypeVar("Shown")
 Paths = Mapping[str, str]  # an absolute path of this machine -> what stands in its place
 
 
-@lru_cache(maxsize=8)
 def private_paths(state_dir: FilePath, model: str) -> Paths:
     """Return the directories of this machine that errors may name, and that clients have no use for."""
     places = [(state_dir, "<state_dir>"), (FilePath(__file__).parents[1], "<groupwise>"), (FilePath.cwd(), "<cwd>")]
@@ -119,7 +117,7 @@ def private_paths(state_dir: FilePath, model: str) -> Paths:
 
 
 def hidden(value: Shown, paths: Paths) -> Shown:
-    """`value` with something else in place of each path, in a text and in every text of a list or an object.
+    """Return `value` with something else in place of each path, in a text and in every text of a list or an object.
 
     >>> hidden({"said": ["in /srv/state/logs and /srv/stateful"]}, {"/srv/state": "<state_dir>"})
     {'said': ['in <state_dir>/logs and /srv/stateful']}

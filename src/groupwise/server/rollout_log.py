@@ -125,7 +125,7 @@ async def list_rollouts(
         Query(description="Default: newest first; a job's as posted. best and worst, by reward, need a job."),
     ] = None,
 ) -> RolloutPage:
-    """Completions that were sampled here, newest first; or those that a job was posted, by group."""
+    """List completions that were sampled here, newest first; or those that a job was posted, by group."""
     _check_filters(
         job,
         for_a_job={
@@ -256,7 +256,7 @@ def _searched(prompt_ids: bytes, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _facets(parts: LogParts) -> RolloutFacets:
-    """Counted in the newest rows."""
+    """Count versions and endings in the newest rows."""
     newest = "SELECT version, finish_reason FROM rollout ORDER BY seq DESC LIMIT ?"
     query = f"SELECT version, finish_reason, count(*) AS n FROM ({newest}) GROUP BY version, finish_reason"
     with parts.ledger.reader("counting the rollouts") as db:

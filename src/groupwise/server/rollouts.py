@@ -66,7 +66,7 @@ Batches = Annotated[BatchParts, given(BatchParts)]
 
 @router.post("/v1/completions/batch", **documented(BatchRequest, BatchAnswer, errors=_ERRORS, codes=_CODES))
 async def batch(http: Request, parts: Batches) -> Response:
-    """`n` completions of each conversation, by the active policy or the one that `model` or `adapter` names.
+    """Sample `n` completions of each conversation, by the active policy or the one that `model` or `adapter` names.
 
     The answer goes by prompt, then by completion; `prompt_index` and `completion_index` say which each one is.
     """

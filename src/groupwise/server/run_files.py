@@ -283,7 +283,7 @@ def with_stages(runs: Mapping[str, RunFiles]) -> dict[str, RunFiles]:
     for id, run in runs.items():
         found[id] = run
         stages = [path for path in (run.directory / STAGES).glob("*") if is_run(path) and path not in known]
-        for path in sorted(stages, key=lambda path: path.stat().st_ctime, reverse=True):
+        for path in sorted(stages, key=lambda path: (path / CONFIG).stat().st_mtime, reverse=True):
             name = f"{id}~{STAGES}~{path.name}"
             found[name] = RunFiles(path, id=name)
     return found

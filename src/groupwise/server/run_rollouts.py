@@ -160,10 +160,10 @@ def facets(run: RunFiles) -> RolloutFacets:
     few = {name: values for name, values in sorted(tags.items()) if len(values) <= MOST_TAGS and len(values) < counted}
     return RolloutFacets(
         counted=counted,
-        versions=most_first(each for each in versions.items() if each[0]),
-        finish_reasons=most_first(each for each in reasons.items() if each[0]),
+        versions=most_first(versions.items()),
+        finish_reasons=most_first(reasons.items()),
         steps=[step for step, _ in places],
-        tags={name: most_first(each for each in values.items() if each[0]) for name, values in few.items()},
+        tags={name: most_first(values.items()) for name, values in few.items()},
     )
 
 

@@ -77,7 +77,7 @@ SAMPLING_ERRORS = (
 class Admission:
     """A request that was admitted: which version answers it, and what the engine does for it."""
 
-    place: Admissions
+    admissions: Admissions
     id: str
     created: int
     model: str
@@ -89,11 +89,11 @@ class Admission:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.place.base.tokenizer
+        return self.admissions.base.tokenizer
 
     @property
     def engine(self) -> LiveEngine:
-        return self.place.engine
+        return self.admissions.engine
 
     @property
     def headers(self) -> dict[str, str]:
@@ -110,7 +110,7 @@ class Admission:
     async def next(self) -> list[Token] | None:
         """`Generation.next`, recorded; no tokens where it is time for a ping."""
         tokens = await self.generation.next(PING_S)
-        self.place.recorder.tokens(self.record, len(tokens or ()))
+        self.admissions.recorder.tokens(self.record, len(tokens or ()))
         return tokens
 
     def usage(self, groups: Sequence[Sequence[Completion]]) -> Usage:
@@ -148,12 +148,12 @@ class Admission:
     ) -> None:
         """Record that all completions are there. `keep`: remember them under the answer's id, so that feedback can name
         them (`ServeConfig.keep_answers`)."""
-        if keep and self.place.config.keep_answers:
-            self.place.answers.keep([each for each in self.records(groups) if each.completion_ids])
-        if self.place.gate is not None and self.place.gate.shadow is not None:
-            self.place.gate.shadow.offer(self, groups)
+        if keep and self.admissions.config.keep_answers:
+            self.admissions.answers.keep([each for each in self.records(groups) if each.completion_ids])
+        if self.admissions.gate is not None and self.admissions.gate.shadow is not None:
+            self.admissions.gate.shadow.offer(self, groups)
         first, used = groups[0][0], self.usage(groups)
-        self.place.recorder.finished(
+        self.admissions.recorder.finished(
             self.record,
             finish_reason=finish_reason or first.finish_reason.value,
             prompt_tokens=used.prompt_tokens,
@@ -167,10 +167,10 @@ class Admission:
         reasons = {DeadlineError: "timeout", ClientGone: "client_disconnect", SlowReaderError: "client_disconnect"}
         prompt = sum(len(request.prompt_ids) for request in self.requests)
         reason = reasons.get(kind, "error") if kind is not None else "error"
-        trial = self.place.policies.trial
+        trial = self.admissions.policies.trial
         if trial is not None and self.counts and isinstance(error, Exception) and not self._is_the_clients(error):
             trial.failed(self.version)
-        self.place.recorder.finished(self.record, finish_reason=reason, prompt_tokens=prompt)
+        self.admissions.recorder.finished(self.record, finish_reason=reason, prompt_tokens=prompt)
 
     def _is_the_clients(self, error: Exception) -> bool:
         """Return whether the client caused an error: it left, asked for what is refused, or for a grammar that takes
@@ -281,7 +281,7 @@ class Admissions:
         model = body.model or self.config.served_name
         id = f"{kind}{'' if kind.endswith('_') else '-'}{secrets.token_hex(12)}"
         admission = Admission(
-            place=self,
+            admissions=self,
             id=id,
             created=int(time.time()),
             model=model,

@@ -109,15 +109,16 @@ Rollout = TypeVar("Rollout", bound=RolloutDetail)
 
 
 def best_first(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    """By reward; what has none comes last."""
+    """Return rollouts by reward; what has none comes last."""
     return sorted(rollouts, key=lambda each: float("inf") if each.reward is None else -each.reward)
 
 
 def most_first(counts: Iterable[tuple[str, int]]) -> list[FacetCount]:
-    """Return the sums of the counts by value, the largest first, equal ones by value."""
+    """Return the sums of the counts by value, the largest first, equal ones by value; those of "" are left out."""
     total: dict[str, int] = {}
     for value, count in counts:
-        total[value] = total.get(value, 0) + count
+        if value:
+            total[value] = total.get(value, 0) + count
     return [
         FacetCount(value=value, count=total[value]) for value in sorted(total, key=lambda each: (-total[each], each))
     ]

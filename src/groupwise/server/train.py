@@ -1,7 +1,7 @@
 """/v1/train/*: jobs are submitted, listed, followed and cancelled; the worker process runs them.
 
 A submission is answered when the job is on the disk. What it asks for is checked and tokenised by the reader
-(`server.submit` says what, `parts.reader` where), and the ledger is used in threads: the loop, which serves
+(`server.submit` says what, `server.reader` where), and the ledger is used in threads: the loop, which serves
 completions, never waits for either.
 """
 
@@ -211,7 +211,7 @@ async def queue(parts: Jobs) -> TrainQueue:
 
 @router.get("/metrics/{job_id}", **documented(answer=JobMetrics, errors=[JobNotFoundError]))
 async def metrics(job_id: str, parts: Jobs) -> JobMetrics:
-    """Loss, reward, KL, gradient norm, tokens per second and more, of every step so far."""
+    """Return loss, reward, KL, gradient norm, tokens per second and more, of every step so far."""
     steps = await run_in_threadpool(parts.ledger.metrics, job_id)
     return JobMetrics(job_id=job_id, steps=[{**step, "time": utc(step["time"])} for step in steps])
 

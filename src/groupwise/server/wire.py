@@ -181,7 +181,7 @@ def documented(
     streams: bool = False,
     optional_body: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `@router.post(path, **documented(ChatRequest, ChatCompletion, errors=[ContextLengthError]))`.
+    """Return arguments of `@router.post(path, **documented(ChatRequest, ChatCompletion, errors=[ContextLengthError]))`.
 
     The handler reads its body with `bodies.read_body` and may return an `answer` or a response. Errors that every route
     can have (authentication, limits, malformed bodies) are added by the app. `codes` are those of the route's 400s that

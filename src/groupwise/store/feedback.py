@@ -123,7 +123,7 @@ class FeedbackLog:
         before: int | None = None,
         limit: int = 200,
     ) -> list[Feedback]:
-        """Ratings, newest first; `before` is the `seq` of the last one of the page before."""
+        """Return ratings, newest first; `before` is the `seq` of the last one of the page before."""
         tests = {"rollout = ?": rollout, "version = ?": version, "state = ?": state, "seq < ?": before}
         given = {test: value for test, value in tests.items() if value is not None}
         where = f"WHERE {' AND '.join(given)}" if given else ""
@@ -166,7 +166,7 @@ class FeedbackLog:
             return sorted((_read(row) for row in db.execute(query, (limit,))), key=lambda rating: rating.seq)
 
     def revision(self) -> tuple[int, int]:
-        """Another value whenever other ratings wait than before."""
+        """Return another value whenever other ratings wait than before."""
         query = f"""
             SELECT (SELECT coalesce(max(seq), 0) FROM feedback) AS newest, count(*) AS waiting
             FROM feedback WHERE trained_by IS NULL AND failures < {MAX_FAILURES}
@@ -316,8 +316,8 @@ def _last_said(ratings: Iterable[Feedback]) -> dict[tuple[str, str | None, str],
 
 
 def votes(ratings: Iterable[Feedback]) -> dict[tuple[str, str | None], float]:
-    """By rollout and author, from 0 to 1: the mean of the last score and of the last comparisons, in which the better
-    rollout gets 1 and the worse one 0; 0 where there is a correction alone."""
+    """Return by rollout and author, from 0 to 1, the mean of the last score and of the last comparisons, in which the
+    better rollout gets 1 and the worse one 0; 0 where there is a correction alone."""
     found: dict[tuple[str, str | None], list[float]] = {}
     corrected: dict[tuple[str, str | None], list[float]] = {}
     for (_, author, kind), rating in _last_said(ratings).items():

@@ -32,7 +32,7 @@ from uuid import uuid4
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from groupwise.errors import AdapterError, GroupwiseError, InUseError, StorageError
+from groupwise.errors import AdapterError, ConfigError, GroupwiseError, InUseError, StorageError
 from groupwise.platform import try_lock, unlock
 from groupwise.store import faults
 from groupwise.store.adapter_config import CONFIG as CONFIG
@@ -377,6 +377,21 @@ def replace(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     fsync(path.parent)
+
+
+def write_new(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Write a file that must not be there yet, with this mode less the umask.
+
+    Raises ConfigError if something of that name is there, StorageError if it cannot be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already", hint="name another file, or remove it first") from None
+    except OSError as error:
+        raise StorageError.of(error, f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager

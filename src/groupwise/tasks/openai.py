@@ -60,7 +60,8 @@ class AgentChatRequest(BaseModel):
 
         any other field is taken: what the run decides (`RUN_DECIDES`) is named as ignored, and the rest is not read
         numbers may come as text, and true as 1: programs in many languages send them so
-        no list has a limit: an episode is as long as its environment lets it be
+        the lists of messages, tools and stop strings have no limit: an episode is as long as its environment lets it
+        be. What stands inside a message or a tool is read as a server reads it, with its limits
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
@@ -195,7 +196,7 @@ def translated(asked: DialectRequest, form: dict[str, Any]) -> AgentChatRequest:
 
 
 def checked(request: AgentChatRequest) -> AgentChatRequest:
-    """`request`, if the policy can answer it. Raises RequestError."""
+    """Return `request`, if the policy can answer it. Raises RequestError."""
     offered = [tool.function.name for tool in request.tools or ()]
     for refused, param, why in (
         (request.n not in (None, 1), "n", f"n is {request.n}; an episode goes on from one answer. Send n requests"),

@@ -94,14 +94,14 @@ async def world_size() -> WorldSize:
 # ---- sampling ----
 @router.post("/generate/", **documented(GenerateRequest, Drawings, errors=SAMPLING_ERRORS, codes=["batch_too_large"]))
 async def generate(http: Request, parts: Trainers) -> Response:
-    """`n` completions of each prompt, by the active policy."""
+    """Sample `n` completions of each prompt, by the active policy."""
     body, prompts = await parts.reader.read_json(http, read_generate, context=parts.engine.context_length)
     return await _drawn(http, parts, body, prompts, [body.answer_grammar] * len(prompts))
 
 
 @router.post("/chat/", **documented(ChatsRequest, Drawings, errors=SAMPLING_ERRORS, codes=["batch_too_large"]))
 async def chat(http: Request, parts: Trainers) -> Response:
-    """`n` completions of each conversation, by the active policy."""
+    """Sample `n` completions of each conversation, by the active policy."""
     body, prompts = await parts.reader.read_json(http, read_chats, context=parts.engine.context_length)
     grammars = answer_grammars(body.answer_grammar, prompts, parts.base.tokenizer)
     return await _drawn(http, parts, body, prompts, grammars)

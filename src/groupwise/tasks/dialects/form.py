@@ -162,7 +162,7 @@ TEXT_OR_PARTS = Discriminator(_shape)
 
 
 def unknown_kind(value: Any, known: Sequence[str], says: str, hint: str, *, code: str = "unsupported_content") -> Any:
-    """`value`, unless it is an object whose `type` is none of the `known`."""
+    """Return `value`, unless it is an object whose `type` is none of the `known`."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in known:
         shown = kind if len(kind) <= LONGEST_SHOWN else f"{kind[: LONGEST_SHOWN - 3]}..."
