@@ -1,5 +1,7 @@
 """The dataset's own answers: what of a row is the answer, and which tokens are learned."""
 
+import copy
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -11,6 +13,7 @@ from groupwise.model.load import load_tokenizer
 from groupwise.tasks.answers import answer_turns
 from groupwise.tasks.prompts import to_example
 from groupwise.types import Prompt
+from template_families import OTHERS
 from wording import raises
 
 ASKED = {"role": "user", "content": "What is 4+5?"}
@@ -100,6 +103,17 @@ def test_a_thought_that_the_prompt_has_opened_is_not_opened_again():
     row = {"prompt": [ASKED, nine("<think>\n")], "answer": "<think>\n4+5=9\n</think>\n\n9"}
     before, texts = learned(row)
     assert before.endswith("<think>\n") and texts == ["4+5=9\n</think>\n\n9<|im_end|>"]
+
+
+def test_a_thought_between_marks_of_the_models_own_is_not_opened_again_either():
+    tokenizer = copy.deepcopy(load_tokenizer("starter"))
+    tokenizer.chat_template = OTHERS["gemma 4"].source
+    opened = tuple(tokenizer.encode("<|channel>thought\n", add_special_tokens=False))
+    prompt = dataclasses.replace(
+        example({"prompt": "4+5=", "answer": "<|channel>thought\nHm.<channel|>9"}), token_ids=opened
+    )
+    (turn,) = answer_turns(prompt, tokenizer)
+    assert decode(turn.completion.token_ids, tokenizer, ends=()).startswith("Hm.<channel|>9")
 
 
 def test_plain_text_is_continued_and_ended():

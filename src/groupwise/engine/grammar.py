@@ -403,10 +403,11 @@ def _free(opening: str) -> str:
     token = _TOKEN.match(opening)
     if token is None:
         return "start: <[*]>*"
-    begun = re.match(r'\s*"(.)', opening[token.end() :])
+    begun = re.match(r'\s*("(?:\\.|[^"\\])*")', opening[token.end() :])
     if begun is None:
         return f"start: <[^{token[1]}]>*"
-    return f"start: <[^{token[1]}]>* (<[{token[1]}]> OTHER <[^{token[1]}]>*)*\nOTHER: /[^{begun[1]}](.|\\n)*/"
+    first = f"\\x{{{ord(json.loads(begun[1])[0]):x}}}"
+    return f"start: <[^{token[1]}]>* (<[{token[1]}]> OTHER <[^{token[1]}]>*)*\nOTHER: /[^{first}](.|\\n)*/"
 
 
 def _options(written: Mapping[str, Any] | None, *, lenient: bool) -> dict[str, Any]:

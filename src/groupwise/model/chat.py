@@ -400,7 +400,9 @@ def _templates(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
 
 def opens_thought(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a prompt ends with what begins a thought (<think>), so that the reply begins inside it."""
-    return decode(prompt_ids[-8:], tokenizer).rstrip().endswith(format_of(tokenizer).thought.start)
+    start = format_of(tokenizer).thought.start
+    most = len(start.encode()) + 2  # tokens of one byte each, and space
+    return decode(prompt_ids[-most:], tokenizer).rstrip().endswith(start)
 
 
 def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) -> None:

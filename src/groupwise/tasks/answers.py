@@ -17,7 +17,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from groupwise.errors import ContextLengthError
-from groupwise.model.chat import THINK_START, decode, encode_completion, opens_thought
+from groupwise.model.chat import decode, encode_completion, opens_thought
+from groupwise.model.reply_formats.known import format_of
 from groupwise.model.supervised import encode_supervised
 from groupwise.tasks.rollout_sources import RolloutSource
 from groupwise.types import (
@@ -97,7 +98,7 @@ def answer_turns(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Tu
     text = _only_text(prompt)
     if text is not None:
         if opens_thought(prompt.token_ids, tokenizer):  # the prompt has it already
-            text = text.removeprefix(THINK_START).removeprefix("\n")
+            text = text.removeprefix(format_of(tokenizer).thought.start).removeprefix("\n")
         return (Turn(prompt.token_ids, _answered(encode_completion(prompt, text, tokenizer), tokenizer)),)
     whole = encode_supervised([*(prompt.messages or ()), *prompt.answer], tokenizer, tools=prompt.tools or None)
     before, turns = whole.prompt_ids, list[Turn]()

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 
 from groupwise.errors import GrammarError
+from groupwise.model.reply_formats import harmony
+from groupwise.model.reply_formats.format import ReplyFormat
+from groupwise.model.reply_formats.json_text import types_of
 from groupwise.model.reply_formats.known import FORMATS, format_of, shown_format
 from groupwise.tasks.structured import reply_grammar
 from groupwise.tasks.tool_calls import ParsedReply, parse
 from template_families import tokenizer_of
+from wording import raises, wording
 
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
@@ -61,30 +65,32 @@ def test_what_is_read(form: str, text: str, expected: list[tuple[str, Any]]) -> 
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "place"),
+    ("form", "text"),
     [
-        ("glm", "<tool_call>f\n<arg_key>x</arg_key>\nno value</tool_call>", "character 2"),
-        ("glm", '<tool_call>{"name": "f"}</tool_call>', "name of a tool"),
-        ("minimax", '<minimax:tool_call><invoke name="f">x=1</invoke></minimax:tool_call>', "character 17"),
-        ("minimax", "<minimax:tool_call>f()</minimax:tool_call>", "character 0"),
-        ("kimi", "<|tool_calls_section_begin|>f<|tool_calls_section_end|>", "character 28"),
+        ("glm", "<tool_call>f\n<arg_key>x</arg_key>\nno value</tool_call>"),
+        ("glm", '<tool_call>{"name": "f"}</tool_call>'),
+        ("minimax", '<minimax:tool_call><invoke name="f">x=1</invoke></minimax:tool_call>'),
+        ("minimax", "<minimax:tool_call>f()</minimax:tool_call>"),
+        ("kimi", "<|tool_calls_section_begin|>f<|tool_calls_section_end|>"),
         ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>{oops<|tool_call_end|>"
-         "<|tool_calls_section_end|>", "character 1"),
-        ("deepseek_v31", f"{CALLS}{CALL}f{SEP}{{}} more{END}{CALLS_END}",
-         "more text follows"),
-        ("lfm2", "<|tool_call_start|>[f(x=)]<|tool_call_end|>", "character 5"),
-        ("lfm2", "<|tool_call_start|>f(x=1)<|tool_call_end|>", "character 0"),
-        ("lfm2", "<|tool_call_start|>[f(x='a", "is missing"),
-        ("gemma4", "<|tool_call>call:f{x 1}<tool_call|>", "character 7"),
-        ("gemma4", '<|tool_call>call:f{s:<|"|>a}<tool_call|>', "not closed"),
-        ("gemma4", "<|tool_call>f()<tool_call|>", "call:NAME"),
-        ("harmony", "<|channel|>commentary to=functions.f<|message|>{oops<|call|>", "character 1"),
-        ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "none of the functions"),
+         "<|tool_calls_section_end|>"),
+        ("deepseek_v31", f"{CALLS}{CALL}f{SEP}{{}} more{END}{CALLS_END}"),
+        ("lfm2", "<|tool_call_start|>[f(x=)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>f(x=1)<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(x='a"),
+        ("gemma4", "<|tool_call>call:f{x 1}<tool_call|>"),
+        ("gemma4", '<|tool_call>call:f{s:<|"|>a}<tool_call|>'),
+        ("gemma4", "<|tool_call>f()<tool_call|>"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{oops<|call|>"),
+        ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>"),
+        ("harmony", TO_F),
+        ("glm", "<tool_call>f<arg_key>a</arg_key>b</arg_key><arg_value>1</arg_value></tool_call>"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_said_with_its_place_and_stays(form: str, text: str, place: str) -> None:
+def test_what_cannot_be_read_is_said_with_its_place_and_stays(form: str, text: str) -> None:
     reply = parse(text, FORMATS[form])
-    assert not reply.calls and len(reply.malformed) == 1 and place in reply.malformed[0].reason
+    assert not reply.calls and len(reply.malformed) == 1
+    wording(reply.malformed[0].reason)
     assert reply.content == text and reply.malformed[0].text in text
 
 
@@ -163,10 +169,90 @@ def test_what_cannot_be_guaranteed_is_refused(name: str, schema: dict[str, Any])
     assert refused.value.field == "tools[0].function.parameters.properties.a"
 
 
-def test_a_schema_without_end_is_refused() -> None:
-    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
-    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+def tool_with(**definitions: Any) -> dict[str, Any]:
+    """A tool whose one parameter is the definition `a`."""
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": definitions}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def test_a_schema_that_points_to_nothing_but_itself_is_refused() -> None:
     tokenizer = tokenizer_of("gemma 4")
-    with pytest.raises(GrammarError):
-        reply_grammar(format_of(tokenizer), [tool], tokenizer, choice="required")
+    endless = tool_with(a={"$ref": "#/$defs/b"}, b={"$ref": "#/$defs/a"})
+    with raises(GrammarError, field="tools[0].function.parameters.properties.a"):
+        reply_grammar(format_of(tokenizer), [endless], tokenizer, choice="required")
+
+
+def test_a_schema_too_deep_is_refused_and_may_say_the_same_by_references() -> None:
+    tokenizer, deep = tokenizer_of("gemma 4"), {"type": "boolean"}
+    definitions: dict[str, Any] = {"d0": deep}
+    for i in range(70):
+        deep = {"type": "object", "properties": {"a": deep}}
+        definitions[f"d{i + 1}"] = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i}"}}}
+    definitions = {"a": {"$ref": "#/$defs/d70"}} | definitions
+    field = "tools[0].function.parameters" + ".properties.a" * 64
+    with raises(GrammarError, field=field):
+        reply_grammar(format_of(tokenizer), [tool_with(a=deep)], tokenizer, choice="required")
+    assert reply_grammar(format_of(tokenizer), [tool_with(**definitions)], tokenizer, choice="required") is not None
+
+
+def test_what_is_pointed_to_often_is_written_once() -> None:
+    """Each of 15 definitions has the next one twice, so that the last stands in 16,384 places."""
+    twice = {f"d{i}": {"type": "object", "properties": {key: {"$ref": f"#/$defs/d{i + 1}"} for key in "xy"}}
+             for i in range(15)}  # fmt: skip
+    tool, tokenizer = tool_with(a={"$ref": "#/$defs/d0"}, **twice, d15={"type": "string"}), tokenizer_of("gemma 4")
+    grammar = reply_grammar(format_of(tokenizer), [tool], tokenizer, choice="required")
+    assert grammar is not None and len(grammar.source) < 5_000
+
+
+def test_a_schema_of_many_alternatives_is_looked_at_once() -> None:
+    """Each alternative has them all again; one by one this would not end."""
+    node = {"anyOf": [{"$ref": "#/$defs/node"}] * 100 + [{"type": "integer"}]}
+    schema = {"properties": {"x": node}, "$defs": {"node": node}}
+    assert types_of("f", [{"function": {"name": "f", "parameters": schema}}]) == {"x": {"integer"}}
+
+
+@pytest.mark.parametrize(
+    ("form", "begun"),
+    [("kimi", f"{KIMI}<|tool_call_begin|>"), ("kimi", f"{KIMI}<|tool_call_begin|>f"),
+     ("deepseek_v3", f"{CALLS}{CALL}"), ("deepseek_v31", f"{CALLS}{CALL}f")],
+)  # fmt: skip
+def test_spaces_in_a_begun_call_are_read_once(form: str, begun: str) -> None:
+    """Tried in every way of sharing them out, so many would not end."""
+    text = f"{begun}{' ' * 20_000}x"
+    assert parse(text, FORMATS[form]).content == text
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.end], ids=str)
+def test_an_open_call_is_not_read_again_for_every_piece(form: ReplyFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[int]()
+    real, json_end = type(form).end_of, harmony.json_end
+    monkeypatch.setattr(type(form), "end_of", lambda *args, **last: read.append(1) or real(*args, **last))
+    monkeypatch.setattr(harmony, "json_end", lambda *args: read.append(1) or json_end(*args))
+    text = form.text_of("f", {"s": f"a {form.end} b{' c' * 1000}"})
+    parser = form.parser()
+    parts = [part for sign in text for part in parser.push(sign)] + parser.finish()
+    assert [(part.kind, part.name) for part in parts] == [("tool_call", "f")] and 0 < len(read) <= 4
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "called"),
+    [
+        ("gemma4", '<|tool_call>call:f{<|"|>a<|"|>}<tool_call|><|tool_call>call:g{<|"|>b<|"|>:1}<tool_call|>', ["g"]),
+        ("gemma4", '<|tool_call>call:f{<|"|>a}<tool_call|><|tool_call>call:g{<|"|>b<|"|>:1}<tool_call|>', ["g"]),
+        ("gemma4", '<|tool_call>call:f{"a}<tool_call|><|tool_call>call:g{"b":1}<tool_call|>', ["g"]),
+        ("gemma4", "<|tool_call>call:f<tool_call|>{x:1}<tool_call|>", []),
+        ("harmony", f'{TO_F}{{"x": 1}}<|start|>assistant{FINAL}Done.', ["f"]),
+        ("harmony", f'{TO_F}{{"s": "<|start|>"}}<|call|>', ["f"]),
+        ("harmony", f"{TO_F}{{oops<|start|>assistant{FINAL}Done.", []),
+        ("harmony", TO_F, []),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_where_a_call_ends_depends_on_no_cut(form: str, text: str, called: list[str], size: int) -> None:
+    parser = FORMATS[form].parser()
+    parts = [part for at in range(0, len(text), size) for part in parser.push(text[at : at + size])] + parser.finish()
+    whole = parse(text, FORMATS[form])
+    assert [part.name for part in parts if part.call] == [name for name, _ in calls(whole)] == called
+    assert [part.malformed for part in parts if part.malformed] == whole.malformed
+    assert "".join(part.text for part in parts).strip() == whole.content
+    assert form != "harmony" or whole.content.endswith("Done." if FINAL in text else ("" if called else TO_F))

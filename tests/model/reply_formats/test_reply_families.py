@@ -199,6 +199,22 @@ def test_calls_are_kept_to_their_tools(name: str, made: Any) -> None:
     assert [takes(tokenizer, bounded, text) for text in (good, thought + good, thought)] == [True, True, False]
 
 
+def test_a_schema_may_have_itself_in_it() -> None:
+    """Where arguments are no JSON it is written out here."""
+    tokenizer, form = family("gemma 4")
+    node = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("f", "g")]
+    grammar = reply_grammar(form, tools, tokenizer, choice="required", several=False)
+    deep: dict[str, Any] = {}
+    for _ in range(30):
+        deep = {"n": 1, "next": deep}
+    wrong = [{"n": "one"}, {"next": {"next": 1}}, {"other": 1}]
+    assert [takes(tokenizer, grammar, form.text_of("g", {"a": value})) for value in (deep, *wrong)] == [True] + 3 * [
+        False
+    ]
+
+
 THINKING = {
     **dict.fromkeys(("starter", "qwen3", "glm", "kimi", "lfm2.5", "gpt-oss", "gemma 4"), "optional"),
     **dict.fromkeys(("qwen3_5", "nemotron", "deepseek v3", "minimax"), "begun"),
@@ -239,10 +255,8 @@ def facts(name: str) -> dict[str, Any]:
     calls = [("move", ARGUMENTS), ("wait", {})][: 1 if name in ONE_CALL else None]
     text = written(name, message(form, calls))
     reply = parse(text, form, tools=[MOVE, WAIT])
-    required, strict = (
-        reply_grammar(form, [tool, WAIT], tokenizer, choice=choice)
-        for tool, choice in ((MOVE, "required"), (STRICT, "auto"))
-    )
+    required = reply_grammar(form, [MOVE, WAIT], tokenizer, choice="required")
+    strict = reply_grammar(form, [STRICT, WAIT], tokenizer, choice="auto")
     bad = form.text_of("move", ARGUMENTS | {"n": 1000})
     return {
         "format": form.name,

@@ -29,7 +29,7 @@ class DeepSeekV3(SectionFormat):
     name, tail, between = "deepseek_v3", "\n```", "\n"
     start, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     call_start, call_end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-    head = re.compile(rf"\s*{call_start}\s*([^<\n]+?)\s*{SEPARATOR}(?:([^\n{{<`]+)\n```(?:json)?\n)?")
+    head = re.compile(rf"\s*{call_start}\s*([^\s<]+)\s*{SEPARATOR}(?:([^\n{{<`]+)\n```(?:json)?\n)?")
 
     def shown_in(self, template: str) -> bool:
         return self.start in template and "```json" in template

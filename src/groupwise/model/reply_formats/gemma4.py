@@ -18,6 +18,7 @@ from groupwise.model.reply_formats.lark import (
     field_of,
     object_schema,
     quoted,
+    reference,
     refused,
     resolved,
     texts_of,
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
 
 MARK = '<|"|>'  # on either side of a string
 MOST_DEPTH = 64  # lists and objects within others
-_HEAD = re.compile(r"\s*call:\s*([^\s{}]+)\s*(?=\{)")
-_KEY = re.compile(r'\s*(?:<\|"\|>(.*?)<\|"\|>|"([^"]*)"|([^\s{}\[\],:<>"]+))\s*:', re.DOTALL)
+_HEAD = re.compile(r"\s*call:\s*([^\s{}<]+)\s*(?=\{)")
+_KEY = re.compile(  # without what ends a call, so that more text cannot change where one ends
+    r"""\s*(?:<\|"\|>((?:(?!<\|"\|>|<tool_call\|>).)*)<\|"\|>|"((?:(?!<tool_call\|>)[^"])*)"|([^\s{}\[\],:<>"]+))\s*:""",
+    re.DOTALL,
+)
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _WORD = re.compile("|".join(_WORDS))
@@ -173,8 +177,23 @@ class _Writer(CallWriter):
     opening, closing = f"{Gemma4.start}call:", Gemma4.end
 
     def body(self, index: int, function: Mapping[str, Any]) -> str:
-        schema = object_schema(function.get("parameters"), field_of(index))
-        return f"{quoted(function['name'])} {self._object(str(index), schema, schema, field_of(index))}"
+        """Return a call; each `$ref` of its schema is a rule, written once, which may refer to itself."""
+        field = field_of(index)
+        schema = object_schema(function.get("parameters"), field)
+        self._tool, self._rules, self._waiting = index, dict[str, str](), list[tuple[str, dict[str, Any], str]]()
+        call = f"{quoted(function['name'])} {self._object(str(index), schema, schema, field)}"
+        while self._waiting:
+            key, value, of_field = self._waiting.pop()
+            self.rules.append(f"ref{key}: {self._value(key, value, schema, of_field)}")
+        return call
+
+    def _rule_of(self, pointer: str, value: dict[str, Any], field: str) -> str:
+        """Return the rule of what a `$ref` points to, to be written when the call is."""
+        if pointer not in self._rules:
+            key = f"_{self._tool}_{len(self._rules)}"
+            self._rules[pointer] = f"ref{key}"
+            self._waiting.append((key, value, field))
+        return self._rules[pointer]
 
     def _object(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], field: str) -> str:
         _check(schema, _OF_OBJECTS, field)
@@ -187,8 +206,10 @@ class _Writer(CallWriter):
 
     def _value(self, key: str, schema: Any, root: Mapping[str, Any], field: str) -> str:
         value = resolved(schema, root)
+        if (pointer := reference(schema)) is not None and reference(value) is None:
+            return self._rule_of(pointer, value, field)
         if key.count("_") > MOST_DEPTH:
-            raise refused(field, "$ref to what it is part of", "bound how deep it is")
+            raise refused(field, f"more than {MOST_DEPTH} values within one another", "name what is inner by `$ref`")
         if (texts := texts_of(value, root, field)) is not None:
             return self._text(key, texts)
         types = schema_types(value, root)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat, Span, ThoughtMarks, Tools
-from groupwise.model.reply_formats.json_text import json_then, named_call
+from groupwise.model.reply_formats.json_text import json_end, named_call
 from groupwise.model.reply_formats.lark import TEXT, CallWriter
 from groupwise.model.reply_formats.parser import ReplyParser, ReplyPart, beginning_length
 
@@ -31,7 +31,8 @@ THOUGHT = f"{CHANNEL}analysis{MESSAGE}"
 FUNCTIONS = "functions."
 _BEGINNINGS = (START, CHANNEL, "to=")  # of a header
 _TO = re.compile(r"\bto=([^\s<]+)")
-_NEXT = re.compile("|".join(map(re.escape, (*ENDS, START))))
+_NEXT = re.compile("|".join(map(re.escape, (*ENDS, START))))  # ends the text of a message
+_LONGEST = max(map(len, (*ENDS, START)))
 
 
 class Harmony(ReplyFormat):
@@ -111,6 +112,7 @@ class _Parser(ReplyParser):
     def __init__(self, *, thinks: bool, calls: bool):
         self._calls, self._text = calls, ""
         self._header = THOUGHT if thinks else None  # of the message whose text comes; None between two
+        self._looked = 0  # characters of an open call in which its end was looked for
 
     def push(self, text: str) -> list[ReplyPart]:
         self._text += text
@@ -126,6 +128,8 @@ class _Parser(ReplyParser):
             parts += self._begin(last=last) if self._header is None else self._go_on(last=last)
             if (self._text, self._header) == before:
                 break
+        if last and self._header is not None and not self._text:  # a message was begun of which nothing came
+            parts += self._go_on(last=True)
         return [part for part in parts if part.text or part.kind == "tool_call"]
 
     def _begin(self, *, last: bool) -> list[ReplyPart]:
@@ -159,12 +163,17 @@ class _Parser(ReplyParser):
 
     def _call(self, header: str, to: str, *, last: bool) -> list[ReplyPart]:
         """Take a call once it is whole."""
-        ends = [at for end in ENDS if (at := json_then(self._text, 0, end, last=last)) >= 0]
-        if not ends and not last:
+        looked, self._looked = self._looked, len(self._text)
+        if not last and _NEXT.search(self._text, max(0, looked - _LONGEST + 1)) is None:
+            return []  # without one no text is its end
+        position, is_json = json_end(self._text, 0)
+        end = _NEXT.search(self._text, position)
+        if end is None and not last:
             return []
-        length = min(ends, default=len(self._text))
-        body, end = self._text[:length], _NEXT.match(self._text, length)
-        self._text, self._header = self._text[length + len(end[0]) if end else length :], None
+        end = end if end or is_json else _NEXT.search(self._text)
+        body = self._text[: end.start()] if end else self._text
+        closed = end[0] if end and end[0] in ENDS else ""
+        self._text, self._header, self._looked = self._text[len(body) + len(closed) :], None, 0
         what, stop = named_call(to.removeprefix(FUNCTIONS), body)
         if not to.startswith(FUNCTIONS):
             what = f"The call is to {to}, which is none of the functions."
@@ -172,7 +181,7 @@ class _Parser(ReplyParser):
             what = f"The call's arguments end at its character {stop} and more text follows."
         if isinstance(what, ParsedCall):
             return [ReplyPart.of_call(what)]
-        text = header + body + (end[0] if end else "")
+        text = header + body + closed
         return [ReplyPart("content", text, malformed=MalformedCall(text, what))]
 
     def _say(self, length: int) -> list[ReplyPart]:

@@ -49,15 +49,20 @@ def json_then(text: str, start: int, mark: str, *, last: bool) -> int:
     """Return where the first `mark` behind the JSON value at `start` begins; -1 where it is not there, or more text may
     show that what is there is part of a string. What cannot be read ends at its first mark, if no more text comes
     (`last`)."""
+    end, is_json = json_end(text, start)
+    close = text.find(mark, end)
+    return text.find(mark, start) if close < 0 and last and not is_json else close
+
+
+def json_end(text: str, start: int) -> tuple[int, bool]:
+    """Return where the JSON value at `start` ends, and True; where there is none, False and how far it could be read: a
+    marker before that is in a string, and in a string that is not closed all are."""
     try:
-        return text.find(mark, _DECODER.raw_decode(text, end_at(SPACE, text, start))[1])
+        return _DECODER.raw_decode(text, end_at(SPACE, text, start))[1], True
     except json.JSONDecodeError as error:
-        in_string = error.msg.startswith("Unterminated string")
-        read = len(text) if in_string else error.pos  # every mark before it is in a string
+        return len(text) if error.msg.startswith("Unterminated string") else max(error.pos, start), False
     except (RecursionError, ValueError):
-        read = start
-    close = text.find(mark, max(read, start))
-    return text.find(mark, start) if close < 0 and last else close
+        return start, False
 
 
 def call_of(value: Any) -> ParsedCall | str:
@@ -102,20 +107,24 @@ def types_of(name: str, tools: Tools) -> dict[str, set[str]]:
     return {}
 
 
-def schema_types(schema: Any, root: Any = None, *, depth: int = 8) -> set[str]:
+def schema_types(schema: Any, root: Any = None) -> set[str]:
     """Return the JSON types that a schema declares: itself, by its values, in its alternatives, or where it points to
-    in the schema `root`."""
-    if not isinstance(schema, Mapping) or not depth:
-        return set()
-    declared = schema.get("type") or []
-    types = {declared} if isinstance(declared, str) else set(declared)
-    if not types:
-        values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
-        types = {_JSON_TYPES[type(value)] for value in values if type(value) in _JSON_TYPES}
-    others = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key) or ()]
-    if (found := pointed_to(schema, root)) is not None:
-        others.append(found)
-    return types.union(*(schema_types(one, root, depth=depth - 1) for one in others))
+    in the schema `root`. Each part is looked at once, however often it is pointed to."""
+    types, waiting, seen = set[str](), [schema], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        declared = one.get("type") or []
+        own = {declared} if isinstance(declared, str) else set(declared)
+        if not own:
+            values = [one["const"]] if "const" in one else one.get("enum") or ()
+            own = {_JSON_TYPES[type(value)] for value in values if type(value) in _JSON_TYPES}
+        types |= own
+        waiting += [each for key in ("anyOf", "oneOf", "allOf") for each in one.get(key) or ()]
+        waiting.append(pointed_to(one, root))
+    return types
 
 
 def pointed_to(schema: Mapping[str, Any], root: Any) -> Any:

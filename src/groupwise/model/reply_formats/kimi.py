@@ -30,13 +30,13 @@ class Kimi(SectionFormat):
     start, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     call_start, call_end = "<|tool_call_begin|>", "<|tool_call_end|>"
     thinks_unasked = True
-    head = re.compile(rf"\s*{re.escape(call_start)}\s*(?:functions\.)?([^<\n]+?)(?::\d+)?\s*{re.escape(ARGUMENTS)}")
+    head = re.compile(rf"\s*{re.escape(call_start)}\s*(?:functions\.)?([^\s<]+?)(?::\d+)?\s*{re.escape(ARGUMENTS)}")
 
     def shown_in(self, template: str) -> bool:
         return ARGUMENTS in template
 
     def named(self, head: re.Match[str]) -> str:
-        return head[1].strip()
+        return head[1]
 
     def head_of(self, name: str) -> str:
         return f"{self.call_start}functions.{name}:0{ARGUMENTS}"

@@ -67,7 +67,7 @@ class CallWriter:
         if opening.startswith("<["):
             sign = self._splits.match(self.opening)
             assert sign is not None
-            head, free = f"FREE {opening}", f"FREE: {TEXT} & ~/(.|\\n)*{re.escape(sign[0])}(.|\\n)*/"
+            head, free = f"FREE {opening}", f"FREE: {TEXT} & ~/(.|\\n)*{pattern(sign[0])}(.|\\n)*/"
         else:
             head, free = "head", f"head[lazy]: TEXT {opening}\nFREE: TEXT"
         many = "*" if several and not self.sectioned else "?"
@@ -179,10 +179,15 @@ def texts_of(schema: Mapping[str, Any], root: Mapping[str, Any], field: str) -> 
 def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part of the schema `root`, with what it points to in place of a `$ref` that says all."""
     for _ in range(MOST_DEPTH):
-        if not isinstance(schema, Mapping) or set(schema) - _SAID != {"$ref"}:
+        if reference(schema) is None:
             break
         schema = pointed_to(schema, root)
     return dict(schema) if isinstance(schema, Mapping) else {}
+
+
+def reference(schema: Any) -> str | None:
+    """Return the `$ref` of a schema that says nothing else; None for any other."""
+    return schema["$ref"] if isinstance(schema, Mapping) and set(schema) - _SAID == {"$ref"} else None
 
 
 def parameters_of(index: int, function: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

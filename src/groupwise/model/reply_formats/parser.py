@@ -82,6 +82,7 @@ class MarkedParser(ReplyParser):
         self._text = ""  # not decided yet
         self._trim = thinks  # whether space that comes next is dropped
         self._said = self._called = False  # any content, any call so far
+        self._looked = 0  # characters of an open call in which its end was looked for
 
     def push(self, text: str) -> list[ReplyPart]:
         self._text += text
@@ -128,15 +129,27 @@ class MarkedParser(ReplyParser):
             if begin is None:
                 held = not last and self._calls and self._form.may_begin(self._text, first=not self._said)
                 return parts if held else parts + self._say(self._certain(last=last))
-            close = self._form.end_of(self._text, begin.start(), last=last)
+            close = self._end_of(begin.start(), last=last)
             if close < 0 and not last:
                 return parts + self._say(len(self._text[: begin.start()].rstrip()))
             end = len(self._text) if close < 0 else close + len(self._form.end)
             parts += self._take_calls(begin.start(), end, last=last and close < 0)
         return parts
 
+    def _end_of(self, start: int, *, last: bool) -> int:
+        """Return where the marker begins that closes the call at `start`; -1 while it has not come.
+
+        An open call is read from its beginning only when another such marker is there: without one no text is its end.
+        """
+        mark, looked = self._form.end, self._looked
+        self._looked = len(self._text) - start
+        if not last and self._text.find(mark, start + max(0, looked - len(mark) + 1)) < 0:
+            return -1
+        return self._form.end_of(self._text, start, last=last)
+
     def _take_calls(self, start: int, end: int, *, last: bool) -> list[ReplyPart]:
         parts, said, malformed = list[ReplyPart](), self._text[:start], None
+        self._looked = 0
         region, self._text = self._text[start:end], self._text[end:]
         for piece in self._form.pieces(region, tools=self._tools):
             if not isinstance(piece, ParsedCall):
