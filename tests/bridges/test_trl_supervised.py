@@ -147,3 +147,18 @@ def test_what_is_read_runs(read, tmp_path: Path):
     config = read(DPO, *here).runnable()
     result = run_loop(config)
     assert result.steps == 2 and result.trained
+
+
+def test_what_overrides_say_of_the_data_is_read(read):
+    for script, kind in ((SFT.replace("num_train_epochs=2", "max_steps=2"), "sft"), (DPO, "dpo")):
+        streamed = read(script, "dataset_streaming=true").runnable()
+        assert streamed.kind == kind and streamed.data is not None and streamed.data.streaming
+        unread = script.replace('load_dataset("json", data_files="pairs.jsonl", split="train")', "mine()")
+        mixed = read(unread, "datasets=[{path: pairs.jsonl}, {path: more.jsonl}]").runnable()
+        assert mixed.data is not None and [each.source for each in mixed.data.sources] == ["pairs.jsonl", "more.jsonl"]
+        assert all(each.raw and each.prompt_key is None for each in mixed.data.sources)
+        sources = "data.sources=[{source: pairs.jsonl}, {source: more.jsonl}]"
+        ours = read(unread, sources).runnable()
+        assert ours.data is not None and len(ours.data.sources) == 2 and not ours.rewards
+    with pytest.raises(ConfigError, match="max_steps"):
+        read(SFT, "dataset_streaming=true")

@@ -42,6 +42,22 @@ def test_as_an_option_too(name: str) -> None:
     assert MEANT[name.replace("-", "_")] in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("train.steps=10", "train.steps=10"),
+        ("rollout.group-size", "rollout.group_size=VALUE"),
+        ("train.stepz=10", "train.steps"),
+        ("beta=0.2", "dpo.beta or algo.kl_coeff"),
+        ("=1", "the keys of the configuration are"),
+    ],
+)
+def test_as_an_option_with_its_section(option: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_words(["run.yaml", f"--{option}"])
+    assert hint in str(caught.value.hint)
+
+
 def test_what_is_not_here_is_said_to_be_so() -> None:
     said = known_elsewhere("push_to_hub")
     assert said and not any(key.here for each in config_formats() for key in each.keys if key.name == "push_to_hub")

@@ -287,3 +287,16 @@ def test_the_longest_sample_that_fits_is_said():
     with raises(ConfigError):
         fitting_tokens(too_long, load)
     assert longest_sample(config(train={"memory_gb": 0.1}), load) == 0
+
+
+@pytest.mark.parametrize(("packed", "least"), [(True, 100 + 2 * 20_000), (False, 2 * (100 + 20_000))])
+def test_a_pair_is_never_cut(packed: bool, least: int):
+    load = Load(model=QWEN, trained=10_000_000, longest_prompt=100, packed=packed)
+    run = config(kind="dpo", rewards=[], rollout={"max_tokens": 20_000}, train={"memory_gb": 12.0})
+    with raises(ConfigError) as refused:
+        fitting_tokens(run, load)
+    assert f"one pair of {least} tokens" in str(refused.value)
+    most = longest_sample(run, load) - 100
+    assert 0 < most < longest_sample(config(rollout={"max_tokens": 20_000}, train={"memory_gb": 12.0}), load) - 100
+    shorter = config(kind="dpo", rewards=[], rollout={"max_tokens": most}, train={"memory_gb": 12.0})
+    assert fitting_tokens(shorter, load) >= (100 + 2 * most if packed else 2 * (100 + most))

@@ -93,6 +93,18 @@ def test_what_is_trained_is_shared_by_fsdp_and_not_by_ddp(run):
     assert shared == alone // 8
 
 
+def test_pairs_are_compared_with_a_reference_and_need_no_cache(run):
+    """Without an adapter the reference is a copy of the weights; only an evaluation samples."""
+    both = {"kind": "dpo", "rewards": []}
+    full, adapted = (fit(run(**both, train=train), Cards(count=1, gib=80)) for train in ({"lora": None}, {}))
+    assert full.needed.reference == full.needed.weights > 0 == adapted.needed.reference
+    assert full.needed.kv_cache == full.rows == 0
+    sft = fit(run(kind="sft", rewards=[], train={"lora": None}), Cards(count=1, gib=80))
+    assert sft.needed.reference == sft.needed.kv_cache == 0
+    evaluated = run(**{**both, "rewards": ["my:reward"]}, eval={"data": {"source": "held.jsonl"}})
+    assert fit(evaluated, Cards(count=1, gib=80)).needed.kv_cache > 0
+
+
 def test_time_is_a_range_and_less_with_more_gpus(run):
     one, eight = (fit(run(), Cards(count=count, gib=80)) for count in (1, 8))
     assert 0 < one.hours[0] < one.hours[1] and eight.hours[1] < one.hours[1]

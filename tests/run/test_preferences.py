@@ -108,6 +108,14 @@ def test_as_a_stage_it_is_relative_to_where_it_starts(file, tmp_path: Path):
         assert metrics_of(again.run_dir / "stages" / stage) == metrics_of(whole.run_dir / "stages" / stage)
 
 
+def test_a_stage_leaves_out_what_follows_what_is_sampled(file):
+    ran = {**REWARDED, "data": {**PROMPTS, "curriculum": {"weight": True}}}
+    config = file(**ran, stages=[PREFERENCES])
+    stage = stage_config(config, 0)
+    assert config.data is not None and config.data.curriculum is not None
+    assert stage.data is not None and (stage.data.source, stage.data.curriculum) == ("pairs.jsonl", None)
+
+
 def test_the_reference_is_where_it_starts_unless_one_is_named(file):
     assert file().reference == "base"  # the same thing, without a copy
     assert file(adapters={"start": "math"}).reference == "start"
@@ -133,6 +141,9 @@ def test_a_pair_that_is_too_long_is_passed_over(file, tmp_path: Path):
         ({"env": {"environment": "m:E"}}, "env"),
         ({"algo": {"kl": "k3", "kl_coeff": 0.1}}, "algo.kl"),
         ({"rollout": {"stream_groups": 1}}, "rollout.stream_groups"),
+        ({"rollout": {"reroll": {"max_groups": 1}}}, "rollout.reroll.max_groups"),
+        ({"data": {"curriculum": {"weight": True}}}, "data.curriculum"),
+        ({"kind": "sft", "data": {"curriculum": {"weight": True}}}, "data.curriculum"),
         ({"data": None}, "data"),
         ({"data": {"answer_key": "chosen"}}, "data.answer_key"),
         ({"dpo": {"beta": 0.0}}, "dpo.beta"),
@@ -159,3 +170,8 @@ def test_check_tries_a_step(file):
     report = check(file())
     assert report.trained_step.grad_norm is not None and report.trained_step.grad_norm > 0
     assert report.trained_step.seconds > 0 and report.step.completions == 8 and not report.warnings
+
+
+def test_check_says_nothing_of_completions_that_nobody_samples(file):
+    """The starter's context is of 512 tokens."""
+    assert not check(file(rollout={"max_tokens": 500})).warnings

@@ -100,6 +100,13 @@ def test_what_was_filtered_is_counted(folder):
     assert (count.rows, count.filtered, count.used) == (20, 12, 8)
 
 
+@pytest.mark.parametrize("limit", [2, 20, 21, None])
+def test_rows_after_the_limit_are_not_counted_as_read(folder, limit):
+    """Whether there is one after the twentieth nobody has looked."""
+    [count] = open_prompts(DataConfig(source="rows.jsonl", limit=limit), folder=folder).counts
+    assert (count.rows, count.used, count.whole) == (min(limit or 20, 20), min(limit or 20, 20), limit in (21, None))
+
+
 @pytest.mark.parametrize("name", ["none", "unsure", "fails"])
 def test_a_filter_that_cannot_be_used_is_an_error_of_the_data(folder, name):
     with pytest.raises(DataError) as caught:

@@ -148,12 +148,24 @@ def test_a_set_that_has_changed_is_said(tmp_path):
         {"epoch": 0, "position": 2, "unresolved": [[0, 1], [0, 1]], "sources": [[0, 0, None]]},
         {"epoch": 0, "position": 0, "rows": 20, "unresolved": []},
         {"epoch": 0, "position": 0, "unresolved": [], "sources": []},
+        {"epoch": 0, "position": 3, "unresolved": [[0, 0]], "sources": [[1, 2, None]]},
     ],
 )
 def test_what_is_no_cursor_is_refused(tmp_path, cursor):
     write(tmp_path / "rows.jsonl", 20)
     with pytest.raises(DataError):
         stream(tmp_path, source="rows.jsonl").restore(cursor)
+
+
+def test_a_stream_that_cannot_be_restored_stays_where_it_is(tmp_path):
+    write(tmp_path / "rows.jsonl", 20)
+    source, other = stream(tmp_path, source="rows.jsonl"), stream(tmp_path, source="rows.jsonl")
+    assert texts(source, 3) == texts(other, 3)
+    for last in (None, ["rows.jsonl:9", "00"]):
+        begun = [[1, 2, None]] if last is None else [[0, 0, last]]
+        with pytest.raises(DataError):
+            source.restore({"epoch": 0, "position": 3, "unresolved": [[0, 0]], "sources": begun})
+    assert source.cursor == other.cursor and texts(source, 30) == texts(other, 30)
 
 
 def test_a_ticket_is_resolved_once(tmp_path):

@@ -91,9 +91,10 @@ def demonstrations(groups: Sequence[RolloutGroup]) -> list[Sample]:
 
 
 def demonstration_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """`teacher/demonstrations` and `teacher/demonstrated_tokens`."""
+    """Return `teacher/demonstrations` and `teacher/demonstrated_tokens`, those that are learned: what tools answered
+    between a dataset's turns is not."""
     samples = demonstrations(groups)
-    tokens = sum(len(sample.completion_ids) for sample in samples)
+    tokens = sum(sum(sample.mask) for sample in samples)
     return {"teacher/demonstrations": float(len(samples)), "teacher/demonstrated_tokens": float(tokens)}
 
 

@@ -40,6 +40,7 @@ def print_fit(console: Console, found: GpuFit) -> None:
     if config.engine == "vllm":
         share = found.vllm_share
         sampling = "vLLM" if share is None else f"vLLM on the same GPU, vllm.gpu_memory_utilization {share:g}"
+    sampling = "none: what the dataset says is learned" if config.never_samples else sampling
     low, high = found.hours
     verdict = "fits" if found.fits else "does not fit"
     rows = (

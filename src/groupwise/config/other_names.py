@@ -16,7 +16,7 @@ OTHER_NAMES = {
     "num_generations": "rollout.group_size",
     "max_completion_length": "rollout.max_tokens",
     "max_new_tokens": "rollout.max_tokens",
-    "beta": "algo.kl_coeff",
+    "beta": "dpo.beta or algo.kl_coeff",
     "loss_type": "algo.policy_loss",
     "loss_agg_mode": "algo.reduction",
     "adv_estimator": "algo.credit",

@@ -586,11 +586,21 @@ class RunConfig(Section):
         return self.kind == "sft" or (self.teacher is not None and self.teacher.loss == "sft")
 
     @property
+    def reads_reference(self) -> bool:
+        """Whether a term of the loss or of the reward, or a loss of pairs, reads the reference's log-probabilities."""
+        return self.kind == "dpo" or self.algo.kl not in (None, "none")
+
+    @property
     def samples_nothing(self) -> bool:
         """Whether nothing is learned that the policy samples: with kind sft and dpo, and with `teacher.loss: sft`
         without rewards or with reward_weight 0."""
         weighs = self.teacher is not None and self.teacher.reward_weight > 0
         return self.supervised or (self.imitates and (not self.rewards or not weighs))
+
+    @property
+    def never_samples(self) -> bool:
+        """Whether the policy samples nothing at all: with kind sft and dpo, where nothing is evaluated."""
+        return self.supervised and self.eval is None
 
     def _check_demonstrations(self, teacher: TeacherConfig) -> None:
         """Refuse what cannot go with a teacher's completions."""

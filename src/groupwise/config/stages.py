@@ -6,8 +6,8 @@
     rewards: [my_rewards:exact]
 
 A stage is the file's own run with the keys changed that it names. Its `data` replaces the run's as a whole. A stage of
-kind sft or dpo leaves out what is of sampling alone: `env`, `teacher`, `promote`, `algo`, and of `rollout` what mixes
-batches; one that is not of kind dpo leaves out `dpo`.
+kind sft or dpo leaves out what is of sampling alone: `env`, `teacher`, `promote`, `algo`, `data.curriculum`, and of
+`rollout` what mixes batches; one that is not of kind dpo leaves out `dpo`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def stage_config(config: RunConfig, number: int) -> RunConfig:
         left_out.add("dpo")
     if kind in ("sft", "dpo"):
         left_out |= {*_OF_SAMPLING, *(["eval"] if config.env is not None else [])}  # an environment's is played in it
+        if isinstance(kept.get("data"), Mapping):
+            kept["data"] = {key: value for key, value in kept["data"].items() if key != "curriculum"}
         kept["rollout"] = {key: value for key, value in kept.get("rollout", {}).items() if key not in _OF_BATCHES}
     kept = {key: value for key, value in kept.items() if key not in left_out}
     return parse_config(_merged(kept, stage) | {"name": config.name, "folder": str(config.folder)})

@@ -22,6 +22,11 @@ def check_supervised(config: RunConfig) -> None:
     for key, given in (("stream_groups", config.rollout.stream_groups), ("replay", config.rollout.replay.size)):
         if given:
             raise conflict("rollout", key, f"{of_kind}; leave one of the two out")
+    if config.rollout.reroll.max_groups:
+        again = f"{of_kind}, which samples nothing to try again; leave it out"
+        raise conflict("rollout", "reroll", "max_groups", again)
+    if config.data.curriculum is not None:
+        raise conflict("data", "curriculum", f"follows what was sampled, and {of_kind}; leave it out")
     if config.algo.kl is not None:
         raise conflict("algo", "kl", f"{config.algo.kl!r} is of what the policy samples, and {of_kind}; leave it out")
     if config.eval is not None and config.eval.data is None:

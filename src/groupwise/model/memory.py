@@ -167,10 +167,10 @@ def fitting_tokens(config: RunConfig, load: Load) -> int:
     """Return the most of `train.micro_tokens` for which the memory suffices that the run may take.
 
     Raises:
-        ConfigError: `train.memory_gb` does not suffice for a single sample; says what would. (What a GPU has free is
-            tried all the same: this is an estimate of the worst batch.)
+        ConfigError: `train.memory_gb` does not suffice for a single sample or pair; says what would. (What a GPU has
+            free is tried all the same: this is an estimate of the worst batch.)
     """
-    least = _longest(config, load)
+    least = _least(config, load)
     if _allowed(config, load) == math.inf:
         return config.train.micro_tokens
     if config.train.micro_tokens < least or not _fits(config, load, least):
@@ -192,7 +192,7 @@ def longest_sample(config: RunConfig, load: Load) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         changed = _with(config, rollout={"max_tokens": middle})
-        low, high = (middle, high) if _fits(changed, load, _longest(changed, load)) else (low, middle - 1)
+        low, high = (middle, high) if _fits(changed, load, _least(changed, load)) else (low, middle - 1)
     return load.longest_prompt + low if low else 0
 
 
@@ -223,12 +223,18 @@ def _too_little(config: RunConfig, load: Load, needed: Memory) -> ConfigError:
         },
     }
     longest = longest_sample(config, load)
-    would = [way for way, changed in ways.items() if _fits(changed, load, _longest(changed, load))]
+    would = [way for way, changed in ways.items() if _fits(changed, load, _least(changed, load))]
     enough = f"train.memory_gb: {math.ceil(needed.total / GIB * 100) / 100:g}"
-    sample = f"{_longest(config, load)} tokens (prompt {load.longest_prompt}, completion {config.rollout.max_tokens})"
+    least, prompt, completion = _least(config, load), load.longest_prompt, config.rollout.max_tokens
+    if config.kind == "dpo":
+        sample = f"one pair of {least} tokens (prompt {prompt}, each completion {completion})"
+        shorter = f"completions of {longest - prompt} tokens"
+    else:
+        sample = f"one sample of {least} tokens (prompt {prompt}, completion {completion})"
+        shorter = f"one of {longest} tokens"
     return ConfigError(
-        f"train.memory_gb {config.train.memory_gb:g} does not suffice for one sample of {sample}: "
-        f"{_gib(needed.total)} = {listed}" + (f"; one of {longest} tokens would fit" if longest else ""),
+        f"train.memory_gb {config.train.memory_gb:g} does not suffice for {sample}: "
+        f"{_gib(needed.total)} = {listed}" + (f"; {shorter} would fit" if longest else ""),
         hint=f"set one of: {'; '.join([*would, enough])}"
         + ("; or lower vllm.gpu_memory_utilization" if load.colocated else ""),
     )
@@ -238,7 +244,7 @@ def _halved(config: RunConfig, load: Load, section: str, key: str, value: int) -
     """Return the first of value / 2, value / 4, ... that fits."""
     while value := value // 2:
         changed = _with(config, **{section: {key: value}})
-        if _fits(changed, load, _longest(changed, load)):
+        if _fits(changed, load, _least(changed, load)):
             return value
     return None
 
@@ -256,6 +262,14 @@ def _gib(size: int) -> str:
 def _longest(config: RunConfig, load: Load) -> int:
     """Return tokens of the longest sample."""
     return load.longest_prompt + config.rollout.max_tokens
+
+
+def _least(config: RunConfig, load: Load) -> int:
+    """Return tokens of the least micro-batch that holds the longest sample: a pair is never cut, and has its prompt
+    twice in padded rows."""
+    if config.kind != "dpo":
+        return _longest(config, load)
+    return _longest(config, load) + (config.rollout.max_tokens if load.packed else _longest(config, load))
 
 
 def _longest_sampled(config: RunConfig, load: Load) -> int:
@@ -310,9 +324,9 @@ def _keys_and_values(config: RunConfig, load: Load) -> int:
     """Return the bytes of every row that decodes at once and its prompt; evaluation and sampling ahead fill all rows,
     as far as the engine has room for them (`load.cache`), and for one at least.
 
-    With vLLM the local engine only scores, and keeps none."""
+    With vLLM the local engine only scores, and keeps none; one that never samples (`RunConfig.never_samples`), too."""
     rollout, model = config.rollout, load.model
-    if config.engine != "local":
+    if config.engine != "local" or config.never_samples:
         return 0
     rows = rollout.batch_rows
     if config.eval is None and rollout.on_policy:
@@ -349,7 +363,7 @@ def _worst(config: RunConfig, load: Load, micro_tokens: int) -> tuple[PackedShap
     group = prompt + size * completion
     groups = math.ceil(config.rollout.prompts_per_step / config.train.minibatches)
     if not load.packed:
-        cells = min(max(micro_tokens, _longest(config, load)), groups * size * _longest(config, load))
+        cells = min(max(micro_tokens, _least(config, load)), groups * size * _longest(config, load))
         padded = PackedShape(
             tokens=cells,
             loss_tokens=cells,
@@ -359,7 +373,7 @@ def _worst(config: RunConfig, load: Load, micro_tokens: int) -> tuple[PackedShap
             eager=load.eager,
         )
         return (padded,)
-    tokens = min(max(micro_tokens, _longest(config, load)), groups * group)
+    tokens = min(max(micro_tokens, _least(config, load)), groups * group)
     prompts = math.ceil(tokens / group)
     prompt_tokens = max(prompt, tokens * prompt // group)
     full = PackedShape(

@@ -589,7 +589,8 @@ def _of_data(plan: RunPlan, encoded: Sequence[Prompt], *, context: int) -> Itera
         why = _too_long(plan.config, context=context)
         yield f"{too_long} of {len(encoded)} prompts {why} and will be passed over"
     max_tokens = plan.config.rollout.max_tokens
-    if short := sum(len(prompt.token_ids) + max_tokens > context for prompt in encoded) - too_long:
+    short = sum(len(prompt.token_ids) + max_tokens > context for prompt in encoded) - too_long
+    if short and not plan.config.supervised:
         yield (
             f"{short} of {len(encoded)} prompts leave less than rollout.max_tokens = {max_tokens} of the context of "
             f"{context} tokens; their completions will be cut sooner"

@@ -144,14 +144,15 @@ def _native(document: Document, overrides: Sequence[str], folder: Path) -> Loade
 
 
 def _complete(t: Translation) -> None:
-    """Say what is missing: a run needs an environment, or prompts and rewards, else it can be looked at but not run."""
+    """Say what is missing: a run needs an environment, or prompts and rewards, one that learns what its dataset says
+    only the data; else it can be looked at but not run."""
     if "env" in t.draft.data:
         return
     if t.draft.data.get("data", {}).keys().isdisjoint({"source", "sources"}):
         if not t.leaves_open("data"):
             t.refuse("data", f"no data of {t.system}'s are said", instead="data.source=FILE.jsonl")
         t.put("data.source", "FILE.jsonl", origin=MISSING)
-    if "rewards" not in t.draft.data:
+    if "rewards" not in t.draft.data and t.draft.data.get("kind", "grpo") == "grpo":
         if not t.leaves_open("rewards"):
             t.refuse("rewards", f"no rewards of {t.system}'s are said", instead="rewards=[MODULE:FUNCTION]")
         t.put("rewards", ["MODULE:FUNCTION"], origin=MISSING)

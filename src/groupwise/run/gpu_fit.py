@@ -81,7 +81,7 @@ class GpuFit:
     Attributes:
         learners: GPUs that train; `samplers` are those that vLLM has to itself.
         needed: bytes by part of the GPU that trains and leads, beside `available`, what a process can use of it.
-        rows: completions of the greatest length that decode at once; 0 where vLLM samples.
+        rows: completions of the greatest length that decode at once; 0 where vLLM samples, or nothing is.
         left: the share of a learner's GPU that is left to a vLLM; 0 where that does not suffice for its weights.
         active: parameters that a token meets: of routed experts those that are chosen.
         decode_s: seconds of a decode step on an H100.
@@ -164,7 +164,7 @@ def fit(config: RunConfig, cards: Cards) -> GpuFit:
         model=size,
         trained=trained,
         longest_prompt=prompt,
-        keeps_reference=lora is None and config.algo.kl not in (None, "none"),
+        keeps_reference=lora is None and config.reads_reference,
         gpu=True,
         flex=attention == "flex",
         packed=packed,

@@ -9,7 +9,7 @@ from groupwise.config.formats.format import ConfigFormat, config_formats, format
 from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.other_names import OTHER_NAMES
 from groupwise.config.run import RunConfig
-from groupwise.config.yaml import suggest_key
+from groupwise.config.yaml import key_paths, parse_keys, suggest_key
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import GROUPWISE, LoadedRun, read_run, understand
 from groupwise.run.native_yaml import native_yaml
@@ -40,9 +40,10 @@ def read_words(words: Sequence[str]) -> LoadedRun:
     if options:
         name, _, value = options[0].lstrip("-").partition("=")
         key = name.replace("-", "_")
+        keys = parse_keys(key) or (key,)
         hint = f"an override of a file is written {key}={value or 'VALUE'}; aitraining's flags stand without a file"
-        if key not in RunConfig.model_fields:
-            meant = suggest_key((key,), model=RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
+        if tuple(each for each in keys if isinstance(each, str)) not in set(key_paths(RunConfig)):
+            meant = suggest_key(keys, model=RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
             hint = f"an override of a file is written KEY=VALUE (aitraining's flags stand without a file): {meant}"
         raise ConfigError(f"there is no option {options[0]}", hint=hint)
     return read_run(words[0], words[1:])

@@ -78,8 +78,8 @@ class RunPlan:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether a term of the loss or of the reward, or a loss of pairs, reads the reference's log-probabilities."""
-        return self.kl_coeff is not None or self.loss.reads_reference or self.config.kind == "dpo"
+        """See `RunConfig.reads_reference`."""
+        return self.config.reads_reference
 
     @property
     def keeps_reference(self) -> bool:

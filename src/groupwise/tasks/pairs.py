@@ -38,8 +38,7 @@ def to_pair(row: Any, *, id: str, config: RowsConfig) -> Prompt:
     rest = {name: value for name, value in row.items() if name not in (*KEYS, *RESERVED)}
     prompt_key, raw = config.prompt_key, config.raw
     if TOKENS in row:
-        answers = [_answer(said, f"{id}: {name}") for said, name in zip((chosen, rejected), KEYS, strict=True)]
-        return replace(prompt_of_tokens(row, id), answer=answers[0], rejected=answers[1])
+        return _with_answers(prompt_of_tokens(row, id), chosen, rejected)
     if isinstance(chosen, str) or isinstance(rejected, str):
         if (prompt_key or next((key for key in PROMPT_KEYS if row.get(key) is not None), None)) is None:
             rest["prompt"], raw = _common_text(str(chosen), str(rejected), id), True
@@ -51,9 +50,18 @@ def to_pair(row: Any, *, id: str, config: RowsConfig) -> Prompt:
         rest = {name: value for name, value in rest.items() if name not in (*PROMPT_KEYS, prompt_key)}
         rest["prompt"], prompt_key = common, None
         chosen, rejected = (said[len(common) :] for said in (chosen, rejected))
-    answers = [_answer(said, f"{id}: {name}") for said, name in zip((chosen, rejected), KEYS, strict=True)]
-    prompt = to_prompt(rest, id=id, prompt_key=prompt_key, raw=raw, system=config.system)
-    return replace(prompt, answer=answers[0], rejected=answers[1])
+    return _with_answers(to_prompt(rest, id=id, prompt_key=prompt_key, raw=raw, system=config.system), chosen, rejected)
+
+
+def _with_answers(prompt: Prompt, chosen: Said, rejected: Said) -> Prompt:
+    """Return the prompt with both completions. Raises DataError where they are the same, which teaches nothing."""
+    answer, other = (_answer(said, f"{prompt.id}: {key}") for said, key in zip((chosen, rejected), KEYS, strict=True))
+    if answer == other:
+        raise DataError(
+            f"{prompt.id}: 'chosen' and 'rejected' are the same, so that the pair prefers nothing",
+            hint="leave such rows out (data.filter)",
+        )
+    return replace(prompt, answer=answer, rejected=other)
 
 
 def _said(row: Mapping[str, Any], key: str, id: str) -> Said:

@@ -33,9 +33,11 @@ _BUILDER = "one of another kind, or a directory of many, is read by a builder: s
 
 @dataclass(frozen=True, kw_only=True)
 class RowCount:
-    """How many rows a source has, how many of them `filter` passed over, and how many are used. `share` is the part of
-    all that is drawn, from 0 to 1; None where a source is drawn as often as it has rows. `whole` says that all rows
-    were looked at, which a stream's are not."""
+    """Says how many rows a source has, how many of them `filter` passed over, and how many are used.
+
+    `share` is the part of all that is drawn, from 0 to 1; None where a source is drawn as often as it has rows. `whole`
+    says that all rows were looked at: a stream's are not, nor those after the last that `limit` admits.
+    """
 
     label: str
     rows: int
@@ -65,6 +67,7 @@ class Rows:
         self._name = config.label if isinstance(config, SourceConfig) else None
         self.label = config.label
         self._rows = self._filtered = 0
+        self._whole = False
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         config = self.config
@@ -73,9 +76,10 @@ class Rows:
             return itertools.islice(kept, config.limit)
         return self._sampled(list(kept), config.sample)
 
-    def count(self, used: int, *, share: float | None = None, whole: bool = True) -> RowCount:
+    def count(self, used: int, *, share: float | None = None) -> RowCount:
         """Return what the last iteration came to, of which `used` rows are used."""
-        return RowCount(label=self.label, rows=self._rows, filtered=self._filtered, used=used, share=share, whole=whole)
+        rows, filtered, whole = self._rows, self._filtered, self._whole
+        return RowCount(label=self.label, rows=rows, filtered=filtered, used=used, share=share, whole=whole)
 
     def empty(self) -> DataError:
         """Return the error to raise where the last iteration had no row."""
@@ -85,7 +89,7 @@ class Rows:
         return DataError(f"{self.label} has no rows", hint="a dataset needs at least one prompt")
 
     def _kept(self) -> Iterator[tuple[str, Any]]:
-        config, self._rows, self._filtered = self.config, 0, 0
+        config, self._rows, self._filtered, self._whole = self.config, 0, 0, False
         keep = None if config.filter is None else load_object(config.filter, folder=self._folder)
         for id, written in read_rows(config, folder=self._folder, streaming=self._streaming):
             if self._name is not None and config.kind != "generated":
@@ -98,6 +102,7 @@ class Rows:
             if self._name is not None and isinstance(row, Mapping):
                 row = {**row, DATA_SOURCE: row.get(DATA_SOURCE) or self._name}
             yield id, row
+        self._whole = True
 
     def _passes(self, keep: Callable[[Any], Any], row: Any, id: str) -> bool:
         name = self.config.filter

@@ -60,7 +60,7 @@ class StreamedPrompts:
                 raise rows.empty()
             known += [to_prompt(rows.config, id, row) for id, row in first]
             share = weight / sum(weights) if len(weights) > 1 else None
-            counts.append(rows.count(len(first), share=share, whole=len(first) < KNOWN))
+            counts.append(rows.count(len(first), share=share))
         self.known, self.counts = tuple(known), tuple(counts)
         self._block = self._position = 0
         self._draws = self._mixture.draws(0)
@@ -136,13 +136,15 @@ class StreamedPrompts:
             if not fits or not all((0, 0) <= ticket < (block, position) for ticket in tickets):
                 raise ValueError("it fits neither its own tickets nor these sources")
             wanted = {self._draw_of(ticket): ticket for ticket in tickets}
+            if not all(begun[source][1] <= number for source, number in wanted):
+                raise ValueError("a source begins after a prompt that is on its way")
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(f"not the cursor of a stream: {type(error).__name__}: {error}") from error
         found: dict[Ticket, Prompt] = {}
-        self._readers = []
+        readers: list[_Reader] = []
         for source, (turn, before, last) in enumerate(begun):
             reader = self._reader(source, turn=turn, number=before)
-            self._readers.append(reader)
+            readers.append(reader)
             end = self._mixture.before(block, source) + sum(each == source for each, _ in draws[:position])
             while reader.number < end:
                 id, row = reader.draw()
@@ -154,6 +156,7 @@ class StreamedPrompts:
                     f"now, the last being {_place(reader.last)}",
                     hint="resume with the dataset that the run was started with",
                 )
+        self._readers = readers
         self._block, self._position, self._draws = block, position, draws
         self._open = {ticket: found[ticket] for ticket in tickets}
         self._again = tickets[::-1]

@@ -13,7 +13,7 @@ has those of 1.8.0 (completions of 256 tokens, the KL as k3 without the ratio).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from groupwise.bridges.trainer_args.parallel_args import put_parallel
 from groupwise.bridges.trainer_args.vllm_args import put_vllm
 from groupwise.bridges.trl import supervised
 from groupwise.bridges.trl.script import parse_script
-from groupwise.config.data import FILES
+from groupwise.bridges.trl.sources import put_dataset, put_sources
 from groupwise.config.formats.format import ConfigFormat, Count
 from groupwise.config.formats.keys import Key
 from groupwise.config.formats.tables import keys_of
@@ -51,9 +51,6 @@ REWARDS = {
 }
 
 """The script's short names of rewards; those of `trl.rewards` need TRL installed."""
-
-OF_A_MIXTURE = ("path", "name", "data_dir", "data_files", "split", "columns")  # keys of one of TRL's `datasets`
-OF_OPEN_R1 = ("id", "config", "split", "columns", "weight")  # keys of one of open-r1's
 
 MARKS = frozenset(
     {
@@ -138,99 +135,10 @@ def _put_batch(t: Translation) -> Batch:
 
 
 def _put_data(t: Translation) -> None:
-    if t.given("datasets", "dataset_mixture"):
-        _put_mixture(t)
-    else:
-        _put_dataset(t, "data", "dataset_train_split")
-        t.put("data.streaming", t["dataset_streaming"] or None, "dataset_streaming")
-        _check_stream(t, "dataset_streaming")
+    put_sources(t)
+    if t.given("dataset_name", "datasets", "dataset_mixture"):
+        _put_reading(t, "data")
     t.put("data.shuffle", t["shuffle_dataset"], "shuffle_dataset")
-
-
-def _check_stream(t: Translation, name: str) -> None:
-    """A stream has no number of rows, of which epochs could be made."""
-    if t[name] and (t["max_steps"] or 0) <= 0 and "max_steps" not in t.unread:
-        t.problem("max_steps", f"required with {name}: nobody knows how many rows a stream has")
-
-
-def _put_mixture(t: Translation) -> None:
-    """Put TRL's `datasets`, or open-r1's `dataset_mixture`: the rows of all, or a share of those of each."""
-    for name in ("dataset_name", "dataset_streaming"):
-        if t.given(name):
-            t.note_idle(name, "datasets are given, and take its place there too")
-    open_r1 = not t.given("datasets")
-    name = "dataset_mixture" if open_r1 else "datasets"
-    mixture = t[name] if open_r1 else {"datasets": t[name]}
-    listed = mixture.get("datasets") if isinstance(mixture, Mapping) else None
-    keys = OF_OPEN_R1 if open_r1 else OF_A_MIXTURE
-    if not isinstance(listed, list) or not listed or not all(isinstance(each, Mapping) for each in listed):
-        t.problem(
-            name,
-            f"it must be a list of datasets, each with {', '.join(keys)}" if not open_r1 else "datasets is missing",
-        )
-        return
-    seed = mixture.get("seed", 0) if open_r1 else None
-    size = mixture.get("test_split_size") if open_r1 else t["test_split_size"]
-    sources = [_source(t, name, each, keys, seed) for each in listed]
-    streaming = bool(t["streaming"]) and not open_r1
-    labels = [Path(each["source"]).name if each["source"].endswith(FILES) else each["source"] for each in sources]
-    for number, (source, label) in enumerate(zip(sources, labels, strict=True)):
-        if labels.count(label) > 1:
-            source["name"] = f"{label} ({number})"
-        if streaming and len(sources) > 1:
-            source["weight"] = 1.0
-    t.put("data.sources", sources, name)
-    _put_reading(t, "data")
-    if any(each.get("columns") for each in listed):
-        t.note_idle(name, "rewards see every column, and not only those of columns")
-    if streaming:
-        t.put("data.streaming", True, "streaming")
-        _check_stream(t, "streaming")
-        if len(sources) > 1:
-            t.note_difference("streaming", "equal shares of each source are drawn; there one comes after another")
-    if size is not None:
-        what = "rows are not held out by chance; cut the sources (split: train[:90%]), and name eval.data"
-        t.refuse(
-            "test_split_size" if not open_r1 else name,
-            what,
-            instead="dataset_mixture.test_split_size=null" if open_r1 else None,
-        )
-
-
-def _source(t: Translation, name: str, entry: Mapping[str, Any], keys: Sequence[str], seed: Any) -> dict[str, Any]:
-    """Return one of `data.sources`, of an entry of a mixture."""
-    for key in entry.keys() - set(keys):
-        t.problem(name, f"{key!r} is unknown; the keys of a dataset are {', '.join(keys)}")
-    path = entry.get("path", entry.get("id"))
-    if not isinstance(path, str) or not path:
-        t.problem(name, f"every dataset needs {keys[0]}: a Hugging Face name, a folder or a file of rows")
-        return {"source": "FILE.jsonl"}
-    source: dict[str, Any] = {"source": path}
-    args = {"name": entry.get("name", entry.get("config"))} | {
-        key: entry.get(key) for key in ("data_dir", "data_files")
-    }
-    args = {key: value for key, value in args.items() if value is not None}
-    if args and not path.endswith(FILES):
-        source["args"] = args
-    if entry.get("split", "train") != "train":
-        source["split"] = entry["split"]
-    if (share := entry.get("weight")) is not None and share < 1:
-        source |= {"sample": share, "seed": seed}
-        t.note_difference(
-            name, f"{share:g} of the rows of {path} are drawn by seed {seed}, but not the same rows as there"
-        )
-    return source
-
-
-def _put_dataset(t: Translation, to: str, split: str) -> None:
-    name = t["dataset_name"]
-    if name is None:
-        return
-    t.put(f"{to}.source", name, "dataset_name")
-    if not name.endswith(FILES):
-        t.put(f"{to}.split", t[split], split)
-        t.put(f"{to}.args", {"name": t["dataset_config"]} if t.given("dataset_config") else None, "dataset_config")
-    _put_reading(t, to)
 
 
 def _put_reading(t: Translation, to: str) -> None:
@@ -312,7 +220,8 @@ def _put_eval(t: Translation, length: Length, per_epoch: int | None) -> None:
     elif t.given("datasets", "dataset_mixture"):
         t.problem("eval_strategy", "it evaluates on rows of the mixture that are held out; write no, and set eval.data")
     elif t.given("dataset_name"):
-        _put_dataset(t, "eval.data", "dataset_test_split")
+        put_dataset(t, "eval.data", "dataset_test_split")
+        _put_reading(t, "eval.data")
     every = per_epoch if t["eval_strategy"] == "epoch" else length.interval(t["eval_steps"] or 500)
     t.put("eval.every", every, "eval_steps", "eval_strategy")
     t.put("eval.modes", ["sampled"], origin="evaluation samples there")
@@ -328,5 +237,4 @@ FORMAT = ConfigFormat(
     table=KEYS,
     translate=translate,
     parse={".py": parse_script, ".ipynb": parse_script},
-    complete=supervised.complete,
 )

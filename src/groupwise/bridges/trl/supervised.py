@@ -20,11 +20,11 @@ from groupwise.bridges.trainer_args.optimizer_args import (
     refuse_combinations,
 )
 from groupwise.bridges.trainer_args.parallel_args import put_parallel
-from groupwise.config.data import FILES
+from groupwise.bridges.trl.sources import put_sources
 from groupwise.config.formats.format import Count
 from groupwise.config.formats.keys import Key
 from groupwise.config.formats.tables import keys_of
-from groupwise.config.formats.translation import MISSING, Translation, run_name
+from groupwise.config.formats.translation import Translation, run_name
 
 TRAINERS = {"SFTTrainer": "sft", "DPOTrainer": "dpo"}
 KEYS = {kind: Path(__file__).with_name(f"{kind}.yaml") for kind in TRAINERS.values()}
@@ -87,24 +87,8 @@ def translated(t: Translation, trainer: str, *, folder: Path, count: Count) -> T
     return t
 
 
-def complete(t: Translation) -> bool:
-    """Say that the data are missing, if they are; rewards are not needed. Returns False for a run that needs some."""
-    if t.draft.data.get("kind") not in TRAINERS.values():
-        return False
-    if "source" not in t.draft.data.get("data", {}):
-        if not t.leaves_open("data"):
-            t.refuse("data", f"no data of {t.system}'s are said", instead="data.source=FILE.jsonl")
-        t.put("data.source", "FILE.jsonl", origin=MISSING)
-    return True
-
-
 def _put_data(t: Translation) -> None:
-    name = t["dataset_name"]
-    if name is not None:
-        t.put("data.source", name, "dataset_name")
-        if not name.endswith(FILES):
-            t.put("data.split", t["dataset_train_split"], "dataset_train_split")
-            t.put("data.args", {"name": t["dataset_config"]} if t.given("dataset_config") else None, "dataset_config")
+    put_sources(t)
     t.put("data.raw", True, origin="a prompt that is a string is plain text there")
     if t["max_length"] is not None:
         what = f"rows are not cut at {t['max_length']} tokens: those that are longer than the context are passed over"

@@ -148,5 +148,4 @@ FORMAT = ConfigFormat(
     recognises=lambda data: not data.keys().isdisjoint(SECTIONS),
     table=KEYS,
     translate=translate,
-    complete=supervised.complete,
 )
