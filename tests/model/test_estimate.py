@@ -297,6 +297,7 @@ def test_a_pair_is_never_cut(packed: bool, least: int):
         fitting_tokens(run, load)
     assert f"one pair of {least} tokens" in str(refused.value)
     most = longest_sample(run, load) - 100
-    assert 0 < most < longest_sample(config(rollout={"max_tokens": 20_000}, train={"memory_gb": 12.0}), load) - 100
+    examples = run.model_copy(update={"kind": "sft"})
+    assert 0 < most < longest_sample(examples, load) - 100
     shorter = config(kind="dpo", rewards=[], rollout={"max_tokens": most}, train={"memory_gb": 12.0})
     assert fitting_tokens(shorter, load) >= (100 + 2 * most if packed else 2 * (100 + most))
