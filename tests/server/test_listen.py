@@ -27,6 +27,7 @@ def test_a_port_in_use_is_named_with_its_owner() -> None:
         with raises(StartError) as refused:
             bind("127.0.0.1", port)
     assert refused.value.exit_code == 3
+    assert str(port) in str(refused.value) and str(os.getpid()) in str(refused.value)
     bind("127.0.0.1", port).close()
 
 
@@ -44,7 +45,7 @@ def test_a_state_directory_has_one_owner(tmp_path: Path) -> None:
     assert other.stdout and other.stdout.readline() == "held\n"
     with raises(StartError) as refused, own(state):
         pass
-    assert refused.value.exit_code == 3
+    assert refused.value.exit_code == 3 and str(other.pid) in str(refused.value)
     other.kill()  # the kernel gives the lock back
     other.communicate()
     for _ in range(2):

@@ -202,8 +202,9 @@ def test_a_key_finds_its_job_for_a_day(book, clock):
     assert book.by_key("k", "a") is None
     job = submit(book, idempotency_key="k", fingerprint="a")
     assert book.by_key("k", "a") == job and book.by_key("other", "a") is None
-    with raises(IdempotencyConflictError):
+    with raises(IdempotencyConflictError) as refused:
         book.by_key("k", "b")
+    assert job.id in str(refused.value)
     clock.pass_(DAY + 1)
     assert book.by_key("k", "a") is book.by_key("k", "b") is None
 
@@ -213,8 +214,9 @@ def test_an_idempotency_key_gives_one_job_for_a_day(book, clock):
     first, again = submit(book, **body), submit(book, **body, payload=b"other", max_queued=1)
     assert first == again
     assert book.payload(first.id) == b"{}" and len(list((book.path.parent / "spool").iterdir())) == 1
-    with raises(IdempotencyConflictError):
+    with raises(IdempotencyConflictError) as refused:
         submit(book, idempotency_key="k", fingerprint="b")
+    assert first.id in str(refused.value)
     assert submit(book).id != submit(book).id  # without a key nothing is the same
     clock.pass_(DAY - 1)
     assert submit(book, **body).id == first.id

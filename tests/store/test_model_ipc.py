@@ -81,9 +81,20 @@ def test_another_process_computes_with_the_very_same_weights(
     assert seen["first"] == float(embedding.flatten()[0]) and seen["hash"] != base.hash
 
 
-@pytest.mark.parametrize("spoil", ["pid", "base_hash", "format", "missing", "no file", "rubbish", "other values"])
+@pytest.mark.parametrize(
+    ("spoil", "kind"),
+    [
+        ("pid", "pid"),
+        ("base_hash", "base_hash"),
+        ("format", "format"),
+        ("missing", "parameters"),
+        ("no file", "unreadable"),
+        ("rubbish", "unreadable"),
+        ("other values", "values"),
+    ],
+)
 def test_what_is_not_this_model_or_not_of_the_parent_is_refused(
-    base: LoadedModel, model_dir: Path, tmp_path: Path, spoil: str
+    base: LoadedModel, model_dir: Path, tmp_path: Path, spoil: str, kind: str
 ) -> None:
     """In this process: `attach_weights` refuses before, or right after, it has attached."""
     offer = tmp_path / "weights.json"
@@ -99,13 +110,15 @@ def test_what_is_not_this_model_or_not_of_the_parent_is_refused(
     if spoil == "no file":
         offer.unlink()
     mine = load_model(str(model_dir), device="cpu", dtype="float32")
-    with raises(ModelError, words=False):
+    with raises(ModelError, kind=kind, words=spoil not in ("pid", "base_hash")):  # two hashes or pids
         attach_weights(mine, offer, parent=os.getpid(), transport=SharedMemory())
 
 
-@pytest.mark.parametrize(("key", "value"), [("shape", [1]), ("dtype", "float16"), ("name", "/gone")])
+@pytest.mark.parametrize(
+    ("key", "value", "kind"), [("shape", [1], "shape"), ("dtype", "float16", "shape"), ("name", "/gone", "handle")]
+)
 def test_a_parameter_that_does_not_fit_is_named(
-    base: LoadedModel, model_dir: Path, tmp_path: Path, key: str, value: object
+    base: LoadedModel, model_dir: Path, tmp_path: Path, key: str, value: object, kind: str
 ) -> None:
     offer = tmp_path / "weights.json"
     offer_weights(base, offer, transport=SharedMemory())
@@ -116,8 +129,9 @@ def test_a_parameter_that_does_not_fit_is_named(
         written["tensors"][name]["stride"] = [1]
     offer.write_text(json.dumps(written))
     mine = load_model(str(model_dir), device="cpu", dtype="float32")
-    with raises(ModelError):
+    with raises(ModelError, kind=kind) as refused:
         attach_weights(mine, offer, parent=os.getpid(), transport=SharedMemory())
+    assert name in str(refused.value)
 
 
 # --- what is offered where ---

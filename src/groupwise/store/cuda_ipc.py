@@ -99,25 +99,29 @@ def attach_weights(base: LoadedModel, path: Path, *, parent: int, transport: Tra
     """Have `base` use the parameters that process `parent` offered; the rest of it moves to their device, too.
 
     Raises:
-        ModelError: they are not offered, or not those of this model. `base` must then not be used.
+        ModelError: they are not offered, or not those of this model. `base` must then not be used. Its `kind` says why: the offer is
+            "unreadable"; its "format", "pid" or "base_hash" is another; its "parameters" have other names; one's
+            "handle" cannot be attached or its "shape" or type differs; or the "values" in that memory do.
     """
     transport = transport or CudaIpc()
     tensors = _read(path, parent=parent, base=base)
     parameters = dict(base.model.named_parameters())
     if tensors.keys() != parameters.keys():
-        raise _not_shared(f"other parameters are offered: {sorted(tensors.keys() ^ parameters.keys())[:3]}")
+        raise _not_shared(
+            f"other parameters are offered: {sorted(tensors.keys() ^ parameters.keys())[:3]}", kind="parameters"
+        )
     for name, parameter in parameters.items():
         try:
             shared = transport.attach(tensors[name])
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
-            raise _not_shared(f"{name} cannot be attached: {error}") from error
+            raise _not_shared(f"{name} cannot be attached: {error}", kind="handle") from error
         if (shared.shape, shared.dtype) != (parameter.shape, parameter.dtype):
             what = f"{tuple(shared.shape)} of {shared.dtype}, not {tuple(parameter.shape)} of {parameter.dtype}"
-            raise _not_shared(f"{name} is offered as {what}")
+            raise _not_shared(f"{name} is offered as {what}", kind="shape")
         parameter.data = shared
     base.model.to(base.device)  # pyright: ignore[reportArgumentType]
     if weights_hash(base.model) != base.hash:
-        raise _not_shared("what is in that memory is not this model")
+        raise _not_shared("what is in that memory is not this model", kind="values")
 
 
 def _read(path: Path, *, parent: int, base: LoadedModel) -> Mapping[str, Handle]:
@@ -126,15 +130,15 @@ def _read(path: Path, *, parent: int, base: LoadedModel) -> Mapping[str, Handle]
         known = {key: offer[key] for key in ("format", "pid", "base_hash")}
         tensors: Mapping[str, Handle] = dict(offer["tensors"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _not_shared(f"{path} cannot be read: {error!r}") from error
+        raise _not_shared(f"{path} cannot be read: {error!r}", kind="unreadable") from error
     for key, wanted in {"format": FORMAT, "pid": parent, "base_hash": base.hash}.items():
         if known[key] != wanted:
-            raise _not_shared(f"{path} has {key} {known[key]!r}, not {wanted!r}")
+            raise _not_shared(f"{path} has {key} {known[key]!r}, not {wanted!r}", kind=key)
     return tensors
 
 
-def _not_shared(why: str) -> ModelError:
-    return ModelError(f"the server's base weights cannot be used: {why}")
+def _not_shared(why: str, *, kind: str) -> ModelError:
+    return ModelError(f"the server's base weights cannot be used: {why}", kind=kind)
 
 
 def _write_offer(path: Path, text: str) -> None:
