@@ -99,9 +99,9 @@ def attach_weights(base: LoadedModel, path: Path, *, parent: int, transport: Tra
     """Have `base` use the parameters that process `parent` offered; the rest of it moves to their device, too.
 
     Raises:
-        ModelError: they are not offered, or not those of this model. `base` must then not be used. Its `kind` says why: the offer is
-            "unreadable"; its "format", "pid" or "base_hash" is another; its "parameters" have other names; one's
-            "handle" cannot be attached or its "shape" or type differs; or the "values" in that memory do.
+        ModelError: they are not offered, or not those of this model. `base` must then not be used. Its `kind` says why:
+            the offer is "unreadable"; its "format", "pid" or "base_hash" is another; its "parameters" have other names;
+            one's "handle" cannot be attached or its "shape" or type differs; or the "values" in that memory do.
     """
     transport = transport or CudaIpc()
     tensors = _read(path, parent=parent, base=base)
