@@ -8,12 +8,15 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from groupwise.model.chat import encode_prompt
+from groupwise.errors import ChatError
+from groupwise.model.chat import decode, encode_completion, encode_prompt, opens_thought, stop_ids
 from groupwise.model.reply_formats.known import format_of
 from groupwise.model.supervised import encode_supervised
 from groupwise.types import Message, Prompt
 from serving import starter
-from template_families import tokenizer_of
+from template_families import FAMILIES, tokenizer_of
+from template_families import OTHERS as OTHER_FAMILIES
+from wording import raises
 
 ASK = Message(role="user", content="2+2=")
 TURN = "<|im_start|>{{ m.role }}\n"
@@ -77,7 +80,8 @@ def test_a_turn_that_does_not_begin_so_is_trained_whole() -> None:
         ("kimi", ["<|tool_calls_section_end|><|im_end|>", "So.<|im_end|>"]),
         ("lfm2", ["<|tool_call_end|><|im_end|>", "So.<|im_end|>"]),
         ("gpt-oss", ["<|call|>", "So.<|return|>"]),
-        ("glm", ["</tool_call><|observation|>", "So."]),  # the token of who speaks next ends a turn, where one does
+        ("glm", ["</tool_call><|observation|>", "So.<|user|>"]),  # the token of who speaks next ends a turn
+        ("mistral", ["]</s>", "So.</s>"]),
     ],
 )
 def test_the_end_of_a_turn_is_behind_its_calls(name: str, ends: list[str]) -> None:
@@ -94,3 +98,31 @@ def test_the_end_of_a_turn_is_behind_its_calls(name: str, ends: list[str]) -> No
     runs = groupby(zip(sample.completion_ids, sample.mask, strict=True), key=lambda pair: pair[1])
     turns = [made.decode([token for token, _ in run]) for said, run in runs if said]
     assert [turn.endswith(end) for turn, end in zip(turns, ends, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHER_FAMILIES])
+def test_the_last_turn_ends_as_a_completion_does(name: str) -> None:
+    """Also where the template closes it only by the next role's token, or by none: it would never learn to stop."""
+    made = tokenizer_of(name)
+    try:
+        sample = encode_supervised([ASK, Message(role="assistant", content="4")], made)
+    except ChatError:  # an answer without a thought, where the prompt opens one
+        assert opens_thought(encode_prompt(Prompt(id="p", messages=(ASK,)), made).token_ids, made)
+        return
+    assert sample.completion_ids[-1] in stop_ids(made) and sample.mask[-1] == 1
+    assert encode_completion(Prompt(id="p", messages=(ASK,)), "4", made)[-1] == sample.completion_ids[-1]
+
+
+def test_a_call_that_is_the_last_turn_ends_with_who_answers_it() -> None:
+    made = tokenizer_of("glm")
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    sample = encode_supervised([ASK, Message(role="assistant", content="", tool_calls=[call])], made)
+    assert decode(sample.completion_ids, made, ends=()).endswith("</tool_call><|observation|>") and sample.mask[-1] == 1
+
+
+@pytest.mark.parametrize("name", ["gemma", "no special tokens"])
+def test_calls_that_a_template_leaves_out_are_refused(name: str) -> None:
+    """A turn of no words would be learned in their place; the definition of a tool is not its call."""
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    with raises(ChatError):
+        encode_supervised([ASK, Message(role="assistant", content="", tool_calls=[call])], tokenizer_of(name))

@@ -554,14 +554,30 @@ def end_of_turn(text: str, span: Span, tokenizer: PreTrainedTokenizerBase) -> in
 def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
     """Return the id of the token that closes an assistant turn; the tokenizer's eos where the template shows none."""
     answer = "Groupwise"
+    chat = [{"role": "user", "content": "Name?"}, {"role": "assistant", "content": answer}]
     try:
-        text, _ = render_chat(
-            [{"role": "user", "content": "Name?"}, {"role": "assistant", "content": answer}], tokenizer
-        )
+        text, _ = render_chat(chat, tokenizer)
     except ChatError:  # a template that cannot even do this fails again, with its reason, where it is used
         return _eos_id(tokenizer)
-    closing = special_pattern(tokenizer).search(text, text.rfind(answer) + len(answer))
-    return _eos_id(tokenizer) if closing is None else cast(int, tokenizer.convert_tokens_to_ids(closing[0]))
+    shown = special_pattern(tokenizer).search(text, text.rfind(answer) + len(answer))
+    closing = shown[0] if shown is not None else next_role(chat, text, tokenizer)
+    return cast(int, tokenizer.convert_tokens_to_ids(closing)) if closing else _eos_id(tokenizer)
+
+
+def next_role(chat: list[dict[str, Any]], text: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+    """Return the special token with which the next message begins after a conversation that is rendered as `text`: GLM
+    ends its turn by <|user|>, or by <|observation|> after calls. "" where the template has none, or takes no such
+    message. `options` are `render_chat`'s."""
+    calls = chat[-1].get("tool_calls") or ()
+    follows = [{"role": "tool", "content": "0", "tool_call_id": call.get("id")} for call in calls]
+    try:
+        longer, _ = render_chat([*chat, *(follows or [{"role": "user", "content": "And?"}])], tokenizer, **options)
+    except ChatError:
+        return ""
+    if not longer.startswith(text):
+        return ""
+    found = special_pattern(tokenizer).match(longer, len(text))
+    return found[0] if found is not None and found[0] != tokenizer.bos_token else ""
 
 
 def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -570,6 +586,12 @@ def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return _turn_end(tokenizer, str(tokenizer.chat_template))
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of the token that closes an assistant turn; "" where there is none."""
+    id = _turn_end_id(tokenizer)
+    return "" if id is None else str(tokenizer.convert_ids_to_tokens(id))
 
 
 # ---- messages as the templates want them ----

@@ -21,9 +21,12 @@ from groupwise.model.chat import (
     check_text,
     encode_pieces,
     end_of_turn,
+    next_role,
     normalised,
     normalised_tools,
     render_chat,
+    special_pattern,
+    turn_end,
 )
 from groupwise.types import Message, Sample
 
@@ -46,15 +49,16 @@ def encode_supervised(
 ) -> Sample:
     """Return a conversation as a Sample: `prompt_ids` up to the assistant's first word, `completion_ids` from there to
     the end of its last turn, `mask` 1 on its own tokens, each turn's end-of-turn token included and what follows that
-    not.
+    not. Where the template closes a turn only by the next role's token, or the last one not at all, the last turn ends
+    with the token that a reply is sampled up to.
 
     Where the assistant speaks is what the template marks with {% generation %}; without the mark it is found by
     rendering the conversation turn by turn. With `context`, a text that is far longer than that many tokens is refused
     before it is rendered or tokenised.
 
     Raises:
-        ChatError: there is no assistant turn, the template is missing or refuses the messages, or a template without
-            the mark rewrites earlier turns, as the mask would then lie.
+        ChatError: there is no assistant turn, the template is missing, refuses the messages or leaves out calls of
+            tools, or a template without the mark rewrites earlier turns, as the mask would then lie.
         ContextLengthError: it has more than `context` tokens, as its length shows.
     """
     check_messages(messages, tokenizer, context)
@@ -70,6 +74,11 @@ def encode_supervised(
     else:
         spans = _spans_turn_by_turn(text, chat, tokenizer, **options)
     spans = [(start, end_of_turn(text, (start, end), tokenizer)) for start, end in spans]
+    _check_calls(chat, special_pattern(tokenizer).sub("", "".join(text[start:end] for start, end in spans)))
+    start, end = spans[-1]
+    if chat[-1]["role"] == "assistant" and not _is_closed(text[start:end], tokenizer):
+        text = text[:end] + (next_role(chat, text, tokenizer, **options) or turn_end(tokenizer))
+        spans[-1] = start, len(text)
     edges = [0, *(edge for span in spans for edge in span)]
     pieces = encode_pieces([text[a:b] for a, b in pairwise(edges)], tokenizer)
     completion = [(token, i % 2) for i, piece in enumerate(pieces[1:], start=1) for token in piece]
@@ -78,6 +87,23 @@ def encode_supervised(
         completion_ids=tuple(token for token, _ in completion),
         mask=tuple(said for _, said in completion),
     )
+
+
+def _check_calls(chat: Sequence[Mapping[str, Any]], said: str) -> None:
+    """Raise ChatError where a template shows nothing of a call, of which a turn without words would be left."""
+    for i, message in enumerate(chat):
+        for call in message.get("tool_calls") or () if message["role"] == "assistant" else ():
+            if (name := call["function"]["name"]) not in said:
+                raise ChatError(
+                    f"the chat template leaves out calls of tools: {name!r}, which message {i} (assistant) calls, is "
+                    f"not in what it renders",
+                    hint="set a template that shows calls (chat.template), or write them into the content",
+                )
+
+
+def _is_closed(said: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a turn, up to `end_of_turn`, ends with a special token."""
+    return any(found.end() == len(said) for found in special_pattern(tokenizer).finditer(said))
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
