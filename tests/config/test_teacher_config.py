@@ -18,6 +18,7 @@ SELF = {"self": True, "loss": "sdpo", "context": "hint"}
 URL = {"base_url": "http://127.0.0.1:8000/v1", "model": "big"}
 REWARDS = {"rewards": ["mine:right"]}
 SFT = {**ADAPTER, "loss": "sft"}
+OWN_BEST = {"self": True, "loss": "sft", "best": 1, "least_reward": 1.0}
 
 
 def parsed(teacher: dict[str, Any], **sections: Any) -> RunConfig:
@@ -42,10 +43,17 @@ def test_a_run_without_rewards_is_evaluated_by_the_evaluations_own():
 
 def test_a_teacher_that_samples_does_so_alone_or_beside_the_policy():
     """Alone nothing is of the policy, so that what it draws from may be narrowed, too."""
-    assert parsed(SFT).samples_nothing and parsed({**SFT, "reward_weight": 0}, **REWARDS).samples_nothing
-    assert not parsed({**SFT, "completions": 2, "least_reward": 0.5}, **REWARDS).samples_nothing
-    assert not parsed(ADAPTER).samples_nothing and not parse_config(DATA | REWARDS).samples_nothing
+    assert parsed(SFT).learns_no_rewards and parsed({**SFT, "reward_weight": 0}, **REWARDS).learns_no_rewards
+    assert not parsed({**SFT, "completions": 2, "least_reward": 0.5}, **REWARDS).learns_no_rewards
+    assert not parsed(ADAPTER).learns_no_rewards and not parse_config(DATA | REWARDS).learns_no_rewards
     assert parsed(SFT, rollout={"top_p": 0.9}).rollout.top_p == 0.9
+
+
+def test_what_chooses_from_the_policys_own_needs_no_engine_of_the_teachers():
+    rest = {"rollout": {"max_staleness": 1, "in_flight_updates": True}, **REWARDS}
+    assert parsed({**OWN_BEST, "reward_weight": 0}, **rest).learns_no_rewards
+    assert parsed({**OWN_BEST, "reward_weight": 0}, engine="vllm", **REWARDS).learns_no_rewards
+    assert not parsed(OWN_BEST, env={"environment": "a:B"}).learns_no_rewards
 
 
 def test_it_is_written_as_it_is_read():
@@ -74,7 +82,12 @@ def test_it_is_written_as_it_is_read():
         ({**ADAPTER, "top_k": -1}, "teacher.top_k"),
         ({**ADAPTER, "reward_weight": 0.5}, "teacher.reward_weight"),
         ({**SELF, "context": "best_completion"}, "teacher.context"),
-        ({**SELF, "loss": "sft"}, "teacher.self"),
+        ({**SELF, "loss": "sft"}, "teacher.context"),
+        ({**OWN_BEST, "completions": 4}, "teacher.completions"),
+        ({**OWN_BEST, "temperature": 0.5}, "teacher.temperature"),
+        ({"self": True, "loss": "sft"}, "teacher.least_reward"),
+        ({"self": True, "loss": "sft", "best": 1}, "teacher.best"),
+        ({**ADAPTER, "best": 1}, "teacher.best"),
         ({**URL, "loss": "sft"}, "teacher.base_url"),
         ({**SFT, "top_k": 4}, "teacher.top_k"),
         ({**SFT, "context": "best_completion"}, "teacher.context"),
@@ -106,6 +119,7 @@ def test_what_does_not_go_together(teacher: dict, field: str):
         (ADAPTER, {"train": {"lora": None}}, "teacher.adapter"),
         (SELF, {"engine": "vllm"}, "teacher.self"),
         (SFT, {"env": {"environment": "a:B"}}, "teacher.loss"),
+        ({**OWN_BEST, "reward_weight": 0}, {**REWARDS, "algo": {"kl": "k3"}}, "algo.kl"),
         (SFT, {**REWARDS, "rollout": {"stream_groups": 2}}, "rollout.stream_groups"),
         (SFT, {**REWARDS, "rollout": {"replay": {"size": 4}}}, "rollout.replay"),
         (SFT, {"algo": {"kl": "k3", "kl_coeff": 0.1}}, "algo.kl"),

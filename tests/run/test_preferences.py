@@ -150,7 +150,7 @@ def test_a_pair_that_is_too_long_is_passed_over(file, tmp_path: Path):
         ({"dpo": {"loss": "hinge"}}, "dpo.loss"),
         ({"kind": "grpo", "rewards": ["m:f"], "dpo": {"beta": 0.2}}, "dpo"),
         ({"kind": "sft", "dpo": {"beta": 0.2}}, "dpo"),
-        ({"eval": {"data": {"source": "pairs.jsonl"}}}, "eval"),
+        ({"eval": {"data": {"source": "pairs.jsonl"}, "best": "greedy"}}, "eval.best"),
     ],
 )
 def test_what_cannot_be_is_refused(file, sections, field):

@@ -245,7 +245,10 @@ def test_a_stage_is_the_file_with_its_changes(file):
         ({"kind": "sft", "algo": {"kl": "k3", "kl_coeff": 0.1}}, "algo.kl"),
         ({"kind": "sft", "rollout": {"stream_groups": 1}}, "rollout.stream_groups"),
         ({"kind": "sft", "data": None}, "data"),
-        ({"kind": "sft", "rewards": None, "eval": {"data": {"source": "examples.jsonl"}}}, "eval"),
+        (
+            {"kind": "sft", "rewards": None, "eval": {"data": {"source": "examples.jsonl"}, "best": "sampled"}},
+            "eval.best",
+        ),
         ({"data": {"source": "examples.jsonl", "answer_key": "answer"}}, "data.answer_key"),
     ],
 )

@@ -130,6 +130,76 @@ def test_with_reward_weight_0_rewards_are_those_of_the_teachers_completions(tmp_
     assert norms[0.5] == pytest.approx(0.5 * norms[1.0], rel=1e-4)
 
 
+OWN_BEST = {"self": True, "loss": "sft", "best": 1, "least_reward": 1.0, "reward_weight": 0.0}
+
+
+def test_the_policy_learns_the_best_of_what_it_samples(tmp_path: Path):
+    """Rejection sampling: one right completion of each prompt is learned, and the rewards have no gradient."""
+    run = run_loop(config(tmp_path, teacher=OWN_BEST, train={"steps": 2})).run_dir
+    groups = [group_from_json(raw) for raw in rollouts_of(run)]
+    assert groups and all(len(group.demonstrations) <= 1 for group in groups)
+    chosen = [(group, group.demonstrations[0]) for group in groups if group.demonstrations]
+    assert all(best.reward == 1.0 for _, best in chosen)
+    assert all(group.demonstrations for group in groups if any(each.reward == 1.0 for each in group.rollouts))
+    for group, best in chosen:
+        assert best.completion.token_ids in [each.completion.token_ids for each in group.rollouts]
+    steps = metrics_of(run)
+    assert sum(step["teacher/demonstrations"] for step in steps) == len(chosen) > 0
+    assert all("loss/cross_entropy" in step and "loss/policy" not in step for step in steps)
+
+
+def test_it_may_learn_its_best_beside_rewards(tmp_path: Path):
+    teacher = {**OWN_BEST, "reward_weight": 1.0}
+    (step,) = metrics_of(run_loop(config(tmp_path, teacher=teacher, train={"steps": 1})).run_dir)
+    assert {"loss/policy", "loss/cross_entropy"} <= set(step)
+
+
+@pytest.mark.parametrize(
+    ("chooses", "kept"),
+    [
+        ({"best": 1}, [2]),
+        ({"best": 2}, [2, 0]),
+        ({"best": 4}, [2, 0, 1]),
+        ({"best": 4, "least_reward": 0.5}, [2, 0]),
+        ({"least_reward": 0.5}, [0, 2, 3]),
+        ({"least_reward": 2.0}, []),
+    ],
+)
+def test_the_best_are_those_of_the_highest_rewards_and_each_is_learned_once(chooses: dict[str, Any], kept: list[int]):
+    """The third and the fourth are the same completion."""
+    said = [rollout(ids, reward=reward) for ids, reward in (((1,), 0.5), ((2,), 0.0), ((3,), 1.0), ((3,), 1.0))]
+    failed = replace(rollout((4,), reward=None), error="it failed")
+    assert chosen([*said, failed], chooses) == [said[i] for i in kept]
+
+
+def test_of_equal_rewards_none_is_best_unless_it_is_good_enough():
+    said = [rollout((i,), reward=1.0) for i in range(3)]
+    assert chosen(said, {"best": 1}) == [] and chosen(said, {"best": 1, "least_reward": 1.0}) == said[:1]
+
+
+def rollout(ids: tuple[int, ...], *, reward: float | None) -> Rollout:
+    completion = Completion(token_ids=ids, logprobs=(0.0,), text="", finish_reason=FinishReason.STOP)
+    return Rollout(turns=(Turn((9,), completion),), reward=reward)
+
+
+def chosen(rollouts: list[Rollout], chooses: dict[str, Any]) -> list[Rollout]:
+    async def scored(group: RolloutGroup) -> RolloutGroup:
+        return group
+
+    run = config(Path(), teacher={"self": True, "loss": "sft", **chooses})
+    group = RolloutGroup(prompt=Prompt(id="p", text="?"), rollouts=tuple(rollouts))
+
+    async def kept() -> RolloutGroup:
+        return await teacher_module.taught(scored, None, run)(group)
+
+    return list(asyncio.run(kept()).demonstrations)
+
+
+def test_check_tries_what_the_policy_would_choose(tmp_path: Path):
+    report = check(config(tmp_path, teacher={**OWN_BEST, "least_reward": 0.0}))
+    assert report.trained_step.teacher["teacher/demonstrations"] > 0 and report.trained_step.grad_norm
+
+
 def test_check_tries_a_teacher_that_samples(tmp_path: Path, better: str):
     for weight in (1.0, 0.0):
         report = check(config(tmp_path, teacher={"adapter": better, "loss": "sft", "reward_weight": weight}))

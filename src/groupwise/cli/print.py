@@ -138,12 +138,18 @@ def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
     ]
 
 
+_HELD_OUT = {"eval/loss": "held-out loss", "eval/accuracy": "held-out pairs whose chosen completion gained more"}
+
+
 def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]]:
-    """Return before and after on held-out prompts; without `eval`, the first and the last step's training reward, the
-    cross-entropy of what was imitated, or the share of the pairs that are told apart."""
-    if config.eval is not None:
-        return compare(result.before, result.after, by=config.eval.by)
+    """Return before and after on held-out prompts and rows; without `eval`, the first and the last step's training
+    reward, the cross-entropy of what was imitated, or the share of the pairs that are told apart."""
     lines = read_metrics(result.run_dir / METRICS)
+    if config.eval is not None:
+        losses = [line for line in lines if "eval/loss" in line]
+        after = min(losses, key=lambda line: line["eval/loss"]) if config.eval.best == "loss" else losses and losses[-1]
+        rows = [(name, losses[0][key], after[key]) for key, name in _HELD_OUT.items() if after and key in after]
+        return rows + compare(result.before, result.after, by=config.eval.by)
     key, name = {
         "grpo": ("reward/mean", "training reward"),
         "sft": ("loss/cross_entropy", "cross-entropy"),

@@ -45,8 +45,9 @@ class EvalConfig(Section):
     answer: Text | None = None
     """What of a completion votes in maj@k: `final` (which null is), `number`, or `module:function`, a function of your
     own of the completion's text (docs/evaluation.md)."""
-    best: Mode | None = None
-    """Keep and report the version with the best mean reward in this mode; null is the last version."""
+    best: Mode | Literal["loss"] | None = None
+    """Keep and report the version with the best mean reward in this mode, or with kind sft and dpo and `loss` the one
+    of the least loss on held-out rows; null is the last version."""
     patience: int = Field(default=0, ge=0)
     """Stop after this many evaluations without a new best; 0 never stops."""
     show: int = Field(default=4, ge=0)
@@ -72,7 +73,7 @@ class EvalConfig(Section):
                 raise conflict(key, f"{value:g} acts in mode sampled only; modes is {list(self.modes)}")
         if self.answer is not None and self.k == 1:
             raise conflict("answer", f"{self.answer!r} votes among several completions, and k is 1; raise eval.k")
-        if self.best is not None and self.best not in self.modes:
+        if self.best not in (None, "loss", *self.modes):
             raise conflict("best", f"{self.best!r} is not evaluated; modes is {list(self.modes)}")
         if self.patience and self.best is None:
             raise conflict("patience", f"{self.patience} needs a mode to watch: set eval.best")

@@ -42,7 +42,7 @@ from groupwise.config.section import AdapterName, Name, Section, Temperature, Te
 from groupwise.config.stages import check_stages
 from groupwise.config.structured import StructuredOutputsConfig
 from groupwise.config.supervised import check_supervised
-from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
+from groupwise.config.teacher import TeacherConfig, check_teacher
 from groupwise.config.yaml import Document, to_yaml, validate
 from groupwise.errors import ConfigError
 from groupwise.types import NARROWING, Grammar, SamplingParams
@@ -532,7 +532,7 @@ class RunConfig(Section):
             modes = None if self.eval is None else self.eval.modes
             self.promote.check(modes, adapter=self.train.lora is not None, engine=self.engine)
         if self.teacher is not None:
-            self._check_teacher(self.teacher)
+            check_teacher(self, self.teacher)
         elif self.env is None and self.kind == "grpo" and not any(reward.weight for reward in self.rewards):
             raise conflict("rewards", "every weight is 0, so there is nothing to train for; give one a weight")
         return self
@@ -591,79 +591,23 @@ class RunConfig(Section):
         return self.kind == "dpo" or self.algo.kl not in (None, "none")
 
     @property
-    def samples_nothing(self) -> bool:
-        """Whether nothing is learned that the policy samples: with kind sft and dpo, and with `teacher.loss: sft`
-        without rewards or with reward_weight 0."""
+    def learns_no_rewards(self) -> bool:
+        """Whether no reward has a gradient: with kind sft and dpo, and with `teacher.loss: sft` without rewards or with
+        reward_weight 0."""
         weighs = self.teacher is not None and self.teacher.reward_weight > 0
-        return self.supervised or (self.imitates and (not self.rewards or not weighs))
+        scored = bool(self.rewards) or self.env is not None
+        return self.supervised or (self.imitates and not (scored and weighs))
+
+    @property
+    def samples_evaluations(self) -> bool:
+        """Whether evaluations sample completions, to count their rewards. Without rewards kind sft and dpo compute the
+        loss of held-out rows alone."""
+        return self.eval is not None and bool(self.rewards or self.eval.rewards or not self.supervised)
 
     @property
     def never_samples(self) -> bool:
-        """Whether the policy samples nothing at all: with kind sft and dpo, where nothing is evaluated."""
-        return self.supervised and self.eval is None
-
-    def _check_demonstrations(self, teacher: TeacherConfig) -> None:
-        """Refuse what cannot go with a teacher's completions."""
-        if self.env is not None:
-            message = "sft has the teacher answer a prompt in one turn, and an environment is played in several"
-            raise conflict("teacher", "loss", f"{message}; use opd, or leave env out")
-        for key, given in (("stream_groups", self.rollout.stream_groups), ("replay", self.rollout.replay.size)):
-            if given:
-                raise conflict("rollout", key, "does not go with teacher.loss sft; leave one of the two out")
-        if teacher.least_reward is not None and not self.rewards:
-            message = f"{teacher.least_reward:g} is of rewards, and there are none"
-            raise conflict("teacher", "least_reward", f"{message}; name some, or leave it out")
-        if not self.samples_nothing:
-            return
-        if teacher.completions is not None:
-            message = f"{teacher.completions} acts beside rewards; where the teacher samples all, set"
-            raise conflict("teacher", "completions", f"{message} rollout.group_size")
-        if self.algo.kl is not None:
-            message = f"{self.algo.kl!r} is of what the policy samples, and here the teacher samples all"
-            raise conflict("algo", "kl", f"{message}; leave it out")
-
-    def _check_teacher(self, teacher: TeacherConfig) -> None:
-        """Refuse what cannot go with a teacher."""
-        rollout, scored = self.rollout, bool(self.rewards) or self.env is not None
-        if teacher.loss == "sft":
-            self._check_demonstrations(teacher)
-        narrowed = [key for key, off in NARROWING.items() if getattr(rollout, key) != off]
-        narrowed += ["structured_outputs"] if rollout.grammar is not None else []
-        narrowed += ["thinking_budget"] if rollout.thinking_budget is not None else []
-        if narrowed and teacher.loss != "sft":
-            message = "draws from a part of the vocabulary, and a teacher's log-probabilities are of all of it"
-            raise conflict("rollout", narrowed[0], f"{message}; leave it out, or the teacher")
-        if teacher.base_url is not None and rollout.temperature != 1:
-            message = f"{rollout.temperature:g} does not go with teacher.base_url, which tells log-probabilities at 1"
-            raise conflict("rollout", "temperature", f"{message}; set 1")
-        if teacher.top_k and rollout.replay.size:
-            message = "does not go with rollout.replay: of each token of a kept group so many numbers would be kept"
-            raise conflict("teacher", "top_k", f"{teacher.top_k} {message}; set top_k 0, or replay.size 0")
-        if teacher.context is not None and self.env is not None:
-            message = "puts a text into the prompt of a single turn, and an environment asks in several"
-            raise conflict("teacher", "context", f"{message}; leave context out, or env")
-        if teacher.context == BEST_COMPLETION and not scored:
-            raise conflict("teacher", "context", f"{BEST_COMPLETION} is told by rewards, and there are none")
-        if teacher.reward_weight != 1 and not scored:
-            raise conflict(
-                "teacher", "reward_weight", f"{teacher.reward_weight:g} acts with rewards, and there are none"
-            )
-        if self.eval is not None and not scored and not self.eval.rewards:
-            raise conflict("eval", "evaluation is by rewards, and there are none; name some (eval.rewards)")
-        if self.train.lora is None and (teacher.adapter is not None):
-            message = "is of the run's model, whose own weights are trained (train.lora: null)"
-            raise conflict(
-                "teacher", "adapter", f"{message}; export it as a model (teacher.model), or train an adapter"
-            )
-        if teacher.self and self.engine != "local":
-            raise conflict(
-                "teacher", "self", f"is scored by the engine that samples; set engine: local, not {self.engine}"
-            )
-        if teacher.self and rollout.in_flight_updates:
-            message = "has no one version that sampled a completion, with in_flight_updates; leave one of the two out"
-            raise conflict("teacher", "self", message)
-        if self.algo.credit != "episode" and not scored:
-            raise conflict("algo", "credit", f"{self.algo.credit!r} is of rewards, and there are none")
+        """Whether the policy samples nothing at all: with kind sft and dpo, where no completion is evaluated."""
+        return self.supervised and not self.samples_evaluations
 
     def _check_engine(self) -> None:
         """Refuse a knob of the engine that does not sample."""
@@ -714,6 +658,9 @@ class RunConfig(Section):
                 f"{self.algo.credit!r} needs episodes of several turns; name an environment (env), or leave it out"
             )
             raise conflict("algo", "credit", message)
+        if self.eval is not None and self.eval.best == "loss" and not self.supervised:
+            message = "loss is of held-out rows of kind sft or dpo; name a mode: greedy or sampled"
+            raise conflict("eval", "best", message)
         if self.eval is not None and self.eval.data is None:
             raise conflict("eval", "data", "required and missing: name the held-out prompts")
 

@@ -31,5 +31,6 @@ def check_supervised(config: RunConfig) -> None:
         raise conflict("algo", "kl", f"{config.algo.kl!r} is of what the policy samples, and {of_kind}; leave it out")
     if config.eval is not None and config.eval.data is None:
         raise conflict("eval", "data", "required and missing: name the held-out prompts")
-    if config.eval is not None and not config.rewards and not config.eval.rewards:
-        raise conflict("eval", "evaluation is by rewards, and there are none; name some (eval.rewards)")
+    if config.eval is not None and config.eval.best not in (None, "loss") and not config.samples_evaluations:
+        message = f"{config.eval.best!r} is of rewards, and there are none; name some (eval.rewards), or write loss"
+        raise conflict("eval", "best", message)

@@ -137,7 +137,7 @@ def open_components(
         check_in_flight(config, engine)
         check_grammar(config, engine, base.tokenizer)
         play = open_play(plan, base, engine, envs)
-        if config.teacher is not None:
+        if config.teacher is not None and not config.teacher.chooses:
             on_phase("loading the teacher")
         teacher = open_teacher(plan, base, engine, threads=threads)
         if teacher is not None:

@@ -258,7 +258,7 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
     samples = samples_of(weighed, mask_truncated=config.algo.mask_truncated and not made_up)
     if plan.algorithm is not None:
         samples = with_token_weights(samples, weighed, plan.algorithm)
-    samples = [] if config.samples_nothing else samples
+    samples = [] if config.learns_no_rewards else samples
     told = {} if teacher is None else teacher_metrics(samples, teacher_scores(weighed) if samples else [])
     told |= demonstration_metrics(weighed) if shown and config.kind != "dpo" else {}
     samples = with_teacher(samples, weighed, teacher)
@@ -596,7 +596,7 @@ def _of_data(plan: RunPlan, encoded: Sequence[Prompt], *, context: int) -> Itera
             f"{context} tokens; their completions will be cut sooner"
         )
     asked = {_question(prompt) for prompt in plan.source.known}
-    if both := sum(_question(prompt) in asked for prompt in plan.eval_prompts):
+    if both := sum(_question(prompt) in asked for prompt in plan.eval_prompts or plan.eval_answers):
         yield f"{both} of {len(plan.eval_prompts)} evaluation prompts are also training prompts: they are not held out"
 
 

@@ -30,14 +30,15 @@ from groupwise.types import PolicyVersion
 
 
 def open_teacher(plan: RunPlan, base: LoadedModel, engine: Sampler, *, threads: int) -> Teacher | None:
-    """Return the run's teacher; to be closed. None where the run has none.
+    """Return the run's teacher; to be closed. None where the run has none, or one that only chooses from what the
+    policy samples.
 
     Raises:
         ConfigError: it has another tokenizer, or no room for the run's prompts and completions; or it cannot be asked.
         ModelError, AdapterError, AdapterNotFoundError: it cannot be loaded.
     """
     config = plan.config
-    if (spec := config.teacher) is None:
+    if (spec := config.teacher) is None or spec.chooses:
         return None
     backend = _backend(config, spec, base, engine, threads=threads)
     teacher = Teacher(spec, backend, base.tokenizer)

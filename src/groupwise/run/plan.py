@@ -20,7 +20,7 @@ from groupwise.config.loss import LossSpec, loss_of
 from groupwise.config.run import RunConfig, identity, resolved
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
 from groupwise.config.yaml import to_yaml
-from groupwise.errors import ConfigError, GrammarError, GroupwiseError
+from groupwise.errors import ConfigError, DataError, GrammarError, GroupwiseError
 from groupwise.rewards.base import check_columns, load_rewards, reward_names
 from groupwise.rewards.call import RewardFunction
 from groupwise.rewards.math import final_answer, final_number
@@ -44,7 +44,8 @@ class RunPlan:
     eval_rewards: tuple[RewardFunction, ...]  # what evaluations count by; empty where that is `rewards`
     env: EnvKind | None
     source: PromptSource | StreamedPrompts
-    eval_prompts: tuple[Prompt, ...]
+    eval_prompts: tuple[Prompt, ...]  # what evaluations sample completions of
+    eval_answers: tuple[Prompt, ...]  # with kind sft and dpo: the held-out rows, whose loss evaluations compute
     answer: Callable[[str], object]
     loss: LossSpec
     algorithm: Algorithm | None
@@ -131,6 +132,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         env=env,
         source=source,
         eval_prompts=tuple(held_out),
+        eval_answers=_held_out_answers(config),
         answer=_answer(config),
         loss=loss,
         algorithm=None if (name := config.algo.algorithm) is None else load_algorithm(name, folder=config.folder),
@@ -214,7 +216,7 @@ def _takes_cases(env: EnvKind | None) -> bool:
 
 def _held_out(config: RunConfig, env: EnvKind | None) -> list[Prompt]:
     """Return the prompts to evaluate on."""
-    if config.eval is None:
+    if config.eval is None or not config.samples_evaluations:
         return []
     if config.eval.data is not None:
         prompts = open_prompts(config.eval.data, folder=config.folder, cases=_takes_cases(env)).known
@@ -227,6 +229,19 @@ def _held_out(config: RunConfig, env: EnvKind | None) -> list[Prompt]:
             hint=f"write {method}, set eval.data.source, or remove eval",
         )
     return cases[: config.eval.limit]
+
+
+def _held_out_answers(config: RunConfig) -> tuple[Prompt, ...]:
+    """Return the held-out rows with their answers or pairs. There are none where rows without them are evaluated by
+    rewards. Raises DataError for such a row where there are no rewards."""
+    if config.eval is None or config.eval.data is None or not config.supervised:
+        return ()
+    try:
+        return tuple(open_prompts(config.eval.data, folder=config.folder, kind=config.kind).known)
+    except DataError:
+        if config.samples_evaluations and config.eval.best != "loss":
+            return ()
+        raise
 
 
 def _eval_rewards(config: RunConfig) -> tuple[RewardFunction, ...]:
@@ -294,8 +309,10 @@ def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
             config.data
             and open_prompts(config.data, folder=config.folder, cases=config.env is not None, kind=config.kind)
         ),
+        lambda: _held_out_answers(config),
         lambda: (
-            config.eval
+            config.samples_evaluations
+            and config.eval
             and config.eval.data
             and open_prompts(config.eval.data, folder=config.folder, cases=config.env is not None)
         ),

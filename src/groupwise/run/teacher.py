@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 import httpx2
 from transformers import PreTrainedTokenizerBase
 
+from groupwise.algo.advantage import differ
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import RunConfig
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
@@ -307,7 +308,7 @@ class TeacherRollouts:
 
     def __init__(self, config: RunConfig, teacher: Teacher, policy: RolloutSource):
         assert config.teacher is not None
-        self._teacher, self._policy, self.alone = teacher, policy, config.samples_nothing
+        self._teacher, self._policy, self.alone = teacher, policy, config.learns_no_rewards
         self._n, self._temperature = config.teacher.completions, config.teacher.temperature
 
     def prepare(self, prompt: Prompt) -> Prompt:
@@ -339,29 +340,41 @@ class TeacherRollouts:
 
 
 class Demonstrator:
-    """Scores groups that `TeacherRollouts` made, and leaves as their demonstrations what is to be learned: with
-    `least_reward` only what the run's rewards give so much."""
+    """Scores groups, and leaves as their demonstrations what is to be learned: of what `TeacherRollouts` sampled, or of
+    the policy's own rollouts; with `least_reward` and `best` only what the run's rewards prefer."""
 
     def __init__(self, config: RunConfig, score: Score):
         assert config.teacher is not None
-        self._score, self._least, self._alone = score, config.teacher.least_reward, config.samples_nothing
+        self._score, self._teacher, self._alone = score, config.teacher, config.learns_no_rewards
 
     async def __call__(self, group: RolloutGroup) -> RolloutGroup:
         """Return the group with its rewards."""
         scored = await self._score(group)
+        if self._teacher.chooses:
+            return replace(scored, demonstrations=self._kept(scored.rollouts))
         if self._alone:
             own = tuple(replace(each, teacher=_own_scores(each)) for each in scored.rollouts)
             return replace(scored, rollouts=own, demonstrations=self._kept(scored.rollouts))
         shown = group.demonstrations
-        if self._least is not None:
+        if self._teacher.least_reward is not None or self._teacher.best is not None:
             shown = (await self._score(replace(group, rollouts=shown, demonstrations=()))).rollouts
         return replace(scored, demonstrations=self._kept(shown))
 
     def _kept(self, shown: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        return tuple(each for each in shown if each.error is None and self._passes(each))
-
-    def _passes(self, rollout: Rollout) -> bool:
-        return self._least is None or (rollout.reward is not None and rollout.reward >= self._least)
+        least, best = self._teacher.least_reward, self._teacher.best
+        kept = [each for each in shown if each.error is None]
+        if least is None and best is None:
+            return tuple(kept)
+        rated = [(each.reward, each) for each in kept if each.reward is not None]
+        if least is None and not differ([reward for reward, _ in rated]):
+            return ()
+        rated = [pair for pair in rated if least is None or pair[0] >= least]
+        if best is None:
+            return tuple(each for _, each in rated)
+        distinct = dict[tuple[Ids, ...], Rollout]()
+        for _, each in sorted(rated, key=lambda pair: -pair[0]):
+            distinct.setdefault(tuple(turn.completion.token_ids for turn in each.turns), each)
+        return tuple(distinct.values())[:best]
 
 
 def _own_scores(rollout: Rollout) -> tuple[SequenceScores, ...]:
@@ -406,10 +419,10 @@ async def _as_it_is(group: RolloutGroup) -> RolloutGroup:
 
 def taught(score: Score, teacher: Teacher | None, config: RunConfig) -> Score:
     """Return what scores a group by rewards, and then has the teacher score it, or add what it says itself."""
+    if config.teacher is not None and config.teacher.loss == "sft":
+        return Demonstrator(config, score)
     if teacher is None:
         return _as_it_is if config.supervised else score
-    if teacher.config.loss == "sft":
-        return Demonstrator(config, score)
 
     async def both(group: RolloutGroup) -> RolloutGroup:
         return await teacher(await score(group))

@@ -12,6 +12,7 @@ from groupwise.run.assemble import Components
 from groupwise.run.display import Display
 from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
 from groupwise.run.health import Event, HealthMonitor
+from groupwise.run.held_out_loss import held_out_groups, held_out_loss
 from groupwise.run.plan import RunPlan
 from groupwise.run.policy import Policy
 from groupwise.run.promote import Promotion
@@ -50,6 +51,7 @@ class TrainingRun:
         self.promotion = self._promotion(store)
         self._best = BestVersion(patience=0 if plan.config.eval is None else plan.config.eval.patience)
         self._evaluated: dict[PolicyVersion, int] = {}  # the step at which a version was
+        self._held_out: list[RolloutGroup] | None = None  # what the loss is computed of, once it was prepared
         self._started = self._sampling_s = 0.0  # of the present step: when it began, seconds spent waiting for groups
 
     def _promotion(self, store: AdapterStore) -> Promotion | None:
@@ -199,21 +201,26 @@ class TrainingRun:
             return False
         self.display.phase("evaluating")
         version = self.publish({}, sync=False)
-        result = await self._evaluation(version)
+        result = await self._evaluation(version) if parts.eval_prompts else {}
         save_evaluations(self.run_dir, step, result)
-        metrics = {}
+        if metrics := await self._held_out_loss():
+            told = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items())
+            self.display.note(f"evaluation at step {step}, {len(self._held_out or ())} held-out rows: {told}")
         for each in result.values():
             metrics |= each.metrics(by=config.by) | each.details()
         self.tracking.log(step, metrics)
-        means = "  ".join(f"{mode} {each.said()}" for mode, each in result.items())
-        self.display.note(
-            f"evaluation at step {step}, {len(parts.eval_prompts)} held-out prompts, mean reward: {means}"
-        )
+        if result:
+            means = "  ".join(f"{mode} {each.said()}" for mode, each in result.items())
+            self.display.note(
+                f"evaluation at step {step}, {len(parts.eval_prompts)} held-out prompts, mean reward: {means}"
+            )
         for failures in filter(None, (each.failures() for each in result.values())):
             self.display.note(failures)
         self._watch(step, metrics)
         self._evaluated[version] = step
-        if config.best is not None:
+        if config.best == "loss":
+            self._best.observe(version, -metrics["eval/loss"])
+        elif config.best is not None:
             self._best.observe(version, result[config.best].mean())
         await self._promote(step, version, result)
         self._protect()
@@ -241,6 +248,17 @@ class TrainingRun:
             answer=self.plan.answer,
             counted=parts.scorer.beside(self.plan.eval_rewards),
         )
+
+    async def _held_out_loss(self) -> Metrics:
+        """Return the loss of the held-out rows under the policy as it is; nothing where the run has none."""
+        plan, parts = self.plan, self.parts
+        if not plan.eval_answers:
+            return {}
+        if self._held_out is None:
+            label = plan.config.eval.data.label if plan.config.eval and plan.config.eval.data else "eval.data"
+            self._held_out = await held_out_groups(plan.eval_answers, parts.rollouts, label=label)
+        groups, preferences = self._held_out, plan.config.dpo if plan.config.kind == "dpo" else None
+        return await self.updates.in_learner_thread(lambda: held_out_loss(parts.learner, groups, preferences))
 
     async def _promote(self, step: int, version: PolicyVersion, result: Evaluations) -> None:
         """Let what was evaluated become the active version, or not, and say so; `promote` decides."""

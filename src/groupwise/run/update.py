@@ -163,7 +163,7 @@ class StepUpdate:
         )
         if teacher is not None:
             weighed = with_reward_weight(weighed, teacher.reward_weight)
-        if plan.config.samples_nothing:  # nothing of it is the policy's
+        if plan.config.learns_no_rewards:
             return _Part(groups=weighed, samples=[])
         first = len(self.groups)
         samples = samples_of(weighed, first=first)
