@@ -234,6 +234,24 @@ def test_an_open_call_is_not_read_again_for_every_piece(form: ReplyFormat, monke
     assert [(part.kind, part.name) for part in parts] == [("tool_call", "f")] and 0 < len(read) <= 4
 
 
+def test_a_long_open_call_is_not_read_again_for_every_end_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    form, read = FORMATS["gemma4"], list[int]()
+    real = type(form).end_of
+    monkeypatch.setattr(type(form), "end_of", lambda *args, **last: read.append(1) or real(*args, **last))
+    ends = form.end * 3_000
+    text = form.text_of("f", {"l": [1] * 10_000, "s": ends})
+    parser = form.parser()
+    parts = [part for at in range(0, len(text), 12) for part in parser.push(text[at : at + 12])] + parser.finish()
+    assert [part.call and part.call.arguments["s"] for part in parts] == [ends] and len(read) < 40
+
+
+def test_an_answer_in_json_is_no_call_that_may_have_begun() -> None:
+    """It is given out as it comes, where a call might have been JSON without a marker."""
+    parser = FORMATS["llama"].parser()
+    given = [[part.text for part in parser.push(text)] for text in ('{"na', "me", 's": ', "[1", "]}", ' {"name": "')]
+    assert given == [[], [], [], ['{"names": [1'], ["]}"], [' {"name": "']]
+
+
 @pytest.mark.parametrize(
     ("form", "text", "called"),
     [

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat, Span, ThoughtMarks, Tools
 from groupwise.model.reply_formats.json_text import json_end, named_call
 from groupwise.model.reply_formats.lark import TEXT, CallWriter
-from groupwise.model.reply_formats.parser import ReplyParser, ReplyPart, beginning_length
+from groupwise.model.reply_formats.parser import OpenCall, ReplyParser, ReplyPart, beginning_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,8 +111,10 @@ class _Parser(ReplyParser):
 
     def __init__(self, *, thinks: bool, calls: bool):
         self._calls, self._text = calls, ""
-        self._header = THOUGHT if thinks else None  # of the message whose text comes; None between two
-        self._looked = 0  # characters of an open call in which its end was looked for
+        self._header: str | None = None  # of the message whose text comes; None between two
+        self._to: str | None = None  # whom it is to, if to anybody
+        if thinks:
+            self._head(THOUGHT)
 
     def push(self, text: str) -> list[ReplyPart]:
         self._text += text
@@ -138,19 +140,25 @@ class _Parser(ReplyParser):
         if text.startswith(_BEGINNINGS):
             header, found, rest = text.partition(MESSAGE)
             if found:
-                self._header, self._text = header + found, rest
+                self._head(header + found)
+                self._text = rest
             elif last:
                 return self._say(len(self._text))
         elif last or not any(each.startswith(text) for each in _BEGINNINGS):
-            self._header = ""
+            self._head("")
         return []
+
+    def _head(self, header: str) -> None:
+        """Begin a message."""
+        to = _TO.search(header)
+        self._header, self._to = header, to and to[1]
+        self._open = OpenCall(_NEXT, _LONGEST)
 
     def _go_on(self, *, last: bool) -> list[ReplyPart]:
         """Take of a message what is certain."""
         header = self._header or ""
-        to = _TO.search(header)
-        if to is not None and self._calls:
-            return self._call(header, to[1], last=last)
+        if self._to is not None and self._calls:
+            return self._call(header, self._to, last=last)
         end = _NEXT.search(self._text)
         length = end.start() if end else len(self._text)
         if not end and not last:
@@ -159,13 +167,12 @@ class _Parser(ReplyParser):
         if end:
             self._header = None
             self._text = self._text.removeprefix(end[0]) if end[0] in ENDS else self._text
-        return [ReplyPart("reasoning" if "analysis" in header and to is None else "content", said)]
+        return [ReplyPart("reasoning" if "analysis" in header and self._to is None else "content", said)]
 
     def _call(self, header: str, to: str, *, last: bool) -> list[ReplyPart]:
         """Take a call once it is whole."""
-        looked, self._looked = self._looked, len(self._text)
-        if not last and _NEXT.search(self._text, max(0, looked - _LONGEST + 1)) is None:
-            return []  # without one no text is its end
+        if not last and not self._open.may_end(self._text):
+            return []
         position, is_json = json_end(self._text, 0)
         end = _NEXT.search(self._text, position)
         if end is None and not last:
@@ -173,7 +180,7 @@ class _Parser(ReplyParser):
         end = end if end or is_json else _NEXT.search(self._text)
         body = self._text[: end.start()] if end else self._text
         closed = end[0] if end and end[0] in ENDS else ""
-        self._text, self._header, self._looked = self._text[len(body) + len(closed) :], None, 0
+        self._text, self._header = self._text[len(body) + len(closed) :], None
         what, stop = named_call(to.removeprefix(FUNCTIONS), body)
         if not to.startswith(FUNCTIONS):
             what = f"The call is to {to}, which is none of the functions."

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BARE_CALL = r'\A\s*(?=\{\s*"(?:name"\s*:|type"\s*:\s*"function"))'
+_BARE_BEGUN = re.compile(r'\{\s*(?:"\w*(?:"\s*(?::\s*(?:"\w*)?)?)?)?')  # what may grow into one
 _BETWEEN = re.compile(r"(?:[\s;]|<\|eom_id\|>)*")
 
 
@@ -34,7 +35,7 @@ class Llama(ReplyFormat):
         return (self._beginning if first else self._start).search(text, position)
 
     def may_begin(self, text: str, *, first: bool) -> bool:
-        return first and text.lstrip().startswith("{")
+        return first and _BARE_BEGUN.fullmatch(text.lstrip()) is not None
 
     def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
         found, end, bare = list[Span](), begin.end(), not begin[0].endswith(self.start)

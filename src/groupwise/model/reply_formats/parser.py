@@ -10,12 +10,15 @@ marker, space that may turn out to surround a thought or a call, and a tool call
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat, Tools
+
+READ_AGAIN = 4096  # characters up to which an open call is read for each marker that may end it
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,31 @@ def beginning_length(text: str, wanted: Sequence[str]) -> int:
     return 0
 
 
+class OpenCall:
+    """Says when a call that arrives in pieces is to be read again from its beginning, to see if it has ended: when a
+    marker that may end it has come, and if it is longer than `READ_AGAIN` characters, has grown by an eighth of what is
+    more since it was read last. So the time it takes is in proportion to its length, whatever it is made of.
+
+    Args:
+        ends: matches the markers; longest: characters of the longest of them.
+    """
+
+    def __init__(self, ends: re.Pattern[str], longest: int):
+        self._ends, self._longest = ends, longest
+        self._looked = self._next = 0  # characters in which a marker was looked for; that it has when it is read next
+
+    def may_end(self, text: str, start: int = 0) -> bool:
+        """Return whether the call, text[start:] so far, is to be read."""
+        size = len(text) - start
+        if size < self._next:
+            return False
+        looked, self._looked = self._looked, size
+        if self._ends.search(text, start + max(0, looked - self._longest + 1)) is None:
+            return False
+        self._next = size + max(0, size - READ_AGAIN) // 8
+        return True
+
+
 class MarkedParser(ReplyParser):
     """Splits a reply of which thoughts and calls stand between a format's markers.
 
@@ -82,7 +110,7 @@ class MarkedParser(ReplyParser):
         self._text = ""  # not decided yet
         self._trim = thinks  # whether space that comes next is dropped
         self._said = self._called = False  # any content, any call so far
-        self._looked = 0  # characters of an open call in which its end was looked for
+        self._open = self._new_open()
 
     def push(self, text: str) -> list[ReplyPart]:
         self._text += text
@@ -90,6 +118,9 @@ class MarkedParser(ReplyParser):
 
     def finish(self) -> list[ReplyPart]:
         return self._take(last=True)
+
+    def _new_open(self) -> OpenCall:
+        return OpenCall(re.compile(re.escape(self._form.end)), len(self._form.end))
 
     def _take(self, *, last: bool) -> list[ReplyPart]:
         parts: list[ReplyPart] = []
@@ -129,27 +160,17 @@ class MarkedParser(ReplyParser):
             if begin is None:
                 held = not last and self._calls and self._form.may_begin(self._text, first=not self._said)
                 return parts if held else parts + self._say(self._certain(last=last))
-            close = self._end_of(begin.start(), last=last)
+            ended = last or self._open.may_end(self._text, begin.start())
+            close = self._form.end_of(self._text, begin.start(), last=last) if ended else -1
             if close < 0 and not last:
                 return parts + self._say(len(self._text[: begin.start()].rstrip()))
             end = len(self._text) if close < 0 else close + len(self._form.end)
             parts += self._take_calls(begin.start(), end, last=last and close < 0)
         return parts
 
-    def _end_of(self, start: int, *, last: bool) -> int:
-        """Return where the marker begins that closes the call at `start`; -1 while it has not come.
-
-        An open call is read from its beginning only when another such marker is there: without one no text is its end.
-        """
-        mark, looked = self._form.end, self._looked
-        self._looked = len(self._text) - start
-        if not last and self._text.find(mark, start + max(0, looked - len(mark) + 1)) < 0:
-            return -1
-        return self._form.end_of(self._text, start, last=last)
-
     def _take_calls(self, start: int, end: int, *, last: bool) -> list[ReplyPart]:
         parts, said, malformed = list[ReplyPart](), self._text[:start], None
-        self._looked = 0
+        self._open = self._new_open()
         region, self._text = self._text[start:end], self._text[end:]
         for piece in self._form.pieces(region, tools=self._tools):
             if not isinstance(piece, ParsedCall):
