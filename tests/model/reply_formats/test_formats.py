@@ -225,9 +225,9 @@ def test_spaces_in_a_begun_call_are_read_once(form: str, begun: str) -> None:
 @pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.end], ids=str)
 def test_an_open_call_is_not_read_again_for_every_piece(form: ReplyFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[int]()
-    real, json_end = type(form).end_of, harmony.json_end
-    monkeypatch.setattr(type(form), "end_of", lambda *args, **last: read.append(1) or real(*args, **last))
-    monkeypatch.setattr(harmony, "json_end", lambda *args: read.append(1) or json_end(*args))
+    owner, name = (harmony, "json_end") if form.name == "harmony" else (type(form), "end_of")
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **last: read.append(1) or real(*args, **last))
     text = form.text_of("f", {"s": f"a {form.end} b{' c' * 1000}"})
     parser = form.parser()
     parts = [part for sign in text for part in parser.push(sign)] + parser.finish()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from groupwise.model.reply_formats.format import ReplyFormat, Span, ThoughtMarks, Tools
+from groupwise.model.reply_formats.format import ThoughtMarks, Tools
 from groupwise.model.reply_formats.json_text import SPACE, call_of, end_at, schema_types
 from groupwise.model.reply_formats.lark import (
     CallWriter,
@@ -24,6 +24,7 @@ from groupwise.model.reply_formats.lark import (
     texts_of,
     with_definitions,
 )
+from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +52,7 @@ class _Unreadable(Exception):
         self.why, self.at, self.in_string = why, at, in_string
 
 
-class Gemma4(ReplyFormat):
+class Gemma4(EnclosedFormat):
     """A name and arguments in an own way of writing JSON."""
 
     name, start, end = "gemma4", "<|tool_call>", "<tool_call|>"
@@ -74,12 +75,8 @@ class Gemma4(ReplyFormat):
         close = text.find(self.end, position)
         return text.find(self.end, begin) if close < 0 and last else close
 
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        close = self.end_of(text, begin.start(), last=True)
-        if close < 0:
-            return [Span(f"The call is not closed: {self.end} is missing.", begin.start(), len(text))], len(text)
-        end = close + len(self.end)
-        return [Span(_call(text[begin.end() : close]), begin.start(), end)], end
+    def found(self, text: str, start: int, close: int, tools: Tools) -> list[Span]:
+        return [Span(_call(text[start:close]), start, close)]
 
     def opening(self, name: str | None = None) -> str:
         return f"{self.start}call:" if name is None else f"{self.start}call:{name}{{"

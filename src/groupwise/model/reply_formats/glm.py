@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from groupwise.model.reply_formats.elements import call_with, end_behind
-from groupwise.model.reply_formats.format import ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.json_text import text_of_value
 from groupwise.model.reply_formats.lark import CallWriter, XmlWriter
+from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +22,7 @@ KEY, VALUE_END = "<arg_key>", "</arg_value>"
 _ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
 
 
-class Glm(ReplyFormat):
+class Glm(EnclosedFormat):
     """A name, and keys and values as elements, whose types the tools' definitions say."""
 
     name, start, end = "glm", "<tool_call>", "</tool_call>"
@@ -37,18 +38,14 @@ class Glm(ReplyFormat):
             return close
         return end_behind(text, start, self.end, VALUE_END, last=last)
 
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        close = self.end_of(text, begin.start(), last=True)
-        if close < 0:
-            return [Span(f"The call is not closed: {self.end} is missing.", begin.start(), len(text))], len(text)
-        end = close + len(self.end)
-        name, key, rest = text[begin.end() : close].partition(KEY)
+    def found(self, text: str, start: int, close: int, tools: Tools) -> list[Span]:
+        name, key, rest = text[start:close].partition(KEY)
         if re.search(r"[\s<>{}]", name.strip()):
             what = "The call does not begin with the name of a tool."
         else:
             form = "<arg_key>NAME</arg_key> <arg_value> ... </arg_value>"
             what = call_with(name.strip(), key + rest, _ARGUMENT, tools, of_form=form, at=len(name))
-        return [Span(what, begin.start(), end)], end
+        return [Span(what, start, close)]
 
     def opening(self, name: str | None = None) -> str:
         return self.start if name is None else f"{self.start}{name}\n"

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat, Span, ThoughtMarks, Tools
+from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat, ThoughtMarks, Tools
 from groupwise.model.reply_formats.json_text import json_end, named_call
 from groupwise.model.reply_formats.lark import TEXT, CallWriter
 from groupwise.model.reply_formats.parser import OpenCall, ReplyParser, ReplyPart, beginning_length
@@ -53,13 +53,8 @@ class Harmony(ReplyFormat):
         return _Parser(thinks=thinks, calls=calls)
 
     def pieces(self, text: str, *, tools: Tools = ()) -> Iterator[str | ParsedCall | MalformedCall]:
-        parser = self.parser()
-        for part in (*parser.push(text), *parser.finish()):
+        for part in self.parser().whole(text):
             yield part.call or part.malformed or part.text
-
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        """Return nothing: what a message is, its header says, which the parser of this format reads."""
-        return [], len(text)
 
     def opening(self, name: str | None = None) -> str:
         to = f"{self.start}{FUNCTIONS}"
@@ -110,18 +105,11 @@ class _Parser(ReplyParser):
     """Splits a reply by the headers of its messages."""
 
     def __init__(self, *, thinks: bool, calls: bool):
-        self._calls, self._text = calls, ""
+        self._calls = calls
         self._header: str | None = None  # of the message whose text comes; None between two
         self._to: str | None = None  # whom it is to, if to anybody
         if thinks:
             self._head(THOUGHT)
-
-    def push(self, text: str) -> list[ReplyPart]:
-        self._text += text
-        return self._take(last=False)
-
-    def finish(self) -> list[ReplyPart]:
-        return self._take(last=True)
 
     def _take(self, *, last: bool) -> list[ReplyPart]:
         parts = list[ReplyPart]()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from groupwise.model.reply_formats.format import ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.json_text import SPACE, call_of, end_at, schema_types
 from groupwise.model.reply_formats.lark import (
     CallWriter,
@@ -22,6 +22,7 @@ from groupwise.model.reply_formats.lark import (
     texts_of,
     with_definitions,
 )
+from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +48,7 @@ class _Unreadable(Exception):
         self.why, self.at, self.in_string = why, at, in_string
 
 
-class Lfm2(ReplyFormat):
+class Lfm2(EnclosedFormat):
     """A Python list of calls with named arguments."""
 
     name, start, end = "lfm2", "<|tool_call_start|>", "<|tool_call_end|>"
@@ -67,20 +68,15 @@ class Lfm2(ReplyFormat):
         close = text.find(self.end, position)
         return text.find(self.end, begin) if close < 0 and last else close
 
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        close = self.end_of(text, begin.start(), last=True)
-        if close < 0:
-            return [Span(f"The calls are not closed: {self.end} is missing.", begin.start(), len(text))], len(text)
-        end = close + len(self.end)
+    def found(self, text: str, start: int, close: int, tools: Tools) -> list[Span]:
         try:
-            calls, stop = _calls(text[:close], begin.end())
+            calls, stop = _calls(text[:close], start)
         except _Unreadable as error:
-            what = f"The calls cannot be read: {error.why} at character {error.at - begin.end()}."
-            return [Span(what, begin.start(), end)], end
-        found = [Span(call_of({"name": name, "arguments": each}), at, stop) for name, each, at, stop in calls]
+            return [Span(f"The calls cannot be read: {error.why} at character {error.at - start}.", start, close)]
+        found = [Span(call_of({"name": name, "arguments": each}), at, end) for name, each, at, end in calls]
         if text[stop:close].strip() or not found:
-            found.append(Span(f"The list of calls ends at character {stop - begin.end()}.", stop, close))
-        return found, end
+            found.append(Span(f"The list of calls ends at character {stop - start}.", stop, close))
+        return found
 
     def opening(self, name: str | None = None) -> str:
         return f"{self.start}[" if name is None else f"{self.start}[{name}("

@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from groupwise.model.reply_formats.format import ParsedCall, ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import ParsedCall, Tools
 from groupwise.model.reply_formats.json_text import call_of, end_at, json_at
 from groupwise.model.reply_formats.lark import CallWriter, quoted
+from groupwise.model.reply_formats.marked import MarkedFormat, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,7 @@ _BARE_BEGUN = re.compile(r'\{\s*(?:"\w*(?:"\s*(?::\s*(?:"\w*)?)?)?)?')  # what m
 _BETWEEN = re.compile(r"(?:[\s;]|<\|eom_id\|>)*")
 
 
-class Llama(ReplyFormat):
+class Llama(MarkedFormat):
     """JSON behind a tag, or JSON as the whole reply."""
 
     name, start = "llama", "<|python_tag|>"

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from groupwise.model.reply_formats.elements import call_with, end_behind
-from groupwise.model.reply_formats.format import ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.json_text import text_of_value
 from groupwise.model.reply_formats.lark import CallWriter, XmlWriter
+from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ _INVOKE = re.compile(r'\s*<invoke name="([^"\n]+)">(.*?)</invoke>\s*(?=<invoke n
 _PARAMETER = re.compile(r'\s*<parameter name="([^"\n]+)">(.*?)</parameter>\s*(?=<parameter name="|\Z)', re.DOTALL)
 
 
-class MiniMax(ReplyFormat):
+class MiniMax(EnclosedFormat):
     """Calls and parameters as elements, whose types the tools' definitions say."""
 
     name, start, end = "minimax", "<minimax:tool_call>", "</minimax:tool_call>"
@@ -34,21 +35,18 @@ class MiniMax(ReplyFormat):
             return text.find(self.end, start)
         return end_behind(text, start, self.end, "</invoke>", last=last)
 
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        close = self.end_of(text, begin.start(), last=True)
-        if close < 0:
-            return [Span(f"The calls are not closed: {self.end} is missing.", begin.start(), len(text))], len(text)
-        inside, end = text[begin.end() : close], close + len(self.end)
+    def found(self, text: str, start: int, close: int, tools: Tools) -> list[Span]:
+        inside = text[start:close]
         found, position = list[Span](), 0
         while (invoke := _INVOKE.match(inside, position)) is not None:
             form = '<parameter name="NAME"> ... </parameter>'
             what = call_with(invoke[1].strip(), invoke[2], _PARAMETER, tools, of_form=form, at=invoke.start(2))
-            found.append(Span(what, begin.end() + position, begin.end() + invoke.end()))
+            found.append(Span(what, start + position, start + invoke.end()))
             position = invoke.end()
         if inside[position:].strip() or not found:
             what = f'The calls have text outside <invoke name="NAME"> ... </invoke>, from character {position} on.'
-            found.append(Span(what, begin.end() + position, close))
-        return found, end
+            found.append(Span(what, start + position, close))
+        return found
 
     def opening(self, name: str | None = None) -> str:
         return f'{self.start}\n<invoke name="' + ("" if name is None else f'{name}">\n')

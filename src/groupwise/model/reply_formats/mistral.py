@@ -14,9 +14,10 @@ import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from groupwise.model.reply_formats.format import ParsedCall, ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import ParsedCall, Tools
 from groupwise.model.reply_formats.json_text import SPACE, call_of, end_at, json_at
 from groupwise.model.reply_formats.lark import CallWriter, quoted
+from groupwise.model.reply_formats.marked import MarkedFormat, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"([^\[\]{}]*)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*")
 
 
-class Mistral(ReplyFormat):
+class Mistral(MarkedFormat):
     """All calls in one list behind the marker."""
 
     name, start = "mistral", TOOL_CALLS

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from groupwise.model.reply_formats.elements import call_with, end_behind
-from groupwise.model.reply_formats.format import ParsedCall, ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import ParsedCall, Tools
 from groupwise.model.reply_formats.json_text import text_of_value
 from groupwise.model.reply_formats.lark import CallWriter, XmlWriter
+from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
 
 
-class QwenXml(ReplyFormat):
+class QwenXml(EnclosedFormat):
     """Parameters as elements, whose types the tools' definitions say; without one, what reads as JSON is JSON."""
 
     name, start, end = "qwen_xml", "<tool_call>", "</tool_call>"
@@ -34,12 +35,8 @@ class QwenXml(ReplyFormat):
             return text.find(self.end, start)
         return end_behind(text, start, self.end, "</function>", last=last)
 
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        close = self.end_of(text, begin.start(), last=True)
-        if close < 0:
-            return [Span(f"The call is not closed: {self.end} is missing.", begin.start(), len(text))], len(text)
-        end = close + len(self.end)
-        return [Span(_call(text[begin.end() : close], tools), begin.start(), end)], end
+    def found(self, text: str, start: int, close: int, tools: Tools) -> list[Span]:
+        return [Span(_call(text[start:close], tools), start, close)]
 
     def opening(self, name: str | None = None) -> str:
         return f"{self.start}\n<function=" + ("" if name is None else f"{name}>\n")

@@ -8,11 +8,12 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from groupwise.model.reply_formats.format import ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.json_text import json_then, named_call
+from groupwise.model.reply_formats.marked import MarkedFormat, Span
 
 
-class SectionFormat(ReplyFormat):
+class SectionFormat(MarkedFormat):
     """Between `start` and `end` stand calls.
 
     Attributes:
