@@ -78,6 +78,8 @@ class ReplyFormat(ABC):
         thought: what stands around a thought.
         thinks_unasked: whether a reply may begin with a thought where the template has thoughts and no switch for them.
         thoughts_apart: whether the template looks for earlier thoughts in a field of the message, not in its content.
+        answer_head: what stands in front of an answer.
+        writes: what writes calls as a grammar.
     """
 
     name: ClassVar[str]
@@ -86,6 +88,8 @@ class ReplyFormat(ABC):
     thought: ClassVar[ThoughtMarks] = THINK
     thinks_unasked: ClassVar[bool] = False
     thoughts_apart: ClassVar[bool] = False
+    answer_head: ClassVar[str] = ""
+    writes: ClassVar[type[CallWriter]]
 
     def __repr__(self) -> str:
         return self.name
@@ -137,6 +141,6 @@ class ReplyFormat(ABC):
         return messages
 
     # ---- constrained ----
-    @abstractmethod
     def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
         """Return what writes calls of `tools`, or `only` of the one of this name, as a grammar."""
+        return self.writes(self, tools, tokenizer, only=only)

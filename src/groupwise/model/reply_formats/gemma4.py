@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.model.reply_formats.format import ThoughtMarks, Tools
 from groupwise.model.reply_formats.json_text import SPACE, call_of, end_at, schema_types
@@ -25,9 +25,6 @@ from groupwise.model.reply_formats.lark import (
     with_definitions,
 )
 from groupwise.model.reply_formats.marked import EnclosedFormat, Span
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MARK = '<|"|>'  # on either side of a string
 MOST_DEPTH = 64  # lists and objects within others
@@ -52,10 +49,76 @@ class _Unreadable(Exception):
         self.why, self.at, self.in_string = why, at, in_string
 
 
+class _Writer(CallWriter):
+    lead = "call:"
+
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        """Return a call; each `$ref` of its schema is a rule, written once, which may refer to itself."""
+        field = field_of(index)
+        schema = object_schema(function.get("parameters"), field)
+        self._tool, self._rules, self._waiting = index, dict[str, str](), list[tuple[str, dict[str, Any], str]]()
+        call = f"{quoted(function['name'])} {self._object(str(index), schema, schema, field)}"
+        while self._waiting:
+            key, value, of_field = self._waiting.pop()
+            self.rules.append(f"ref{key}: {self._value(key, value, schema, of_field)}")
+        return call
+
+    def _rule_of(self, pointer: str, value: dict[str, Any], field: str) -> str:
+        """Return the rule of what a `$ref` points to, to be written when the call is."""
+        if pointer not in self._rules:
+            key = f"_{self._tool}_{len(self._rules)}"
+            self._rules[pointer] = f"ref{key}"
+            self._waiting.append((key, value, field))
+        return self._rules[pointer]
+
+    def _object(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], field: str) -> str:
+        _check(schema, _OF_OBJECTS, field)
+        properties = schema.get("properties") or {}
+        items = list[tuple[str, bool]]()
+        for name in _sorted(properties):
+            written = self._value(f"{key}_{len(items)}", properties[name], root, f"{field}.properties.{name}")
+            items.append((f"{quoted(f'{name}:')} {written}", name in schema.get("required", ())))
+        return f'"{{" {self.listed(key, items, ",")} "}}"'
+
+    def _value(self, key: str, schema: Any, root: Mapping[str, Any], field: str) -> str:
+        value = resolved(schema, root)
+        if (pointer := reference(schema)) is not None and reference(value) is None:
+            return self._rule_of(pointer, value, field)
+        if key.count("_") > MOST_DEPTH:
+            raise refused(field, f"more than {MOST_DEPTH} values within one another", "name what is inner by `$ref`")
+        if (texts := texts_of(value, root, field)) is not None:
+            return self._text(key, texts)
+        types = schema_types(value, root)
+        if types == {"object"} and "properties" in value:
+            return self._object(key, value, root, field)
+        if types == {"array"}:
+            return self._list(key, value, root, field)
+        if types & {"object", "array"} or not types:
+            raise refused(field, "values of no type that is known", "give it one `type`")
+        if types <= _KINDS.keys() and not value.keys() & {"const", "enum"}:
+            return f"({' | '.join(quoted(word) for kind in sorted(types) for word in _KINDS[kind])})"
+        return self.json(f"value_{key}", with_definitions(value, root), field)
+
+    def _text(self, key: str, texts: Texts) -> str:
+        if texts.values:
+            either = " | ".join(f"{self.text(MARK)} {quoted(each)} {self.text(MARK)}" for each in texts.values)
+            return f"({either})"
+        return f"{self.text(MARK)} {self.until(key, MARK, least=texts.least, most=texts.most)}"
+
+    def _list(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], field: str) -> str:
+        _check(schema, _OF_LISTS, field)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        item = self._value(f"{key}_0", schema.get("items"), root, f"{field}.items")
+        self.rules.append(f"item_{key}: {item}")
+        more = f'("," item_{key}){{{max(0, least - 1)},{"" if most is None else max(0, most - 1)}}}'
+        items = "" if most == 0 else f"item_{key} {more}" if least else f"(item_{key} {more})?"
+        return f'"[" {items} "]"'
+
+
 class Gemma4(EnclosedFormat):
     """A name and arguments in an own way of writing JSON."""
 
-    name, start, end = "gemma4", "<|tool_call>", "<tool_call|>"
+    name, start, end, writes = "gemma4", "<|tool_call>", "<tool_call|>", _Writer
     thought = ThoughtMarks("<|channel>thought", "<channel|>")
     thoughts_apart = True
 
@@ -83,9 +146,6 @@ class Gemma4(EnclosedFormat):
 
     def text_of(self, name: str, arguments: Mapping[str, Any]) -> str:
         return f"{self.start}call:{name}{_written(dict(arguments))}{self.end}"
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
 
 
 # ---- read ----
@@ -168,72 +228,6 @@ def _written(value: Any) -> str:
 
 def _sorted(names: Any) -> list[str]:
     return sorted(names, key=lambda name: (name.lower(), name))
-
-
-class _Writer(CallWriter):
-    opening, closing = f"{Gemma4.start}call:", Gemma4.end
-
-    def body(self, index: int, function: Mapping[str, Any]) -> str:
-        """Return a call; each `$ref` of its schema is a rule, written once, which may refer to itself."""
-        field = field_of(index)
-        schema = object_schema(function.get("parameters"), field)
-        self._tool, self._rules, self._waiting = index, dict[str, str](), list[tuple[str, dict[str, Any], str]]()
-        call = f"{quoted(function['name'])} {self._object(str(index), schema, schema, field)}"
-        while self._waiting:
-            key, value, of_field = self._waiting.pop()
-            self.rules.append(f"ref{key}: {self._value(key, value, schema, of_field)}")
-        return call
-
-    def _rule_of(self, pointer: str, value: dict[str, Any], field: str) -> str:
-        """Return the rule of what a `$ref` points to, to be written when the call is."""
-        if pointer not in self._rules:
-            key = f"_{self._tool}_{len(self._rules)}"
-            self._rules[pointer] = f"ref{key}"
-            self._waiting.append((key, value, field))
-        return self._rules[pointer]
-
-    def _object(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], field: str) -> str:
-        _check(schema, _OF_OBJECTS, field)
-        properties = schema.get("properties") or {}
-        items = list[tuple[str, bool]]()
-        for name in _sorted(properties):
-            written = self._value(f"{key}_{len(items)}", properties[name], root, f"{field}.properties.{name}")
-            items.append((f"{quoted(f'{name}:')} {written}", name in schema.get("required", ())))
-        return f'"{{" {self.listed(key, items, ",")} "}}"'
-
-    def _value(self, key: str, schema: Any, root: Mapping[str, Any], field: str) -> str:
-        value = resolved(schema, root)
-        if (pointer := reference(schema)) is not None and reference(value) is None:
-            return self._rule_of(pointer, value, field)
-        if key.count("_") > MOST_DEPTH:
-            raise refused(field, f"more than {MOST_DEPTH} values within one another", "name what is inner by `$ref`")
-        if (texts := texts_of(value, root, field)) is not None:
-            return self._text(key, texts)
-        types = schema_types(value, root)
-        if types == {"object"} and "properties" in value:
-            return self._object(key, value, root, field)
-        if types == {"array"}:
-            return self._list(key, value, root, field)
-        if types & {"object", "array"} or not types:
-            raise refused(field, "values of no type that is known", "give it one `type`")
-        if types <= _KINDS.keys() and not value.keys() & {"const", "enum"}:
-            return f"({' | '.join(quoted(word) for kind in sorted(types) for word in _KINDS[kind])})"
-        return self.json(f"value_{key}", with_definitions(value, root), field)
-
-    def _text(self, key: str, texts: Texts) -> str:
-        if texts.values:
-            either = " | ".join(f"{self.text(MARK)} {quoted(each)} {self.text(MARK)}" for each in texts.values)
-            return f"({either})"
-        return f"{self.text(MARK)} {self.until(key, MARK, least=texts.least, most=texts.most)}"
-
-    def _list(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], field: str) -> str:
-        _check(schema, _OF_LISTS, field)
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        item = self._value(f"{key}_0", schema.get("items"), root, f"{field}.items")
-        self.rules.append(f"item_{key}: {item}")
-        more = f'("," item_{key}){{{max(0, least - 1)},{"" if most is None else max(0, most - 1)}}}'
-        items = "" if most == 0 else f"item_{key} {more}" if least else f"(item_{key} {more})?"
-        return f'"[" {items} "]"'
 
 
 def _check(schema: Mapping[str, Any], known: set[str], field: str) -> None:

@@ -7,25 +7,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.model.reply_formats.elements import call_with, end_behind
 from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.json_text import text_of_value
-from groupwise.model.reply_formats.lark import CallWriter, XmlWriter
+from groupwise.model.reply_formats.lark import XmlWriter
 from groupwise.model.reply_formats.marked import EnclosedFormat, Span
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 KEY, VALUE_END = "<arg_key>", "</arg_value>"
 _ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
 
 
+class _Writer(XmlWriter):
+    between = "\n"
+
+    def head(self, name: str) -> str:
+        return f"{name}\n"
+
+    def around(self, name: str) -> tuple[str, str]:
+        return f"<arg_key>{name}</arg_key>\n<arg_value>", "</arg_value>\n"
+
+
 class Glm(EnclosedFormat):
     """A name, and keys and values as elements, whose types the tools' definitions say."""
 
-    name, start, end = "glm", "<tool_call>", "</tool_call>"
+    name, start, end, writes = "glm", "<tool_call>", "</tool_call>", _Writer
 
     def shown_in(self, template: str) -> bool:
         return KEY in template
@@ -56,16 +63,3 @@ class Glm(EnclosedFormat):
             for key, each in arguments.items()
         )
         return f"{self.opening(name)}{given}{self.end}"
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
-
-
-class _Writer(XmlWriter):
-    opening, between, closing = Glm.start, "\n", Glm.end
-
-    def head(self, name: str) -> str:
-        return f"{name}\n"
-
-    def around(self, name: str) -> tuple[str, str]:
-        return f"<arg_key>{name}</arg_key>\n<arg_value>", "</arg_value>\n"

@@ -15,15 +15,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat, ThoughtMarks, Tools
 from groupwise.model.reply_formats.json_text import json_end, named_call
 from groupwise.model.reply_formats.lark import TEXT, CallWriter
 from groupwise.model.reply_formats.parser import OpenCall, ReplyParser, ReplyPart, beginning_length
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -35,12 +32,29 @@ _NEXT = re.compile("|".join(map(re.escape, (*ENDS, START))))  # ends the text of
 _LONGEST = max(map(len, (*ENDS, START)))
 
 
+class _Writer(CallWriter):
+    """One call, behind a thought that has ended; an answer is a message of the channel `final`."""
+
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        head = f"{FUNCTIONS}{function['name']} {CONSTRAIN}json{MESSAGE}"
+        return f"{self.text(head)} {self.arguments(index, function)}"
+
+    def calls(self, *, several: bool) -> str:
+        return f"{self.text(self.opening)} call {self.text(self.closing)}?"
+
+    def amid_text(self, *, several: bool) -> str:
+        said = f"{self.text(CHANNEL)} /analysis|commentary|final/ {self.text(MESSAGE)} FREE"
+        then = f"{self.text('<|end|>')} {self.text(f'{START}assistant')}"
+        return f"start: ({said} {then})* ({said} | {self.calls(several=several)})\nFREE: {TEXT}"
+
+
 class Harmony(ReplyFormat):
     """Messages with headers."""
 
     name, start, end = "harmony", f"{CHANNEL}commentary to=", "<|call|>"
     thought = ThoughtMarks(THOUGHT, f"<|end|>{START}assistant")
     thinks_unasked = thoughts_apart = True
+    answer_head, writes = f"{CHANNEL}final{MESSAGE}", _Writer
 
     def shown_in(self, template: str) -> bool:
         return CHANNEL in template and MESSAGE in template
@@ -83,9 +97,6 @@ class Harmony(ReplyFormat):
                 first = message if i == 0 else {"role": "assistant", "content": ""}
                 shown += [{**first, "tool_calls": [call]}, *own]
         return shown
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
 
 
 def _thinking(message: dict[str, Any]) -> dict[str, Any]:
@@ -182,24 +193,3 @@ class _Parser(ReplyParser):
     def _say(self, length: int) -> list[ReplyPart]:
         said, self._text = self._text[:length], self._text[length:]
         return [ReplyPart("content", said)]
-
-
-class _Writer(CallWriter):
-    """One call, behind a thought that has ended; an answer is a message of the channel `final`."""
-
-    opening, sectioned = Harmony.start, True
-
-    def body(self, index: int, function: Mapping[str, Any]) -> str:
-        head = f"{FUNCTIONS}{function['name']} {CONSTRAIN}json{MESSAGE}"
-        return f"{self.text(head)} {self.arguments(index, function)}"
-
-    def calls(self, *, several: bool) -> str:
-        return f"{self.text(self.opening)} call {self.text(Harmony.end)}?"
-
-    def amid_text(self, *, several: bool) -> str:
-        said = f"{self.text(CHANNEL)} /analysis|commentary|final/ {self.text(MESSAGE)} FREE"
-        then = f"{self.text('<|end|>')} {self.text(f'{START}assistant')}"
-        return f"start: ({said} {then})* ({said} | {self.calls(several=several)})\nFREE: {TEXT}"
-
-    def answer(self) -> str:
-        return f"{self.text(f'{CHANNEL}final{MESSAGE}')} @content"

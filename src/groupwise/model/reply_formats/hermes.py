@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.json_text import call_of, json_at, json_then
 from groupwise.model.reply_formats.lark import CallWriter, quoted
 from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+
+class _Writer(CallWriter):
+    between = "\n"
+
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        head = f'\n{{"name": {json.dumps(function["name"])}, "arguments": '
+        return f"{quoted(head)} {self.arguments(index, function)} {quoted('}' + chr(10))}"
 
 
 class Hermes(EnclosedFormat):
     """JSON between tags."""
 
-    name, start, end = "hermes", "<tool_call>", "</tool_call>"
+    name, start, end, writes = "hermes", "<tool_call>", "</tool_call>", _Writer
 
     def shown_in(self, template: str) -> bool:
         return self.start in template
@@ -42,14 +47,3 @@ class Hermes(EnclosedFormat):
 
     def text_of(self, name: str, arguments: Mapping[str, Any]) -> str:
         return f"{self.opening(name)} {json.dumps(arguments, ensure_ascii=False)}}}\n{self.end}"
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
-
-
-class _Writer(CallWriter):
-    opening, between, closing = Hermes.start, "\n", Hermes.end
-
-    def body(self, index: int, function: Mapping[str, Any]) -> str:
-        head = f'\n{{"name": {json.dumps(function["name"])}, "arguments": '
-        return f"{quoted(head)} {self.arguments(index, function)} {quoted('}' + chr(10))}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.json_text import SPACE, call_of, end_at, schema_types
@@ -23,9 +23,6 @@ from groupwise.model.reply_formats.lark import (
     with_definitions,
 )
 from groupwise.model.reply_formats.marked import EnclosedFormat, Span
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _WORD_OF = r"[^\s()\[\]{},='\"<>]+"
 _NAME, _KEY = re.compile(rf"\s*({_WORD_OF})\s*\(\s*"), re.compile(rf"\s*({_WORD_OF})\s*=\s*")
@@ -48,10 +45,37 @@ class _Unreadable(Exception):
         self.why, self.at, self.in_string = why, at, in_string
 
 
+class _Writer(CallWriter):
+    lead, between, trail, sectioned = "[", ", ", "]", True
+
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        schema, properties = parameters_of(index, function)
+        items = list[tuple[str, bool]]()
+        for n, (name, value) in enumerate(properties.items()):
+            written = self._value(f"{index}_{n}", value, schema, f"{field_of(index)}.properties.{name}")
+            items.append((f"{quoted(f'{name}=')} {written}", name in schema.get("required", ())))
+        return f"{quoted(function['name'] + '(')} {self.listed(str(index), items, ', ')} {quoted(')')}"
+
+    def _value(self, key: str, schema: Any, root: Mapping[str, Any], field: str) -> str:
+        """Strings, True, False and None as Python has them; numbers, lists and objects as JSON."""
+        value = resolved(schema, root)
+        if (texts := texts_of(value, root, field)) is not None:
+            if texts.values:
+                return f"({' | '.join(quoted(_quoted(each)) for each in texts.values)})"
+            return f"/'([^'\\\\\\n\\r]|\\\\['\\\\nr]){{{texts.least},{texts.most}}}'/"
+        types = schema_types(value, root)
+        words = [word for kind, words in _PYTHON.items() if kind in types for word in words]
+        if types and types <= _PYTHON.keys():
+            if "const" in value or "enum" in value:
+                words = [str(each) for each in ([value["const"]] if "const" in value else value["enum"])]
+            return f"({' | '.join(map(quoted, words))})"
+        return self.json(f"value_{key}", with_definitions(value, root), field)
+
+
 class Lfm2(EnclosedFormat):
     """A Python list of calls with named arguments."""
 
-    name, start, end = "lfm2", "<|tool_call_start|>", "<|tool_call_end|>"
+    name, start, end, writes = "lfm2", "<|tool_call_start|>", "<|tool_call_end|>", _Writer
     thinks_unasked = True
 
     def shown_in(self, template: str) -> bool:
@@ -84,9 +108,6 @@ class Lfm2(EnclosedFormat):
     def text_of(self, name: str, arguments: Mapping[str, Any]) -> str:
         given = ", ".join(f"{key}={_written(each)}" for key, each in arguments.items())
         return f"{self.opening(name)}{given})]{self.end}"
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
 
 
 # ---- read ----
@@ -202,33 +223,6 @@ def _quoted(text: str) -> str:
     for sign, escaped in (("\\", "\\\\"), ("'", "\\'"), ("\n", "\\n"), ("\r", "\\r")):
         text = text.replace(sign, escaped)
     return f"'{text}'"
-
-
-class _Writer(CallWriter):
-    opening, closing, sectioned, separator = f"{Lfm2.start}[", f"]{Lfm2.end}", True, ", "
-
-    def body(self, index: int, function: Mapping[str, Any]) -> str:
-        schema, properties = parameters_of(index, function)
-        items = list[tuple[str, bool]]()
-        for n, (name, value) in enumerate(properties.items()):
-            written = self._value(f"{index}_{n}", value, schema, f"{field_of(index)}.properties.{name}")
-            items.append((f"{quoted(f'{name}=')} {written}", name in schema.get("required", ())))
-        return f"{quoted(function['name'] + '(')} {self.listed(str(index), items, ', ')} {quoted(')')}"
-
-    def _value(self, key: str, schema: Any, root: Mapping[str, Any], field: str) -> str:
-        """Strings, True, False and None as Python has them; numbers, lists and objects as JSON."""
-        value = resolved(schema, root)
-        if (texts := texts_of(value, root, field)) is not None:
-            if texts.values:
-                return f"({' | '.join(quoted(_quoted(each)) for each in texts.values)})"
-            return f"/'([^'\\\\\\n\\r]|\\\\['\\\\nr]){{{texts.least},{texts.most}}}'/"
-        types = schema_types(value, root)
-        words = [word for kind, words in _PYTHON.items() if kind in types for word in words]
-        if types and types <= _PYTHON.keys():
-            if "const" in value or "enum" in value:
-                words = [str(each) for each in ([value["const"]] if "const" in value else value["enum"])]
-            return f"({' | '.join(map(quoted, words))})"
-        return self.json(f"value_{key}", with_definitions(value, root), field)
 
 
 _PYTHON = {"boolean": ("True", "False"), "null": ("None",)}

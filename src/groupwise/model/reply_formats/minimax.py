@@ -5,25 +5,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.model.reply_formats.elements import call_with, end_behind
 from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.json_text import text_of_value
-from groupwise.model.reply_formats.lark import CallWriter, XmlWriter
+from groupwise.model.reply_formats.lark import XmlWriter
 from groupwise.model.reply_formats.marked import EnclosedFormat, Span
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _INVOKE = re.compile(r'\s*<invoke name="([^"\n]+)">(.*?)</invoke>\s*(?=<invoke name="|\Z)', re.DOTALL)
 _PARAMETER = re.compile(r'\s*<parameter name="([^"\n]+)">(.*?)</parameter>\s*(?=<parameter name="|\Z)', re.DOTALL)
 
 
+class _Writer(XmlWriter):
+    lead, sectioned, tail = "\n", True, "</invoke>\n"
+
+    def head(self, name: str) -> str:
+        return f'<invoke name="{name}">\n'
+
+    def around(self, name: str) -> tuple[str, str]:
+        return f'<parameter name="{name}">', "</parameter>\n"
+
+
 class MiniMax(EnclosedFormat):
     """Calls and parameters as elements, whose types the tools' definitions say."""
 
-    name, start, end = "minimax", "<minimax:tool_call>", "</minimax:tool_call>"
+    name, start, end, writes = "minimax", "<minimax:tool_call>", "</minimax:tool_call>", _Writer
 
     def shown_in(self, template: str) -> bool:
         return self.start in template
@@ -56,16 +63,3 @@ class MiniMax(EnclosedFormat):
             f'<parameter name="{key}">{text_of_value(each)}</parameter>\n' for key, each in arguments.items()
         )
         return f"{self.opening(name)}{given}</invoke>\n{self.end}"
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
-
-
-class _Writer(XmlWriter):
-    opening, closing, sectioned, tail = f"{MiniMax.start}\n", MiniMax.end, True, "</invoke>\n"
-
-    def head(self, name: str) -> str:
-        return f'<invoke name="{name}">\n'
-
-    def around(self, name: str) -> tuple[str, str]:
-        return f'<parameter name="{name}">', "</parameter>\n"
