@@ -1,6 +1,6 @@
 """GLM's format, since GLM 4.5: <tool_call>f <arg_key>x</arg_key><arg_value>1</arg_value> ... </tool_call>.
 
-Between them are line ends, as the model has it.
+The name and each element are lines of their own where the model writes them; without line ends they are read too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Glm(EnclosedFormat):
         return KEY in template
 
     def end_of(self, text: str, start: int, *, last: bool) -> int:
-        """The first </tool_call>, or with arguments the first behind an </arg_value>."""
+        """Return the place of the first </tool_call>, or with arguments of the first behind an </arg_value>."""
         start += len(self.start)
         close, key = text.find(self.end, start), text.find(KEY, start)
         if key < 0 or 0 <= close < key:

@@ -166,9 +166,14 @@ class MarkedParser(ReplyParser):
         self._open = self._new_open()
         region, self._text = self._text[start:end], self._text[end:]
         for piece in self._form.pieces(region, tools=self._tools):
-            if not isinstance(piece, ParsedCall):
-                said += piece.text if isinstance(piece, MalformedCall) else piece
-                malformed = piece if isinstance(piece, MalformedCall) else malformed
+            if isinstance(piece, str):
+                said += piece
+                continue
+            if isinstance(piece, MalformedCall):
+                if malformed is not None:  # which is a part of its own
+                    parts += self._give(said, malformed)
+                    said = ""
+                said, malformed = said + piece.text, piece
                 continue
             parts += self._give(said.rstrip(), malformed)
             parts.append(ReplyPart.of_call(piece))

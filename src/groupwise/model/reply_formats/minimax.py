@@ -9,7 +9,7 @@ from typing import Any
 
 from groupwise.model.reply_formats.elements import call_with, end_behind
 from groupwise.model.reply_formats.format import Tools
-from groupwise.model.reply_formats.json_text import text_of_value
+from groupwise.model.reply_formats.json_text import SPACE, end_at, text_of_value
 from groupwise.model.reply_formats.lark import XmlWriter
 from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
@@ -36,9 +36,9 @@ class MiniMax(EnclosedFormat):
         return self.start in template
 
     def end_of(self, text: str, start: int, *, last: bool) -> int:
-        """The first </minimax:tool_call> behind an </invoke>, if there are calls of that form."""
+        """Return the place of the first </minimax:tool_call> behind an </invoke>, if there are calls of that form."""
         start += len(self.start)
-        if not text[start:].lstrip().startswith("<invoke "):
+        if not text.startswith("<invoke ", end_at(SPACE, text, start)):
             return text.find(self.end, start)
         return end_behind(text, start, self.end, "</invoke>", last=last)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from groupwise.model.reply_formats.elements import call_with, end_behind
 from groupwise.model.reply_formats.format import ParsedCall, Tools
-from groupwise.model.reply_formats.json_text import text_of_value
+from groupwise.model.reply_formats.json_text import SPACE, end_at, text_of_value
 from groupwise.model.reply_formats.lark import XmlWriter
 from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
@@ -36,9 +36,9 @@ class QwenXml(EnclosedFormat):
         return "<function=" in template
 
     def end_of(self, text: str, start: int, *, last: bool) -> int:
-        """The first </tool_call> behind a </function>, if it is a call of that form."""
+        """Return the place of the first </tool_call> behind a </function>, if it is a call of that form."""
         start += len(self.start)
-        if not text[start:].lstrip().startswith("<function="):
+        if not text.startswith("<function=", end_at(SPACE, text, start)):
             return text.find(self.end, start)
         return end_behind(text, start, self.end, "</function>", last=last)
 
