@@ -11,27 +11,13 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from calls import MOVE
 from groupwise.server import chat
 from serving import served, starter
 from slow_cases import slow_but
 from template_families import FAMILIES, OTHERS
 
 NAMES = ("glm", "deepseek v3", "deepseek v3.1", "kimi", "minimax", "lfm2", "lfm2.5", "gpt-oss", "gemma 4")
-MOVE = {
-    "type": "function",
-    "function": {
-        "name": "move",
-        "description": "Moves.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "to": {"enum": ["north", "south"]},
-                "steps": {"type": "integer", "minimum": 1, "maximum": 9},
-            },
-            "required": ["to", "steps"],
-        },
-    },
-}
 WAIT = {"type": "function", "function": {"name": "wait", "description": "Waits.", "parameters": {"type": "object"}}}
 ASK: list[Any] = [{"role": "user", "content": "Go north."}]
 

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from openai import BadRequestError, OpenAI, RateLimitError
 from pydantic import BaseModel
 
+from calls import MOVE
 from groupwise.bridges.trl import routes as trl
 from groupwise.engine import grammar as grammars
 from groupwise.engine import vetting
@@ -36,20 +37,6 @@ SCHEMA = {
     },
     "required": ["sum", "unit", "ok"],
     "additionalProperties": False,
-}
-MOVE = {
-    "type": "function",
-    "function": {
-        "name": "move",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "to": {"enum": ["north", "south"]},
-                "steps": {"type": "integer", "minimum": 1, "maximum": 9},
-            },
-            "required": ["to", "steps"],
-        },
-    },
 }
 WAIT = {"type": "function", "function": {"name": "wait"}}
 

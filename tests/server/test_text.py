@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from calls import calls_of
 from groupwise.model.chat import decode
 from groupwise.model.reply_formats.format import ReplyFormat
 from groupwise.model.reply_formats.known import FORMATS
@@ -371,9 +372,7 @@ def test_a_split_reply_is_what_is_made_of_the_whole(reply) -> None:
     elif not closed:
         said = ""
     assert content.strip() == said.strip()
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
-        (call["function"]["name"], call["function"]["arguments"]) for call in whole.calls
-    ]
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == calls_of(whole)
 
 
 HERMES = {"calls": FORMATS["hermes"]}

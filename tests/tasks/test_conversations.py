@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from calls import calls_of
 from groupwise.algo.samples import segments_of
 from groupwise.model.reply_formats.known import FORMATS
 from groupwise.tasks.conversations import Conversations
@@ -130,9 +131,7 @@ def test_the_calls_that_are_sent_are_those_of_the_transcript(parts, width, think
         reply.push(text[start : start + width])
     reply.finish()
     whole = parse(text, FORMATS["hermes"], tools=[CALCULATOR], thinking=thinks)
-    assert [(call.name, json.loads(call.arguments)) for call in reply.calls] == [
-        (call["function"]["name"], call["function"]["arguments"]) for call in whole.calls
-    ]
+    assert [(call.name, json.loads(call.arguments)) for call in reply.calls] == calls_of(whole)
 
 
 def test_an_answer_that_was_cut_goes_on_in_another_segment_or_the_same_but_is_never_lost(tokenizer):

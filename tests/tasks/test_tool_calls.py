@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from calls import calls_of
 from groupwise.model.chat import encode_prompt
 from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat
 from groupwise.model.reply_formats.known import FORMATS, format_of
@@ -134,7 +135,7 @@ def test_what_a_template_writes_is_read_back(name: str, calls) -> None:
 def test_llama_writes_several_calls_with_semicolons(calls, between: str, tagged: bool) -> None:
     text = between.join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
     parsed = parse(f"{'<|python_tag|>' * tagged}{text}<|eom_id|>", LLAMA)
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in parsed.calls] == calls
+    assert calls_of(parsed) == calls
     assert (parsed.content, parsed.malformed) == ("", [])
 
 

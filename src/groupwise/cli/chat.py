@@ -25,12 +25,12 @@ from groupwise.cli.frame import ApiKey, AsJson, Debug, Url, examples, open_clien
 from groupwise.cli.output import say
 from groupwise.cli.remote import Adapter, MaxTokens, Seed, Temperature
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, RemoteError
+from groupwise.model.reply_formats.parser import ReplyPart, joined
 from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
     from groupwise.engine.local import LocalEngine
     from groupwise.model.load import LoadedModel
-    from groupwise.model.reply_formats.parser import ReplyPart
     from groupwise.sdk.client import Client
     from groupwise.store.locate import TrainedPolicy
     from groupwise.types import Completion, Grammar, SamplingParams
@@ -252,11 +252,10 @@ class LocalPartner:
     def answer(self, messages: Sequence[Any]) -> tuple[dict[str, Any], str]:
         said: list[ReplyPart] = []
         completion = self._sample(messages, said.append)
-        text = "".join(part.text for part in said if part.kind == "content")
-        reasoning = "".join(part.text for part in said if part.kind == "reasoning")
+        text = joined(said, "content")
         return {
             "text": text,
-            "reasoning": reasoning or None,
+            "reasoning": joined(said, "reasoning") or None,
             "version": self._name,
             "finish_reason": completion.finish_reason.value,
             "completion_tokens": len(completion.token_ids),
@@ -276,7 +275,7 @@ class LocalPartner:
         completion = self._sample(messages, show)
         sys.stdout.write("\n")
         _say_who(self._name, cut=completion.finish_reason.value == "length")
-        return "".join(part.text for part in said if part.kind == "content")
+        return joined(said, "content")
 
     def _sample(self, messages: Sequence[Any], hear: Callable[[ReplyPart], object]) -> Completion:
         """Return the next turn; `hear` gets its parts, thoughts and content, while it is sampled."""

@@ -596,8 +596,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> str:
 
 # ---- messages as the templates want them ----
 def normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Plain dicts without None values, text parts joined, tool arguments and thoughts where the family's template takes
-    them, special tokens' texts quoted."""
+    """Return messages as plain dicts without None values, text parts joined, tool arguments and thoughts where the
+    family's template takes them, special tokens' texts quoted."""
     if not messages:
         raise ChatError("the list of messages is empty", hint="give at least one user message")
     quotable = _quotable(tokenizer)
@@ -645,6 +645,7 @@ def _write_arguments(call: dict[str, Any]) -> None:
 def normalised_tools(
     tools: Sequence[dict[str, Any]] | None, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]] | None:
+    """Return the tools with special tokens' texts quoted; None where there are none."""
     return _quote(list(tools), _quotable(tokenizer)) if tools else None
 
 

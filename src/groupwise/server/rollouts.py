@@ -21,6 +21,7 @@ from groupwise.errors import ChatError, ContextLengthError, RequestError, Storag
 from groupwise.model.chat import encode_prompt, opens_thought
 from groupwise.model.reply_formats.format import ReplyFormat
 from groupwise.model.reply_formats.known import format_of
+from groupwise.model.reply_formats.parser import joined
 from groupwise.sdk.types import BatchAnswer, BatchCompletion
 from groupwise.server.bodies import parse_body
 from groupwise.server.chat import said_last
@@ -164,6 +165,4 @@ def _answer(
 
 def _reasoning(text: str, form: ReplyFormat, *, thinks: bool) -> str | None:
     """Return the thought in a reply, if there is one."""
-    parser = form.parser(thinks=thinks, calls=False)
-    parts = [*parser.push(text), *parser.finish()]
-    return "".join(part.text for part in parts if part.kind == "reasoning") or None
+    return joined(form.parser(thinks=thinks, calls=False).whole(text), "reasoning") or None

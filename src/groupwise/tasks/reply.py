@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from groupwise.model.chat import closing_ids
-from groupwise.model.reply_formats.parser import ReplyParser, ReplyPart, beginning_length
+from groupwise.model.reply_formats.parser import ReplyParser, ReplyPart, beginning_length, joined
 from groupwise.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -159,15 +159,14 @@ class Reply:
 
     def message(self) -> dict[str, Any]:
         """Return all of it as a message in OpenAI's form: arguments as text, thoughts apart."""
-        kinds = ("content", "reasoning")
-        said = {kind: "".join(part.text for part in self.parts if part.kind == kind) for kind in kinds}
+        content, reasoning = (joined(self.parts, kind) for kind in ("content", "reasoning"))
         calls = [
             {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
             for part in self.calls
         ]
-        message: dict[str, Any] = {"role": "assistant", "content": said["content"] or (None if calls else "")}
-        if said["reasoning"]:
-            message["reasoning_content"] = said["reasoning"]
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
         return message

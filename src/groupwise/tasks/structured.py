@@ -132,12 +132,11 @@ def reply_grammar(
     strict = any(tool["function"].get("strict") for tool in tools)
     if answer is None and (not tools or (choice == "auto" and not strict)):
         return None
+    if not tools and not form.answer_head:
+        return answer
     writer = form.writer(tools, tokenizer, only=only)
-    if not tools:
-        written = writer.answer()
-        if answer is None or written == "@content":
-            return answer
-        return Grammar(GrammarKind.LARK, f"start: {written}", parts=(("content", answer),), field=answer.field)
+    if answer is not None and not tools:
+        return Grammar(GrammarKind.LARK, f"start: {writer.answer()}", parts=(("content", answer),), field=answer.field)
     calls = writer.calls(several=several)
     if choice == "auto" and answer is not None:
         rules, parts = [f"start: calls | {writer.answer()}\ncalls: {calls}"], [("content", answer)]

@@ -11,6 +11,7 @@ from typing import Any
 
 from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat, Tools
 from groupwise.model.reply_formats.known import HERMES
+from groupwise.model.reply_formats.parser import joined
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,11 @@ def parse(
 
 
 def _apart(text: str, form: ReplyFormat, *, tools: Tools, thinking: bool, calls: bool) -> ParsedReply:
-    parser = form.parser(thinks=thinking, calls=calls, tools=tools)
-    parts = [*parser.push(text), *parser.finish()]
-    said = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("reasoning", "content")}
-    called = [part.call for part in parts if part.call is not None]
+    parts = form.parser(thinks=thinking, calls=calls, tools=tools).whole(text)
+    called = [call for part in parts if (call := part.call) is not None]
     return ParsedReply(
-        content=said["content"].strip(),
+        content=joined(parts, "content").strip(),
         calls=[call.as_openai(form.call_id(i)) for i, call in enumerate(called)],
         malformed=[part.malformed for part in parts if part.malformed is not None],
-        thought=said["reasoning"] or None,
+        thought=joined(parts, "reasoning") or None,
     )

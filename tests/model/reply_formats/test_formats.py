@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from calls import calls_of
 from groupwise.errors import GrammarError
 from groupwise.model.reply_formats import harmony
 from groupwise.model.reply_formats.format import ReplyFormat
 from groupwise.model.reply_formats.json_text import types_of
 from groupwise.model.reply_formats.known import FORMATS, format_of, shown_format
 from groupwise.tasks.structured import reply_grammar
-from groupwise.tasks.tool_calls import ParsedReply, parse
+from groupwise.tasks.tool_calls import parse
 from template_families import tokenizer_of
 from wording import raises, wording
 
@@ -21,12 +22,9 @@ THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 FINAL, SAID = "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"
 KIMI, KIMI_END, OPENS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_argument_begin|>"
+KIMI_CALL = f"<|tool_call_begin|>functions.{{}}:0{OPENS}{{}}<|tool_call_end|>"
 CALLS, CALL, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 END, CALLS_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
-
-
-def calls(reply: ParsedReply) -> list[tuple[str, Any]]:
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in reply.calls]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +59,7 @@ def calls(reply: ParsedReply) -> list[tuple[str, Any]]:
 )  # fmt: skip
 def test_what_is_read(form: str, text: str, expected: list[tuple[str, Any]]) -> None:
     reply = parse(text, FORMATS[form])
-    assert (calls(reply), reply.malformed, reply.content) == (expected, [], "")
+    assert (calls_of(reply), reply.malformed, reply.content) == (expected, [], "")
 
 
 @pytest.mark.parametrize(
@@ -71,9 +69,8 @@ def test_what_is_read(form: str, text: str, expected: list[tuple[str, Any]]) -> 
         ("glm", '<tool_call>{"name": "f"}</tool_call>'),
         ("minimax", '<minimax:tool_call><invoke name="f">x=1</invoke></minimax:tool_call>'),
         ("minimax", "<minimax:tool_call>f()</minimax:tool_call>"),
-        ("kimi", "<|tool_calls_section_begin|>f<|tool_calls_section_end|>"),
-        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>{oops<|tool_call_end|>"
-         "<|tool_calls_section_end|>"),
+        ("kimi", f"{KIMI}f{KIMI_END}"),
+        ("kimi", KIMI + KIMI_CALL.format("f", "{oops") + KIMI_END),
         ("deepseek_v31", f"{CALLS}{CALL}f{SEP}{{}} more{END}{CALLS_END}"),
         ("lfm2", "<|tool_call_start|>[f(x=)]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>f(x=1)<|tool_call_end|>"),
@@ -95,10 +92,8 @@ def test_what_cannot_be_read_is_said_with_its_place_and_stays(form: str, text: s
 
 
 def test_a_good_call_beside_a_bad_one() -> None:
-    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-    one = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
-    reply = parse(begin + one.format("f:0", "{oops") + one.format("g:1", "{}") + end, FORMATS["kimi"])
-    assert calls(reply) == [("g", {})] and len(reply.malformed) == 1
+    reply = parse(KIMI + KIMI_CALL.format("f", "{oops") + KIMI_CALL.format("g", "{}") + KIMI_END, FORMATS["kimi"])
+    assert calls_of(reply) == [("g", {})] and len(reply.malformed) == 1
 
 
 @pytest.mark.parametrize(
@@ -225,13 +220,31 @@ def test_spaces_in_a_begun_call_are_read_once(form: str, begun: str) -> None:
 @pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.end], ids=str)
 def test_an_open_call_is_not_read_again_for_every_piece(form: ReplyFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[int]()
-    real, json_end = type(form).end_of, harmony.json_end
-    monkeypatch.setattr(type(form), "end_of", lambda *args, **last: read.append(1) or real(*args, **last))
-    monkeypatch.setattr(harmony, "json_end", lambda *args: read.append(1) or json_end(*args))
+    owner, name = (harmony, "json_end") if form.name == "harmony" else (type(form), "end_of")
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **last: read.append(1) or real(*args, **last))
     text = form.text_of("f", {"s": f"a {form.end} b{' c' * 1000}"})
     parser = form.parser()
     parts = [part for sign in text for part in parser.push(sign)] + parser.finish()
     assert [(part.kind, part.name) for part in parts] == [("tool_call", "f")] and 0 < len(read) <= 4
+
+
+def test_a_long_open_call_is_not_read_again_for_every_end_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    form, read = FORMATS["gemma4"], list[int]()
+    real = type(form).end_of
+    monkeypatch.setattr(type(form), "end_of", lambda *args, **last: read.append(1) or real(*args, **last))
+    ends = form.end * 3_000
+    text = form.text_of("f", {"l": [1] * 10_000, "s": ends})
+    parser = form.parser()
+    parts = [part for at in range(0, len(text), 12) for part in parser.push(text[at : at + 12])] + parser.finish()
+    assert [part.call and part.call.arguments["s"] for part in parts] == [ends] and len(read) < 40
+
+
+def test_an_answer_in_json_is_no_call_that_may_have_begun() -> None:
+    """It is given out as it comes, where a call might have been JSON without a marker."""
+    parser = FORMATS["llama"].parser()
+    given = [[part.text for part in parser.push(text)] for text in ('{"na', "me", 's": ', "[1", "]}", ' {"name": "')]
+    assert given == [[], [], [], ['{"names": [1'], ["]}"], [' {"name": "']]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +254,8 @@ def test_an_open_call_is_not_read_again_for_every_piece(form: ReplyFormat, monke
         ("gemma4", '<|tool_call>call:f{<|"|>a}<tool_call|><|tool_call>call:g{<|"|>b<|"|>:1}<tool_call|>', ["g"]),
         ("gemma4", '<|tool_call>call:f{"a}<tool_call|><|tool_call>call:g{"b":1}<tool_call|>', ["g"]),
         ("gemma4", "<|tool_call>call:f<tool_call|>{x:1}<tool_call|>", []),
+        ("kimi", KIMI + KIMI_CALL.format("f", "{oops") + KIMI_CALL.format("g", "[]") + KIMI_END, []),
+        ("kimi", KIMI + KIMI_CALL.format("f", "{oops") * 2 + KIMI_CALL.format("g", "{}") + KIMI_END, ["g"]),
         ("harmony", f'{TO_F}{{"x": 1}}<|start|>assistant{FINAL}Done.', ["f"]),
         ("harmony", f'{TO_F}{{"s": "<|start|>"}}<|call|>', ["f"]),
         ("harmony", f"{TO_F}{{oops<|start|>assistant{FINAL}Done.", []),
@@ -252,7 +267,7 @@ def test_where_a_call_ends_depends_on_no_cut(form: str, text: str, called: list[
     parser = FORMATS[form].parser()
     parts = [part for at in range(0, len(text), size) for part in parser.push(text[at : at + size])] + parser.finish()
     whole = parse(text, FORMATS[form])
-    assert [part.name for part in parts if part.call] == [name for name, _ in calls(whole)] == called
+    assert [part.name for part in parts if part.call] == [name for name, _ in calls_of(whole)] == called
     assert [part.malformed for part in parts if part.malformed] == whole.malformed
     assert "".join(part.text for part in parts).strip() == whole.content
     assert form != "harmony" or whole.content.endswith("Done." if FINAL in text else ("" if called else TO_F))

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
+from calls import calls_of
 from groupwise.engine.grammar import compile_grammar
 from groupwise.engine.vetting import TokenizerParts
 from groupwise.model.chat import encode_prompt, render_prompt, stop_ids, template_thinks
 from groupwise.model.reply_formats.format import ReplyFormat
 from groupwise.model.reply_formats.known import format_of, shown_format
 from groupwise.tasks.structured import free_reply, reply_grammar, thoughts_of, with_thoughts
-from groupwise.tasks.tool_calls import ParsedReply, parse
+from groupwise.tasks.tool_calls import parse
 from groupwise.types import Grammar, Message, Prompt
 from template_families import FAMILIES, OTHERS, plain_tokenizer_of, tokenizer_of
 
@@ -109,10 +110,6 @@ def declared(calls: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     return tools
 
 
-def functions(reply: ParsedReply) -> list[tuple[str, Any]]:
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in reply.calls]
-
-
 def streamed(form: ReplyFormat, text: str, size: int, **options: Any) -> list[tuple[str, Any]]:
     parser = form.parser(**options)
     parts = [part for at in range(0, len(text), size) for part in parser.push(text[at : at + size])] + parser.finish()
@@ -132,8 +129,8 @@ def test_what_the_template_writes_is_read_and_written_again(name: str, calls: An
     tools, form = declared(calls), family(name)[1]
     text = written(name, message(form, calls))
     reply = parse(text, form, tools=tools)
-    assert (functions(reply), reply.malformed) == (calls, [])
-    assert written(name, message(form, functions(reply))) == text
+    assert (calls_of(reply), reply.malformed) == (calls, [])
+    assert written(name, message(form, calls_of(reply))) == text
     assert streamed(form, text, size, tools=tools) == calls
 
 
@@ -260,8 +257,8 @@ def facts(name: str) -> dict[str, Any]:
     bad = form.text_of("move", ARGUMENTS | {"n": 1000})
     return {
         "format": form.name,
-        "read": functions(reply) == calls,
-        "rendered": written(name, message(form, functions(reply))) == text,
+        "read": calls_of(reply) == calls,
+        "rendered": written(name, message(form, calls_of(reply))) == text,
         "streamed": streamed(form, text, 1, tools=[MOVE, WAIT]) == calls,
         "constrained": [takes(tokenizer, each, one) for each in (required, strict)
                         for one in (form.text_of(*calls[0]), bad)] == [True, False] * 2,

@@ -23,10 +23,22 @@ if TYPE_CHECKING:
 SEPARATOR = "<｜tool▁sep｜>"
 
 
+class _Writer(CallWriter):
+    sectioned = True
+
+    def __init__(self, form: DeepSeekV3, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None):
+        self._form, self.between = form, form.between
+        super().__init__(form, tools, tokenizer, only=only)
+
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        head, behind = self._form.head_of(function["name"]), f"{self._form.tail}{self._form.call_end}"
+        return f"{self.text(head)} {self.arguments(index, function)} {self.text(behind)}"
+
+
 class DeepSeekV3(SectionFormat):
     """What kind of tool it is, a separator, a name, and the arguments as a block of JSON."""
 
-    name, tail, between = "deepseek_v3", "\n```", "\n"
+    name, tail, between, writes = "deepseek_v3", "\n```", "\n", _Writer
     start, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     call_start, call_end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     head = re.compile(rf"\s*{call_start}\s*([^\s<]+)\s*{SEPARATOR}(?:([^\n{{<`]+)\n```(?:json)?\n)?")
@@ -39,9 +51,6 @@ class DeepSeekV3(SectionFormat):
 
     def head_of(self, name: str) -> str:
         return f"{self.call_start}function{SEPARATOR}{name}\n```json\n"
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(self, tools, tokenizer, only=only)
 
 
 class DeepSeekV31(DeepSeekV3):
@@ -63,15 +72,3 @@ class DeepSeekV31(DeepSeekV3):
             else message
             for message in messages
         ]
-
-
-class _Writer(CallWriter):
-    sectioned = True
-
-    def __init__(self, form: DeepSeekV3, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None):
-        self._form, self.opening, self.separator, self.closing = form, form.start, form.between, form.end
-        super().__init__(tools, tokenizer, only=only)
-
-    def body(self, index: int, function: Mapping[str, Any]) -> str:
-        head, behind = self._form.head_of(function["name"]), f"{self._form.tail}{self._form.call_end}"
-        return f"{self.text(head)} {self.arguments(index, function)} {self.text(behind)}"

@@ -17,7 +17,8 @@ MOST_ENDS = 64  # markers that are tried as the end of one call
 
 def end_behind(text: str, start: int, end: str, behind: str, *, last: bool) -> int:
     """Return where the first marker `end` from `start` on begins that stands right behind the text `behind`; -1 where
-    there is none yet. If no more text comes (`last`), the first one counts where none does."""
+    there is none yet. If no more text comes (`last`), the first one counts where none does. After the first
+    `MOST_ENDS` that stand elsewhere, the next one counts wherever it stands."""
     first = close = text.find(end, start)
     for _ in range(MOST_ENDS):
         if close < 0 or text[start:close].rstrip().endswith(behind):

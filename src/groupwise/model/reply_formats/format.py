@@ -1,13 +1,12 @@
 """What a format of replies is: how it is known, how its calls and thoughts are read, written, shown again, constrained.
 
     known         `shown_in` of a chat template
-    read          `pieces` of a whole text, `parser` for one that arrives in pieces; both by `begins`, `end_of`, `read`
+    read          `pieces` of a whole text, `parser` for one that arrives in pieces
     written       `opening` and `text_of` a call
     shown again   `history`: earlier messages as the family's template takes them
     constrained   `writer`: calls of given tools as a grammar
 
-Each file beside this one is a format, and all that knows it; `known.FORMATS` lists them. Nothing else asks which it is.
-Harmony, whose replies are messages with headers, has a parser of its own.
+A format is a file beside this one, and all that knows it; `known.FORMATS` lists them. Nothing else asks which it is.
 
 A call ends where its JSON, or whatever else it is made of, has ended: a marker inside a string closes nothing. A call
 that was begun and cannot be used is no error: it is a `MalformedCall`, with a reason and its place, which can be sent
@@ -16,7 +15,6 @@ back to the model, and its text stays in the content.
 
 from __future__ import annotations
 
-import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,22 +68,6 @@ class MalformedCall:
         return f"{self.reason} It was: {shown.strip()}"
 
 
-@dataclass(frozen=True)
-class Span:
-    """What was read from text[start:end]: a call, the reason why it is none (a str), or None for text that began like
-    one."""
-
-    what: ParsedCall | str | None
-    start: int
-    end: int
-
-    def piece(self, text: str, start: int, end: int) -> str | ParsedCall | MalformedCall:
-        """Return it as what it is, with the text between `start` and `end` where it is no call."""
-        if isinstance(self.what, ParsedCall):
-            return self.what
-        return text[start:end] if self.what is None else MalformedCall(text[start:end], self.what)
-
-
 class ReplyFormat(ABC):
     """How a family of models writes replies.
 
@@ -96,6 +78,8 @@ class ReplyFormat(ABC):
         thought: what stands around a thought.
         thinks_unasked: whether a reply may begin with a thought where the template has thoughts and no switch for them.
         thoughts_apart: whether the template looks for earlier thoughts in a field of the message, not in its content.
+        answer_head: what stands in front of an answer.
+        writes: what writes calls as a grammar.
     """
 
     name: ClassVar[str]
@@ -104,6 +88,8 @@ class ReplyFormat(ABC):
     thought: ClassVar[ThoughtMarks] = THINK
     thinks_unasked: ClassVar[bool] = False
     thoughts_apart: ClassVar[bool] = False
+    answer_head: ClassVar[str] = ""
+    writes: ClassVar[type[CallWriter]]
 
     def __repr__(self) -> str:
         return self.name
@@ -113,38 +99,16 @@ class ReplyFormat(ABC):
         """Return whether a chat template writes calls so. Several may say yes: the first in `known.FORMATS` counts."""
 
     # ---- read ----
-    def begins(self, text: str, position: int = 0, *, first: bool = True) -> re.Match[str] | None:
-        """Return where a call begins at `position` or later. `first`: nothing was said in front of the text."""
-        return self._start.search(text, position)
-
-    def may_begin(self, text: str, *, first: bool) -> bool:
-        """Return whether a call without a marker may have begun with the text, of which more comes."""
-        return False
-
-    def end_of(self, text: str, start: int, *, last: bool) -> int:
-        """Return where the marker begins that closes the calls whose own marker begins at `start`; -1 where it is not
-        there, or more text may show that what is there is part of a string. `last`: no more text comes."""
-        return -1
-
     @abstractmethod
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        """Return what is found where calls begin, and where all of it ends. Never raises."""
-
     def pieces(self, text: str, *, tools: Tools = ()) -> Iterator[str | ParsedCall | MalformedCall]:
-        """Yield a reply without thoughts, piece by piece: what is said, calls, and calls that cannot be used. Where
-        there is no `ParsedCall`, the pieces' texts are the reply; markers and separators are left out only beside a
-        call that they belong to."""
-        position = 0
-        while (begin := self.begins(text, position)) is not None:
-            yield text[position : begin.start()]
-            found, position = self.read(text, begin, tools)
-            yield from _in_full(text, begin.start(), found, position)
-        yield text[position:]
+        """Yield a reply without thoughts, piece by piece: what is said, calls, and calls that cannot be used. Never
+        raises."""
 
     def thought_is_over(self, prompt_end: str) -> bool:
         """Return whether the end of a prompt shows that the reply is not to begin with a thought."""
         return prompt_end.rstrip().endswith(self.thought.end)
 
+    @abstractmethod
     def parser(self, *, thinks: bool = False, calls: bool = True, tools: Tools = ()) -> ReplyParser:
         """Return what splits a reply that arrives in pieces.
 
@@ -153,9 +117,6 @@ class ReplyFormat(ABC):
             calls: whether calls outside thoughts are calls; what is malformed stays content.
             tools: the definitions that were offered, for formats that need their types.
         """
-        from groupwise.model.reply_formats.parser import MarkedParser
-
-        return MarkedParser(self, thinks=thinks, calls=calls, tools=tools)
 
     # ---- written ----
     @abstractmethod
@@ -180,22 +141,6 @@ class ReplyFormat(ABC):
         return messages
 
     # ---- constrained ----
-    @abstractmethod
     def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
         """Return what writes calls of `tools`, or `only` of the one of this name, as a grammar."""
-
-    @property
-    def _start(self) -> re.Pattern[str]:
-        return re.compile(re.escape(self.start))
-
-
-def _in_full(text: str, start: int, spans: list[Span], end: int) -> Iterator[str | ParsedCall | MalformedCall]:
-    """Yield the spans of text[start:end] as pieces. What lies around them is a call's own syntax and goes with it; with
-    no call there, it stays: at either end as part of the malformed call, in between as text."""
-    called = any(isinstance(span.what, ParsedCall) for span in spans)
-    for i, span in enumerate(spans):
-        before = spans[i - 1] if i else None
-        if before is not None and not isinstance(before.what, ParsedCall) and not isinstance(span.what, ParsedCall):
-            yield text[before.end : span.start]
-        first, last = before is None and not called, i == len(spans) - 1 and not called
-        yield span.piece(text, start if first else span.start, end if last else span.end)
+        return self.writes(self, tools, tokenizer, only=only)

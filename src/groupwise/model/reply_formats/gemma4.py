@@ -6,12 +6,13 @@ looks for earlier thoughts in a field of the message.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from groupwise.model.reply_formats.format import ReplyFormat, Span, ThoughtMarks, Tools
-from groupwise.model.reply_formats.json_text import SPACE, call_of, end_at, schema_types
+from groupwise.model.reply_formats.format import ParsedCall, ThoughtMarks, Tools
+from groupwise.model.reply_formats.json_text import call_of, schema_types
 from groupwise.model.reply_formats.lark import (
     CallWriter,
     Texts,
@@ -24,137 +25,56 @@ from groupwise.model.reply_formats.lark import (
     texts_of,
     with_definitions,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from groupwise.model.reply_formats.literals import MOST_DEPTH, LiteralReader, Unreadable
+from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
 MARK = '<|"|>'  # on either side of a string
-MOST_DEPTH = 64  # lists and objects within others
-_HEAD = re.compile(r"\s*call:\s*([^\s{}<]+)\s*(?=\{)")
+_HEAD = re.compile(r"call:\s*([^\s{}<]+)\s*(?=\{)")
 _KEY = re.compile(  # without what ends a call, so that more text cannot change where one ends
-    r"""\s*(?:<\|"\|>((?:(?!<\|"\|>|<tool_call\|>).)*)<\|"\|>|"((?:(?!<tool_call\|>)[^"])*)"|([^\s{}\[\],:<>"]+))\s*:""",
+    r"""(?:<\|"\|>((?:(?!<\|"\|>|<tool_call\|>).)*)<\|"\|>|"((?:(?!<tool_call\|>)[^"])*)"|([^\s{}\[\],:<>"]+))\s*:""",
     re.DOTALL,
 )
-_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
-_WORD = re.compile("|".join(_WORDS))
 _KINDS = {"boolean": ("true", "false"), "null": ("null",)}
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "title", "description", "default", "$defs"}
 _OF_LISTS = {"type", "items", "minItems", "maxItems", "title", "description", "default"}
 
 
-class _Unreadable(Exception):
-    """Says what is wrong and where; `in_string`: all that follows may be part of a string."""
-
-    def __init__(self, why: str, at: int, *, in_string: bool = False):
-        super().__init__(why)
-        self.why, self.at, self.in_string = why, at, in_string
-
-
-class Gemma4(ReplyFormat):
-    """A name and arguments in an own way of writing JSON."""
-
-    name, start, end = "gemma4", "<|tool_call>", "<tool_call|>"
-    thought = ThoughtMarks("<|channel>thought", "<channel|>")
-    thoughts_apart = True
-
-    def shown_in(self, template: str) -> bool:
-        return self.start in template
-
-    def end_of(self, text: str, start: int, *, last: bool) -> int:
-        begin = start + len(self.start)
-        position = begin
-        if (head := _HEAD.match(text, begin)) is not None:
-            try:
-                position = _value(text, head.end())[1]
-            except _Unreadable as error:
-                if error.in_string:
-                    return text.find(self.end, begin) if last else -1
-                position = error.at
-        close = text.find(self.end, position)
-        return text.find(self.end, begin) if close < 0 and last else close
-
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        close = self.end_of(text, begin.start(), last=True)
-        if close < 0:
-            return [Span(f"The call is not closed: {self.end} is missing.", begin.start(), len(text))], len(text)
-        end = close + len(self.end)
-        return [Span(_call(text[begin.end() : close]), begin.start(), end)], end
-
-    def opening(self, name: str | None = None) -> str:
-        return f"{self.start}call:" if name is None else f"{self.start}call:{name}{{"
-
-    def text_of(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return f"{self.start}call:{name}{_written(dict(arguments))}{self.end}"
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
-
-
 # ---- read ----
-def _call(inside: str) -> Any:
-    head = _HEAD.match(inside)
-    if head is None:
-        return "The call is not of the form call:NAME{...}."
-    try:
-        arguments, stop = _value(inside, head.end())
-    except _Unreadable as error:
-        return f"The call's arguments cannot be read: {error.why} at its character {error.at}."
-    if inside[stop:].strip():
-        return f"The call's arguments end at its character {stop} and more text follows."
-    return call_of({"name": head[1], "arguments": arguments})
+class _Reader(LiteralReader):
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """Read a call, and return its name and its arguments."""
+        name = self.match(_HEAD, "call of the form call:NAME{...}")[1]
+        return name, self.value()
 
+    def compound(self, depth: int) -> Any:
+        if self.takes(MARK):
+            return self._string()
+        if self.takes("{"):
+            return {self._key(): self.value(depth + 1) for _ in self.items("}")}
+        if self.takes("["):
+            return [self.value(depth + 1) for _ in self.items("]")]
+        raise Unreadable("no value begins", self.position)
 
-def _value(text: str, position: int, depth: int = 0) -> tuple[Any, int]:
-    """Return the value at `position` and where it ends. Raises _Unreadable."""
-    position = end_at(SPACE, text, position)
-    if depth > MOST_DEPTH:
-        raise _Unreadable("a value is nested too deeply", position)
-    if text.startswith(MARK, position):
-        close = text.find(MARK, begin := position + len(MARK))
+    def _string(self) -> str:
+        begin, close = self.position, self.text.find(MARK, self.position)
         if close < 0:
-            raise _Unreadable("a string is not closed", position, in_string=True)
-        return text[begin:close], close + len(MARK)
-    if text.startswith("{", position):
-        return _object(text, position, depth)
-    if text.startswith("[", position):
-        return _list(text, position, depth)
-    if (word := _WORD.match(text, position)) is not None:
-        return _WORDS[word[0]], word.end()
-    if (number := _NUMBER.match(text, position)) is not None:
-        try:
-            return float(number[0]) if number[1] or number[2] else int(number[0]), number.end()
-        except ValueError:  # of thousands of digits
-            raise _Unreadable("a number is too long", position) from None
-    raise _Unreadable("no value begins", position)
+            raise Unreadable("a string is not closed", begin - len(MARK), in_string=True)
+        self.position = close + len(MARK)
+        return self.text[begin:close]
+
+    def _key(self) -> str:
+        return next(group for group in self.match(_KEY, "KEY:").groups() if group is not None)
 
 
-def _object(text: str, position: int, depth: int) -> tuple[dict[str, Any], int]:
-    values, position = dict[str, Any](), position + 1
-    while not text.startswith("}", end_at(SPACE, text, position)):
-        position = _behind_comma(text, position) if values else position
-        key = _KEY.match(text, position)
-        if key is None:
-            raise _Unreadable("no KEY: begins", end_at(SPACE, text, position))
-        name = next(group for group in key.groups() if group is not None)
-        values[name], position = _value(text, key.end(), depth + 1)
-    return values, end_at(SPACE, text, position) + 1
-
-
-def _list(text: str, position: int, depth: int) -> tuple[list[Any], int]:
-    values, position = list[Any](), position + 1
-    while not text.startswith("]", end_at(SPACE, text, position)):
-        position = _behind_comma(text, position) if values else position
-        value, position = _value(text, position, depth + 1)
-        values.append(value)
-    return values, end_at(SPACE, text, position) + 1
-
-
-def _behind_comma(text: str, position: int) -> int:
-    position = end_at(SPACE, text, position)
-    if not text.startswith(",", position):
-        raise _Unreadable("',' is missing", position)
-    return position + 1
+def _call(inside: str) -> ParsedCall | str:
+    reader = _Reader(inside)
+    try:
+        name, arguments = reader.call()
+    except Unreadable as error:
+        return f"The call cannot be read: {error.why} at its character {error.at}."
+    if inside[reader.position :].strip():
+        return f"The call's arguments end at its character {reader.position} and more text follows."
+    return call_of({"name": name, "arguments": arguments})
 
 
 # ---- written ----
@@ -166,7 +86,7 @@ def _written(value: Any) -> str:
         return f"{{{','.join(f'{key}:{_written(value[key])}' for key in _sorted(value))}}}"
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else str(value)
+    return json.dumps(value)
 
 
 def _sorted(names: Any) -> list[str]:
@@ -174,7 +94,7 @@ def _sorted(names: Any) -> list[str]:
 
 
 class _Writer(CallWriter):
-    opening, closing = f"{Gemma4.start}call:", Gemma4.end
+    lead = "call:"
 
     def body(self, index: int, function: Mapping[str, Any]) -> str:
         """Return a call; each `$ref` of its schema is a rule, written once, which may refer to itself."""
@@ -246,3 +166,28 @@ def _check(schema: Mapping[str, Any], known: set[str], field: str) -> None:
         unknown.append("additionalProperties")
     if unknown:
         raise refused(field, unknown[0], "leave it out")
+
+
+# ---- the format ----
+class Gemma4(EnclosedFormat):
+    """A name and arguments in an own way of writing JSON."""
+
+    name, start, end, writes = "gemma4", "<|tool_call>", "<tool_call|>", _Writer
+    thought = ThoughtMarks("<|channel>thought", "<channel|>")
+    thoughts_apart = True
+
+    def shown_in(self, template: str) -> bool:
+        return self.start in template
+
+    def end_of(self, text: str, start: int, *, last: bool) -> int:
+        reader = _Reader(text, start + len(self.start))
+        return reader.mark_behind(self.end, reader.call, last=last)
+
+    def found(self, text: str, start: int, close: int, tools: Tools) -> list[Span]:
+        return [Span(_call(text[start:close]), start, close)]
+
+    def opening(self, name: str | None = None) -> str:
+        return f"{self.start}call:" if name is None else f"{self.start}call:{name}{{"
+
+    def text_of(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"{self.start}call:{name}{_written(dict(arguments))}{self.end}"

@@ -1,54 +1,58 @@
 """GLM's format, since GLM 4.5: <tool_call>f <arg_key>x</arg_key><arg_value>1</arg_value> ... </tool_call>.
 
-Between them are line ends, as the model has it.
+The name and each element are lines of their own where the model writes them; without line ends they are read too.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.model.reply_formats.elements import call_with, end_behind
-from groupwise.model.reply_formats.format import ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.json_text import text_of_value
-from groupwise.model.reply_formats.lark import CallWriter, XmlWriter
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from groupwise.model.reply_formats.lark import XmlWriter
+from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
 KEY, VALUE_END = "<arg_key>", "</arg_value>"
 _ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
 
 
-class Glm(ReplyFormat):
+class _Writer(XmlWriter):
+    between = "\n"
+
+    def head(self, name: str) -> str:
+        return f"{name}\n"
+
+    def around(self, name: str) -> tuple[str, str]:
+        return f"<arg_key>{name}</arg_key>\n<arg_value>", "</arg_value>\n"
+
+
+class Glm(EnclosedFormat):
     """A name, and keys and values as elements, whose types the tools' definitions say."""
 
-    name, start, end = "glm", "<tool_call>", "</tool_call>"
+    name, start, end, writes = "glm", "<tool_call>", "</tool_call>", _Writer
 
     def shown_in(self, template: str) -> bool:
         return KEY in template
 
     def end_of(self, text: str, start: int, *, last: bool) -> int:
-        """The first </tool_call>, or with arguments the first behind an </arg_value>."""
+        """Return the place of the first </tool_call>, or with arguments of the first behind an </arg_value>."""
         start += len(self.start)
         close, key = text.find(self.end, start), text.find(KEY, start)
         if key < 0 or 0 <= close < key:
             return close
         return end_behind(text, start, self.end, VALUE_END, last=last)
 
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        close = self.end_of(text, begin.start(), last=True)
-        if close < 0:
-            return [Span(f"The call is not closed: {self.end} is missing.", begin.start(), len(text))], len(text)
-        end = close + len(self.end)
-        name, key, rest = text[begin.end() : close].partition(KEY)
+    def found(self, text: str, start: int, close: int, tools: Tools) -> list[Span]:
+        name, key, rest = text[start:close].partition(KEY)
         if re.search(r"[\s<>{}]", name.strip()):
             what = "The call does not begin with the name of a tool."
         else:
             form = "<arg_key>NAME</arg_key> <arg_value> ... </arg_value>"
             what = call_with(name.strip(), key + rest, _ARGUMENT, tools, of_form=form, at=len(name))
-        return [Span(what, begin.start(), end)], end
+        return [Span(what, start, close)]
 
     def opening(self, name: str | None = None) -> str:
         return self.start if name is None else f"{self.start}{name}\n"
@@ -59,16 +63,3 @@ class Glm(ReplyFormat):
             for key, each in arguments.items()
         )
         return f"{self.opening(name)}{given}{self.end}"
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
-
-
-class _Writer(XmlWriter):
-    opening, between, closing = Glm.start, "\n", Glm.end
-
-    def head(self, name: str) -> str:
-        return f"{name}\n"
-
-    def around(self, name: str) -> tuple[str, str]:
-        return f"<arg_key>{name}</arg_key>\n<arg_value>", "</arg_value>\n"

@@ -15,15 +15,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat, Span, ThoughtMarks, Tools
+from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat, ThoughtMarks, Tools
 from groupwise.model.reply_formats.json_text import json_end, named_call
 from groupwise.model.reply_formats.lark import TEXT, CallWriter
-from groupwise.model.reply_formats.parser import ReplyParser, ReplyPart, beginning_length
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from groupwise.model.reply_formats.parser import OpenCall, ReplyParser, ReplyPart, beginning_length
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -35,12 +32,29 @@ _NEXT = re.compile("|".join(map(re.escape, (*ENDS, START))))  # ends the text of
 _LONGEST = max(map(len, (*ENDS, START)))
 
 
+class _Writer(CallWriter):
+    """One call, behind a thought that has ended; an answer is a message of the channel `final`."""
+
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        head = f"{FUNCTIONS}{function['name']} {CONSTRAIN}json{MESSAGE}"
+        return f"{self.text(head)} {self.arguments(index, function)}"
+
+    def calls(self, *, several: bool) -> str:
+        return f"{self.text(self.opening)} call {self.text(self.closing)}?"
+
+    def amid_text(self, *, several: bool) -> str:
+        said = f"{self.text(CHANNEL)} /analysis|commentary|final/ {self.text(MESSAGE)} FREE"
+        then = f"{self.text('<|end|>')} {self.text(f'{START}assistant')}"
+        return f"start: ({said} {then})* ({said} | {self.calls(several=several)})\nFREE: {TEXT}"
+
+
 class Harmony(ReplyFormat):
     """Messages with headers."""
 
     name, start, end = "harmony", f"{CHANNEL}commentary to=", "<|call|>"
     thought = ThoughtMarks(THOUGHT, f"<|end|>{START}assistant")
     thinks_unasked = thoughts_apart = True
+    answer_head, writes = f"{CHANNEL}final{MESSAGE}", _Writer
 
     def shown_in(self, template: str) -> bool:
         return CHANNEL in template and MESSAGE in template
@@ -53,13 +67,8 @@ class Harmony(ReplyFormat):
         return _Parser(thinks=thinks, calls=calls)
 
     def pieces(self, text: str, *, tools: Tools = ()) -> Iterator[str | ParsedCall | MalformedCall]:
-        parser = self.parser()
-        for part in (*parser.push(text), *parser.finish()):
+        for part in self.parser().whole(text):
             yield part.call or part.malformed or part.text
-
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        """Return nothing: what a message is, its header says, which the parser of this format reads."""
-        return [], len(text)
 
     def opening(self, name: str | None = None) -> str:
         to = f"{self.start}{FUNCTIONS}"
@@ -89,9 +98,6 @@ class Harmony(ReplyFormat):
                 shown += [{**first, "tool_calls": [call]}, *own]
         return shown
 
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
-
 
 def _thinking(message: dict[str, Any]) -> dict[str, Any]:
     """Return an assistant's message with its thought as `thinking`. In front of a call the template shows a thought or
@@ -110,16 +116,11 @@ class _Parser(ReplyParser):
     """Splits a reply by the headers of its messages."""
 
     def __init__(self, *, thinks: bool, calls: bool):
-        self._calls, self._text = calls, ""
-        self._header = THOUGHT if thinks else None  # of the message whose text comes; None between two
-        self._looked = 0  # characters of an open call in which its end was looked for
-
-    def push(self, text: str) -> list[ReplyPart]:
-        self._text += text
-        return self._take(last=False)
-
-    def finish(self) -> list[ReplyPart]:
-        return self._take(last=True)
+        self._calls = calls
+        self._header: str | None = None  # of the message whose text comes; None between two
+        self._to: str | None = None  # whom it is to, if to anybody
+        if thinks:
+            self._head(THOUGHT)
 
     def _take(self, *, last: bool) -> list[ReplyPart]:
         parts = list[ReplyPart]()
@@ -138,19 +139,25 @@ class _Parser(ReplyParser):
         if text.startswith(_BEGINNINGS):
             header, found, rest = text.partition(MESSAGE)
             if found:
-                self._header, self._text = header + found, rest
+                self._head(header + found)
+                self._text = rest
             elif last:
                 return self._say(len(self._text))
         elif last or not any(each.startswith(text) for each in _BEGINNINGS):
-            self._header = ""
+            self._head("")
         return []
+
+    def _head(self, header: str) -> None:
+        """Begin a message."""
+        to = _TO.search(header)
+        self._header, self._to = header, to and to[1]
+        self._open = OpenCall(_NEXT, _LONGEST)
 
     def _go_on(self, *, last: bool) -> list[ReplyPart]:
         """Take of a message what is certain."""
         header = self._header or ""
-        to = _TO.search(header)
-        if to is not None and self._calls:
-            return self._call(header, to[1], last=last)
+        if self._to is not None and self._calls:
+            return self._call(header, self._to, last=last)
         end = _NEXT.search(self._text)
         length = end.start() if end else len(self._text)
         if not end and not last:
@@ -159,13 +166,12 @@ class _Parser(ReplyParser):
         if end:
             self._header = None
             self._text = self._text.removeprefix(end[0]) if end[0] in ENDS else self._text
-        return [ReplyPart("reasoning" if "analysis" in header and to is None else "content", said)]
+        return [ReplyPart("reasoning" if "analysis" in header and self._to is None else "content", said)]
 
     def _call(self, header: str, to: str, *, last: bool) -> list[ReplyPart]:
         """Take a call once it is whole."""
-        looked, self._looked = self._looked, len(self._text)
-        if not last and _NEXT.search(self._text, max(0, looked - _LONGEST + 1)) is None:
-            return []  # without one no text is its end
+        if not last and not self._open.may_end(self._text):
+            return []
         position, is_json = json_end(self._text, 0)
         end = _NEXT.search(self._text, position)
         if end is None and not last:
@@ -173,7 +179,7 @@ class _Parser(ReplyParser):
         end = end if end or is_json else _NEXT.search(self._text)
         body = self._text[: end.start()] if end else self._text
         closed = end[0] if end and end[0] in ENDS else ""
-        self._text, self._header, self._looked = self._text[len(body) + len(closed) :], None, 0
+        self._text, self._header = self._text[len(body) + len(closed) :], None
         what, stop = named_call(to.removeprefix(FUNCTIONS), body)
         if not to.startswith(FUNCTIONS):
             what = f"The call is to {to}, which is none of the functions."
@@ -187,24 +193,3 @@ class _Parser(ReplyParser):
     def _say(self, length: int) -> list[ReplyPart]:
         said, self._text = self._text[:length], self._text[length:]
         return [ReplyPart("content", said)]
-
-
-class _Writer(CallWriter):
-    """One call, behind a thought that has ended; an answer is a message of the channel `final`."""
-
-    opening, sectioned = Harmony.start, True
-
-    def body(self, index: int, function: Mapping[str, Any]) -> str:
-        head = f"{FUNCTIONS}{function['name']} {CONSTRAIN}json{MESSAGE}"
-        return f"{self.text(head)} {self.arguments(index, function)}"
-
-    def calls(self, *, several: bool) -> str:
-        return f"{self.text(self.opening)} call {self.text(Harmony.end)}?"
-
-    def amid_text(self, *, several: bool) -> str:
-        said = f"{self.text(CHANNEL)} /analysis|commentary|final/ {self.text(MESSAGE)} FREE"
-        then = f"{self.text('<|end|>')} {self.text(f'{START}assistant')}"
-        return f"start: ({said} {then})* ({said} | {self.calls(several=several)})\nFREE: {TEXT}"
-
-    def answer(self) -> str:
-        return f"{self.text(f'{CHANNEL}final{MESSAGE}')} @content"

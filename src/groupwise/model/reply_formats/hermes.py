@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from groupwise.model.reply_formats.format import ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.json_text import call_of, json_at, json_then
 from groupwise.model.reply_formats.lark import CallWriter, quoted
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
 
-class Hermes(ReplyFormat):
+class _Writer(CallWriter):
+    between = "\n"
+
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        head = f'\n{{"name": {json.dumps(function["name"])}, "arguments": '
+        return f"{quoted(head)} {self.arguments(index, function)} {quoted('}' + chr(10))}"
+
+
+class Hermes(EnclosedFormat):
     """JSON between tags."""
 
-    name, start, end = "hermes", "<tool_call>", "</tool_call>"
+    name, start, end, writes = "hermes", "<tool_call>", "</tool_call>", _Writer
 
     def shown_in(self, template: str) -> bool:
         return self.start in template
@@ -26,11 +31,8 @@ class Hermes(ReplyFormat):
     def end_of(self, text: str, start: int, *, last: bool) -> int:
         return json_then(text, start + len(self.start), self.end, last=last)
 
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        close = self.end_of(text, begin.start(), last=True)
-        if close < 0:
-            return [Span(f"The call is not closed: {self.end} is missing.", begin.start(), len(text))], len(text)
-        inside, end = text[begin.end() : close], close + len(self.end)
+    def found(self, text: str, start: int, close: int, tools: Tools) -> list[Span]:
+        inside = text[start:close]
         value, stop = json_at(inside)
         if isinstance(value, ValueError):
             what = f"The call is not JSON: {value}."
@@ -38,21 +40,10 @@ class Hermes(ReplyFormat):
             what = f"The call's JSON ends at character {stop} and more text follows."
         else:
             what = call_of(value)
-        return [Span(what, begin.start(), end)], end
+        return [Span(what, start, close)]
 
     def opening(self, name: str | None = None) -> str:
         return self.start if name is None else f'{self.start}\n{{"name": {json.dumps(name)}, "arguments":'
 
     def text_of(self, name: str, arguments: Mapping[str, Any]) -> str:
         return f"{self.opening(name)} {json.dumps(arguments, ensure_ascii=False)}}}\n{self.end}"
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
-
-
-class _Writer(CallWriter):
-    opening, between, closing = Hermes.start, "\n", Hermes.end
-
-    def body(self, index: int, function: Mapping[str, Any]) -> str:
-        head = f'\n{{"name": {json.dumps(function["name"])}, "arguments": '
-        return f"{quoted(head)} {self.arguments(index, function)} {quoted('}' + chr(10))}"

@@ -11,26 +11,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.lark import CallWriter
 from groupwise.model.reply_formats.sections import SectionFormat
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
-ARGUMENTS = "<|tool_call_argument_begin|>"
+
+class _Writer(CallWriter):
+    sectioned = True
+
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        head = f"{CALL}functions.{function['name']}:"
+        number = f"/[0-9]{{1,3}}/ {self.text(ARGUMENTS)}"
+        return f"{self.text(head)} {number} {self.arguments(index, function)} {self.text(CALL_END)}"
 
 
 class Kimi(SectionFormat):
     """An id that has the name, a marker, and the arguments."""
 
-    name = "kimi"
+    name, writes = "kimi", _Writer
     start, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-    call_start, call_end = "<|tool_call_begin|>", "<|tool_call_end|>"
+    call_start, call_end = CALL, CALL_END
     thinks_unasked = True
-    head = re.compile(rf"\s*{re.escape(call_start)}\s*(?:functions\.)?([^\s<]+?)(?::\d+)?\s*{re.escape(ARGUMENTS)}")
+    head = re.compile(rf"\s*{re.escape(CALL)}\s*(?:functions\.)?([^\s<]+?)(?::\d+)?\s*{re.escape(ARGUMENTS)}")
 
     def shown_in(self, template: str) -> bool:
         return ARGUMENTS in template
@@ -59,9 +64,6 @@ class Kimi(SectionFormat):
             shown.append(message)
         return shown
 
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
-
 
 def _thought_apart(message: dict[str, Any]) -> dict[str, Any]:
     thought, closed, rest = str(message.get("content") or "").partition(Kimi.thought.end)
@@ -69,12 +71,3 @@ def _thought_apart(message: dict[str, Any]) -> dict[str, Any]:
         return message
     thought = thought.strip().removeprefix(Kimi.thought.start).strip()
     return {**message, "content": rest.lstrip(), "reasoning_content": thought}
-
-
-class _Writer(CallWriter):
-    opening, closing, sectioned = Kimi.start, Kimi.end, True
-
-    def body(self, index: int, function: Mapping[str, Any]) -> str:
-        head, behind = f"{Kimi.call_start}functions.{function['name']}:", Kimi.call_end
-        number = f"/[0-9]{{1,3}}/ {self.text(ARGUMENTS)}"
-        return f"{self.text(head)} {number} {self.arguments(index, function)} {self.text(behind)}"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import GrammarError
-from groupwise.model.reply_formats.format import Tools
+from groupwise.model.reply_formats.format import ReplyFormat, Tools
 from groupwise.model.reply_formats.json_text import pointed_to, schema_types, text_of_value
 from groupwise.types import Grammar
 
@@ -31,15 +31,16 @@ class CallWriter:
     """Writes calls of `tools` in Lark: `rules`, and the `parts` that they refer to.
 
     Attributes:
-        opening: the text that stands in front of a call; between: between two calls; closing: behind the last.
-        sectioned: whether all calls stand behind one opening, with `separator` between them, and not each behind its
-            own.
+        lead: the text behind the marker with which calls begin, in front of the tool's name.
+        between: the text between two calls.
+        trail: the text in front of the marker that closes calls.
+        sectioned: whether all calls stand between two such markers, and not each between its own.
     """
 
-    opening, between, closing = "", "", ""
-    sectioned, separator = False, ""
+    lead, between, trail, sectioned = "", "", "", False
 
-    def __init__(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None):
+    def __init__(self, form: ReplyFormat, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None):
+        self.opening, self.closing, self._answer_head = form.start + self.lead, self.trail + form.end, form.answer_head
         added: Any = tokenizer.get_added_vocab
         self._added: Mapping[str, int] = added()
         longest_first = sorted(self._added, key=len, reverse=True)
@@ -74,12 +75,12 @@ class CallWriter:
         return f"start: ({head} {self._inside(several=several)}){many} FREE\n{free}"
 
     def answer(self) -> str:
-        """Return how an answer that has a grammar of its own is written: as it is."""
-        return "@content"
+        """Return how an answer that has a grammar of its own is written."""
+        return f"{self.text(self._answer_head)} @content"
 
     def _inside(self, *, several: bool) -> str:
         """Return what stands behind the opening: a call, or all of them."""
-        more = f"({self.text(self.separator)} call)*" if several and self.sectioned else ""
+        more = f"({self.text(self.between)} call)*" if several and self.sectioned else ""
         return f"call {more} {self.text(self.closing)}"
 
     # ---- texts ----

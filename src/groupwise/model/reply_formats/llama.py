@@ -8,23 +8,37 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from groupwise.model.reply_formats.format import ParsedCall, ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import ParsedCall, Tools
 from groupwise.model.reply_formats.json_text import call_of, end_at, json_at
 from groupwise.model.reply_formats.lark import CallWriter, quoted
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from groupwise.model.reply_formats.marked import MarkedFormat, Span
 
 _BARE_CALL = r'\A\s*(?=\{\s*"(?:name"\s*:|type"\s*:\s*"function"))'
+_BARE_BEGUN = re.compile(r'\{\s*(?:"\w*(?:"\s*(?::\s*(?:"\w*)?)?)?)?')  # what may grow into one
 _BETWEEN = re.compile(r"(?:[\s;]|<\|eom_id\|>)*")
 
 
-class Llama(ReplyFormat):
+class _Writer(CallWriter):
+    """JSON alone, as the whole reply; text that does not begin like it is free."""
+
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        head = f'{{"name": {json.dumps(function["name"])}, "parameters": '
+        return f"{quoted(head)} {self.arguments(index, function)} {quoted('}')}"
+
+    def calls(self, *, several: bool) -> str:
+        return 'call ("; " call)*' if several else "call"
+
+    def amid_text(self, *, several: bool) -> str:
+        calls = f"calls: {self.calls(several=several)}"
+        return f"start: {self.text(self.opening)}? calls | FREE\n{calls}\nFREE: /[^{{](.|\\n)*/"
+
+
+class Llama(MarkedFormat):
     """JSON behind a tag, or JSON as the whole reply."""
 
-    name, start = "llama", "<|python_tag|>"
+    name, start, writes = "llama", "<|python_tag|>", _Writer
     _beginning = re.compile(f"{re.escape(start)}|{_BARE_CALL}")
 
     def shown_in(self, template: str) -> bool:
@@ -34,7 +48,7 @@ class Llama(ReplyFormat):
         return (self._beginning if first else self._start).search(text, position)
 
     def may_begin(self, text: str, *, first: bool) -> bool:
-        return first and text.lstrip().startswith("{")
+        return first and _BARE_BEGUN.fullmatch(text.lstrip()) is not None
 
     def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
         found, end, bare = list[Span](), begin.end(), not begin[0].endswith(self.start)
@@ -59,21 +73,3 @@ class Llama(ReplyFormat):
 
     def text_of(self, name: str, arguments: Mapping[str, Any]) -> str:
         return f"{self.opening(name)} {json.dumps(arguments, ensure_ascii=False)}}}"
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
-
-
-class _Writer(CallWriter):
-    """JSON alone, as the whole reply; text that does not begin like it is free."""
-
-    def body(self, index: int, function: Mapping[str, Any]) -> str:
-        head = f'{{"name": {json.dumps(function["name"])}, "parameters": '
-        return f"{quoted(head)} {self.arguments(index, function)} {quoted('}')}"
-
-    def calls(self, *, several: bool) -> str:
-        return 'call ("; " call)*' if several else "call"
-
-    def amid_text(self, *, several: bool) -> str:
-        tag = self.text(Llama.start)
-        return f"start: {tag}? calls | FREE\ncalls: {self.calls(several=several)}\nFREE: /[^{{](.|\\n)*/"

@@ -12,23 +12,34 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from groupwise.model.reply_formats.format import ParsedCall, ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import ParsedCall, Tools
 from groupwise.model.reply_formats.json_text import SPACE, call_of, end_at, json_at
 from groupwise.model.reply_formats.lark import CallWriter, quoted
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from groupwise.model.reply_formats.marked import MarkedFormat, Span
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"([^\[\]{}]*)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*")
 
 
-class Mistral(ReplyFormat):
+class _ListWriter(CallWriter):
+    lead, between, trail, sectioned = " [", ", ", "]", True
+
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
+        return f"{quoted(head)} {self.arguments(index, function)} {quoted('}')}"
+
+
+class _ArgsWriter(CallWriter):
+    def body(self, index: int, function: Mapping[str, Any]) -> str:
+        return f"{quoted(function['name'])} {self.text(ARGS)} {self.arguments(index, function)}"
+
+
+class Mistral(MarkedFormat):
     """All calls in one list behind the marker."""
 
-    name, start = "mistral", TOOL_CALLS
+    name, start, writes = "mistral", TOOL_CALLS, _ListWriter
 
     def shown_in(self, template: str) -> bool:
         return TOOL_CALLS in template
@@ -72,14 +83,11 @@ class Mistral(ReplyFormat):
     def random_id(self) -> str:
         return secrets.token_hex(5)[:9]
 
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _ListWriter(tools, tokenizer, only=only)
-
 
 class MistralArgs(Mistral):
     """A marker, a name, a marker and the arguments, for each call."""
 
-    name = "mistral_args"
+    name, writes = "mistral_args", _ArgsWriter
 
     def shown_in(self, template: str) -> bool:
         return ARGS in template
@@ -89,9 +97,6 @@ class MistralArgs(Mistral):
 
     def text_of(self, name: str, arguments: Mapping[str, Any]) -> str:
         return f"{self.opening(name)}{json.dumps(arguments, ensure_ascii=False)}"
-
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _ArgsWriter(tools, tokenizer, only=only)
 
 
 def _listed(text: str, start: int) -> list[Span]:
@@ -104,18 +109,3 @@ def _listed(text: str, start: int) -> list[Span]:
             found.append(Span(call_of(value), position, end))
             position = end_at(SPACE, text, end)
     return found
-
-
-class _ListWriter(CallWriter):
-    opening, closing, sectioned, separator = f"{TOOL_CALLS} [", "]", True, ", "
-
-    def body(self, index: int, function: Mapping[str, Any]) -> str:
-        head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
-        return f"{quoted(head)} {self.arguments(index, function)} {quoted('}')}"
-
-
-class _ArgsWriter(CallWriter):
-    opening = TOOL_CALLS
-
-    def body(self, index: int, function: Mapping[str, Any]) -> str:
-        return f"{quoted(function['name'])} {self.text(ARGS)} {self.arguments(index, function)}"

@@ -5,41 +5,45 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.model.reply_formats.elements import call_with, end_behind
-from groupwise.model.reply_formats.format import ParsedCall, ReplyFormat, Span, Tools
-from groupwise.model.reply_formats.json_text import text_of_value
-from groupwise.model.reply_formats.lark import CallWriter, XmlWriter
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from groupwise.model.reply_formats.format import ParsedCall, Tools
+from groupwise.model.reply_formats.json_text import SPACE, end_at, text_of_value
+from groupwise.model.reply_formats.lark import XmlWriter
+from groupwise.model.reply_formats.marked import EnclosedFormat, Span
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
 
 
-class QwenXml(ReplyFormat):
+class _Writer(XmlWriter):
+    between, tail = "\n", "</function>\n"
+
+    def head(self, name: str) -> str:
+        return f"\n<function={name}>\n"
+
+    def around(self, name: str) -> tuple[str, str]:
+        return f"<parameter={name}>\n", "\n</parameter>\n"
+
+
+class QwenXml(EnclosedFormat):
     """Parameters as elements, whose types the tools' definitions say; without one, what reads as JSON is JSON."""
 
-    name, start, end = "qwen_xml", "<tool_call>", "</tool_call>"
+    name, start, end, writes = "qwen_xml", "<tool_call>", "</tool_call>", _Writer
 
     def shown_in(self, template: str) -> bool:
         return "<function=" in template
 
     def end_of(self, text: str, start: int, *, last: bool) -> int:
-        """The first </tool_call> behind a </function>, if it is a call of that form."""
+        """Return the place of the first </tool_call> behind a </function>, if it is a call of that form."""
         start += len(self.start)
-        if not text[start:].lstrip().startswith("<function="):
+        if not text.startswith("<function=", end_at(SPACE, text, start)):
             return text.find(self.end, start)
         return end_behind(text, start, self.end, "</function>", last=last)
 
-    def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        close = self.end_of(text, begin.start(), last=True)
-        if close < 0:
-            return [Span(f"The call is not closed: {self.end} is missing.", begin.start(), len(text))], len(text)
-        end = close + len(self.end)
-        return [Span(_call(text[begin.end() : close], tools), begin.start(), end)], end
+    def found(self, text: str, start: int, close: int, tools: Tools) -> list[Span]:
+        return [Span(_call(text[start:close], tools), start, close)]
 
     def opening(self, name: str | None = None) -> str:
         return f"{self.start}\n<function=" + ("" if name is None else f"{name}>\n")
@@ -48,9 +52,6 @@ class QwenXml(ReplyFormat):
         given = "".join(f"<parameter={key}>\n{text_of_value(each)}\n</parameter>\n" for key, each in arguments.items())
         return f"{self.opening(name)}{given}</function>\n{self.end}"
 
-    def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        return _Writer(tools, tokenizer, only=only)
-
 
 def _call(inside: str, tools: Tools) -> ParsedCall | str:
     function = _FUNCTION.fullmatch(inside)
@@ -58,13 +59,3 @@ def _call(inside: str, tools: Tools) -> ParsedCall | str:
         return "The call is not of the form <function=NAME> ... </function>."
     of_form = "<parameter=NAME> ... </parameter>"
     return call_with(function[1].strip(), function[2], _PARAMETER, tools, of_form=of_form, at=function.start(2))
-
-
-class _Writer(XmlWriter):
-    opening, between, closing, tail = QwenXml.start, "\n", QwenXml.end, "</function>\n"
-
-    def head(self, name: str) -> str:
-        return f"\n<function={name}>\n"
-
-    def around(self, name: str) -> tuple[str, str]:
-        return f"<parameter={name}>\n", "\n</parameter>\n"

@@ -8,11 +8,12 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from groupwise.model.reply_formats.format import ReplyFormat, Span, Tools
+from groupwise.model.reply_formats.format import Tools
 from groupwise.model.reply_formats.json_text import json_then, named_call
+from groupwise.model.reply_formats.marked import MarkedFormat, Span
 
 
-class SectionFormat(ReplyFormat):
+class SectionFormat(MarkedFormat):
     """Between `start` and `end` stand calls.
 
     Attributes:
@@ -49,10 +50,10 @@ class SectionFormat(ReplyFormat):
         close = self.end_of(text, begin.start(), last=True)
         inside = len(text) if close < 0 else close
         end = inside if close < 0 else close + len(self.end)
-        found, position = list[Span](), begin.end()
-        while (head := self.head.match(text, position, inside)) is not None:
-            what, stop = named_call(self.named(head), text[:inside], head.end())
-            behind = json_then(text[:inside], head.end(), self.call_end, last=True)
+        found, position, text = list[Span](), begin.end(), text[:inside]
+        while (head := self.head.match(text, position)) is not None:
+            what, stop = named_call(self.named(head), text, head.end())
+            behind = json_then(text, head.end(), self.call_end, last=True)
             position = inside if behind < 0 else behind + len(self.call_end)
             left = text[stop : inside if behind < 0 else behind].strip()
             if not isinstance(what, str) and left not in ("", self.tail.strip()):
@@ -60,7 +61,7 @@ class SectionFormat(ReplyFormat):
             if not isinstance(what, str) and behind < 0:
                 what = f"The call is not closed: {self.call_end} is missing."
             found.append(Span(what, head.start(), position))
-        if text[position:inside].strip() or not found:
+        if text[position:].strip() or not found:
             place = position - begin.start()
             found.append(Span(f"No call begins at character {place} of the calls.", position, inside))
         return found, end

@@ -8,13 +8,11 @@ in the format of the model's chat template, with arguments made up from the tool
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.model.reply_formats.format import ReplyFormat
-
-Tools = Sequence[Mapping[str, Any]]
+from groupwise.model.reply_formats.format import ReplyFormat, Tools
 
 _WORDS = "some water runs under a small bridge while birds sleep in tall trees and a cold wind moves every leaf"
 
