@@ -18,12 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from groupwise.config.algo import ReferenceKind, RunAlgoConfig
 from groupwise.config.chat import ChatConfig
