@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,22 @@ def two_steps(folder: Path, **sections: Any) -> dict[str, Any]:
     return merged(data, sections)
 
 
+def from_file(folder: Path, rows: Sequence[Mapping[str, Any]], **always: Any) -> Callable[..., RunConfig]:
+    """`make(...)`: four steps on `rows`, as rows.jsonl of `folder`, in its `runs`; sections are merged into it."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data: dict[str, Any] = {
+        "data": {"source": "rows.jsonl"},
+        "train": {"steps": 4, "learning_rate": 3e-3, "lora": {"rank": 4}},
+        "checkpoint": {"every": 1},
+        "scoring": {"workers": 0},
+        "device": "cpu",
+        "dtype": "float32",
+        "folder": str(folder),
+        "output_dir": str(folder / "runs"),
+    }
+    return lambda **sections: parse_config(merged(merged(data, always), sections))
+
+
 def merged(data: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
     """`data` with the keys of `sections`, a section's own keys merged into it; without what is None."""
     result = dict(data)
@@ -75,6 +92,19 @@ class Dies(LineDisplay):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         super().step(step, metrics)
         if step == self._last:
+            raise Dies.Now
+
+
+class DiesAfter(LineDisplay):
+    """Ends the process's work when so many steps were shown, of whichever stage."""
+
+    def __init__(self, steps: int):
+        super().__init__(steps, stream=io.StringIO())
+        self._left = steps
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._left -= 1
+        if not self._left:
             raise Dies.Now
 
 

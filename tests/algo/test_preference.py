@@ -12,9 +12,9 @@ import torch
 from trl import DPOTrainer
 from trl.trainer import dpo_trainer
 
+from groupwise.algo.distillation import demonstrations
 from groupwise.algo.preference import pairs_of, preference_loss
 from groupwise.config.preference import PreferenceConfig
-from groupwise.errors import DataError
 from groupwise.store.trl_names import trl_metrics
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
@@ -123,25 +123,24 @@ def test_it_is_trls(loss: str, beta: float, monkeypatch: pytest.MonkeyPatch):
     assert named == pytest.approx({name: told[name][0] for name in named}, abs=1e-6)  # accuracies there in float32
 
 
-def said(prompt: tuple[int, ...], ids: tuple[int, ...]) -> Turn:
-    return Turn(prompt, Completion(token_ids=ids, logprobs=(0.0,) * len(ids), text="", finish_reason=FinishReason.STOP))
-
-
-def group(*rollouts: tuple[Turn, ...]) -> RolloutGroup:
-    shown = tuple(Rollout(turns=turns) for turns in rollouts)
-    return RolloutGroup(prompt=Prompt(id="rows.jsonl:1", text="1"), rollouts=(), demonstrations=shown)
+def group(*said: tuple[int, ...]) -> RolloutGroup:
+    """A group whose demonstrations are these completions of the tokens 1 and 2."""
+    shown = [
+        Completion(token_ids=ids, logprobs=(0.0,) * len(ids), text="", finish_reason=FinishReason.STOP) for ids in said
+    ]
+    return RolloutGroup(
+        prompt=Prompt(id="rows.jsonl:1", text="1"),
+        rollouts=(),
+        demonstrations=tuple(Rollout(turns=(Turn((1, 2), each),)) for each in shown),
+    )
 
 
 def test_a_pair_is_two_completions_of_one_prompt():
-    turn = said((1, 2), (3, 4))
-    (pair,) = pairs_of([group((turn,), (said((1, 2), (5,)),)), group()])
-    assert [(each.prompt_ids, each.completion_ids, each.mask) for each in pair] == [
-        ((1, 2), (3, 4), (1, 1)),
-        ((1, 2), (5,), (1,)),
+    """Also of a step's second part, whose groups are numbered on."""
+    shown = demonstrations([group((3, 4), (5,)), group(), group((6,), (7, 8))], first=3)
+    assert [
+        [(each.prompt_ids, each.completion_ids, each.mask, each.group) for each in pair] for pair in pairs_of(shown)
+    ] == [
+        [((1, 2), (3, 4), (1, 1), 3), ((1, 2), (5,), (1,), 3)],
+        [((1, 2), (6,), (1,), 5), ((1, 2), (7, 8), (1, 1), 5)],
     ]
-
-
-def test_what_a_template_rewrites_is_no_pair():
-    """The second turn does not go on where the first ended: the completion would be two sequences."""
-    with pytest.raises(DataError, match=r"rows\.jsonl:1"):
-        pairs_of([group((said((1, 2), (3,)), said((1, 9), (4,))), (said((1, 2), (5,)),))])

@@ -17,7 +17,7 @@ from groupwise.run.check import check
 from groupwise.run.evaluate import load_evaluations
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics, read_rollouts
-from running_jobs import Dies, adapter_bytes, merged, metrics_of
+from running_jobs import Dies, DiesAfter, adapter_bytes, from_file, metrics_of
 
 PAIRS = [
     {"prompt": f"Spell {word} backwards.", "chosen": word[::-1], "rejected": word}
@@ -28,24 +28,8 @@ PAIRS = [
 @pytest.fixture
 def file(tmp_path: Path) -> Callable[..., RunConfig]:
     """`file(...)`: a run in `tmp_path` with its pairs; sections are merged into it."""
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-
-    def make(**sections: Any) -> RunConfig:
-        data: dict[str, Any] = {
-            "kind": "dpo",
-            "data": {"source": "pairs.jsonl"},
-            "rollout": {"prompts_per_step": 4, "max_tokens": 8},
-            "train": {"steps": 4, "learning_rate": 3e-3, "lora": {"rank": 4}, "minibatches": 2},
-            "checkpoint": {"every": 1},
-            "scoring": {"workers": 0},
-            "device": "cpu",
-            "dtype": "float32",
-            "folder": str(tmp_path),
-            "output_dir": str(tmp_path / "runs"),
-        }
-        return parse_config(merged(data, sections))
-
-    return make
+    rollout = {"prompts_per_step": 4, "max_tokens": 8}
+    return from_file(tmp_path, PAIRS, kind="dpo", rollout=rollout, train={"minibatches": 2})
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -55,7 +39,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_what_is_chosen_gains_on_what_is_rejected(file):
     """Nothing is sampled but what evaluates."""
     rewards = ["groupwise.rewards.text:exact_match"]
-    evaluated = {"data": {"source": "pairs.jsonl", "columns": {"answer": "chosen"}}, "every": 0}
+    evaluated = {"data": {"source": "rows.jsonl", "columns": {"answer": "chosen"}}, "every": 0}
     result = run_loop(file(eval=evaluated, rewards=rewards, train={"steps": 10}))
     rows = steps_of(result.run_dir)
     assert len(rows) == 10 and rows[0]["preference/margin"] < 0.01 < rows[-1]["preference/margin"]
@@ -81,27 +65,26 @@ def test_one_that_dies_goes_on_to_the_same_bytes(file, tmp_path: Path):
 EXAMPLES = {
     "name": "examples",
     "kind": "sft",
-    "data": {"source": "pairs.jsonl", "answer_key": "chosen"},
+    "data": {"source": "rows.jsonl", "answer_key": "chosen"},
     "train": {"steps": 3, "minibatches": 1},
 }
 PREFERENCES = {"name": "preferences", "kind": "dpo", "train": {"steps": 3}, "dpo": {"beta": 0.2}}
-PROMPTS = {"source": "pairs.jsonl", "columns": {"answer": "chosen"}}
+PROMPTS = {"source": "rows.jsonl", "columns": {"answer": "chosen"}}
 REWARDED = {"kind": "grpo", "data": PROMPTS, "rewards": ["running_jobs:says_a"], "rollout": {"refill": 1.0}}
 
 
 def test_as_a_stage_it_is_relative_to_where_it_starts(file, tmp_path: Path):
     """After examples the reference is what they made, which at first tells no pair apart from the policy; a run that
     was killed in the stage has that reference again."""
-    stages = [EXAMPLES, {**PREFERENCES, "data": {"source": "pairs.jsonl"}}]
+    stages = [EXAMPLES, {**PREFERENCES, "data": {"source": "rows.jsonl"}}]
     whole = run_loop(file(**REWARDED, stages=stages, output_dir=str(tmp_path / "whole")))
     assert stage_config(file(**REWARDED, stages=stages), 1).dpo.beta == 0.2
     rows = steps_of(whole.run_dir / "stages" / "preferences")
     assert rows[0]["preference/chosen_reward"] == pytest.approx(0, abs=1e-4) and rows[-1]["preference/margin"] > 0
     config = file(**REWARDED, stages=stages, resume="auto")
-    with pytest.raises(Dies.Now):  # of both stages the second step; the second stage's is the fourth that is shown
-        run_loop(config, display=Dies(2, total=4, stream=io.StringIO()))
-    with pytest.raises(Dies.Now):
-        run_loop(config, display=Dies(2, total=4, stream=io.StringIO()))
+    for after in (2, 1 + 2):  # in the second step of the first stage, then of the second
+        with pytest.raises(Dies.Now):
+            run_loop(config, display=DiesAfter(after))
     again = run_loop(config)
     assert adapter_bytes(again.run_dir) == adapter_bytes(whole.run_dir)
     for stage in ("examples", "preferences"):
@@ -113,7 +96,7 @@ def test_a_stage_leaves_out_what_follows_what_is_sampled(file):
     config = file(**ran, stages=[PREFERENCES])
     stage = stage_config(config, 0)
     assert config.data is not None and config.data.curriculum is not None
-    assert stage.data is not None and (stage.data.source, stage.data.curriculum) == ("pairs.jsonl", None)
+    assert stage.data is not None and (stage.data.source, stage.data.curriculum) == ("rows.jsonl", None)
 
 
 def test_the_reference_is_where_it_starts_unless_one_is_named(file):
@@ -150,7 +133,7 @@ def test_a_pair_that_is_too_long_is_passed_over(file, tmp_path: Path):
         ({"dpo": {"loss": "hinge"}}, "dpo.loss"),
         ({"kind": "grpo", "rewards": ["m:f"], "dpo": {"beta": 0.2}}, "dpo"),
         ({"kind": "sft", "dpo": {"beta": 0.2}}, "dpo"),
-        ({"eval": {"data": {"source": "pairs.jsonl"}, "best": "greedy"}}, "eval.best"),
+        ({"eval": {"data": {"source": "rows.jsonl"}, "best": "greedy"}}, "eval.best"),
     ],
 )
 def test_what_cannot_be_is_refused(file, sections, field):
@@ -162,7 +145,7 @@ def test_what_cannot_be_is_refused(file, sections, field):
 def test_rows_without_a_pair_are_told_before_anything_is_loaded(file, tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1", "answer": "2"}))
     with pytest.raises(DataError, match=r"rows\.jsonl:1.*'chosen'"):
-        run_loop(file(data={"source": "rows.jsonl"}))
+        run_loop(file())
     assert not (tmp_path / "runs").exists()
 
 

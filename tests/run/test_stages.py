@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import warnings
 from collections.abc import Callable
@@ -12,20 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.config.run import RunConfig, parse_config
+from groupwise.config.run import RunConfig
 from groupwise.config.stages import stage_config
 from groupwise.errors import ConfigError, DataError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import plain_attention
 from groupwise.run.check import check
-from groupwise.run.display import LineDisplay
 from groupwise.run.evaluate import Evaluation, load_evaluations
 from groupwise.run.loop import run_loop
 from groupwise.run.stop_request import StopRequest
 from groupwise.store.checkpoint import read
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.answers import answer_turns
-from running_jobs import Dies, adapter_bytes, merged, metrics_of, rollouts_of
+from running_jobs import Dies, DiesAfter, adapter_bytes, from_file, metrics_of, rollouts_of
 from wording import raises
 
 ROWS = [
@@ -36,45 +34,29 @@ ROWS = [
 @pytest.fixture
 def file(tmp_path: Path) -> Callable[..., RunConfig]:
     """`file(kind="sft", ...)`: a run in `tmp_path` with its examples; sections are merged into it."""
-    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-
-    def make(**sections: Any) -> RunConfig:
-        data: dict[str, Any] = {
-            "data": {"source": "examples.jsonl"},
-            "rewards": ["groupwise.rewards.text:exact_match"],
-            "rollout": {"prompts_per_step": 3, "group_size": 4, "max_tokens": 8, "refill": 1.0},
-            "train": {"steps": 4, "learning_rate": 3e-3, "lora": {"rank": 4}},
-            "checkpoint": {"every": 1},
-            "scoring": {"workers": 0},
-            "device": "cpu",
-            "dtype": "float32",
-            "folder": str(tmp_path),
-            "output_dir": str(tmp_path / "runs"),
-        }
-        return parse_config(merged(data, sections))
-
-    return make
+    rollout = {"prompts_per_step": 3, "group_size": 4, "max_tokens": 8, "refill": 1.0}
+    return from_file(tmp_path, ROWS, rewards=["groupwise.rewards.text:exact_match"], rollout=rollout)
 
 
 def test_examples_longer_than_the_context_are_passed_over_and_counted(file, tmp_path: Path):
     """Of six examples two are too long: each epoch passes over them, and one line says so."""
     rows = [*ROWS[:4], *({"prompt": "Say it.", "answer": "la " * 4000} for _ in range(2))]
-    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = file(kind="sft", rewards=None, rollout={"prompts_per_step": 4})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = run_loop(config)
-    assert len([each for each in caught if "examples.jsonl:" in str(each.message)]) == 1
+    assert len([each for each in caught if "rows.jsonl:" in str(each.message)]) == 1
     steps = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "data/too_long" in row]
     assert all(row["teacher/demonstrations"] == 4 for row in steps)
     assert 6 <= sum(row["data/too_long"] for row in steps) <= 8  # of four epochs, less what the last did not come to
-    (said,) = [each for each in check(config).warnings if "examples.jsonl:5" in each]
+    (said,) = [each for each in check(config).warnings if "rows.jsonl:5" in each]
     assert said.startswith("2 of the first 6 examples")
-    (tmp_path / "examples.jsonl").write_text(json.dumps(rows[-1]) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[-1]) + "\n")
     with pytest.raises(ConfigError) as refused:
         check(config)
     assert refused.value.field == "data"
-    with pytest.raises(DataError), pytest.warns(UserWarning, match=r"examples\.jsonl:1"):
+    with pytest.raises(DataError), pytest.warns(UserWarning, match=r"rows\.jsonl:1"):
         run_loop(config)
 
 
@@ -90,7 +72,7 @@ def test_examples_of_several_sources(file, tmp_path: Path, streaming: bool):
     sources = [{"source": "asked.jsonl", "weight": 1, **renamed}, {"source": "few.jsonl", "weight": 3}]
     data = {"source": None, "sources": sources, "streaming": streaming}
     held_out = {
-        "data": {"sources": [{"source": "examples.jsonl"}, {"source": "few.jsonl"}]},
+        "data": {"sources": [{"source": "rows.jsonl"}, {"source": "few.jsonl"}]},
         "every": 0,
         "modes": ["greedy"],
     }
@@ -100,7 +82,7 @@ def test_examples_of_several_sources(file, tmp_path: Path, streaming: bool):
     drawn = [group["prompt"]["columns"]["data_source"] for group in rollouts_of(result.run_dir)]
     assert (drawn.count("few.jsonl"), drawn.count("asked.jsonl")) == (12, 4)
     evaluated = load_evaluations(result.run_dir, 4)["greedy"].metrics(by="data_source")
-    assert {"eval/greedy/examples.jsonl/reward", "eval/greedy/few.jsonl/reward"} <= evaluated.keys()
+    assert {"eval/greedy/rows.jsonl/reward", "eval/greedy/few.jsonl/reward"} <= evaluated.keys()
     asked, few = check(config).plan.source.counts
     assert (asked.rows, asked.filtered, asked.used, asked.share, asked.whole) == (4, 1, 3, 0.25, True)
     assert (few.rows, few.filtered, few.used, few.share) == (1, 0, 1, 0.75)
@@ -111,7 +93,7 @@ STAGE = {"name": "examples", "kind": "sft", "train": {"steps": 3, "learning_rate
 
 def test_the_datasets_answers_become_likelier(file):
     """Nothing is sampled but what evaluates; the loss is the mean cross-entropy over the answers' tokens."""
-    result = run_loop(file(kind="sft", eval={"data": {"source": "examples.jsonl"}, "every": 0}, train={"steps": 8}))
+    result = run_loop(file(kind="sft", eval={"data": {"source": "rows.jsonl"}, "every": 0}, train={"steps": 8}))
     rows = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "loss/cross_entropy" in row]
     losses = [row["loss/cross_entropy"] for row in rows]
     assert len(losses) == 8 and losses[-1] < 0.7 * losses[0]
@@ -170,7 +152,7 @@ def texts(evaluation: Evaluation) -> list[str]:
 
 
 def test_a_run_goes_on_from_its_stages(file):
-    rewards, evaluated = ["running_jobs:says_a"], {"data": {"source": "examples.jsonl"}}
+    rewards, evaluated = ["running_jobs:says_a"], {"data": {"source": "rows.jsonl"}}
     result = run_loop(file(stages=[STAGE, {**STAGE, "name": "again"}], rewards=rewards, eval=evaluated))
     first, second = (result.run_dir / "stages" / name for name in ("examples", "again"))
     assert [len(metrics_of(run)) for run in (first, second)] == [3 + 2, 3 + 2]  # steps, evaluations before and after
@@ -181,19 +163,6 @@ def test_a_run_goes_on_from_its_stages(file):
     assert result.steps == 4 and result.version.number > 0
     kl = [row["kl/mean"] for row in read_metrics(result.run_dir / "metrics.jsonl") if "kl/mean" in row]
     assert kl and kl[0] == pytest.approx(0, abs=1e-9)  # from what the stages left
-
-
-class DiesAfter(LineDisplay):
-    """Ends the process's work when so many steps were shown, of whichever stage."""
-
-    def __init__(self, steps: int):
-        super().__init__(steps, stream=io.StringIO())
-        self._left = steps
-
-    def step(self, step: int, metrics: Any) -> None:
-        self._left -= 1
-        if not self._left:
-            raise Dies.Now
 
 
 @pytest.mark.parametrize("after", [2, 3 + 2, 3 + 4 + 2])
@@ -245,11 +214,8 @@ def test_a_stage_is_the_file_with_its_changes(file):
         ({"kind": "sft", "algo": {"kl": "k3", "kl_coeff": 0.1}}, "algo.kl"),
         ({"kind": "sft", "rollout": {"stream_groups": 1}}, "rollout.stream_groups"),
         ({"kind": "sft", "data": None}, "data"),
-        (
-            {"kind": "sft", "rewards": None, "eval": {"data": {"source": "examples.jsonl"}, "best": "sampled"}},
-            "eval.best",
-        ),
-        ({"data": {"source": "examples.jsonl", "answer_key": "answer"}}, "data.answer_key"),
+        ({"kind": "sft", "rewards": None, "eval": {"data": {"source": "x.jsonl"}, "best": "sampled"}}, "eval.best"),
+        ({"data": {"source": "rows.jsonl", "answer_key": "answer"}}, "data.answer_key"),
     ],
 )
 def test_what_cannot_be_is_refused(file, sections, field: str):

@@ -57,6 +57,8 @@ def plain(messages):
         ),
         ({"conversations": [HUMAN], "chosen": gpt("9"), "rejected": gpt("8")}, {}),
         ({"instruction": "What is 4+5?", "input": "", "chosen": "9", "rejected": "8"}, {}),
+        ({"prompt": "What is 4+5?", "chosen": 9, "rejected": 8}, {}),  # as a CSV has them
+        ({"question": "?", "chosen": [ASKED, said("9")], "rejected": [ASKED, said("8")]}, {"prompt_key": "question"}),
         ({"question": "What is 4+5?", "chosen": "9", "rejected": "8"}, {"prompt_key": "question"}),
         (
             {"q": "What is 4+5?", "good": "9", "bad": "8"},

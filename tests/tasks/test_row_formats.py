@@ -47,6 +47,9 @@ def plain(messages):
         ({"conversations": [USER, NINE]}, {}),
         ({"instruction": "What is 4+5?", "input": "", "output": "9"}, {}),
         ({"instruction": "What is 4+5?", "input": None, "output": "9"}, {}),
+        ({"conversations": [HUMAN], "completion": [GPT]}, {}),
+        ({"prompt": "What is 4+5?", "completion": GPT}, {}),
+        ({"prompt": "What is 4+5?", "said": [GPT]}, {"answer_key": "said"}),
     ],
 )
 def test_examples_of_every_form_come_to_the_same(read, row, data):

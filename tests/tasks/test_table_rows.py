@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.config.data import DataConfig
+from groupwise.tasks import tables
 from groupwise.tasks.prompts import open_prompts
 from groupwise.tasks.tables import _Written, csv_rows, row_of
 
@@ -46,6 +47,21 @@ def answers(path: Path, text: str) -> list[Any]:
 def test_a_cell_is_what_stands_in_the_file(tmp_path: Path, cells: str, expected: list[Any]) -> None:
     found = answers(tmp_path / "rows.csv", cells)
     assert found == expected and list(map(type, found)) == list(map(type, expected))
+
+
+def test_types_are_looked_for_once_and_again_in_a_file_that_was_written_anew(tmp_path, monkeypatch):
+    """A stream goes through its file in every pass."""
+    parts, gone_through = tables._csv_parts, list[Path]()
+
+    def counted(path: Path) -> Any:
+        gone_through.append(path)
+        return parts(path)
+
+    monkeypatch.setattr(tables, "_csv_parts", counted)
+    path = tmp_path / "rows.csv"
+    assert answers(path, "5|7") == [5, 7] and len(gone_through) == 2
+    assert [row["answer"] for row in csv_rows(path)] == [5, 7] and len(gone_through) == 3
+    assert answers(path, "007|5") == ["007", "5"] and len(gone_through) == 5
 
 
 @given(st.lists(st.text(max_size=6), min_size=1, max_size=6), st.integers(0, 6))

@@ -127,6 +127,31 @@ def test_chosen_completions_gain_on_rejected_ones(make_learner, pairs):
     assert told[-1]["preference/margin"] > told[0]["preference/margin"]
 
 
+@pytest.mark.parametrize(("passes", "under_reference"), [(1, 2), (2, 1), (3, 1)])
+def test_the_reference_is_computed_once_for_several_passes(make_learner, pairs, monkeypatch, passes, under_reference):
+    """Of two minibatches a pass. What is learned is the same as with a reference for each of them."""
+    learner, other, seen = make_learner(), make_learner(), list[bool]()
+    forward = learner.strategy.logprobs
+
+    def seen_forward(*args, **options):
+        seen.append(torch.is_grad_enabled())
+        return forward(*args, **options)
+
+    monkeypatch.setattr(learner.strategy, "logprobs", seen_forward)
+    told = train_on_pairs(learner, pairs, PreferenceConfig(), learning_rate=5e-3, minibatches=2, passes=passes)
+    assert (seen.count(False), seen.count(True)) == (under_reference, 2 * passes)
+    margins: list[float] = []
+    for _ in range(passes):
+        order = list(range(len(pairs)))
+        other.shuffle.shuffle(order)
+        for rows in (order[:2], order[2:]):
+            each = other.forward_backward_preference([pairs[row] for row in rows], PreferenceConfig())
+            margins.append(each["preference/margin"])
+            other.optim_step(learning_rate=5e-3)
+    assert_same(parameters(learner), parameters(other))
+    assert told["preference/margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-9) and any(margins)
+
+
 def test_a_learning_rate_of_0_changes_nothing(make_learner, pairs):
     learner = make_learner()
     before = parameters(learner)

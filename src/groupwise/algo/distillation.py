@@ -72,9 +72,9 @@ def _weighed(rollout: Rollout, weight: float) -> Rollout:
     return replace(rollout, advantage=weight * rollout.advantage, turns=turns)
 
 
-def demonstrations(groups: Sequence[RolloutGroup]) -> list[Sample]:
-    """Return what is learned by cross-entropy: all tokens of the groups' demonstrations, which a teacher sampled or a
-    dataset has, after the policy's prompt."""
+def demonstrations(groups: Sequence[RolloutGroup], *, first: int = 0) -> list[Sample]:
+    """Return what is learned without being sampled: all tokens of the groups' demonstrations, which a teacher sampled
+    or a dataset has, after the policy's prompt. `first` is that of `algo.samples.samples_of`."""
     return [
         Sample(
             prompt_ids=segment.prompt_ids,
@@ -83,19 +83,18 @@ def demonstrations(groups: Sequence[RolloutGroup]) -> list[Sample]:
             continues=number > 0,
             group=index,
         )
-        for index, group in enumerate(groups)
+        for index, group in enumerate(groups, first)
         for rollout in group.demonstrations
         for number, segment in enumerate(segments_of(rollout.turns))
         if segment.completion_ids
     ]
 
 
-def demonstration_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def demonstration_metrics(shown: Sequence[Sample]) -> dict[str, float]:
     """Return `teacher/demonstrations` and `teacher/demonstrated_tokens`, those that are learned: what tools answered
     between a dataset's turns is not."""
-    samples = demonstrations(groups)
-    tokens = sum(sum(sample.mask) for sample in samples)
-    return {"teacher/demonstrations": float(len(samples)), "teacher/demonstrated_tokens": float(tokens)}
+    tokens = sum(sum(sample.mask) for sample in shown)
+    return {"teacher/demonstrations": float(len(shown)), "teacher/demonstrated_tokens": float(tokens)}
 
 
 def teacher_scores(groups: Sequence[RolloutGroup]) -> list[SequenceScores | None]:

@@ -25,33 +25,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from groupwise.algo.distillation import demonstrations
 from groupwise.config.preference import PreferenceConfig
-from groupwise.errors import DataError
-from groupwise.types import RolloutGroup, Sample
+from groupwise.types import Sample
 
 Pair = tuple[Sample, Sample]  # chosen, rejected
 
 
-def pairs_of(groups: Sequence[RolloutGroup]) -> list[Pair]:
-    """Return the pairs that groups of a dataset of preferences have as their two demonstrations; groups of rows that
-    were passed over have none.
-
-    Raises:
-        DataError: a completion of a pair is no one sequence, since the chat template rewrites what was said before.
-    """
-    pairs: list[Pair] = []
-    for group in groups:
-        samples = demonstrations([group])
-        if len(samples) != len(group.demonstrations) or len(samples) not in (0, 2):
-            raise DataError(
-                f"{group.prompt.id}: a completion of the pair is not one sequence: the chat template rewrites earlier "
-                "turns of the assistant",
-                hint="set a chat template that keeps them (chat.template), or end the pair with its first turn",
-            )
-        if samples:
-            pairs.append((samples[0], samples[1]))
-    return pairs
+def pairs_of(shown: Sequence[Sample]) -> list[Pair]:
+    """Return the demonstrations of a dataset of preferences (`algo.distillation.demonstrations`) as the pairs that they
+    are: each group has two, the chosen one first."""
+    return list(zip(shown[0::2], shown[1::2], strict=True))
 
 
 def preference_loss(

@@ -199,13 +199,13 @@ class DatasetConfig(RowsConfig):
 
     @property
     def parts(self) -> tuple[RowsConfig, ...]:
-        """The sources, one or several. Generated problems of training and of evaluation differ, also as one of several
-        sources."""
+        """The sources, one or several. Generated problems of training and of evaluation differ: they have other
+        seeds."""
         seed = 0 if self.drawn else 1
         return tuple(
             each.model_copy(update={"seed": seed}) if each.kind == "generated" and each.seed is None else each
-            for each in self.sources
-        ) or (self,)
+            for each in self.sources or (self,)
+        )
 
     @property
     def weights(self) -> tuple[float, ...] | None:
@@ -324,7 +324,7 @@ class DataConfig(DatasetConfig):
     shuffle_buffer: int | None = Field(default=None, ge=2)
     """With streaming: rows from which the next is drawn at random; null is 10,000."""
     curriculum: CurriculumConfig | None = None
-    """null draws every prompt once an epoch."""
+    """null draws every prompt as often as the others; of sources with weights, as the weights say."""
     difficulty: dict[str, DifficultyConfig] = Field(default_factory=dict)
     """With source reasoning-gym: by task, a parameter that rises and falls with the pass rate, as in
     `chain_sum: {parameter: max_terms, levels: [2, 3, 4]}`; `band` ([0.2, 0.8]) is the mean reward at which it stays,

@@ -1,7 +1,7 @@
 """What people call our keys elsewhere, and the first place of keys that have two: for "did you mean" alone.
 
-The keys of systems whose files are imported need not stand here: their tables say what each is
-(`config.formats.known_elsewhere`).
+The keys of systems whose files are imported stand here only where a job is asked for them, too (`config.job`), or where
+their tables say less to the point: of all others these say what each is (`config.formats.known_elsewhere`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ OTHER_NAMES = {
     "lr": "train.learning_rate",
     "max_steps": "train.steps",
     "lr_scheduler_type": "train.schedule",
-    "num_generations": "rollout.group_size",
-    "max_completion_length": "rollout.max_tokens",
     "max_new_tokens": "rollout.max_tokens",
     "beta": "dpo.beta or algo.kl_coeff",
     "loss_type": "algo.policy_loss",
@@ -27,10 +25,8 @@ OTHER_NAMES = {
     "reward_funcs": "rewards",
     "lora_r": "train.lora.rank",
     "lora_alpha": "train.lora.alpha",
-    "base_model": "model",
     "datasets": "data",
     "adapter": "adapters.start",
-    "batch_size": "rollout.prompts_per_step",
     "enable_thinking": "chat.template_kwargs.enable_thinking",
     "reasoning_effort": "chat.template_kwargs.reasoning_effort",
 }

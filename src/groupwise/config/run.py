@@ -18,12 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from groupwise.config.algo import ReferenceKind, RunAlgoConfig
 from groupwise.config.chat import ChatConfig
@@ -700,14 +695,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     folder = document.data.get("folder", ".")
     if isinstance(folder, str):
         document.data["folder"] = str((Path(path).parent / folder).resolve())
-    return validate(document, RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
+    return validated(document)
 
 
 def parse_config(data: Mapping[str, Any]) -> RunConfig:
     """Check a mapping made in Python in the same way, with the same errors."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"the configuration is a {type(data).__name__}; it must be a mapping")
-    return validate(Document(dict(data)), RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
+    return validated(Document(dict(data)))
+
+
+def validated(document: Document) -> RunConfig:
+    """Return a document as a run. Raises ConfigError with every problem, and what was probably meant."""
+    return validate(document, RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
 
 
 def check_processes(config: RunConfig, count: int) -> None:

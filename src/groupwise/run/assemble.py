@@ -60,7 +60,7 @@ class Components:
     base: LoadedModel
     engine: Sampler
     play: RolloutSource
-    rollouts: RolloutSource  # that of the steps: `play`, or with a teacher's completions
+    rollouts: RolloutSource  # that of the steps: `play`, with a teacher's completions, or the dataset's answers
     learner: Learner
     batches: Batches
     scorer: Scorer

@@ -260,10 +260,10 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
         samples = with_token_weights(samples, weighed, plan.algorithm)
     samples = [] if config.learns_no_rewards else samples
     told = {} if teacher is None else teacher_metrics(samples, teacher_scores(weighed) if samples else [])
-    told |= demonstration_metrics(weighed) if shown and config.kind != "dpo" else {}
+    told |= demonstration_metrics(shown) if shown and config.kind != "dpo" else {}
     samples = with_teacher(samples, weighed, teacher)
     metrics, seconds, drop = dict[str, float](), 0.0, 0.0
-    if pairs := pairs_of(weighed) if config.kind == "dpo" else []:
+    if pairs := pairs_of(shown) if config.kind == "dpo" else []:
         whole = partial(train_on_pairs, parts.learner, config=config.dpo)
         thread.submit(whole, pairs[:1], learning_rate=0.0).result()  # what is done once only is not timed
         began = time.perf_counter()

@@ -20,11 +20,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from groupwise.config.formats.format import config_formats, format_named
-from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.formats.translation import MISSING, Note, Translation
-from groupwise.config.other_names import OTHER_NAMES
-from groupwise.config.run import DataConfig, EnvConfig, RunConfig
-from groupwise.config.yaml import Document, Keys, dotted, parse_keys, validate
+from groupwise.config.run import DataConfig, EnvConfig, RunConfig, validated
+from groupwise.config.yaml import Document, Keys, dotted, parse_keys
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.tasks.load_env_kind import load_env_kind
 from groupwise.tasks.prompts import open_prompts
@@ -139,7 +137,7 @@ def _native(document: Document, overrides: Sequence[str], folder: Path) -> Loade
     said = document.data.get("folder", ".")
     if isinstance(said, str):
         document.data["folder"] = str((folder / said).resolve())
-    config = validate(document, RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
+    config = validated(document)
     return LoadedRun(config=config, system=GROUPWISE, document=document)
 
 

@@ -54,7 +54,7 @@ def held_out_loss(learner: Learner, groups: Sequence[RolloutGroup], preferences:
 
 
 def _of_pairs(learner: Learner, groups: Sequence[RolloutGroup], preferences: PreferenceConfig) -> Metrics:
-    pairs = pairs_of(groups)
+    pairs = pairs_of(demonstrations(groups))
     samples = [sample for pair in pairs for sample in pair]
     of_policy, of_reference = (learner.forward(samples, reference=reference) for reference in (False, True))
     masks = [sample.mask for sample in samples]

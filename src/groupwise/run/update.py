@@ -110,9 +110,14 @@ class StepUpdate:
         return [sample for part in self._parts for sample in part.samples]
 
     @property
+    def shown(self) -> list[Sample]:
+        """The groups' demonstrations: a teacher's completions, a dataset's answers, or its pairs in twos."""
+        return [sample for part in self._parts for sample in part.shown]
+
+    @property
     def trains(self) -> bool:
         """Whether there is a token to train on."""
-        return any(any(sample.mask) for sample in self.samples) or bool(demonstrations(self.groups))
+        return any(any(sample.mask) for sample in self.samples) or bool(self.shown)
 
     async def advantages(
         self, groups: Sequence[RolloutGroup], *, sampled: Sequence[RolloutGroup]
@@ -138,14 +143,13 @@ class StepUpdate:
         metrics = sample_metrics(self.samples)
         teacher = self._plan.config.teacher
         if self._plan.config.kind == "dpo":
-            both = [sample for pair in pairs_of(self.groups) for sample in pair]
-            metrics["train/samples"] += len(both)
-            metrics["train/tokens"] += sum(sum(sample.mask) for sample in both)
+            metrics["train/samples"] += len(self.shown)
+            metrics["train/tokens"] += sum(sum(sample.mask) for sample in self.shown)
         elif self._plan.config.imitates:
-            shown = demonstration_metrics(self.groups)
-            metrics["train/samples"] += shown["teacher/demonstrations"]
-            metrics["train/tokens"] += shown["teacher/demonstrated_tokens"]
-            metrics |= shown
+            told = demonstration_metrics(self.shown)
+            metrics["train/samples"] += told["teacher/demonstrations"]
+            metrics["train/tokens"] += told["teacher/demonstrated_tokens"]
+            metrics |= told
         elif teacher is not None:
             metrics |= teacher_metrics(self.samples, teacher_scores(self.groups))
         if self.trains:
@@ -163,15 +167,16 @@ class StepUpdate:
         )
         if teacher is not None:
             weighed = with_reward_weight(weighed, teacher.reward_weight)
-        if plan.config.learns_no_rewards:
-            return _Part(groups=weighed, samples=[])
         first = len(self.groups)
+        shown = demonstrations(weighed, first=first)
+        if plan.config.learns_no_rewards:
+            return _Part(groups=weighed, samples=[], shown=shown)
         samples = samples_of(weighed, first=first)
         if plan.kl_coeff is None or not samples:
             samples = samples_of(weighed, mask_truncated=algo.mask_truncated, first=first)
             if plan.algorithm is not None:
                 samples = with_token_weights(samples, weighed, plan.algorithm)
-            return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher))
+            return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher), shown=shown)
         reference = self._learner.forward(samples, temperature=self._temperature, reference=True)
         kls = [sequence_kl(sample, row) for sample, row in zip(samples, reference, strict=True)]
         adaptive = self._updates.adaptive_kl
@@ -179,7 +184,7 @@ class StepUpdate:
         weighed = with_kl_penalty(weighed, kls, plan.config.algo, coeff=coeff)
         samples = samples_of(weighed, mask_truncated=algo.mask_truncated, first=first)
         kl = kl_metrics(samples, reference)
-        return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher), kl=kl)
+        return _Part(groups=weighed, samples=with_teacher(samples, weighed, teacher), shown=shown, kl=kl)
 
     def _train(self) -> Metrics:
         """Take the optimizer steps, and measure the divergence from the reference, which the policy is weighed by next
@@ -200,7 +205,7 @@ class StepUpdate:
         if self._plan.config.kind == "dpo":
             metrics = train_on_pairs(
                 self._learner,
-                pairs_of(self.groups),
+                pairs_of(self.shown),
                 self._plan.config.dpo,
                 learning_rate=rate,
                 minibatches=train.minibatches,
@@ -216,7 +221,7 @@ class StepUpdate:
                 minibatches=train.minibatches,
                 passes=train.passes,
                 temperature=self._temperature,
-                demonstrations=demonstrations(self.groups),
+                demonstrations=self.shown,
                 coefficient=1.0 if (teacher := self._plan.config.teacher) is None else teacher.coefficient,
             )
         metrics |= kl | {"optim/lr": rate}
@@ -244,6 +249,7 @@ class _Part:
 
     groups: list[RolloutGroup]
     samples: list[Sample]
+    shown: list[Sample]
     kl: Metrics = field(default_factory=dict)
 
 

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from groupwise.config.data import RowsConfig
 from groupwise.errors import DataError
-from groupwise.tasks.prompts import PROMPT_KEYS, RESERVED, TOKENS, message_at, prompt_of_tokens, row_at, to_prompt
-from groupwise.tasks.row_formats import message_of
+from groupwise.tasks.prompts import PROMPT_KEYS, TOKENS, asked, row_at, said_at
 from groupwise.types import Message, Prompt
 
 KEYS = ("chosen", "rejected")
 
+T = TypeVar("T")
 Said = str | list[Message]
 
 
@@ -35,22 +35,21 @@ def to_pair(row: Any, *, id: str, config: RowsConfig) -> Prompt:
     chosen, rejected = (_said(row, key, id) for key in KEYS)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{id}: of 'chosen' and 'rejected' one is a text and the other is messages; give two alike")
-    rest = {name: value for name, value in row.items() if name not in (*KEYS, *RESERVED)}
-    prompt_key, raw = config.prompt_key, config.raw
     if TOKENS in row:
-        return _with_answers(prompt_of_tokens(row, id), chosen, rejected)
+        return _with_answers(asked(row, id, config), chosen, rejected)
+    rest, plain = {name: value for name, value in row.items() if name not in KEYS}, False
     if isinstance(chosen, str) or isinstance(rejected, str):
-        if (prompt_key or next((key for key in PROMPT_KEYS if row.get(key) is not None), None)) is None:
-            rest["prompt"], raw = _common_text(str(chosen), str(rejected), id), True
+        if config.prompt_key is None and all(row.get(key) is None for key in PROMPT_KEYS):
+            rest["prompt"], plain = _common_text(str(chosen), str(rejected), id), True
             chosen, rejected = (said[len(rest["prompt"]) :] for said in (chosen, rejected))
     elif chosen[0]["role"] != "assistant":  # a conversation with its prompt
-        common = [a for a, b in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))]
+        common = _common(chosen, rejected)
         if not common:
             raise DataError(f"{id}: 'chosen' and 'rejected' are conversations that do not begin alike, with one prompt")
-        rest = {name: value for name, value in rest.items() if name not in (*PROMPT_KEYS, prompt_key)}
-        rest["prompt"], prompt_key = common, None
+        rest = {name: value for name, value in rest.items() if name not in PROMPT_KEYS}
+        rest[config.prompt_key or "prompt"] = common
         chosen, rejected = (said[len(common) :] for said in (chosen, rejected))
-    return _with_answers(to_prompt(rest, id=id, prompt_key=prompt_key, raw=raw, system=config.system), chosen, rejected)
+    return _with_answers(asked(rest, id, config, plain=plain), chosen, rejected)
 
 
 def _with_answers(prompt: Prompt, chosen: Said, rejected: Said) -> Prompt:
@@ -65,27 +64,24 @@ def _with_answers(prompt: Prompt, chosen: Said, rejected: Said) -> Prompt:
 
 
 def _said(row: Mapping[str, Any], key: str, id: str) -> Said:
-    """Return what a column says: a text, or messages."""
-    value = row.get(key)
-    if value is None:
+    """Return what a column says, which every pair has."""
+    if row.get(key) is None:
         held = ", ".join(map(repr, row)) or "none"
         raise DataError(
             f"{id}: no column {key!r}, which a preference pair has; the columns are {held}",
             hint=f"name it in data.columns, as in {{{key}: COLUMN}}",
         )
-    if isinstance(value, str):
-        return value
-    listed = [value] if isinstance(value, Mapping) else value
-    if not isinstance(listed, Sequence) or not listed:
-        raise DataError(f"{id}: {key!r} is {value!r:.80}; it must be text, a message or a list of messages")
-    ours = [message_of(each) if isinstance(each, Mapping) else each for each in listed]
-    return [message_at(each, f"{id}: {key}[{i}]") for i, each in enumerate(ours)]
+    return said_at(row, key, id)
+
+
+def _common(chosen: Sequence[T], rejected: Sequence[T]) -> list[T]:
+    """Return the elements that two sequences begin with."""
+    return [a for a, b in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))]
 
 
 def _common_text(chosen: str, rejected: str, id: str) -> str:
     """Return what two texts begin with; a space before where they part is theirs, as tokens begin with one."""
-    common = "".join(a for a, b in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
-    common = common.removesuffix(" ")
+    common = "".join(_common(chosen, rejected)).removesuffix(" ")
     if not common:
         raise DataError(
             f"{id}: no prompt, and 'chosen' and 'rejected' do not begin alike",

@@ -10,11 +10,13 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from groupwise.errors import DataError
 from groupwise.tasks.rows import RowCount
 from groupwise.types import Prompt, RolloutGroup
+
+Entry = TypeVar("Entry")  # of an epoch's order: what a prompt is drawn by
 
 
 class Ticket(NamedTuple):
@@ -66,14 +68,63 @@ class PromptStream(Protocol):
     def restore(self, cursor: Mapping[str, Any]) -> None: ...
 
 
-class PromptSource:
-    """Prompts that are held, in epochs, each a new order if `shuffle`; or each in the order that `order` returns for
-    its number, as indices of prompts.
+class Tickets(Generic[Entry]):
+    """Issues prompts with tickets, which are resolved once the prompt was trained on or given up, in any order; the
+    part that streams have in common.
 
-    A prompt is issued with a ticket and, once it was trained on or given up, resolved; in any order. `cursor` holds the
-    position up to which prompts were issued and the tickets that are not resolved. A stream restored from it issues
-    those first, so that none is lost and none is trained twice, however far ahead others had come.
+    A cursor holds the position up to which prompts were issued and the tickets that are not resolved. A stream restored
+    from it issues those first, so that none is lost and none is trained twice, however far ahead others had come.
+
+    Args:
+        order_of: returns what is drawn in the epoch with that number, an entry for each position.
+        drawn: returns the prompt of an entry that is drawn for the first time. Raises DataError for a bad row.
     """
+
+    def __init__(self, order_of: Callable[[int], Sequence[Entry]], drawn: Callable[[Entry], Prompt]):
+        self._order_of, self._drawn = order_of, drawn
+        self._epoch = self._position = 0
+        self._order = order_of(0)
+        self._open: dict[Ticket, Prompt] = {}  # issued, not resolved; in the order in which they were issued
+        self._again: list[Ticket] = []  # of these, the ones to be issued again, last first
+
+    def issue(self, n: int) -> list[Issued]:
+        """Return the next n prompts with their tickets; an epoch follows another, so a prompt can come twice. Raises
+        DataError for a bad row of a stream that is read as it is drawn."""
+        issued: list[Issued] = []
+        while len(issued) < n:
+            again = bool(self._again)
+            ticket = self._again.pop() if again else self._advance()
+            issued.append(Issued(ticket=ticket, prompt=self._open[ticket], again=again))
+        return issued
+
+    def resolve(self, ticket: Ticket) -> None:
+        """Take note that the prompt is done with: after a restart it does not come again. Raises ValueError if it is
+        not issued."""
+        if ticket not in self._open or ticket in self._again:
+            raise ValueError(f"{ticket} is not issued, or is resolved already; resolve each ticket of issue() once")
+        del self._open[ticket]
+
+    def observe(self, groups: Sequence[RolloutGroup]) -> None:
+        """Does nothing with scored groups: the order does not depend on them."""
+
+    def _goes_on(self, at: Ticket, order: Sequence[Entry], again: Mapping[Ticket, Prompt]) -> None:
+        """Go on from a place of a restored cursor, of whose epoch this is the order; these are issued again first."""
+        (self._epoch, self._position), self._order = at, order
+        self._open, self._again = dict(again), [*again][::-1]
+
+    def _advance(self) -> Ticket:
+        if self._position == len(self._order):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        ticket = Ticket(self._epoch, self._position)
+        self._open[ticket] = self._drawn(self._order[self._position])
+        self._position += 1
+        return ticket
+
+
+class PromptSource(Tickets[int]):
+    """Prompts that are held, in epochs, each a new order if `shuffle`; or each in the order that `order` returns for
+    its number, as indices of prompts."""
 
     def __init__(
         self,
@@ -88,32 +139,11 @@ class PromptSource:
             raise DataError("there are no prompts", hint="give at least one")
         self.known, self.counts = tuple(prompts), tuple(counts)
         self._seed, self._shuffle = seed, shuffle
-        self._order_of = self._shuffled if order is None else order
-        self._epoch = 0
-        self._position = 0
-        self._order = self._order_of(0)
-        self._open: dict[Ticket, int] = {}  # issued, not resolved -> row; in the order in which they were issued
-        self._again: list[Ticket] = []  # of these, the ones to be issued again, last first
+        super().__init__(self._shuffled if order is None else order, self.known.__getitem__)
 
     def __len__(self) -> int:
         """Number of prompts in an epoch."""
         return len(self.known)
-
-    def issue(self, n: int) -> list[Issued]:
-        """Return the next n prompts with their tickets; an epoch follows another, so a prompt can come twice."""
-        issued: list[Issued] = []
-        while len(issued) < n:
-            again = bool(self._again)
-            ticket = self._again.pop() if again else self._advance()
-            issued.append(Issued(ticket=ticket, prompt=self.known[self._open[ticket]], again=again))
-        return issued
-
-    def resolve(self, ticket: Ticket) -> None:
-        """Take note that the prompt is done with: after a restart it does not come again. Raises ValueError if it is
-        not issued."""
-        if ticket not in self._open or ticket in self._again:
-            raise ValueError(f"{ticket} is not issued, or is resolved already; resolve each ticket of issue() once")
-        del self._open[ticket]
 
     def prompt(self, id: str) -> Prompt:
         """Return the prompt of that id; the stream does not move. Raises DataError if there is none."""
@@ -121,21 +151,18 @@ class PromptSource:
             raise DataError(f"there is no prompt {id!r}", hint="resume with the dataset that the run was started with")
         return self._by_id[id]
 
-    def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Scored groups; the order of this stream does not depend on them."""
-
     def metrics(self) -> dict[str, float]:
-        """Nothing: every prompt is drawn once an epoch."""
+        """Return nothing: how often a prompt is drawn follows from the configuration."""
         return {}
 
     @property
     def epochs(self) -> float:
-        """How many epochs were issued."""
+        """Epochs that were issued, the last in part."""
         return self._epoch + self._position / len(self._order)
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """Where the stream stands, for `restore`; goes through JSON."""
+        """Says where the stream stands, for `restore`; goes through JSON."""
         unresolved = [list(ticket) for ticket in self._open]
         return {
             "epoch": self._epoch,
@@ -157,18 +184,8 @@ class PromptSource:
         fits = fits and 0 <= position <= len(orders[epoch]) and len(set(tickets)) == len(unresolved)
         if not fits or not all(0 <= each.position < len(orders[each.epoch]) for each in tickets):
             raise DataError(f"{dict(cursor)} is not a cursor; take one from PromptSource.cursor")
-        self._epoch, self._position, self._order = epoch, position, orders[epoch]
-        self._open = {ticket: orders[ticket.epoch][ticket.position] for ticket in tickets}
-        self._again = tickets[::-1]
-
-    def _advance(self) -> Ticket:
-        if self._position == len(self._order):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._order_of(self._epoch)
-        ticket = Ticket(self._epoch, self._position)
-        self._open[ticket] = self._order[self._position]
-        self._position += 1
-        return ticket
+        again = {ticket: self.known[orders[ticket.epoch][ticket.position]] for ticket in tickets}
+        self._goes_on(Ticket(epoch, position), orders[epoch], again)
 
     @cached_property
     def _by_id(self) -> dict[str, Prompt]:
@@ -211,5 +228,5 @@ class WrappedStream:
 
     @property
     def epochs(self) -> float:
-        """How many epochs of the source were issued."""
+        """Epochs of the source that were issued, the last in part."""
         return self._source.epochs

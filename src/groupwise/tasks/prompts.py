@@ -22,6 +22,7 @@ from groupwise.config.data import BUFFER, DataConfig, DatasetConfig, RowsConfig,
 from groupwise.errors import DataError
 from groupwise.tasks.mixture import MixedOrder
 from groupwise.tasks.prompt_stream import PromptSource
+from groupwise.tasks.row_formats import message_of
 from groupwise.tasks.rows import RowCount, Rows
 from groupwise.tasks.streamed_prompts import StreamedPrompts
 from groupwise.types import Message, Prompt
@@ -152,37 +153,46 @@ def to_example(row: Any, *, id: str, config: RowsConfig) -> Prompt:
         if places and places[0]:
             first, last = places[0], places[-1]
             answer = [message_at(said[i], f"{id}: {prompt_key}[{i}]") for i in range(first, last + 1)]
-            return replace(_asked({**row, prompt_key: said[:first]}, id, config), answer=tuple(answer))
+            return replace(asked({**row, prompt_key: said[:first]}, id, config), answer=tuple(answer))
     if key is None or row.get(key) is None:
         what = (
             f"no column {key!r}" if key else f"no answer: none of {', '.join(ANSWER_KEYS)}, and no assistant's message"
         )
         held = ", ".join(map(repr, row)) or "none"
         raise DataError(f"{id}: {what}; the columns are {held}", hint="name the column in data.answer_key")
+    answer = said_at(row, key, id)
+    if isinstance(answer, str):
+        if not answer.strip():
+            raise DataError(f"{id}: {key!r} is an empty string; an answer needs text")
+        answer = [Message(role="assistant", content=answer)]
+    elif answer[-1]["role"] != "assistant":
+        raise DataError(f"{id}: {key!r} ends with a message of {answer[-1]['role']!r}; the last is the assistant's")
+    return replace(asked(row, id, config), answer=tuple(answer))
+
+
+def said_at(row: Mapping[str, Any], key: str, id: str) -> str | list[Message]:
+    """Return what a column says, of an answer or of a completion: a text, as which a number counts, or messages, ours
+    or ShareGPT's. Raises DataError."""
     value = row[key]
     if isinstance(value, str | int | float) and not isinstance(value, bool):
-        answer = [Message(role="assistant", content=str(value))]
-        if not str(value).strip():
-            raise DataError(f"{id}: {key!r} is an empty string; an answer needs text")
-    else:
-        listed = [value] if isinstance(value, Mapping) else value
-        if not isinstance(listed, Sequence) or not listed:
-            raise DataError(f"{id}: {key!r} is {value!r:.80}; it must be text, a message or a list of messages")
-        answer = [message_at(each, f"{id}: {key}[{i}]") for i, each in enumerate(listed)]
-        if _role(answer[-1]) != "assistant":
-            raise DataError(f"{id}: {key!r} ends with a message of {_role(answer[-1])!r}; the last is the assistant's")
-    return replace(_asked(row, id, config), answer=tuple(answer))
+        return str(value)
+    listed = [value] if isinstance(value, Mapping) else value
+    if not isinstance(listed, Sequence) or not listed:
+        raise DataError(f"{id}: {key!r} is {value!r:.80}; it must be text, a message or a list of messages")
+    ours = [message_of(each) if isinstance(each, Mapping) else each for each in listed]
+    return [message_at(each, f"{id}: {key}[{i}]") for i, each in enumerate(ours)]
 
 
-def _asked(row: Mapping[str, Any], id: str, config: RowsConfig) -> Prompt:
-    """Return the row's prompt; columns whose names rewards get from us are left out, being answers here."""
+def asked(row: Mapping[str, Any], id: str, config: RowsConfig, *, plain: bool = False) -> Prompt:
+    """Return the prompt of a row that has its answer, too: columns whose names rewards get from us are left out, being
+    answers here. `plain` makes a text plain, as `data.raw` does. Raises DataError."""
     if TOKENS in row:
-        return prompt_of_tokens(row, id)
+        return _prompt_of_tokens(row, id)
     kept = {name: value for name, value in row.items() if name not in RESERVED}
-    return to_prompt(kept, id=id, prompt_key=config.prompt_key, raw=config.raw, system=config.system)
+    return to_prompt(kept, id=id, prompt_key=config.prompt_key, raw=config.raw or plain, system=config.system)
 
 
-def prompt_of_tokens(row: Mapping[str, Any], id: str) -> Prompt:
+def _prompt_of_tokens(row: Mapping[str, Any], id: str) -> Prompt:
     """Return the prompt of a row that has it as token ids, as what a server answered was asked. Raises DataError."""
     ids = row[TOKENS]
     if not isinstance(ids, Sequence) or not ids or not all(isinstance(each, int) and each >= 0 for each in ids):

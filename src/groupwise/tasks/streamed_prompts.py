@@ -22,15 +22,15 @@ from typing import Any
 from groupwise.config.data import RowsConfig
 from groupwise.errors import DataError
 from groupwise.tasks.mixture import Mixture
-from groupwise.tasks.prompt_stream import Issued, Ticket
+from groupwise.tasks.prompt_stream import Ticket, Tickets
 from groupwise.tasks.rows import RowCount, Rows
-from groupwise.types import Prompt, RolloutGroup
+from groupwise.types import Prompt
 
 KNOWN = 1000  # rows of each source that are looked at before a run begins
 BLOCK = 1024  # draws of a block of the mixture
 
 
-class StreamedPrompts:
+class StreamedPrompts(Tickets[tuple[int, int]]):
     """Prompts that are read as they are drawn, endlessly; see the head of this file and `PromptStream`.
 
     Args:
@@ -62,27 +62,8 @@ class StreamedPrompts:
             share = weight / sum(weights) if len(weights) > 1 else None
             counts.append(rows.count(len(first), share=share))
         self.known, self.counts = tuple(known), tuple(counts)
-        self._block = self._position = 0
-        self._draws = self._mixture.draws(0)
         self._readers = [self._reader(source) for source in range(len(sources))]
-        self._open: dict[Ticket, Prompt] = {}  # issued, not resolved; in the order in which they were issued
-        self._again: list[Ticket] = []  # of these, the ones to be issued again, last first
-
-    def issue(self, n: int) -> list[Issued]:
-        """Return the next n prompts with their tickets. Raises DataError for a bad row."""
-        issued: list[Issued] = []
-        while len(issued) < n:
-            again = bool(self._again)
-            ticket = self._again.pop() if again else self._advance()
-            issued.append(Issued(ticket=ticket, prompt=self._open[ticket], again=again))
-        return issued
-
-    def resolve(self, ticket: Ticket) -> None:
-        """Take note that the prompt is done with: after a restart it does not come again. Raises ValueError if it is
-        not issued."""
-        if ticket not in self._open or ticket in self._again:
-            raise ValueError(f"{ticket} is not issued, or is resolved already; resolve each ticket of issue() once")
-        del self._open[ticket]
+        super().__init__(self._mixture.draws, self._read)
 
     def prompt(self, id: str) -> Prompt:
         """Return a prompt on its way. Raises DataError for any other, as none is held."""
@@ -93,27 +74,24 @@ class StreamedPrompts:
             )
         return found
 
-    def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Scored groups; the order of this stream does not depend on them."""
-
     def metrics(self) -> dict[str, float]:
-        """Return how many passes over every source were finished."""
+        """Return how many passes were finished over every source, as `data/passes`."""
         return {"data/passes": self.epochs}
 
     @property
     def epochs(self) -> float:
-        """How many passes over every source were finished."""
+        """Passes that were finished over every source."""
         return float(min(reader.passes for reader in self._readers))
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """Where the stream stands, for `restore`; goes through JSON. `sources` has of each the pass from which it is
-        read again, the draws before that pass, and what was drawn last, with a digest of all draws of its pass."""
+        """Says where the stream stands, for `restore`; goes through JSON. `sources` has of each the pass from which it
+        is read again, the draws before that pass, and what was drawn last, with a digest of all draws of its pass."""
         oldest = [reader.number for reader in self._readers]
         for source, number in map(self._draw_of, self._open):
             oldest[source] = min(oldest[source], number)
         return {
-            "epoch": self._block,
+            "epoch": self._epoch,
             "position": self._position,
             "unresolved": [list(ticket) for ticket in self._open],
             "sources": [
@@ -157,24 +135,16 @@ class StreamedPrompts:
                     hint="resume with the dataset that the run was started with",
                 )
         self._readers = readers
-        self._block, self._position, self._draws = block, position, draws
-        self._open = {ticket: found[ticket] for ticket in tickets}
-        self._again = tickets[::-1]
+        self._goes_on(Ticket(block, position), draws, {ticket: found[ticket] for ticket in tickets})
 
     def _draw_of(self, ticket: Ticket) -> tuple[int, int]:
         """Return the source of a draw, and its number among those of the source."""
-        draws = self._draws if ticket.epoch == self._block else self._mixture.draws(ticket.epoch)
+        draws = self._order if ticket.epoch == self._epoch else self._order_of(ticket.epoch)
         return draws[ticket.position]
 
-    def _advance(self) -> Ticket:
-        if self._position == len(self._draws):
-            self._block, self._position = self._block + 1, 0
-            self._draws = self._mixture.draws(self._block)
-        ticket = Ticket(self._block, self._position)
-        source, _ = self._draws[self._position]
-        self._open[ticket] = self._to_prompt(self._sources[source].config, *self._readers[source].draw())
-        self._position += 1
-        return ticket
+    def _read(self, draw: tuple[int, int]) -> Prompt:
+        source, _ = draw
+        return self._to_prompt(self._sources[source].config, *self._readers[source].draw())
 
     def _reader(self, source: int, *, turn: int = 0, number: int = 0) -> _Reader:
         return _Reader(self._sources[source], f"{self._seed}/{source}", self._buffer, turn=turn, number=number)

@@ -16,6 +16,7 @@ import datetime
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,24 @@ WRITTEN: tuple[Callable[[str], Any], ...] = (int, float)  # types whose text is 
 
 
 def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a CSV file, which is gone through twice: what type a column has, all of its cells say. Raises
-    pyarrow.ArrowException and OSError."""
+    """Yield the rows of a CSV file, which is gone through twice, but for one whose columns were typed before: what type
+    a column has, all of its cells say. Raises pyarrow.ArrowException and OSError."""
+    stat = path.stat()
+    types = _types(path.resolve(), stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    for names, columns in _csv_parts(path):
+        typed = [column.typed(cells) for column, cells in zip(types, columns, strict=True)]
+        yield from (dict(zip(names, cells, strict=True)) for cells in zip(*typed, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _types(path: Path, *state: int) -> list[_Written]:
+    """Return the types of a file's columns; `state` changes with the file. A stream begins a file anew in each pass."""
     types: list[_Written] = []
     for names, columns in _csv_parts(path):
         types = types or [_Written() for _ in names]
         for column, cells in zip(types, columns, strict=True):
             column.see(cells)
-    for names, columns in _csv_parts(path):
-        typed = [column.typed(cells) for column, cells in zip(types, columns, strict=True)]
-        yield from (dict(zip(names, cells, strict=True)) for cells in zip(*typed, strict=True))
+    return types
 
 
 def _csv_parts(path: Path) -> Iterator[tuple[list[str], list[list[str]]]]:

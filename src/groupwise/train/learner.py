@@ -313,16 +313,23 @@ class Learner:
         return self._accumulate(samples, term, lambda batch: _of_tokens(batch, tokens), 1.0)
 
     @verb
-    def forward_backward_preference(self, pairs: Sequence[Pair], config: PreferenceConfig) -> Metrics:
+    def forward_backward_preference(
+        self, pairs: Sequence[Pair], config: PreferenceConfig, *, reference_logprobs: Rows | None = None
+    ) -> Metrics:
         """Accumulate the gradient of the mean loss of preference pairs, each against the reference as it is now.
 
         A pair is in one micro-batch, its prompt once: forward under the reference, forward and backward of the policy,
         with the parts of the whole vocabulary.
+
+        Args:
+            reference_logprobs: the reference's per completion (`forward`), chosen and rejected in turns; without them
+                they are computed.
         """
         samples = [replace(sample, kept=None, soft_targets=None) for pair in pairs for sample in pair]
         total, tokens = len(pairs), max(count_loss_tokens(samples), 1)
 
         def term(batch: MicroBatch, reference_N: Tensor | None) -> TokenLoss:
+            reference_N = batch.of_rows(reference_logprobs) if reference_N is None else reference_N
             assert reference_N is not None
 
             def row_sums(x_N: Tensor) -> Tensor:
@@ -338,7 +345,7 @@ class Learner:
         def share(batch: MicroBatch) -> tuple[float, float]:
             return len(batch.rows) / (2 * total), len(batch.target_N) / tokens
 
-        return self._accumulate(samples, term, share, 1.0, reads_reference=True, pairs=True)
+        return self._accumulate(samples, term, share, 1.0, reads_reference=reference_logprobs is None, pairs=True)
 
     @verb
     def forward_backward_custom(

@@ -2,8 +2,9 @@
 
     for each pass:  for each minibatch of pairs:  forward under the reference, forward and backward, one optimizer step
 
-The reference stands still meanwhile and follows after the last (`train/reference.py`), so that `ema` and `refresh` are
-those of TR-DPO (arXiv 2404.09656), a step being what all of the pairs are.
+The reference stands still meanwhile, so that of several passes only one forward under it is needed, of all pairs before
+the first. It follows after the last (`train/reference.py`): `ema` and `refresh` are those of TR-DPO (arXiv 2404.09656),
+a step being what all of the pairs are.
 """
 
 from __future__ import annotations
@@ -31,14 +32,19 @@ def train_on_pairs(
 ) -> Metrics:
     """Take all optimizer steps on the pairs. Metrics are means over them, extremes of all of them."""
     collected: list[Metrics] = []
-    parts = min(minibatches, len(pairs))
+    parts, known = min(minibatches, len(pairs)), None
+    if passes > 1:
+        known = learner.forward([sample for pair in pairs for sample in pair], reference=True)
     for _ in range(passes):
         order = list(range(len(pairs)))
         if parts > 1:
             learner.shuffle.shuffle(order)
         for part in range(parts):
             rows = order[len(pairs) * part // parts : len(pairs) * (part + 1) // parts]
-            metrics = learner.forward_backward_preference([pairs[row] for row in rows], config)
+            reference = None if known is None else [known[2 * row + side] for row in rows for side in (0, 1)]
+            metrics = learner.forward_backward_preference(
+                [pairs[row] for row in rows], config, reference_logprobs=reference
+            )
             result = learner.optim_step(learning_rate=learning_rate)
             collected.append({**metrics, **result.metrics()})
     learner.end_batch()

@@ -26,6 +26,7 @@ from groupwise.bridges.trainer_args.optimizer_args import (
     refuse_combinations,
 )
 from groupwise.bridges.trainer_args.parallel_args import put_parallel
+from groupwise.bridges.trainer_args.sources import name_apart, source_of
 from groupwise.bridges.trainer_args.vllm_args import put_vllm
 from groupwise.config.data import FILES
 from groupwise.config.formats.format import ConfigFormat, Count
@@ -229,18 +230,13 @@ def _is_plain(entry: Mapping[str, Any]) -> bool:
 
 def _sources(entries: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Return the entries as `data.sources`, whose rows are all drawn once an epoch, as there."""
-    sources: list[dict[str, Any]] = []
-    paths = [entry["path"] for entry in entries]
-    for number, entry in enumerate(entries):
-        source: dict[str, Any] = {"source": _local(entry["path"], folder) or entry["path"]}
-        named = [Path(path).name for path in paths]
-        if named.count(named[number]) > 1:
-            source["name"] = f"{named[number]} ({number})"
-        if "name" in entry and not entry["path"].endswith(FILES):
-            source["args"] = {"name": entry["name"]}
-        if "split" in entry:
-            source["split"] = entry["split"]
-        sources.append(source)
+    sources = [
+        source_of(
+            _local(entry["path"], folder) or entry["path"], args={"name": entry.get("name")}, split=entry.get("split")
+        )
+        for entry in entries
+    ]
+    name_apart(sources)
     return sources
 
 

@@ -50,8 +50,7 @@ class Problems:
 
     def __init__(self, config: RowsConfig):
         self._config = config
-        training = isinstance(config, DataConfig)
-        self._seed = config.seed if config.seed is not None else int(not training)
+        self._seed = config.seed or 0
         self._levels = dict(config.difficulty) if isinstance(config, DataConfig) else {}
         self._size = config.size or SIZE
         self._weights = {name: float(each.get("weight", 1)) for name, each in config.tasks.items()}

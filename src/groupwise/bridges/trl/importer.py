@@ -24,12 +24,12 @@ from groupwise.bridges.trainer_args.optimizer_args import (
     Length,
     length_of,
     put_optimizer,
-    put_quantization,
     refuse_combinations,
 )
 from groupwise.bridges.trainer_args.parallel_args import put_parallel
 from groupwise.bridges.trainer_args.vllm_args import put_vllm
 from groupwise.bridges.trl import supervised
+from groupwise.bridges.trl.every_trainer import SCRIPT, put_model, put_run
 from groupwise.bridges.trl.script import parse_script
 from groupwise.bridges.trl.sources import put_dataset, put_sources
 from groupwise.config.formats.format import ConfigFormat, Count
@@ -39,7 +39,6 @@ from groupwise.config.formats.translation import Translation, run_name
 from groupwise.config.yaml import Document
 
 KEYS = Path(__file__).with_name("keys.yaml")
-SCRIPT = Path(__file__).with_name("script.yaml")
 REWARDS = {
     name: {"function": f"trl.rewards:{name}"}
     for name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
@@ -150,63 +149,6 @@ def _put_reading(t: Translation, to: str) -> None:
         t.put(f"{to}.prompt_key", t["dataset_prompt_column"], "dataset_prompt_column")
         t.put(f"{to}.system", t["system_prompt"], "system_prompt")
         t.put(f"{to}.raw", False, origin="open-r1 makes a user's message of it")
-
-
-def put_model(t: Translation) -> None:
-    """Put the model, its precision and the adapter."""
-    if not t.given("model_name_or_path") and "model_name_or_path" not in t.unread:
-        t.problem("model_name_or_path", "required and missing")
-    t.put("model", t["model_name_or_path"], "model_name_or_path")
-    if "cast_lm_head_to_fp32" in t.keys and t["cast_lm_head_to_fp32"]:
-        t.put("cast_lm_head", "float32", "cast_lm_head_to_fp32")
-    if not t["use_peft"]:
-        t.clear("train.lora", "use_peft")
-        t.put("dtype", "float32", "dtype", origin="all parameters are trained, in float32 as there")
-        for name in ("lora_r", "lora_alpha", "lora_target_modules", "use_dora", "load_in_4bit", "load_in_8bit"):
-            if t.given(name) and t[name]:
-                t.refuse(name, "it acts with use_peft; as it is, all parameters are trained", instead="use_peft=true")
-        return
-    if t.given("dtype"):
-        t.put("dtype", {"float32": "float32", "bfloat16": "bfloat16"}.get(t["dtype"], "auto"), "dtype")
-    t.put("train.lora.rank", t["lora_r"], "lora_r")
-    t.put("train.lora.alpha", t["lora_alpha"], "lora_alpha")
-    t.put("train.lora.use_rslora", t["use_rslora"] or None, "use_rslora")
-    t.put("train.lora.use_dora", t["use_dora"] or None, "use_dora")
-    put_quantization(t, four="load_in_4bit", eight="load_in_8bit")
-    if t["load_in_4bit"] and t["bnb_4bit_quant_type"] != "nf4":
-        t.refuse("bnb_4bit_quant_type", "nf4 is here", instead="bnb_4bit_quant_type=nf4")
-    t.put("train.lora.dropout", 0.0 if t["disable_dropout"] else t["lora_dropout"], "lora_dropout", "disable_dropout")
-    modules = t["lora_target_modules"]
-    if modules is None:
-        t.note_difference(
-            "lora_target_modules",
-            "not set: all-linear is adapted; there PEFT chooses",
-        )
-    every = modules is None or modules in ("all-linear", ["all-linear"])
-    t.put("train.lora.targets", "all-linear" if every else modules, "lora_target_modules")
-
-
-def put_run(t: Translation, length: Length) -> None:
-    """Put the device, checkpoints, what is kept, and where metrics go."""
-    t.put("device", "cpu" if t["use_cpu"] else None, "use_cpu")
-    if t.given("gradient_checkpointing"):
-        t.put("train.gradient_checkpointing", t["gradient_checkpointing"], "gradient_checkpointing")
-    if t["save_strategy"] == "no":
-        t.put("checkpoint.every", 0, "save_strategy")
-    elif t.given("save_steps"):
-        t.put("checkpoint.every", length.interval(t["save_steps"]), "save_steps")
-    t.put("adapters.keep", t["save_total_limit"], "save_total_limit")
-    report = t["report_to"]
-    for tracker in [report] if isinstance(report, str) else report or []:
-        if tracker == "wandb" and t.given("wandb_project"):
-            t.put("tracking.wandb", t["wandb_project"], "report_to", "wandb_project")
-            t.put("tracking.wandb_entity", t["wandb_entity"], "wandb_entity")
-        elif tracker in ("wandb", "trackio", "mlflow"):
-            t.put(f"tracking.{tracker}", t["project"], "report_to", "project")
-        elif tracker == "tensorboard":
-            t.put("tracking.tensorboard", True, "report_to")
-        elif tracker != "none":
-            t.refuse("report_to", f"{tracker} is not here; wandb, trackio, mlflow and tensorboard are")
 
 
 def _put_eval(t: Translation, length: Length, per_epoch: int | None) -> None:

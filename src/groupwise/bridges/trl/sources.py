@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from groupwise.bridges.trainer_args.sources import name_apart, source_of
 from groupwise.config.data import FILES
 from groupwise.config.formats.translation import Translation
 
@@ -51,12 +51,9 @@ def _put_mixture(t: Translation) -> None:
     size = mixture.get("test_split_size") if open_r1 else t["test_split_size"]
     sources = [_source(t, name, each, keys, seed) for each in listed]
     streaming = bool(t["streaming"]) and not open_r1
-    labels = [Path(each["source"]).name if each["source"].endswith(FILES) else each["source"] for each in sources]
-    for number, (source, label) in enumerate(zip(sources, labels, strict=True)):
-        if labels.count(label) > 1:
-            source["name"] = f"{label} ({number})"
-        if streaming and len(sources) > 1:
-            source["weight"] = 1.0
+    name_apart(sources)
+    if streaming and len(sources) > 1:
+        sources = [{**each, "weight": 1.0} for each in sources]
     t.put("data.sources", sources, name)
     if any(each.get("columns") for each in listed):
         t.note_idle(name, "every column is read, and not only those of columns")
@@ -82,15 +79,11 @@ def _source(t: Translation, name: str, entry: Mapping[str, Any], keys: Sequence[
     if not isinstance(path, str) or not path:
         t.problem(name, f"every dataset needs {keys[0]}: a Hugging Face name, a folder or a file of rows")
         return {"source": "FILE.jsonl"}
-    source: dict[str, Any] = {"source": path}
     args = {"name": entry.get("name", entry.get("config"))} | {
         key: entry.get(key) for key in ("data_dir", "data_files")
     }
-    args = {key: value for key, value in args.items() if value is not None}
-    if args and not path.endswith(FILES):
-        source["args"] = args
-    if entry.get("split", "train") != "train":
-        source["split"] = entry["split"]
+    split = entry.get("split", "train")
+    source = source_of(path, args=args, split=None if split == "train" else split)
     if (share := entry.get("weight")) is not None and share < 1:
         source |= {"sample": share, "seed": seed}
         t.note_difference(

@@ -20,6 +20,7 @@ from groupwise.bridges.trainer_args.optimizer_args import (
     refuse_combinations,
 )
 from groupwise.bridges.trainer_args.parallel_args import put_parallel
+from groupwise.bridges.trl.every_trainer import SCRIPT, put_model, put_run
 from groupwise.bridges.trl.sources import put_sources
 from groupwise.config.formats.format import Count
 from groupwise.config.formats.keys import Key
@@ -44,16 +45,12 @@ def shared_names() -> set[str]:
 
 def keys(trainer: str) -> list[Key]:
     """Return the keys of a script that calls `trainer`."""
-    from groupwise.bridges.trl.importer import SCRIPT
-
     of_adapters = (key for key in keys_of(SCRIPT) if key.name.startswith("LoraConfig."))
     return [*keys_of(KEYS[TRAINERS[trainer]]), *of_adapters]
 
 
 def translated(t: Translation, trainer: str, *, folder: Path, count: Count) -> Translation:
     """Return what becomes of the arguments of a script in `folder` that calls `trainer`; `count` counts its rows."""
-    from groupwise.bridges.trl.importer import put_model, put_run
-
     kind = TRAINERS[trainer]
     t.put("kind", kind, origin=trainer)
     t.put("name", run_name(Path(t.document.name).stem), origin="the file's name")

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.config.formats.keys import Key, Unread
-from groupwise.config.other_names import OTHER_NAMES
-from groupwise.config.run import RunConfig
-from groupwise.config.yaml import Document, Keys, dotted, parse_keys, problems_error, validate
+from groupwise.config.run import RunConfig, validated
+from groupwise.config.yaml import Document, Keys, dotted, parse_keys, problems_error
 from groupwise.types import BASE
 
 MISSING = "missing"  # the origin of what a run needs and a file does not say
@@ -170,7 +169,7 @@ class Translation:
     def finish(self) -> RunConfig:
         """Return the configuration. Raises ConfigError with every problem."""
         self.raise_problems()
-        return validate(self.draft, RunConfig, other_names=OTHER_NAMES)
+        return validated(self.draft)
 
     def raise_problems(self) -> None:
         """Raise ConfigError if there are problems."""
