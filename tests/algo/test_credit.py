@@ -293,20 +293,21 @@ def test_metrics():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "field"),
     [
-        ({"turn_discount": 0.9}, "turn_discount.*0.9 does not act with credit 'episode'"),
-        ({"turn_baseline": "group"}, "turn_baseline.*does not act with credit 'episode'"),
-        ({"credit": "gigpo", "turn_baseline": "group"}, "turn_baseline.*does not act with credit 'gigpo'"),
-        ({"credit": "turn", "step_advantage_weight": 2.0}, "does not act with credit 'turn'; set credit: gigpo"),
-        ({"credit": "turn", "aggregation": "normalize_then_sum"}, "a turn has one reward"),
+        ({"turn_discount": 0.9}, "turn_discount"),
+        ({"turn_baseline": "group"}, "turn_baseline"),
+        ({"credit": "gigpo", "turn_baseline": "group"}, "turn_baseline"),
+        ({"credit": "turn", "step_advantage_weight": 2.0}, "step_advantage_weight"),
+        ({"credit": "turn", "aggregation": "normalize_then_sum"}, "credit"),
         ({"credit": "turn", "turn_discount": 0.0}, "turn_discount"),
         ({"credit": "step"}, "credit"),
     ],
 )
-def test_what_does_not_act_is_refused(given, said):
-    with pytest.raises(ValidationError, match=f"(?s){said}"):
+def test_what_does_not_act_is_refused(given, field):
+    with raises(ValidationError) as refused:
         CreditConfig(**given)
+    assert [each["loc"] for each in refused.value.errors()] == [(field,)]
 
 
 def test_where_there_is_one_turn_credit_inside_an_episode_is_refused():

@@ -43,17 +43,17 @@ def test_validator_cases_that_pass(tmp_path, case, given, expected):
 
 
 @pytest.mark.parametrize(
-    ("case", "given", "message"),
+    ("case", "given"),
     [
-        (2, sizes(1, 2, 4), r"trl\.num_generations"),
-        (3, sizes(1, 3, 4), "gradient_accumulation_steps: 4"),
-        (4, sizes(1, 4, 1), r"num_generations >= 2"),
-        (6, sizes(1, 1, 4, 6), r"trl\.generation_batch_size 6 .*the nearest are 4 and 8"),
-        (9, sizes(1, 3, None), "gradient_accumulation_steps: 8"),  # G is 8 by default, which Axolotl does not look at
+        (2, sizes(1, 2, 4)),
+        (3, sizes(1, 3, 4)),
+        (4, sizes(1, 4, 1)),
+        (6, sizes(1, 1, 4, 6)),
+        (9, sizes(1, 3, None)),  # G is 8 by default, which Axolotl does not look at
     ],
 )
-def test_validator_cases_that_are_refused(tmp_path, case, given, message):
-    with pytest.raises(ConfigError, match=message):
+def test_validator_cases_that_are_refused(tmp_path, case, given):
+    with raises(ConfigError):
         axolotl(tmp_path, **given)
 
 

@@ -29,7 +29,7 @@ from groupwise.tasks.agents import load_agent
 from groupwise.tasks.rollout_sources import play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 from starter_run import starter_run
-from wording import raises
+from wording import raises, wording
 
 BASE = PolicyVersion.base()
 KEYS = ("prompt_ids", "completion_ids", "logprobs")
@@ -196,9 +196,11 @@ def test_what_functions_read_of_the_trainer(play, starter):
         seen.append((trainer.num_generations, args.num_generations, trainer.state.global_step, trainer.vllm_mode))
         assert trainer.processing_class is starter.tokenizer and trainer.accelerator.device == starter.device
         assert trainer.accelerator.is_main_process and not hasattr(trainer, "_own")
-        for thing, _names in ((trainer, "processing_class"), (args, "temperature"), (trainer.accelerator, "device")):
-            with raises(AttributeError):
+        own = ((trainer, "processing_class"), (args, "max_prompt_length"), (trainer.accelerator, "device"))
+        for thing, name in own:  # which the others do not have
+            with raises(AttributeError) as refused:
                 _ = thing.model
+            assert name in str(refused.value)
         return single(prompts, trainer)
 
     params = SamplingParams(max_tokens=12, temperature=0.0)
@@ -310,32 +312,31 @@ def broken(**change: Any):
     return function
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda prompts, trainer: None, "given returned None; it must return a dict with prompt_ids, completion_ids"),
-        (lambda prompts, trainer: {"prompt_ids": []}, "no completion_ids and no logprobs; it returned 'prompt_ids'"),
-        (lambda prompts, trainer: 1 / 0, "given raised ZeroDivisionError: division by zero"),
-        (lambda prompts, trainer: __import__("trl.experimental.openenv"), "ModuleNotFoundError.*trainer.generate"),
-        (lambda prompts, trainer: trainer.generate(prompts, best_of=2), r"given raised EnvError: generate\(best_of=2"),
-        (lambda prompts, trainer: trainer.generate([7]), "'7' is no prompt"),
-        (lambda prompts, trainer: trainer.generate([[5] * 4096]), "ContextLengthError: a prompt has 4096 tokens"),
-        (lambda prompts, trainer: trainer.model, "AttributeError.*no 'model'"),
-        (broken(logprobs=lambda rows: rows[1:]), "logprobs of 3 for 4 prompts"),
-        (broken(env_mask=lambda _: [[1]]), "env_mask of 1 for 4 prompts"),
-        (broken(prompt_ids=7), "prompt_ids of 7 for 4 prompts"),
-    ],
-)
-def test_what_is_wrong_with_the_whole_is_the_error_of_all(play, function, message):
-    groups = play(function)
+WRONG = {
+    "nothing": lambda prompts, trainer: None,
+    "a part": lambda prompts, trainer: {"prompt_ids": []},
+    "an exception": lambda prompts, trainer: 1 / 0,
+    "no such module": lambda prompts, trainer: __import__("trl.experimental.openenv"),
+    "an unknown option": lambda prompts, trainer: trainer.generate(prompts, best_of=2),
+    "no prompt": lambda prompts, trainer: trainer.generate([7]),
+    "a long prompt": lambda prompts, trainer: trainer.generate([[5] * 4096]),
+    "the model": lambda prompts, trainer: trainer.model,
+    "too few logprobs": broken(logprobs=lambda rows: rows[1:]),
+    "too few masks": broken(env_mask=lambda _: [[1]]),
+    "a number": broken(prompt_ids=7),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_with_the_whole_is_the_error_of_all(play, case):
+    groups = play(WRONG[case])
     for group in groups:
         for rollout in group.rollouts:
             assert rollout.reward is None and not rollout.turns and rollout.stop == "error"
             assert rollout.info["failed"] == 1
-            with pytest.raises(EnvError, match=message):
-                raise EnvError(str(rollout.error))
-    with pytest.raises(EnvError, match=message):
-        play(function, on_error="stop")
+            wording(rollout.error)
+    with raises(EnvError):
+        play(WRONG[case], on_error="stop")
 
 
 def second(change):

@@ -427,9 +427,14 @@ def test_openais_client_samples_where_tinker_has_it_and_by_tinkers_names(
             completed = client.completions.create(**options).choices[0].text
             replied = client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **chat)
             said.setdefault(name, set()).add(completed + "|" + str(replied.choices[0].message.content))
-        for wrong, _words in ((state, "is not for sampling"), (path + "x", "no checkpoint"), (f"no;{path}", "no base")):
-            with raises(openai.APIStatusError):
+        for wrong, facts in (
+            (state, ("invalid_value", "path")),
+            (path + "x", ("checkpoint_not_found", None)),
+            (f"no;{path}", ("invalid_value", "base_model")),
+        ):
+            with raises(openai.APIStatusError) as refused:
                 client.completions.create(model=wrong, prompt="x", max_tokens=1)
+            assert (refused.value.code, refused.value.param) == facts
         with raises(openai.BadRequestError):  # as long as a chat may be: no 413
             client.completions.create(model=model, prompt="a" * 400_000, max_tokens=1)
     with pytest.raises(openai.AuthenticationError):

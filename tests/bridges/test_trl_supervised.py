@@ -16,6 +16,7 @@ from groupwise.config.formats.tables import keys_of
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.loop import run_loop
+from wording import raises
 
 DPO = """\
 from datasets import load_dataset
@@ -136,9 +137,13 @@ def test_what_is_not_here_is_refused(read, script: str, old: str, new: str, key:
 
 
 def test_an_argument_that_there_is_not_is_an_error(read):
-    with pytest.raises(ConfigError, match="num_generations"):
+    with raises(ConfigError) as refused:
         read(DPO.replace("beta=0.2", "num_generations=4"))
-    with pytest.raises(ConfigError, match="an SFTTrainer and a DPOTrainer"):
+    assert "num_generations" in str(refused.value)
+
+
+def test_two_trainers_are_an_error(read):
+    with raises(ConfigError):
         read(DPO + SFT)
 
 

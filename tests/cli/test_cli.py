@@ -87,7 +87,8 @@ def test_an_error_is_a_message_and_as_json_an_object(tmp_path):
     missing = tmp_path / "nothing.yaml"
     plain = cli("run", missing)
     assert plain.exit_code == 2 and plain.stdout == ""
-    assert plain.stderr.startswith("error: cannot read the configuration") and "Traceback" not in plain.stderr
+    assert "Traceback" not in plain.stderr
+    wording(plain.stderr)
     as_json = cli("run", missing, "--json")
     error = json.loads(as_json.stdout)["error"]
     assert as_json.exit_code == 2 and error["code"] == "invalid_config" and str(missing) in error["message"]
@@ -105,19 +106,30 @@ def files_under(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
+def parts(page: str) -> dict[str, str]:
+    """The parts of the page that `groupwise check` prints, by their heads, without what depends on completions."""
+    found: dict[str, str] = {}
+    for line in page.strip().rpartition("\n\n")[2].splitlines():
+        if line.startswith("warning:"):
+            break
+        if head := line[:11].strip():
+            found[head] = line[11:].strip()
+        else:
+            found[[*found][-1]] += " " + line.strip()
+    return {head: re.sub(r"about \d+ tokens", "about N tokens", text) for head, text in found.items()}
+
+
 def test_check_says_what_a_run_would_do_and_writes_nothing(project):
     before = files_under(project.folder)
     result = cli("check", project.config)
     assert result.exit_code == 0, result.stderr
-    text = " ".join(result.stdout.split())
-    assert "2 prompts x 3 = 6 completions" in text and "What is" in text
-    for part in ("weights", "adapter and optimizer", "keys and values", "activations", "clip_low 0.2"):
-        assert part in text
-    assert "sampling and scoring" in result.stderr and "training, publishing and loading one step" in result.stderr
-    assert "published, loaded and sampled with" in text
-    told = result.stderr
-    assert told.index("Qwen3ForCausalLM decodes and trains in packed rows; adapts") < told.index("loading ...")
-    assert "hermes tool calls" in text and "it runs" in text
+    assert "What is 0?" in result.stdout
+    page = parts(result.stdout)
+    for head in ("it runs", "a step", "the run", "sampling", "loss", "advantage"):
+        wording(page[head])
+    wording(re.sub(r"[\d.,]+ [KMGT]iB", "N", page["memory"]))
+    wording(re.sub(r"norm [\d.e-]+", "norm N", page["one step"]))
+    wording(result.stderr)
     assert files_under(project.folder) == before
 
 
@@ -127,7 +139,8 @@ def test_check_of_a_model_without_attention(project, make_base):
     result = cli("check", project.config, f"model={model}", "--json")
     assert result.exit_code == 0, result.stderr
     told = result.stderr
-    assert told.index("MambaForCausalLM decodes by a forward of the whole row") < told.index("loading ...")
+    assert told.index("MambaForCausalLM") < told.index("loading ...")
+    wording(next(line for line in told.splitlines() if line.startswith("MambaForCausalLM")).partition(" (")[0])
     report = json.loads(result.stdout)
     assert report["family"]["ways"]["why_not_cached"] and report["memory_bytes"]["kv_cache"] == 0
 
@@ -165,9 +178,12 @@ def test_check_tries_a_step_where_all_rewards_are_equal_and_where_all_parameters
 
 def test_check_warns_of_a_reward_that_says_nothing(project):
     report = json.loads(cli("check", project.config, "rewards[0]=my_rewards:constant", "--json").stdout)
-    assert any("all 16 trial completions have the reward 0.5" in warning for warning in report["warnings"])
+    told = [warning for warning in report["warnings"] if "0.5" in warning]
+    assert told
+    for warning in told:
+        wording(warning)
     both = json.loads(cli("check", project.config, "rewards[1]=my_rewards:constant", "--json").stdout)
-    assert "reward 'constant' is 0.5 for everything it scored" in both["warnings"]
+    wording(next(warning for warning in both["warnings"] if "'constant'" in warning))
 
 
 def test_check_says_what_junk_is_paid_like_an_answer(project):
@@ -181,15 +197,15 @@ def test_check_says_what_junk_is_paid_like_an_answer(project):
         "    return mentions(completions, answer)\n"
     )
 
-    def said(rewards: str) -> str:
-        return " ".join(cli("check", project.config, f"rewards={rewards}", "eval=null").output.split())
+    def warnings(rewards: str) -> list[str]:
+        checked = cli("check", project.config, f"rewards={rewards}", "eval=null", "--json")
+        return json.loads(checked.stdout)["warnings"]
 
-    assert "what is no answer is paid like one: 'prompt copied' ('What is 0?') gets 1 for" in said(
-        "[my_rewards:mentions]"
-    )
-    for fine in ("[my_rewards:exact]", "[my_rewards:exact,{function: my_rewards:mentions, weight: 0.5}]"):
-        assert "what is no answer" not in said(fine)
-    assert "what is no answer" not in said("[my_rewards:slow]")  # which might cost money
+    (paid,) = [warning for warning in warnings("[my_rewards:mentions]") if "'prompt copied' ('What is 0?')" in warning]
+    wording(paid)
+    fine = ("[my_rewards:exact]", "[my_rewards:exact,{function: my_rewards:mentions, weight: 0.5}]")
+    for rewards in (*fine, "[my_rewards:slow]"):  # the last might cost money
+        assert not [warning for warning in warnings(rewards) if warning.startswith(paid.partition(":")[0])]
 
 
 def test_a_run_evaluates_by_rewards_of_its_own(project):
@@ -210,7 +226,8 @@ def test_a_run_evaluates_by_rewards_of_its_own(project):
     again = cli("eval", "out/config.yaml", "--mode", "greedy", "--json")
     assert json.loads(again.stdout)["metrics"]["eval/greedy/reward"] == 0.25
     missing = cli("run", project.config, "eval.rewards=[my_rewards:never]")
-    assert missing.exit_code == 2 and "reward 'never' needs 'needed' as a column or an option" in missing.output
+    assert missing.exit_code == 2
+    wording(missing.stderr)
 
 
 def test_check_says_whether_the_reward_recognises_the_datasets_own_answer(project):
@@ -222,18 +239,21 @@ def test_check_says_whether_the_reward_recognises_the_datasets_own_answer(projec
         return json.loads(cli("check", project.config, f"rewards[0]={reward}", "--json").stdout)["warnings"][0]
 
     hard = first_warning("groupwise.rewards.text:exact_match")
-    assert "'twice 0', gets 1 (bare): the reward recognises it" in hard
+    assert "'twice 0', gets 1 " in hard
+    wording(hard)
     wrong = first_warning("my_rewards:constant")
-    assert "'twice 0', gets no more than 0.5 in any of" in wrong and "do not recognise a right answer" in wrong
+    assert "'twice 0', gets no more than 0.5 " in wrong
+    wording(wrong)
     write_rows(project.folder / "prompts.jsonl", [{"prompt": f"What is {i} + {i}?", "answer": 2 * i} for i in range(4)])
-    assert "it is no text but an int: compare with str(answer)" in first_warning("my_rewards:constant")
+    number = first_warning("my_rewards:constant")
+    assert "str(answer)" in number
+    wording(number)
 
 
 @pytest.mark.filterwarnings("always:train.attention flex cannot be used")
 def test_check_warns_of_attention_that_cannot_be_used(project):
     result = cli("check", project.config, "train.attention=flex", "--json")
-    why = "it needs a CUDA GPU, and the model is on 'cpu'"
-    assert f"train.attention is flex, and merged is used: {why}" in json.loads(result.stdout)["warnings"]
+    wording(next(warning for warning in json.loads(result.stdout)["warnings"] if "train.attention" in warning))
     said = " ".join(result.stderr.split())
     assert "warning: train.attention flex cannot be used" in said and "training uses merged instead" in said
 
@@ -243,52 +263,56 @@ def test_check_warns_of_prompts_that_are_too_long_or_not_held_out(project):
     write_rows(project.folder / "prompts.jsonl", [row(0), long])
     write_rows(project.folder / "held_out.jsonl", [row(0), row(1)])
     report = json.loads(cli("check", project.config, "--json").stdout)
-    assert any(warning.startswith("1 of 2 prompts fill the context of 256 tokens") for warning in report["warnings"])
-    assert any(warning.startswith("1 of 2 evaluation prompts are also training") for warning in report["warnings"])
+    fill, seen = (warning for warning in report["warnings"] if warning.startswith("1 of 2"))
+    assert "256" in fill and "evaluation" in seen
+    wording(fill)
+    wording(seen)
 
 
 def test_check_counts_prompts_that_are_longer_than_they_may_be(project):
     long = {"prompt": [{"role": "user", "content": "7 " * 40}], "answer": "7", "kind": "odd"}
     write_rows(project.folder / "prompts.jsonl", [row(0), long])
     report = json.loads(cli("check", project.config, "rollout.max_prompt_tokens=40", "--json").stdout)
-    said = "1 of 2 prompts have more than rollout.max_prompt_tokens = 40 tokens and will be passed over"
-    assert said in report["warnings"] and report["longest_prompt"] <= 40
+    (said,) = (warning for warning in report["warnings"] if "rollout.max_prompt_tokens = 40" in warning)
+    assert said.startswith("1 of 2 ") and report["longest_prompt"] <= 40
+    wording(said)
 
 
 def test_check_says_how_sampling_and_training_go_together(project):
     on_policy = cli("check", project.config, "train.passes=2", "train.minibatches=2").stdout
-    text = " ".join(on_policy.split())
-    assert "4 optimizer steps (2 minibatches x 2 passes)" in text and "3 steps, 12 optimizer steps" in text
-    assert "on-policy: each step is sampled by the version that it trains" in text
-    assert "every optimizer step sees the completions of one prompt" in text
-    assert "windows of 2 steps" in cli("check", project.config, "rollout.weight_sync_interval=2").stdout
-    assert "at most 2 steps old" in cli("check", project.config, "rollout.max_staleness=2").stdout
+    for head in ("a step", "the run", "sampling"):
+        wording(parts(on_policy)[head])
+    wording(next(each for each in on_policy.split("warning: ")[1:] if "train.minibatches" in each))
+    for setting in ("rollout.weight_sync_interval=2", "rollout.max_staleness=2"):
+        sampling = parts(cli("check", project.config, setting).stdout)["sampling"]
+        assert "2 steps" in sampling
+        wording(sampling)
 
 
 def test_what_the_loss_does_not_account_for_is_said_by_check_and_before_a_run(project):
     cases = {
-        ("algo.policy_loss=reinforce", "train.passes=2"): "the surrogate reinforce has no ratio",
-        ("algo.policy_loss=importance_sampling", "train.passes=2"): "the surrogate unclipped bounds nothing",
-        ("algo.anchor=old", "rollout.max_staleness=1"): "anchor old compares with the trainer's snapshot",
-        ("algo.anchor=old", "rollout.replay.size=4"): "anchor old compares with the trainer's snapshot",
+        ("algo.anchor=old", "rollout.max_staleness=1"): "anchor old ",
+        ("algo.anchor=old", "rollout.replay.size=4"): "anchor old ",
+        ("algo.policy_loss=importance_sampling", "train.passes=2"): "the surrogate unclipped ",
+        ("algo.policy_loss=reinforce", "train.passes=2"): "the surrogate reinforce ",
     }
-    for overrides, said in cases.items():
+    warning = ""
+    for overrides, of in cases.items():
         warnings = json.loads(cli("check", project.config, *overrides, "--json").stdout)["warnings"]
-        assert sum(warning.startswith(said) for warning in warnings) == 1, overrides
+        (warning,) = (each for each in warnings if each.startswith(of))
+        wording(warning)
     plain = ("algo.policy_loss=gspo", "rollout.max_staleness=1")  # corrected by default
     assert not any(
         "anchor" in each for each in json.loads(cli("check", project.config, *plain, "--json").stdout)["warnings"]
     )
     ran = cli("run", project.config, "algo.policy_loss=reinforce", "train.passes=2", "train.steps=1")
-    assert "warning: the surrogate reinforce has no ratio" in " ".join((ran.stdout + ran.stderr).split())
+    assert f"warning: {warning}" in " ".join((ran.stdout + ran.stderr).split())
 
 
 def test_check_names_all_problems_at_once(project):
     result = cli("check", project.config, "rewards[0]=my_rewards:vowel", "data.source=promts.jsonl", "algo.clip_low=-1")
     assert result.exit_code == 2
-    assert "3 problems" in result.stderr
-    for part in ("did you mean vowels?", "did you mean prompts.jsonl?", "clip_low is -1"):
-        assert part in result.stderr
+    wording(result.stderr)
 
 
 # ---- eval ----
@@ -322,7 +346,7 @@ def test_eval_prints_a_table(project, store):
 def test_eval_without_eval_data_uses_the_training_prompts_and_says_so(project):
     result = cli("eval", project.config, "eval=null", "--json")
     assert json.loads(result.stdout)["prompts"] == 8
-    assert "evaluating on all 8 training prompts" in result.stderr
+    wording(result.stderr)
 
 
 def test_eval_samples_k_times_and_counts_what_reaches_success(project):
@@ -373,29 +397,28 @@ def test_eval_tests_one_version_against_another(project, store):
     assert cli("eval", project.config, "--against", "toy@99").exit_code == 2
 
 
-def test_eval_by_a_suite_refuses_what_does_not_go_with_it(project, tmp_path):
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run.yaml --suite lm_eval --tasks a",
+        "run.yaml --suite lm-eval",
+        "run.yaml --suite inspect --tasks a --chat",
+        "run.yaml --suite inspect --tasks a --against base",
+        "run.yaml --tasks a",
+        "run.yaml --suite lm-eval --tasks a --python ./bare",
+        "run.yaml --suite inspect --tasks a --python ./none",
+        "--suite lm-eval --tasks a",
+        "",
+    ],
+)
+def test_eval_by_a_suite_refuses_what_does_not_go_with_it(project, words):
     """Before anything is loaded: an unknown suite, no tasks, another suite's options, a Python without the suite."""
-    bare = tmp_path / "python"
+    bare = project.folder / "bare"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without packages
     bare.chmod(0o755)
-    for words, said in (
-        (("--suite", "lm_eval", "--tasks", "a"), "--suite 'lm_eval' does not exist; valid: lm-eval, inspect"),
-        (("--suite", "lm-eval"), "--suite lm-eval needs tasks"),
-        (("--suite", "inspect", "--tasks", "a", "--chat"), "--chat is of --suite lm-eval"),
-        (
-            ("--suite", "inspect", "--tasks", "a", "--against", "base"),
-            "--against is for evaluations on CONFIG's prompts",
-        ),
-        (("--tasks", "a"), "--tasks is for --suite SUITE"),
-        (("--suite", "lm-eval", "--tasks", "a", "--python", bare), "it has no lm_eval, transformers, aiohttp"),
-        (("--suite", "inspect", "--tasks", "a", "--python", tmp_path / "none"), "cannot be run"),
-    ):
-        refused = cli("eval", project.config, *words)
-        assert refused.exit_code == 2 and said in " ".join(refused.stderr.split()), refused.stderr
-    refused = cli("eval", "--suite", "lm-eval", "--tasks", "a")
-    assert refused.exit_code == 2
+    refused = cli("eval", *words.split())
+    assert refused.exit_code == 2, refused.stderr
     wording(refused.stderr)
-    assert "CONFIG is missing" in cli("eval").stderr
 
 
 @pytest.mark.slow

@@ -95,19 +95,20 @@ def test_a_word_that_is_no_run_is_a_message_and_the_error_says_both():
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    "words",
     [
-        (["nothing", SUM], "there is no run and no adapter 'nothing'"),
-        (["toy@7", SUM], "there is no adapter 'toy@7'"),
-        (["toy", SUM, "--url", "http://127.0.0.1:9"], "both a RUN ('toy') and a server"),
-        (["toy", SUM, "--adapter", "toy@1"], "groupwise chat toy@N"),
-        (["toy", SUM, "--temperature", "-1"], "temperature is -1.0"),
-        (["toy", "long " * 400], "tokens"),
+        ["nothing", SUM],
+        ["toy@7", SUM],
+        ["toy", SUM, "--url", "http://127.0.0.1:9"],
+        ["toy", SUM, "--adapter", "toy@1"],
+        ["toy", SUM, "--temperature", "-1"],
+        ["toy", "long " * 400],
     ],
 )
-def test_what_cannot_be_is_said(words, says):
+def test_what_cannot_be_is_said(words):
     refused = cli("chat", *words)
-    assert refused.exit_code in (1, 2) and says in refused.stderr, refused.stderr
+    assert refused.exit_code in (1, 2), refused.stderr
+    wording(f"\n{refused.stderr}".rpartition("\nerror: ")[2])
 
 
 # ---- serve ----

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from groupwise.cli.envs import envs_app
+from wording import wording
 
 ROOT = Path(__file__).parent.parent.parent
 MINE = '''
@@ -292,9 +293,9 @@ def found(answer: dict, severity: str | None = None) -> dict[str, str]:
 def test_an_environment_that_is_fit(check, name):
     code, answer = check(name)
     assert (code, answer["cases"], answer["tools"]) == (0, 4, [])
-    assert found(answer, "error") == {} and found(answer, "warning") == {
-        "constant": "all 18 scored episodes are worth 0: nothing that was tried makes a difference"
-    }
+    warnings = found(answer, "warning")
+    assert found(answer, "error") == {} and set(warnings) == {"constant"}
+    wording(warnings["constant"])
     silent = answer["policies"][0]
     assert silent["policy"] == "nothing" and silent["stops"] == {"done": 3} and silent["turns"] == 3.0
     methods = {row["method"]: row for row in answer["methods"]}
@@ -363,55 +364,58 @@ def test_three_methods(check):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "says"),
+    ("name", "kind"),
     [
-        ("RaisesInReset", "exception", "RaisesInReset.reset raised KeyError: 'city' ("),
-        ("RaisesInStep", "exception", "RaisesInStep.step raised ZeroDivisionError: division by zero (3 of "),
-        ("RaisesInScore", "exception", "RaisesInScore.score raised RuntimeError: no judge"),
-        ("RaisesInClose", "exception", "RaisesInClose.close raised RuntimeError: still open"),
-        ("RaisesWhenMade", "cases", "OSError: no database"),
-        ("OddRole", "contract", "step returned a message of role 'oracle'"),
-        ("NotANumber", "contract", "NotANumber.score returned nan; a reward is a finite number"),
-        ("Huge", "contract", "step returned 1,000,000 characters; env.max_characters is 200,000"),
-        ("NoCases", "cases", "NoCases has no method cases"),
-        ("EmptyCases", "cases", "EmptyCases.cases returned no cases"),
-        ("Chance", "determinism", "the same case, seed and replies gave another episode: the first messages"),
-        ("Shared", "shared state", "beside other episodes it plays another episode than alone"),
-        ("Changes", "case", "case 0 was changed while it was played"),
-        ("BadTools", "tool", "the parameters of look: "),
-        ("HotelRaises", "exception", "HotelRaises.score_episode raised ValueError: no rooms"),
+        ("RaisesInReset", "exception"),
+        ("RaisesInStep", "exception"),
+        ("RaisesInScore", "exception"),
+        ("RaisesInClose", "exception"),
+        ("RaisesWhenMade", "cases"),
+        ("OddRole", "contract"),
+        ("NotANumber", "contract"),
+        ("Huge", "contract"),
+        ("NoCases", "cases"),
+        ("EmptyCases", "cases"),
+        ("Chance", "determinism"),
+        ("Shared", "shared state"),
+        ("Changes", "case"),
+        ("BadTools", "tool"),
+        ("HotelRaises", "exception"),
     ],
 )
-def test_an_environment_with_an_error(check, name, kind, says):
+def test_an_environment_with_an_error(check, name, kind):
     code, answer = check(name)
     assert (code, answer["verdict"]) == (1, "error")
-    assert says in found(answer, "error")[kind]
+    said = found(answer, "error")[kind]
+    wording(said.partition(":")[0] if name in ("Chance", "Shared") else said)  # what differs there is chance
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "says"),
+    ("name", "kind"),
     [
-        ("Constant", "constant", "are worth 1"),
-        ("Constant", "hack", "where the best is 1, without doing anything"),
-        ("Farm", "hack", "is paid in 3 turns of one episode for saying the same"),
-        ("Silence", "hack", "saying nothing gets 0, more than any other policy"),
-        ("Polite", "hack", "gets 0.8 on average"),
-        ("Overlap", "cases", "4 of 4 held-out cases are also training cases"),
+        ("Constant", "constant"),
+        ("Constant", "hack"),
+        ("Farm", "hack"),
+        ("Silence", "hack"),
+        ("Polite", "hack"),
+        ("Overlap", "cases"),
     ],
 )
-def test_an_environment_that_teaches_something_else(check, name, kind, says):
+def test_an_environment_that_teaches_something_else(check, name, kind):
     code, answer = check(name)
     assert (code, answer["verdict"]) == (0, "warning")
     messages = [
         each["message"] for each in answer["findings"] if (each["severity"], each["check"]) == ("warning", kind)
     ]
-    assert any(says in message for message in messages), messages
+    assert messages
+    for message in messages:
+        wording(message)
 
 
 def test_what_is_never_done_is_told(check):
     """A warning where the model played as well; canned replies seldom bring anything to its end."""
     _, answer = check("NeverDone")
-    assert found(answer, "note")["limits"].startswith("no episode was ended by the environment (15 max_turns, 3 max_t")
+    wording(found(answer, "note")["limits"])
     _, answer = check("NeverDone", "--episodes", 2, "--max-tokens", 16, "--set", "max_turns=2")
     assert "limits" in found(answer, "warning")
 
@@ -425,15 +429,16 @@ def test_who_is_paid_is_named(check):
 
 def test_another_seed_may_change_an_episode(check):
     code, answer = check("Seeded")
-    assert code == 0 and "the first messages" in found(answer, "note")["seed"]
+    assert code == 0
+    wording(found(answer, "note")["seed"].partition(":")[0])
 
 
 def test_what_hangs_costs_its_time_and_no_more(check):
     began = time.monotonic()
     code, answer = check("Hangs", "--deadline", 0.2)
-    assert code == 1 and found(answer)["time"].startswith(("Hangs.step took longer than 0.2 s", "after 3 methods"))
-    assert "Hangs.step took longer than 0.2 s" in json.dumps(answer["findings"])
-    assert "after 3 methods that took too long no more was tried" in json.dumps(answer["findings"])
+    said = [each["message"] for each in answer["findings"] if each["check"] == "time"]
+    assert code == 1 and any("Hangs.step" in each and "0.2 s" in each for each in said)
+    wording(next(each for each in said if "0.2 s" not in each))
     assert {row["method"]: row["hung"] for row in answer["methods"]}["step"] == 3
     code, answer = check("HangsInCases", "--deadline", 0.2)
     assert code == 1 and found(answer) == {"cases": "HangsInCases.cases took longer than 0.2 s"}
@@ -444,18 +449,19 @@ def test_what_hangs_costs_its_time_and_no_more(check):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    "arguments",
     [
-        (("mine_envs:say",), "mine_envs:say"),
-        (("mine_envs:Guess", "--args", "{"), "--args is not JSON"),
-        (("mine_envs:Guess", "--args", '{"top": 1}'), "top"),
-        (("mine_envs:Guess", "--set", "max_turn=3"), "max_turn"),
-        (("mine_envs:Nothing",), "Nothing"),
+        ("mine_envs:say",),
+        ("mine_envs:Guess", "--args", "{"),
+        ("mine_envs:Guess", "--args", '{"top": 1}'),
+        ("mine_envs:Guess", "--set", "max_turn=3"),
+        ("mine_envs:Nothing",),
     ],
 )
-def test_what_is_no_environment_is_a_mistake_of_the_command_line(folder, arguments, says):
+def test_what_is_no_environment_is_a_mistake_of_the_command_line(folder, arguments):
     result = run(*arguments, "--folder", folder, "--no-model")
-    assert result.exit_code == 2 and says in result.stderr
+    assert result.exit_code == 2
+    wording(result.stderr)
 
 
 # ---- harnesses and agents, which a run's file names ----
@@ -517,7 +523,7 @@ def test_what_plays_whole_episodes_is_played(project, name):
     rows = {row["policy"]: row for row in answer["policies"]}
     assert answer["cases"] == 2 and rows["the same words"]["mean"] == 1.0 and rows["nothing"]["mean"] == 0.0
     assert all(row["turns"] == 1.0 and set(row["stops"]) == {"done"} for row in rows.values())
-    assert "gets 1 on average" in found(answer, "warning")["hack"]
+    wording(found(answer, "warning")["hack"])
     assert "Is 2 even?" in answer["episode"]["segments"][0][0]["text"]
 
 
@@ -542,20 +548,22 @@ def test_a_program_that_fails_is_an_error_with_its_output(project):
     (project / "program.py").write_text("raise SystemExit('no such option')")
     result = run(project / "harness.yaml", "--no-model", "--json")
     said = found(json.loads(result.stdout))["contract"]
-    assert result.exit_code == 1 and "never asked the policy" in said and "no such option" in said
+    assert result.exit_code == 1 and "no such option" in said
+    wording(said)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    "arguments",
     [
-        (("none.yaml",), "no env"),
-        (("harness.yaml", "--args", "{}"), "--args does nothing for a run's file"),
-        (("harness.yaml", "--folder", "."), "--folder does nothing for a run's file"),
-        (("harness.yaml", "--deadline", "3"), "--deadline does nothing for a run's file"),
-        (("harness.yaml", "--set", "harness.command=[python,'{nothing}']"), "{nothing} stands for nothing"),
-        (("gone.yaml",), "gone.yaml"),
+        ("none.yaml",),
+        ("harness.yaml", "--args", "{}"),
+        ("harness.yaml", "--folder", "."),
+        ("harness.yaml", "--deadline", "3"),
+        ("harness.yaml", "--set", "harness.command=[python,'{nothing}']"),
+        ("gone.yaml",),
     ],
 )
-def test_a_file_that_cannot_be_checked_is_a_mistake_of_the_command_line(project, arguments, says):
+def test_a_file_that_cannot_be_checked_is_a_mistake_of_the_command_line(project, arguments):
     result = run(project / arguments[0], *arguments[1:], "--no-model")
-    assert result.exit_code == 2 and says in result.stderr, result.output
+    assert result.exit_code == 2, result.output
+    wording(result.stderr)

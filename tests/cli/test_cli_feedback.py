@@ -19,6 +19,7 @@ from groupwise.tasks.answers import answer_turns
 from groupwise.tasks.prompts import open_prompts
 from serving import running
 from whole_server import whole
+from wording import wording
 
 STOPS = [*range(60, 76)]  # tokens that end an answer, of the 280 that the model draws from
 
@@ -88,8 +89,13 @@ def test_what_was_cut_off_is_nothing_to_learn(client: Client):
 def test_what_cannot_be_exported_is_said(client: Client, tmp_path: Path):
     told = cli("feedback", "export", "pairs.jsonl")
     assert told.exit_code == 2 and not Path("pairs.jsonl").exists()
+    wording(told.stderr)
     Path("pairs.jsonl").write_text("mine")
-    assert cli("feedback", "export", "pairs.jsonl").exit_code != 0 and Path("pairs.jsonl").read_text() == "mine"
+    told = cli("feedback", "export", "pairs.jsonl")
+    assert told.exit_code != 0 and Path("pairs.jsonl").read_text() == "mine"
+    wording(told.stderr)
     (answer,) = client.sample(["One?"], n=1, max_tokens=4)[0].completions
     client.feedback(str(answer.rollout_id), thumb="down")
-    assert cli("feedback", "export", "examples.jsonl", "--examples").exit_code == 2
+    told = cli("feedback", "export", "examples.jsonl", "--examples")
+    assert told.exit_code == 2
+    wording(told.stderr)

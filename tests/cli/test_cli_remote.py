@@ -92,7 +92,6 @@ def test_a_server_that_is_not_there_is_temporary():
     result = cli("health")
     assert result.exit_code == 75
     wording(result.stderr)
-    assert "groupwise serve" in result.stderr
     as_json = cli("train", "status", "--json")
     assert json.loads(as_json.stdout)["error"]["code"] == "unreachable"
 
@@ -119,16 +118,17 @@ def test_an_error_of_the_server_is_its_message_hint_and_request_id(server):
 def test_what_is_waited_for_is_said(server):
     server.plan("GET", "/v1/train/status", Fault(status=503, headers={"retry-after": "0"}, code="not_ready"))
     result = cli("train", "status")
-    assert result.exit_code == 0 and "planned not_ready; again in" in result.stderr and not result.stdout
+    assert result.exit_code == 0 and not result.stdout
+    wording(result.stderr)
 
 
 # ---- health and chat ----
 
 
 def test_health(server):
-    lines = dict(line.split(maxsplit=1) for line in cli("health").stdout.splitlines())
-    assert lines["server"] == f"{server.url} is ok" and lines["model"] == "toy on cpu" and lines["up"] == "61 s"
-    assert lines["training"] == "idle, 0 queued" and lines["disk_space"] == "failed: full"
+    shown = cli("health").stdout
+    assert server.url in shown and "61 s" in shown
+    wording(shown)
     assert json.loads(cli("health", "--json").stdout)["uptime_seconds"] == 61.0
 
 
@@ -165,8 +165,10 @@ def test_rollouts_scored_and_trained(server):
     write("scored.json", groups)
     result = cli("train", "grpo", "scored.json", "--output-name", "math", "--set", "learning_rate=1e-4", "--wait")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.endswith(" completed: math@1\n")
-    assert "metrics    reward 0.5  grad 1.5" in result.stderr
+    (job,) = server.jobs
+    assert job in result.stdout
+    wording(result.stdout)
+    wording(result.stderr)
     sent = server.of("POST", "/v1/train/grpo")[0].json
     assert sent["config"] == {"output_name": "math", "learning_rate": 1e-4}
     named = [{"rollout_id": f"rollout-0-{i}", "reward": reward} for i, reward in enumerate((1.0, 0.5, 0.0))]
@@ -188,8 +190,10 @@ def test_prompts_of_a_file(server):
     assert [group["completions"][0]["text"] for group in groups] == ["5", "8", "2", "8"]
     assert groups[0]["completions"][0]["token_ids"] == [7, 2]
     assert cli("rollouts", "sample").exit_code == 2
-    assert "bad.jsonl:2 has no prompt" in cli("rollouts", "sample", "--file", write("bad.jsonl", '"a"\n{}')).stderr
-    assert "bad.jsonl:1 is not JSON" in cli("rollouts", "sample", "--file", write("bad.jsonl", "{")).stderr
+    for content, place in (('"a"\n{}', "bad.jsonl:2"), ("{", "bad.jsonl:1")):
+        refused = cli("rollouts", "sample", "--file", write("bad.jsonl", content))
+        assert refused.exit_code == 2 and place in refused.stderr
+        wording(refused.stderr)
 
 
 def test_the_three_forms_of_what_is_trained(server):
@@ -208,23 +212,19 @@ def test_the_three_forms_of_what_is_trained(server):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"groups": [], "learning_rate": 1}, "has learning_rate beside groups"),
-        ({"examples": []}, "has no groups"),
-        ("{}\nno", "x.json:2 is not JSON"),
-        ("7", "has no groups"),
-    ],
+    "content",
+    [{"groups": [], "learning_rate": 1}, {"examples": []}, "{}\nno", "7"],
+    ids=["an option beside them", "no groups", "no JSON", "a number"],
 )
-def test_a_file_that_is_no_submission(server, content, message):
+def test_a_file_that_is_no_submission(server, content):
     result = cli("train", "grpo", write("x.json", content))
-    assert result.exit_code == 2 and message in result.stderr
-    assert not server.seen
+    assert result.exit_code == 2 and not server.seen
+    wording(result.stderr)
     assert cli("train", "grpo", "nothing.json").exit_code == 2
 
 
 def test_status_is_a_table_and_a_page(server):
-    assert cli("train", "status").stderr == "no training jobs\n"
+    wording(cli("train", "status").stderr)
     job = trained(server)
     header, row = (line.split() for line in cli("train", "status").stdout.splitlines())
     assert header == ["job", "kind", "state", "done", "step", "loss", "reward", "adapter", "seconds"]
@@ -240,13 +240,14 @@ def test_status_is_a_table_and_a_page(server):
 
 def test_warnings_of_a_submission_are_said(server):
     result = cli("train", "grpo", write("x.json", {"groups": []}), "--set", "seed=13")
-    assert "warning: 2 of 3 groups have equal rewards" in result.stderr
+    assert result.exit_code == 0
+    wording(result.stderr)
 
 
 def test_a_setting_without_a_value_is_told_how_one_looks(server):
     refused = cli("train", "grpo", write("x.json", {"groups": []}), "--set", "learning_rate")
     assert refused.exit_code == 2
-    assert "'learning_rate' has no value" in refused.stderr and "learning_rate=1e-4" in refused.stderr
+    wording(refused.stderr)
 
 
 def interrupted(process: subprocess.Popen[str]) -> str:
@@ -273,14 +274,15 @@ def test_ctrl_c_ends_the_waiting_and_says_that_the_job_goes_on(server, submit):
         said = interrupted(waiting)
     (job,) = server.jobs
     assert waiting.returncode == 130
-    assert said.endswith(f"job {job} goes on; end it with: groupwise train cancel {job}\nstopped\n")
+    assert f"groupwise train cancel {job}" in said
+    wording("\n".join(said.splitlines()[-2:]))
 
 
 def test_waiting_follows_and_ends_with_the_jobs_fate(server):
     job = trained(server)
     lines = cli("train", "wait", job, "--follow").stdout.splitlines()
     assert len(lines) == 5 and lines[-1] == f"{job} completed: math@1"
-    assert "reward 0.5  grad 1.5" in lines[2]
+    wording("\n".join(lines))
     objects = [json.loads(line) for line in cli("train", "wait", job, "--follow", "--json").stdout.splitlines()]
     assert [each.get("seq") for each in objects] == [1, 2, 3, 4, None] and objects[-1]["state"] == "completed"
     server.next_outcome = "failed"
@@ -303,17 +305,17 @@ def test_waiting_follows_and_ends_with_the_jobs_fate(server):
 
 
 def test_adapters_of_a_server(server):
-    assert "no adapters on" in cli("adapters", "list").stderr
+    wording(cli("adapters", "list").stderr)
     trained(server)
     trained(server)
     listed = cli("adapters", "list")
     header, row = listed.stdout.splitlines()
     assert header.split() == ["adapter", "active", "versions", "size", "modified"]
     assert row.split() == ["*", "math", "math@2", "1", "to", "2", "3.0", "MiB", "2026-01-02", "03:04:05"]
-    assert f"* is active: math@2; server {server.url}; of each, the newest 1 stay" in listed.stderr
+    assert server.url in listed.stderr
+    wording(listed.stderr)
     assert json.loads(cli("adapters", "list", "--json").stdout)["active_version"] == "math@2"
-    shown = cli("adapters", "show", "math").stdout.splitlines()[-1]
-    assert "math@1   4     base    0.500" in shown and shown.endswith("not kept")
+    wording(cli("adapters", "show", "math").stdout)
     (first,) = json.loads(cli("adapters", "show", "math", "--json").stdout)["history"]
     assert (first["step"], first["surplus"]) == (4, True)
     assert cli("adapters", "activate", "math@1").stdout == "math@1\n"
@@ -392,7 +394,9 @@ def test_what_is_named_is_used(store, server):
     assert "local@1" in cli("adapters", "list", "--run", "runs/one").stdout
     assert "local@1" in cli("adapters", "list", "--store", "runs/one/adapters").stdout
     assert not server.seen  # GROUPWISE_URL names it, but the store was named closer
-    assert f"no adapters on {server.url}" in cli("adapters", "list", "--url", server.url).stderr
+    nothing = cli("adapters", "list", "--url", server.url).stderr
+    assert server.url in nothing
+    wording(nothing)
     both = cli("adapters", "list", "--url", server.url, "--run", "runs/one")
     assert both.exit_code == 2
     wording(both.stderr)
@@ -404,7 +408,8 @@ def test_without_a_name_the_server_of_this_machine_is_asked_first(store, monkeyp
     with wire_server() as server:
         monkeypatch.setattr(client_drive, "DEFAULT_URL", server.url)
         result = cli("adapters", "activate", "base")
-        assert result.stdout == "base\n" and f"server {server.url}" in result.stderr
+        assert result.stdout == "base\n" and server.url in result.stderr
+        wording(result.stderr)
         assert [seen.path for seen in server.seen] == ["/health", "/v1/adapters/base/activate"]
         server.plan("GET", "/health", Fault(status=404, body=b"something else"))
         assert "local@1" in cli("adapters", "list").stdout

@@ -54,7 +54,7 @@ def test_lint_of_one_reward(folder):
     result = run("lint", "mine:in_tag", "--folder", folder)
     assert result.exit_code == 0
     [head] = result.stdout.splitlines()
-    assert head.startswith("mine:in_tag: ok (") and "junk gets 0% of the way" in head
+    wording(head)
     result = run("lint", "mine:in_tag", "--folder", folder, "--probes")
     table = [
         line.split() for line in result.stdout.splitlines() if line.startswith(("right, <answer>", "wrong, <answer>"))
@@ -100,25 +100,26 @@ def test_options_and_rows_of_a_dataset(folder):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (["mine:nothing"], "has no 'nothing'; it has anywhere, broken, in_tag"),
-        (["nothing"], "no module 'nothing'"),
-        (["json"], "'json' has no reward"),
-        (["mine:anywhere"], "mine:anywhere needs 'amount'"),
-        (["mine:anywhere", "--args", "{"], "--args is not JSON"),
-        (["mine:anywhere", "--args", "[1]"], "--args is a list"),
-        (["mine", "--args", '{"size": 1}'], "no reward of 'mine' has the option 'size'"),
-        (["mine:in_tag", "--gold", "answer"], "--gold 'answer' does nothing without --data"),
-        (["mine:in_tag", "--data", "rows.jsonl"], "there is no file"),
-        (["mine:in_tag", "--data", "rows.jsonl", "--gold", "x"], "has no column 'x'; it has answer"),
+        ["mine:nothing"],
+        ["nothing"],
+        ["json"],
+        ["mine:anywhere"],
+        ["mine:anywhere", "--args", "{"],
+        ["mine:anywhere", "--args", "[1]"],
+        ["mine", "--args", '{"size": 1}'],
+        ["mine:in_tag", "--gold", "answer"],
+        ["mine:in_tag", "--data", "rows.jsonl"],
+        ["mine:in_tag", "--data", "rows.jsonl", "--gold", "x"],
     ],
 )
-def test_what_cannot_be_done_is_said(folder, arguments, message):
+def test_what_cannot_be_done_is_said(folder, arguments):
     if "--gold" in arguments and "--data" in arguments:
         (folder / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     result = run("lint", *arguments, "--folder", folder)
-    assert result.exit_code == 2 and message in result.stderr
+    assert result.exit_code == 2
+    wording(result.stderr)
 
 
 def test_rows_are_read_as_a_runs_are(tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ def test_a_reward_that_never_differs_trains_nothing_and_says_so(project):
     result = cli("run", project.config, *flat, "run_dir=out", "--json")
     left = json.loads(result.stdout)
     assert (result.exit_code, left["trained"], left["adapter"]) == (1, False, None)
-    assert "every completion has the reward 0.5" in result.stderr
-    assert "every completion has the reward 0.5" in cli("run", project.config, *flat).stdout
+    wording(result.stderr.rpartition("\nerror: ")[2])
+    wording(cli("run", project.config, *flat).stdout.rpartition("\nadapter ")[2])
 
 
 def test_a_tie_keeps_the_base_and_is_not_called_a_run_that_trained_nothing(project):
@@ -184,9 +184,9 @@ def test_a_tie_keeps_the_base_and_is_not_called_a_run_that_trained_nothing(proje
     assert (left["out_of_patience"], left["steps"]) == (True, 2)
     assert json.loads(cli("adapters", "list", "--run", "out", "--json").stdout)["active"] == "base"
     refused, named = cli("chat", "out", "Hello"), cli("chat", "out@2", "Hello")
-    assert (refused.exit_code, named.exit_code) == (2, 0) and "out@2" in refused.stderr
-    shown = cli("run", project.config, *tie, "run_dir=again").stdout
-    assert "eval.patience" in shown and "again@2" in shown
+    assert (refused.exit_code, named.exit_code) == (2, 0)
+    wording(refused.stderr)
+    wording(cli("run", project.config, *tie, "run_dir=again").stdout.rpartition("\nstopped ")[2])
 
 
 def test_all_parameters_train_and_the_model_is_saved(project):
@@ -350,15 +350,8 @@ def test_a_loss_function_of_ones_own_trains_as_the_preset_that_it_repeats(with_l
     assert weights["my_losses:plain"] == weights["importance_sampling"] != weights["my_losses.py:topr"]
 
 
-@pytest.mark.parametrize(
-    ("loss", "says"),
-    [
-        ("my_losses:plian", "did you mean plain?"),
-        ("my_loses:plain", "did you mean my_losses?"),
-        ("my_losses.plain", "write a function of yours as module:function"),
-        ("my_losses:summed", "returned a tensor of shape []; it must return one loss a token"),
-    ],
-)
-def test_a_loss_function_that_is_wrong(with_losses, loss: str, says: str):
+@pytest.mark.parametrize("loss", ["my_losses:plian", "my_loses:plain", "my_losses.plain", "my_losses:summed"])
+def test_a_loss_function_that_is_wrong(with_losses, loss: str):
     ran = cli("run", with_losses.config, f"algo.policy_loss={loss}", "eval=null", "train.steps=1")
-    assert ran.exit_code != 0 and says in ran.stderr.replace("\n", " "), ran.stderr
+    assert ran.exit_code != 0
+    wording(re.sub(r"\[\d+\]", "[N]", f"\n{ran.stderr}".rpartition("\nerror: ")[2]))

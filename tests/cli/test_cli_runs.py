@@ -51,15 +51,15 @@ def commands(page: str) -> list[list[str]]:
 def test_a_healthy_run():
     run("good", metrics=WELL)
     result = cli("health", "runs/good")
-    assert (result.exit_code, result.stdout) == (0, "runs/good  12 steps  ok: nothing is wrong\n")
+    assert result.exit_code == 0 and "runs/good" in result.stdout
+    wording(result.stdout)
 
 
 def test_a_finding_with_its_steps_value_limit_cause_and_remedies():
     run("bad")
     result = cli("health", "bad")
     lines = result.stdout.splitlines()
-    assert result.exit_code == 1 and lines[0] == "runs/bad  12 steps  error: 1 wrong now, 0 over"
-    assert lines[2].split("  ")[0] == "finding"
+    assert result.exit_code == 1 and lines[2].split("  ")[0] == "finding"
     assert [cell.strip() for cell in lines[3].split("  ") if cell] == [
         "group.zero_std",
         "error",
@@ -68,12 +68,8 @@ def test_a_finding_with_its_steps_value_limit_cause_and_remedies():
         "1",
         ">= 1",
     ]
-    assert "group.zero_std: 100% of the groups have equal rewards and teach nothing" in lines
-    assert (
-        any(line.startswith("  cause  ") for line in lines) and "  try    use a finer reward, or other prompts" in lines
-    )
     assert ["groupwise", "run", "runs/bad/config.yaml", "rollout.group_size=16"] in commands(result.stdout)
-    assert lines[-1].startswith("step 1: nothing was trained in this step and its loss is 0, because every completion")
+    wording(result.stdout)
 
 
 def test_what_is_over_is_in_the_table_and_no_reason_to_fail():
@@ -82,14 +78,15 @@ def test_what_is_over_is_in_the_table_and_no_reason_to_fail():
         for step in range(13, 40):
             tracking.log(step, WELL)
     result = cli("health", "recovered")
-    assert result.exit_code == 0 and "ok: 0 wrong now, 1 over" in result.stdout and "10 to 17" in result.stdout
-    assert "try" not in result.stdout
+    assert result.exit_code == 0 and "10 to 17" in result.stdout
+    wording(result.stdout)
 
 
 def test_a_warning_is_no_reason_to_fail():
     run("warned", metrics=WELL | {"optim/lr": 0.0})
     result = cli("health", "warned")
-    assert result.exit_code == 0 and "warn: 1 wrong now" in result.stdout and "lr.zero" in result.stdout
+    assert result.exit_code == 0 and "lr.zero" in result.stdout
+    wording(result.stdout)
 
 
 def test_as_json():
@@ -104,9 +101,7 @@ def test_as_json():
         None,
         1.0,
     )
-    assert {"text": "sample more completions of a prompt", "overrides": ["rollout.group_size=16"]} in finding[
-        "remedies"
-    ]
+    assert ["rollout.group_size=16"] in [remedy["overrides"] for remedy in finding["remedies"]]
     assert [note["step"] for note in report["notes"]] == [1]
 
 
@@ -124,7 +119,9 @@ def test_every_command_can_be_copied():
 
 def test_a_run_that_has_only_begun():
     run("begun", steps=0)
-    assert cli("health", "begun").stdout == "runs/begun  nothing recorded  ok: nothing is wrong\n"
+    result = cli("health", "begun")
+    assert result.exit_code == 0
+    wording(result.stdout)
 
 
 def test_a_configuration_that_cannot_be_read_leaves_words():
@@ -133,8 +130,8 @@ def test_a_configuration_that_cannot_be_read_leaves_words():
     result = cli("health", "old")
     assert result.exit_code == 1
     wording(result.stderr)
-    assert "  try    sample more completions of a prompt (rollout.group_size)" in result.stdout
-    assert commands(result.stdout) == []
+    assert "(rollout.group_size)" in result.stdout and commands(result.stdout) == []
+    wording(result.stdout)
     (directory / "config.yaml").unlink()
     assert cli("health", "old").exit_code == 1
 
@@ -156,7 +153,7 @@ def test_a_run_that_is_not_there():
     assert result.exit_code == 2
     wording(result.stderr)
     run("good", metrics=WELL)
-    assert "there are: good" in cli("health", "nonsense").stderr
+    wording(cli("health", "nonsense").stderr)
     assert cli("health", ".").exit_code == 2  # a directory, and no run
     assert json.loads(cli("health", "nonsense", "--json").stdout)["error"]["code"] == "invalid_data"
 

@@ -14,6 +14,7 @@ import pytest
 
 from cli_project import cli
 from run_place import make_run
+from wording import wording
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +44,10 @@ def test_it_serves_a_run_by_name_and_an_empty_one_by_directory_until_sigterm() -
 def test_what_is_no_run_is_an_error_that_says_what_to_name() -> None:
     make_run(Path("many/one"))
     Path("nothing").mkdir()
-    for given, says, hint in [
-        ("none", "there is no run 'none'", "name a run's directory"),
-        ("nothing", "nothing is no run", "name a run's directory"),
-        ("many", "many is no run", "it holds the runs one: name them, or all as many/*"),
-    ]:
+    for given in ("none", "nothing", "many"):
         result = cli("ui", given)
-        assert result.exit_code == 2 and says in result.stderr and hint in result.stderr, result.stderr
+        assert result.exit_code == 2 and given in result.stderr, result.stderr
+        wording(result.stderr)
     assert cli("ui", "many/one", "many/one").exit_code == 2
     assert cli("ui", "many/one", "--host", "0.0.0.0").exit_code == 2  # needs a key
     assert cli("ui").exit_code == 2

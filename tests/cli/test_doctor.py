@@ -15,6 +15,7 @@ from groupwise.config import hub
 from groupwise.config import run as config
 from groupwise.rewards import sandbox
 from groupwise.rewards.sandbox import Isolation
+from wording import wording
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,8 @@ def test_a_missing_model_fails_and_says_what_to_do(monkeypatch, tmp_path):
     put_starter(monkeypatch, tmp_path / "nothing")
     found = by_name(examine(directory=tmp_path))
     for name in ("starter", "chat template"):
-        assert found[name].status == "fail" and "install the groupwise wheel again" in found[name].remedy
+        assert found[name].status == "fail"
+        wording(found[name].remedy)
     assert found["torch"].status != "fail"
 
 
@@ -75,19 +77,15 @@ def test_disk(monkeypatch, tmp_path, warn, fail, status):
 
 
 @pytest.mark.parametrize(
-    ("namespaces", "filtered", "status", "remedy"),
-    [
-        (False, True, "warn", "allow user namespaces"),
-        (True, False, "warn", "use a kernel with seccomp filters"),
-        (True, True, "ok", ""),
-    ],
+    ("namespaces", "filtered", "status"), [(False, True, "warn"), (True, False, "warn"), (True, True, "ok")]
 )
-def test_sandbox(monkeypatch, namespaces, filtered, status, remedy):
+def test_sandbox(monkeypatch, namespaces, filtered, status):
     level = Isolation(namespaces=namespaces, own_user=False, filtered=filtered, reason="a test")
     monkeypatch.setattr(sandbox, "isolation", lambda: level)
     found = check_sandbox()
-    assert found.status == status and found.remedy.startswith(remedy)
-    assert "memory is limited for each process" in found.detail and "a test" in found.detail
+    assert found.status == status and "a test" in found.detail
+    wording(found.detail)
+    wording(found.remedy)
 
 
 def test_optional_packages_are_no_problem():

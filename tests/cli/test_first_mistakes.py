@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from groupwise.server.listen import StartError, bind
 from groupwise.store.rundir import owned
 from light_commands import LightCommands, light_commands
 from wire_server import wire_server
-from wording import raises
+from wording import raises, wording
 
 Change = Callable[[Path], object]
 AWAY = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}  # where nobody listens
@@ -83,11 +82,10 @@ def folder_named(name: str) -> Change:
 
 @dataclass(frozen=True)
 class Mistake:
-    """`groupwise WORDS`, after `change`: the exit code, and what the message says, in this order."""
+    """`groupwise WORDS`, after `change`, and the exit code."""
 
     words: str
     code: int
-    says: tuple[str, ...]
     change: Change = nothing
 
 
@@ -96,193 +94,93 @@ SUMS = text("sums.csv", "sum,gold\n1+1,2\n")
 PROMPTS = "prompts.jsonl"
 MISTAKES = {
     # names
-    "model": Mistake(f"{RUN} model=startre", START, ("'startre'", "did you mean starter?", "Hugging Face name")),
-    "settings, served": Mistake("serve run.yaml --port 0", USAGE, ("run.yaml", "serve --config run.yaml")),
-    "model, served": Mistake("serve startre --port 0", START, ("'startre'", "did you mean starter?")),
-    "model's directory": Mistake(
-        f"{RUN} model=./mm", START, ("'./mm'", "no directory", "did you mean m?"), model_without()
-    ),
-    "model without network": Mistake(
-        f"{RUN} model=Qwen/Qwen9", START, ("Qwen9", "127.0.0.1:9 does not answer", "give 'starter'")
-    ),
-    "model's spelling": Mistake(f"{RUN} model=a//b", START, ("'a//b'", "give 'starter'")),
-    "run": Mistake("health aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
-    "run, reported": Mistake("report aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
-    "run, untrained": Mistake(
-        "chat arithmetic", USAGE, ("arithmetic-20260101T120000Z", "nothing was trained", "groupwise health"), untrained
-    ),
-    "run, served untrained": Mistake("serve arithmetic --port 0", USAGE, ("nothing was trained in it yet",), untrained),
-    "run, shown": Mistake("ui aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
-    "adapter": Mistake("eval run.yaml --adapter toy@9", USAGE, ("no run and no adapter 'toy@9'", "RUN@N")),
-    "loss": Mistake(f"{RUN} algo.policy_loss=grop", USAGE, ("'grop'", "did you mean 'grpo'?", "dapo")),
-    "reward": Mistake(f"{RUN} rewards[0]=my_rewards:vowel", USAGE, ("no 'vowel'", "did you mean vowels?")),
-    "reward's module": Mistake(
-        f"{RUN} rewards[0]=my_reward:vowels", USAGE, ("no module 'my_reward'", "did you mean my_rewards?")
-    ),
-    "reward of the library": Mistake(
-        f"{RUN} rewards[0]=groupwise.rewards.text:exact_mach", USAGE, ("no 'exact_mach'", "did you mean exact_match?")
-    ),
-    "reward without module": Mistake(f"{RUN} rewards[0]=vowels", USAGE, ("'vowels'", "write module:function")),
-    "reward's file": Mistake(
-        f"{RUN} rewards[0]=my_reward.py:vowels",
-        USAGE,
-        ("my_reward.py:vowels", "no file", "did you mean my_rewards.py?"),
-    ),
-    "reward's file, elsewhere": Mistake(
-        f"{RUN} rewards[0]=../lib/scores.py:vowels", USAGE, ("no file", "lib/scores.py", "config file's folder")
-    ),
-    "file without a function": Mistake(
-        f"{RUN} rewards[0]=my_rewards.py", USAGE, ("my_rewards.py", "name the function")
-    ),
-    "command": Mistake("rnu", USAGE, ("'rnu'", "Did you mean 'run'?")),
-    "option": Mistake("serve --prt 3", USAGE, ("--prt", "--port")),
-    "option of run": Mistake(f"{RUN} --stepz 3", USAGE, ("--stepz", "train.steps?")),
-    "key": Mistake(
-        RUN, USAGE, ("train.lerning_rate (run.yaml:13)", "train.learning_rate?"), line("learning_rate", "lerning_rate")
-    ),
-    "key, overridden": Mistake(f"{RUN} algo.clip_lo=0.1", USAGE, ("algo.clip_lo", "did you mean algo.clip_low?")),
-    "mode": Mistake("eval run.yaml --mode gready", USAGE, ("'gready'", "did you mean greedy?", "greedy, sampled")),
+    "model": Mistake(f"{RUN} model=startre", START),
+    "settings, served": Mistake("serve run.yaml --port 0", USAGE),
+    "model, served": Mistake("serve startre --port 0", START),
+    "model's directory": Mistake(f"{RUN} model=./mm", START, model_without()),
+    "model without network": Mistake(f"{RUN} model=Qwen/Qwen9", START),
+    "model's spelling": Mistake(f"{RUN} model=a//b", START),
+    "run": Mistake("health aritmetic", USAGE, a_run),
+    "run, reported": Mistake("report aritmetic", USAGE, a_run),
+    "run, untrained": Mistake("chat arithmetic", USAGE, untrained),
+    "run, served untrained": Mistake("serve arithmetic --port 0", USAGE, untrained),
+    "run, shown": Mistake("ui aritmetic", USAGE, a_run),
+    "adapter": Mistake("eval run.yaml --adapter toy@9", USAGE),
+    "loss": Mistake(f"{RUN} algo.policy_loss=grop", USAGE),
+    "reward": Mistake(f"{RUN} rewards[0]=my_rewards:vowel", USAGE),
+    "reward's module": Mistake(f"{RUN} rewards[0]=my_reward:vowels", USAGE),
+    "reward of the library": Mistake(f"{RUN} rewards[0]=groupwise.rewards.text:exact_mach", USAGE),
+    "reward without module": Mistake(f"{RUN} rewards[0]=vowels", USAGE),
+    "reward's file": Mistake(f"{RUN} rewards[0]=my_reward.py:vowels", USAGE),
+    "reward's file, elsewhere": Mistake(f"{RUN} rewards[0]=../lib/scores.py:vowels", USAGE),
+    "file without a function": Mistake(f"{RUN} rewards[0]=my_rewards.py", USAGE),
+    "command": Mistake("rnu", USAGE),
+    "option": Mistake("serve --prt 3", USAGE),
+    "option of run": Mistake(f"{RUN} --stepz 3", USAGE),
+    "key": Mistake(RUN, USAGE, line("learning_rate", "lerning_rate")),
+    "key, overridden": Mistake(f"{RUN} algo.clip_lo=0.1", USAGE),
+    "mode": Mistake("eval run.yaml --mode gready", USAGE),
     # types
-    "word for number": Mistake(f"{RUN} train.steps=ten", USAGE, ("train.steps", "'ten'", "valid integer")),
-    "string for number": Mistake(
-        RUN, USAGE, ("train.steps (run.yaml:13)", "'3'", "steps: 3"), line("steps: 3", "steps: '3'")
-    ),
-    "quoted rate": Mistake(
-        RUN, USAGE, ("train.learning_rate", "'2e-5'", "without quotes: learning_rate: 2e-5"), line("0.01", "'2e-5'")
-    ),
-    "string for mapping": Mistake(
-        RUN,
-        USAGE,
-        ("data (run.yaml:4)", "'prompts.jsonl'", "data: {source: ...}"),
-        line("{source: prompts.jsonl}", PROMPTS),
-    ),
-    "list for mapping": Mistake(
-        RUN,
-        USAGE,
-        ("rollout (run.yaml:12)", "[1, 2]", "mapping", "prompts_per_step"),
-        line("{prompts_per_step: 2, group_size: 3, max_tokens: 6}", "[1, 2]"),
-    ),
-    "string for list": Mistake(
-        RUN,
-        USAGE,
-        ("rewards (run.yaml:10)", "'my_rewards:vowels'", "write rewards: [my_rewards:vowels]"),
-        line("[my_rewards:vowels]", "my_rewards:vowels"),
-    ),
-    "mapping for list": Mistake(
-        RUN,
-        USAGE,
-        ("rewards (run.yaml:10)", "must be a list"),
-        line("[my_rewards:vowels]", "{function: my_rewards:vowels}"),
-    ),
-    "small group": Mistake(
-        f"{RUN} rollout.group_size=1", USAGE, ("rollout.group_size", "1 is not valid", "at least 2")
-    ),
-    "negative rate": Mistake(
-        f"{RUN} train.learning_rate=-1", USAGE, ("train.learning_rate", "-1", "greater than or equal to 0")
-    ),
-    "no value": Mistake(f"{RUN} train.steps", USAGE, ("'train.steps'", "write key=value")),
+    "word for number": Mistake(f"{RUN} train.steps=ten", USAGE),
+    "string for number": Mistake(RUN, USAGE, line("steps: 3", "steps: '3'")),
+    "quoted rate": Mistake(RUN, USAGE, line("0.01", "'2e-5'")),
+    "string for mapping": Mistake(RUN, USAGE, line("{source: prompts.jsonl}", PROMPTS)),
+    "list for mapping": Mistake(RUN, USAGE, line("{prompts_per_step: 2, group_size: 3, max_tokens: 6}", "[1, 2]")),
+    "string for list": Mistake(RUN, USAGE, line("[my_rewards:vowels]", "my_rewards:vowels")),
+    "mapping for list": Mistake(RUN, USAGE, line("[my_rewards:vowels]", "{function: my_rewards:vowels}")),
+    "small group": Mistake(f"{RUN} rollout.group_size=1", USAGE),
+    "negative rate": Mistake(f"{RUN} train.learning_rate=-1", USAGE),
+    "no value": Mistake(f"{RUN} train.steps", USAGE),
     # columns and rows
-    "no prompt": Mistake(
-        RUN,
-        USAGE,
-        ("prompts.jsonl:1", "'question'", "is it 'question'? set data.prompt_key: question"),
-        text(PROMPTS, '{"question": "2+2?"}\n'),
-    ),
-    "no prompt in a table": Mistake(
-        f"{RUN} data.source=sums.csv", USAGE, ("sums.csv:0", "'sum', 'gold'", "data.prompt_key"), SUMS
-    ),
-    "prompt's column": Mistake(
-        f"{RUN} data.source=sums.csv data.prompt_key=sun", USAGE, ("no column 'sun'", "'sum', 'gold'"), SUMS
-    ),
+    "no prompt": Mistake(RUN, USAGE, text(PROMPTS, '{"question": "2+2?"}\n')),
+    "no prompt in a table": Mistake(f"{RUN} data.source=sums.csv", USAGE, SUMS),
+    "prompt's column": Mistake(f"{RUN} data.source=sums.csv data.prompt_key=sun", USAGE, SUMS),
     "no answer": Mistake(
         f"{RUN} rewards[0]=groupwise.rewards.text:exact_match eval=null",
         USAGE,
-        ("'exact_match' needs 'answer'", "prompts.jsonl:1", "'kind'", "rename the column"),
         text(PROMPTS, '{"prompt": "2+2?", "kind": "odd"}\n'),
     ),
     "no answer in some rows": Mistake(
         f"{RUN} rewards[0]=groupwise.rewards.text:exact_match eval=null",
         USAGE,
-        ("needs 'answer'", "prompts.jsonl:2", "no columns", "2 of 3 rows have it", "null"),
         text(PROMPTS, '{"prompt": "1?", "answer": "1"}\n{"prompt": "2?"}\n{"prompt": "3?", "answer": "3"}\n'),
     ),
-    "number for prompt": Mistake(
-        RUN, USAGE, ("prompts.jsonl:1", "4 (int)", "a string or a list"), text(PROMPTS, '{"prompt": 4}\n')
-    ),
-    "empty prompt": Mistake(RUN, USAGE, ("prompts.jsonl:1", "empty string"), text(PROMPTS, '{"prompt": ""}\n')),
-    "no messages": Mistake(
-        RUN, USAGE, ("prompts.jsonl:1", "empty list", "at least one"), text(PROMPTS, '{"prompt": []}\n')
-    ),
-    "role": Mistake(
-        RUN,
-        USAGE,
-        ("'wizard'", "system, developer, user"),
-        text(PROMPTS, '{"prompt": [{"role": "wizard", "content": "hi"}]}\n'),
-    ),
-    "empty file": Mistake(RUN, USAGE, ("prompts.jsonl has no rows", "at least one"), text(PROMPTS, "")),
-    "bad line": Mistake(
-        RUN,
-        USAGE,
-        ("prompts.jsonl:3", "invalid JSON at column", "one JSON object"),
-        text(PROMPTS, '{"prompt": "a"}\n' * 2 + "{"),
-    ),
+    "number for prompt": Mistake(RUN, USAGE, text(PROMPTS, '{"prompt": 4}\n')),
+    "empty prompt": Mistake(RUN, USAGE, text(PROMPTS, '{"prompt": ""}\n')),
+    "no messages": Mistake(RUN, USAGE, text(PROMPTS, '{"prompt": []}\n')),
+    "role": Mistake(RUN, USAGE, text(PROMPTS, '{"prompt": [{"role": "wizard", "content": "hi"}]}\n')),
+    "empty file": Mistake(RUN, USAGE, text(PROMPTS, "")),
+    "bad line": Mistake(RUN, USAGE, text(PROMPTS, '{"prompt": "a"}\n' * 2 + "{")),
     "bad line in the middle": Mistake(
-        RUN,
-        USAGE,
-        ("prompts.jsonl:3", "invalid JSON at column 17", "one JSON object"),
-        text(PROMPTS, '{"prompt": "a"}\n' * 2 + '{"prompt": "x", answer: 3}\n' + '{"prompt": "b"}\n' * 4),
+        RUN, USAGE, text(PROMPTS, '{"prompt": "a"}\n' * 2 + '{"prompt": "x", answer: 3}\n' + '{"prompt": "b"}\n' * 4)
     ),
-    "row": Mistake(RUN, USAGE, ("prompts.jsonl:1", "a list", "must be an object"), text(PROMPTS, "[1]\n")),
-    "encoding": Mistake(RUN, USAGE, ("prompts.jsonl:1", "not UTF-8"), text(PROMPTS, b'{"prompt": "caf\xe9"}\n')),
+    "row": Mistake(RUN, USAGE, text(PROMPTS, "[1]\n")),
+    "encoding": Mistake(RUN, USAGE, text(PROMPTS, b'{"prompt": "caf\xe9"}\n')),
     # paths
-    "data": Mistake(f"{RUN} data.source=promts.jsonl", USAGE, ("promts.jsonl", "did you mean prompts.jsonl?")),
-    "data's directory": Mistake(
-        f"{RUN} data.source=d.jsonl", USAGE, ("d.jsonl is a directory",), folder_named("d.jsonl")
-    ),
-    "data at home": Mistake(f"{RUN} data.source=~/no/such.jsonl", USAGE, (f"{Path.home()}/no/such.jsonl",)),
-    "data's kind": Mistake(
-        f"{RUN} data.source=a.txt", USAGE, ("'a.txt'", ".jsonl, .json, .csv, .parquet"), text("a.txt", "hi")
-    ),
-    "configuration": Mistake("run rn.yaml", USAGE, ("rn.yaml", "No such file", "did you mean run.yaml?")),
-    "configuration's directory": Mistake("run .", USAGE, ("Is a directory", "run.yaml")),
-    "empty configuration": Mistake(RUN, USAGE, ("run.yaml is empty", "`data` and `rewards`"), text("run.yaml", "")),
-    "malformed configuration": Mistake(
-        RUN, USAGE, ("run.yaml, line 2", "quote"), text("run.yaml", "data: {source: x\nrewards: [")
-    ),
-    "tab": Mistake(
-        RUN, USAGE, ("run.yaml, line 2, column 1", "'\\t'", "spaces"), text("run.yaml", "data:\n\tsource: x\n")
-    ),
-    "key twice": Mistake(
-        RUN,
-        USAGE,
-        ("run.yaml, line 10", 'duplicate key "model"', "keep one"),
-        line("rewards:", "model: other\nrewards:"),
-    ),
-    "no configuration": Mistake("run", USAGE, ("Missing argument", "CONFIG")),
-    "model without tokenizer": Mistake(
-        f"{RUN} model=m",
-        START,
-        ("'m'", "has no tokenizer", "save_pretrained"),
-        model_without("*token*", "vocab*", "merges*"),
-    ),
-    "model without config": Mistake(
-        f"{RUN} model=m", START, ("'m'", "has no config.json"), model_without("config.json")
-    ),
-    "model without weights": Mistake(
-        f"{RUN} model=m", START, ("'m'", "has no weights", "safetensors"), model_without("*.safetensors")
-    ),
-    "adapter for model": Mistake(
-        f"{RUN} model=m", START, ("'m'", "a LoRA adapter, not a model", "adapters.start"), adapter
-    ),
-    "file for model": Mistake(f"{RUN} model={PROMPTS}", START, ("it is a file", "name its directory")),
+    "data": Mistake(f"{RUN} data.source=promts.jsonl", USAGE),
+    "data's directory": Mistake(f"{RUN} data.source=d.jsonl", USAGE, folder_named("d.jsonl")),
+    "data at home": Mistake(f"{RUN} data.source=~/no/such.jsonl", USAGE),
+    "data's kind": Mistake(f"{RUN} data.source=a.txt", USAGE, text("a.txt", "hi")),
+    "configuration": Mistake("run rn.yaml", USAGE),
+    "configuration's directory": Mistake("run .", USAGE),
+    "empty configuration": Mistake(RUN, USAGE, text("run.yaml", "")),
+    "malformed configuration": Mistake(RUN, USAGE, text("run.yaml", "data: {source: x\nrewards: [")),
+    "tab": Mistake(RUN, USAGE, text("run.yaml", "data:\n\tsource: x\n")),
+    "key twice": Mistake(RUN, USAGE, line("rewards:", "model: other\nrewards:")),
+    "no configuration": Mistake("run", USAGE),
+    "model without tokenizer": Mistake(f"{RUN} model=m", START, model_without("*token*", "vocab*", "merges*")),
+    "model without config": Mistake(f"{RUN} model=m", START, model_without("config.json")),
+    "model without weights": Mistake(f"{RUN} model=m", START, model_without("*.safetensors")),
+    "adapter for model": Mistake(f"{RUN} model=m", START, adapter),
+    "file for model": Mistake(f"{RUN} model={PROMPTS}", START),
     # ports, hosts, keys, disk
-    "port": Mistake("serve --port abc", USAGE, ("--port", "valid integer")),
-    "large port": Mistake("serve --port 70000", USAGE, ("port: 70000", "65535")),
-    "open host": Mistake("serve --host 0.0.0.0", USAGE, ("'0.0.0.0'", "GROUPWISE_API_KEY", "127.0.0.1")),
-    "state directory": Mistake("serve --port 0 --state-dir prompts.jsonl", START, ("prompts.jsonl", "--state-dir")),
-    "no server": Mistake(f"chat hi --url {SERVER}", SERVER_AWAY, (SERVER, "groupwise serve", "--url")),
-    "output": Mistake(f"{RUN} output_dir={PROMPTS}/x", USAGE, ("output_dir", "is a file", "output_dir=DIR")),
-    "tracker": Mistake(f"{RUN} tracking.trackio=x", USAGE, ("'trackio' is not installed", "groupwise[trackio]")),
+    "port": Mistake("serve --port abc", USAGE),
+    "large port": Mistake("serve --port 70000", USAGE),
+    "open host": Mistake("serve --host 0.0.0.0", USAGE),
+    "state directory": Mistake("serve --port 0 --state-dir prompts.jsonl", START),
+    "no server": Mistake(f"chat hi --url {SERVER}", SERVER_AWAY),
+    "output": Mistake(f"{RUN} output_dir={PROMPTS}/x", USAGE),
+    "tracker": Mistake(f"{RUN} tracking.trackio=x", USAGE),
 }
 
 
@@ -292,16 +190,10 @@ def groupwise() -> Iterator[LightCommands]:
         yield run
 
 
-def refused(code: int, stderr: str, expected: int, says: tuple[str, ...]) -> None:
-    """One message, without a traceback, that says all of it in this order. A terminal's frame and line breaks are none
-    of its words."""
+def refused(code: int, stderr: str, expected: int) -> None:
+    """One message, without a traceback. What was said before it, of loading, is no part of it."""
     assert "Traceback" not in stderr and code == expected, stderr
-    said = " ".join(re.sub("[│╭╮╰╯─]", " ", stderr).split())
-    at = 0
-    for each in says:
-        found = said.find(" ".join(each.split()), at)
-        assert found >= 0, f"{each!r} is not said in: {said}"
-        at = found
+    wording(f"\n{stderr}".rpartition("\nerror: ")[2].replace(f"{Path.home()}/no/", "~/no/"))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -310,7 +202,7 @@ def test_a_mistake_is_told_before_torch_is_imported(name: str, groupwise: LightC
     Project.make(tmp_path, model="starter")
     mistake.change(tmp_path)
     ended = groupwise(*mistake.words.split(), folder=tmp_path, environment={**AWAY, "HF_HOME": str(tmp_path / "hf")})
-    refused(ended.code, ended.stderr, mistake.code, mistake.says)
+    refused(ended.code, ended.stderr, mistake.code)
     assert not ended.torch and not ended.stdout
     assert not (tmp_path / "runs").exists() or mistake.change in (a_run, untrained)
 
@@ -333,7 +225,8 @@ def test_a_port_in_use(command: tuple[str, ...], groupwise: LightCommands, tmp_p
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ended = groupwise(*command, "--port", port, folder=tmp_path)
-    refused(ended.code, ended.stderr, START, (f"port {port}", f"process {os.getpid()}", "choose another --port"))
+    assert f"port {port}" in ended.stderr and f"process {os.getpid()}" in ended.stderr
+    refused(ended.code, ended.stderr, START)
 
 
 def test_a_port_that_is_the_administrators(tmp_path: Path) -> None:
@@ -350,7 +243,7 @@ def test_a_key_that_the_server_does_not_know(groupwise: LightCommands, tmp_path:
     with wire_server(api_key="right") as server:
         for words, key in ((["--api-key", "hunter2"], {}), ([], {"GROUPWISE_API_KEY": "hunter2"}), ([], {})):
             ended = groupwise("chat", "hi", "--url", server.url, *words, folder=tmp_path, environment=key)
-            refused(ended.code, ended.stderr, REFUSED_KEY, ("key", "GROUPWISE_API_KEY", "--api-key"))
+            refused(ended.code, ended.stderr, REFUSED_KEY)
             assert "hunter2" not in ended.stderr
         assert groupwise("chat", "hi", "--url", server.url, "--api-key", "right", folder=tmp_path).code == 0
 
@@ -359,30 +252,30 @@ def test_a_run_that_another_process_trains(groupwise: LightCommands, tmp_path: P
     Project.make(tmp_path, model="starter")
     with owned(tmp_path / "mine"):
         ended = groupwise("run", "run.yaml", "run_dir=mine", folder=tmp_path)
-    refused(ended.code, ended.stderr, 75, ("another process is training in", "mine", "wait for it, or end it"))
+    refused(ended.code, ended.stderr, 75)
 
 
 # ---- what this user may not do ----
 
 
 @pytest.mark.parametrize(
-    ("words", "closed", "code", "says"),
+    ("words", "closed", "code"),
     [
-        (RUN, "run.yaml", USAGE, ("run.yaml", "Permission denied")),
-        ("check run.yaml", PROMPTS, USAGE, (f"cannot read {PROMPTS}", "Permission denied", "ls -l")),
-        (f"{RUN} output_dir=closed/runs", "closed", USAGE, ("output_dir", "may not write to", "output_dir=DIR")),
+        (RUN, "run.yaml", USAGE),
+        ("check run.yaml", PROMPTS, USAGE),
+        (f"{RUN} output_dir=closed/runs", "closed", USAGE),
     ],
     ids=["configuration", "data", "output"],
 )
 def test_what_this_user_may_not_read_or_write(
-    words: str, closed: str, code: int, says: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, closed: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Project.make(tmp_path, model="starter")
     (tmp_path / "closed").mkdir()
     monkeypatch.chdir(tmp_path)
     (tmp_path / closed).chmod(0o000 if (tmp_path / closed).is_file() else 0o555)
     ended = without_root(lambda: cli(*words.split()), tmp_path)
-    refused(ended.exit_code, ended.stderr.replace(f"{tmp_path.resolve()}/", "").replace("./", ""), code, says)
+    refused(ended.exit_code, ended.stderr, code)
 
 
 def without_root(call: Callable[[], object], folder: Path):
@@ -434,24 +327,24 @@ def takes_text(text):
 
 
 @pytest.mark.parametrize(
-    ("reward", "code", "says"),
+    ("reward", "code"),
     [
-        ("my_rewards:short_list", 1, ("short_list", "returned 1 values for 4 completions")),
-        ("my_rewards:not_a_number", 1, ("not_a_number", "returned nan")),
-        ("my_rewards:words", 1, ("words", "returned 'good' (str)")),
-        ("my_rewards:raises", 1, ("raises", "RuntimeError: the judge is out")),
-        ("others:none", 1, ("none", "returned a NoneType for 4 completions", "Return one float per completion")),
-        ("others:takes_text", 2, ("others:takes_text", "takes text, but not `completions`", "def reward(completions")),
-        ("others:two_each", 1, ("two_each", "returned 8 values for 4 completions", "one float per completion")),
-        ("others:text", 1, ("text", "returned a str for 4 completions", "Return one float per completion")),
-        ("others:nans_in_numpy", 1, ("nans_in_numpy", "returned nan", "finite number")),
-        ("others:of_numbers", 1, ("of_numbers", "AttributeError", "completions[i][-1]['content']")),
+        ("my_rewards:short_list", 1),
+        ("my_rewards:not_a_number", 1),
+        ("my_rewards:words", 1),
+        ("my_rewards:raises", 1),
+        ("others:none", 1),
+        ("others:takes_text", 2),
+        ("others:two_each", 1),
+        ("others:text", 1),
+        ("others:nans_in_numpy", 1),
+        ("others:of_numbers", 1),
     ],
 )
-def test_a_reward_that_answers_wrongly(reward: str, code: int, says: tuple[str, ...], project: Project) -> None:
+def test_a_reward_that_answers_wrongly(reward: str, code: int, project: Project) -> None:
     (project.folder / "others.py").write_text(REWARDS)
     ended = cli("check", project.config, f"rewards[0]={reward}")
-    refused(ended.exit_code, ended.stderr, code, says)
+    refused(ended.exit_code, ended.stderr, code)
 
 
 @pytest.mark.slow

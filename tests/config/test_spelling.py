@@ -126,17 +126,15 @@ def test_what_import_writes_says_where_each_value_came_from(tmp_path):
     assert "folder" not in ruamel.yaml.YAML(typ="safe").load(text) and text.endswith("\n")
 
 
-def test_import_refuses_what_is_ours_and_what_is_not_there(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "system"),
+    [(["n.yaml"], None), ([], None), (["none.yaml"], None), (["x.yaml"], "verl")],
+    ids=["ours", "no file", "a file that is not there", "an unknown format"],
+)
+def test_import_refuses_what_is_ours_and_what_is_not_there(tmp_path, names, system):
     (tmp_path / "n.yaml").write_text(NATIVE)
-    for arguments, _message in (
-        ([str(tmp_path / "n.yaml")], "in Groupwise's own words already"),
-        ([], "name the file to import"),
-        ([str(tmp_path / "none.yaml")], "cannot read the configuration"),
-    ):
-        with raises(ConfigError):
-            import_run(arguments)
     with raises(ConfigError):
-        import_run(["x.yaml"], system="verl")
+        import_run([str(tmp_path / name) for name in names], system=system)
 
 
 def test_a_file_can_be_read_in_words_it_does_not_look_like(tmp_path):

@@ -174,20 +174,20 @@ def test_what_cannot_be_is_refused_before_it_is_sent(attach, tiny):
         engine = attach(peer)
         assert engine.context_length == 100
         sent = len(peer.seen)
-        for asked, error, _said in (
-            (request(range(1, 101)), ContextLengthError, "100 tokens and vLLM's context is 100"),
-            (request(()), ContextLengthError, "no tokens"),
-            (request((1, 9999)), ModelError, "9999"),
-            (request(n=0), ConfigError, "at least 1"),
-            (request(version=FIRST), AdapterNotFoundError, "'math@1' is not loaded; loaded: none"),
-            (request(top_k=5), ConfigError, "top_k is 5"),
-            (request(top_p=0.5), ConfigError, "top_p is 0.5"),
-            (request(min_p=0.1), ConfigError, "min_p is 0.1"),
-            (request(repetition_penalty=1.1), ConfigError, "repetition_penalty is 1.1"),
-            (request(min_tokens=2), ConfigError, "min_tokens is 2"),
-            (request(grammar=Grammar.of_json({"a": 1}), ignore_eos=False, top_k=2), ConfigError, "top_k is 2"),
+        for asked, error, facts in (
+            (request(range(1, 101)), ContextLengthError, {"kind": None}),
+            (request(()), ContextLengthError, {"kind": "empty"}),
+            (request((1, 9999)), ModelError, {}),
+            (request(n=0), ConfigError, {"field": "n"}),
+            (request(version=FIRST), AdapterNotFoundError, {}),
+            (request(top_k=5), ConfigError, {"field": "top_k"}),
+            (request(top_p=0.5), ConfigError, {"field": "top_p"}),
+            (request(min_p=0.1), ConfigError, {"field": "min_p"}),
+            (request(repetition_penalty=1.1), ConfigError, {"field": "repetition_penalty"}),
+            (request(min_tokens=2), ConfigError, {"field": "min_tokens"}),
+            (request(grammar=Grammar.of_json({"a": 1}), ignore_eos=False, top_k=2), ConfigError, {"field": "top_k"}),
         ):
-            with raises(error):
+            with raises(error, **facts):
                 engine.submit([request(), asked])
         assert len(peer.seen) == sent
         (long,) = engine.generate([request(range(1, 99), max_tokens=50)])[0]
@@ -219,15 +219,15 @@ def test_several_servers_share_the_requests(attach, tiny):
 def test_a_stale_or_another_server_is_refused(attach, peer, make_base):
     other = make_base("qwen3", dtype=torch.float32, context=192, seed=9)
     cases = (
-        (other, Faults(), "is not tiny-qwen3 as it is trained here"),
-        (None, Faults(raw_logprobs=True), "is not tiny-qwen3 as it is trained here"),
-        (None, Faults(other_template=True), "another tokenizer or chat template"),
-        (None, Faults(load_status=403), "--enable-lora"),
+        (other, Faults(), "weights"),
+        (None, Faults(raw_logprobs=True), "weights"),
+        (None, Faults(other_template=True), "tokenizer"),
+        (None, Faults(load_status=403), "no_adapters"),
     )
-    for model, faults, _said in cases:
-        with serving(model or peer.base, faults=faults) as wrong, raises(EngineError):
+    for model, faults, kind in cases:
+        with serving(model or peer.base, faults=faults) as wrong, raises(EngineError, kind=kind):
             attach(wrong)
-    with raises(EngineError):
+    with raises(EngineError, kind=None):
         attach("http://127.0.0.1:9", start_timeout_s=0.5)
 
 
@@ -329,12 +329,9 @@ def test_a_swap_under_64_requests_mixes_nothing(attach, peer, adapters):
 def test_a_sync_that_fails_is_tried_again_and_then_ends_the_run_by_name(attach, peer, adapters, tmp_path):
     engine = attach(peer, sync_retries=1)
     engine.load(FIRST, adapters[0])
-    for faults, _said in (
-        (Faults(load_status=500), "math@2 could not be handed to vLLM in 2 attempts.*answered 500"),
-        (Faults(stale=True), "math@2 could not .* off by .* it is not the version that was trained"),
-    ):
+    for faults, kind in ((Faults(load_status=500), None), (Faults(stale=True), "weights")):
         peer.faults = faults
-        with raises(EngineError):
+        with raises(EngineError, kind=kind):
             engine.load(SECOND, adapters[1])
         peer.faults = Faults()
         assert engine.generate([request(version=FIRST)])

@@ -472,23 +472,26 @@ def test_a_test_that_does_not_ask_the_program_is_a_mistake_of_the_dataset(test):
         execute(RIGHT, cases=[test])
 
 
-def test_a_row_can_say_what_its_program_defines():
-    def scores(test, entry_point, program="def add(a, b): return a + b\ndef one(): return 1"):
-        return code_execution([fenced(program)], [[test]], [entry_point], require_isolation=False)
+ADDS = fenced("def add(a, b): return a + b\ndef one(): return 1")
+TWO = "assert add(one(), one()) == 2"
 
-    two = "assert add(one(), one()) == 2"
-    assert scores(two, ["add", "one"]) == [1.0]
+
+def test_a_row_can_say_what_its_program_defines():
+    def scores(test, entry_point):
+        return code_execution([ADDS], [[test]], [entry_point], require_isolation=False)
+
+    assert scores(TWO, ["add", "one"]) == [1.0]
     assert scores("assert add(1, 1) == 2", "add") == scores({"args": [1, 1], "output": 2}, "add") == [1.0]
-    for entry_point, _message in (
-        (None, "it names add and one, which"),
-        ("add", "it names one, which"),
-        ("other", "it calls nothing of the program, which is to define other"),
-        (3, "entry_point is 3; it must be a name, or a list of names"),
-    ):
-        with raises(BadTestCase):
-            scores(two, entry_point)
+
+
+@pytest.mark.parametrize(
+    ("test", "entry_point"),
+    [(TWO, None), (TWO, "add"), (TWO, "other"), (TWO, 3), ({"args": [1, 1], "output": 2}, ["add", "one"])],
+    ids=["none", "one of two", "another", "no name", "two for a call of one"],
+)
+def test_a_row_that_does_not_say_what_its_program_defines(test, entry_point):
     with raises(BadTestCase):
-        scores({"args": [1, 1], "output": 2}, ["add", "one"])
+        code_execution([ADDS], [[test]], [entry_point], require_isolation=False)
 
 
 def test_names_that_a_test_defines_are_its_own():

@@ -610,16 +610,16 @@ def test_the_table_says_only_what_a_rule_can_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "wrong", "what"),
+    ("written", "wrong"),
     [
-        ("warn: 0.05", "worn: 0.05", "worn"),
-        ("cause:", "why:", "why"),
-        ("      - check\n", "      - chekc\n", "chekc"),
-        ("{times: 0.3}", "{times: 0.3, most_: 1}", "most_"),
-        ("do: learn more slowly, set:", "do: learn more slowly, put:", "put"),
+        ("warn: 0.05", "worn: 0.05"),
+        ("cause:", "why:"),
+        ("      - check\n", "      - chekc\n"),
+        ("{times: 0.3}", "{times: 0.3, most_: 1}"),
+        ("do: learn more slowly, set:", "do: learn more slowly, put:"),
     ],
 )
-def test_a_mistake_in_the_table_is_refused(tmp_path: Path, written: str, wrong: str, what: str) -> None:
+def test_a_mistake_in_the_table_is_refused(tmp_path: Path, written: str, wrong: str) -> None:
     text = TABLE.read_text("utf-8")
     assert written in text
     (tmp_path / "rules.yaml").write_text(text.replace(written, wrong, 1), encoding="utf-8")

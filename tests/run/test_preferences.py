@@ -18,6 +18,7 @@ from groupwise.run.evaluate import load_evaluations
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics, read_rollouts
 from running_jobs import Dies, DiesAfter, adapter_bytes, from_file, metrics_of
+from wording import raises
 
 PAIRS = [
     {"prompt": f"Spell {word} backwards.", "chosen": word[::-1], "rejected": word}
@@ -137,9 +138,8 @@ def test_a_pair_that_is_too_long_is_passed_over(file, tmp_path: Path):
     ],
 )
 def test_what_cannot_be_is_refused(file, sections, field):
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, field=field):
         file(**sections)
-    assert field in str(caught.value)
 
 
 def test_rows_without_a_pair_are_told_before_anything_is_loaded(file, tmp_path: Path):

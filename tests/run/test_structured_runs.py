@@ -215,17 +215,17 @@ def test_an_environment_that_generates_as_it_likes_is_refused(settings):
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("asked", "field"),
     [
-        ({"structured_outputs": {}}, r"structured_outputs\.json: nothing is given; give one of json, regex"),
-        ({"structured_outputs": {"regex": "a", "json": {}}}, r"outputs\.regex: json and regex exclude each other"),
-        ({"structured_outputs": {"choice": [""]}}, r"outputs\.choice\[0\]: '' is not valid"),
-        ({"structured_outputs": {"schema": {}}}, r"outputs\.schema: unknown; .* json"),
-        ({"structured_outputs": {"regex": "a"}, "structured_outputs_regex": "a"}, "leave one of the two out"),
+        ({"structured_outputs": {}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice[0]"),
+        ({"structured_outputs": {"schema": {}}}, "structured_outputs.schema"),
+        ({"structured_outputs": {"regex": "a"}, "structured_outputs_regex": "a"}, "structured_outputs_regex"),
     ],
 )
-def test_one_form_is_given(settings, asked, message):
-    with pytest.raises(ConfigError, match=message):
+def test_one_form_is_given(settings, asked, field):
+    with raises(ConfigError, field=f"rollout.{field}"):
         parse_config(settings(rollout=asked))
 
 

@@ -351,7 +351,7 @@ def test_urls(given, url):
 
 @pytest.mark.parametrize("given", ["ftp://host", "http://", "http://host:port", "http://host:99999"])
 def test_urls_that_are_none(given):
-    with pytest.raises(ConfigError, match="is not a server's URL"):
+    with raises(ConfigError):
         server_url(given)
 
 

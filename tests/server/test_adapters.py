@@ -226,7 +226,6 @@ def test_an_adapter_made_for_another_model_is_refused_though_its_shapes_fit(api:
     archive = archive_of(directories[0], config=json.dumps(config).encode())
     error = api.upload("mine", archive, status=400)
     assert error["code"] == "invalid_adapter"
-    wording(error)
     assert made_for not in error["message"].replace("Other/Model", "")
     wording(error)
     assert api.store.versions("mine") == ()
@@ -560,9 +559,7 @@ def test_an_unhealthy_version_is_activated_by_its_number(api: Api, published, di
     for path, body in (("/load", {"name": "math"}), ("/math/activate", {})):
         assert api.json("POST", path, json=body)["version"] == "math@2"
     for path, body in (("/load", {"name": "alone"}), ("/alone/activate", {})):
-        error = api.json("POST", path, json=body, status=404)
-        wording(error)
-        wording(error)
+        wording(api.json("POST", path, json=body, status=404))
     for path, body, version in (
         ("/math/activate", {"version": 3}, sick),
         ("/load", {"name": "alone@1"}, alone),
@@ -579,7 +576,6 @@ def test_an_activation_that_fails_leaves_the_old_one(api: Api, published, make_a
     api.store.import_(published[0], "old", info=info)
     error = api.json("POST", "/load", status=409, json={"name": "old"})
     assert error["code"] == "swap_refused"
-    wording(error)
     assert str(api.policies.active) == "sql@1"
     wording(error)
 

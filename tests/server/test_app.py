@@ -19,7 +19,7 @@ import httpx2
 import pytest
 
 from groupwise.config.serve import ServeConfig
-from groupwise.errors import DeviceLostError, GroupwiseError
+from groupwise.errors import DeviceLostError, ModelError
 from groupwise.server.app import serve
 from groupwise.store.ledger import Ledger
 from processes import becomes, running
@@ -165,7 +165,7 @@ def test_an_open_door_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_there_ends_the_process(tmp_path: Path) -> None:
     said: list[str] = []
-    with raises(GroupwiseError) as refused:
+    with raises(ModelError) as refused:
         serve(ServeConfig(model=str(tmp_path / "no-such-model"), state_dir=tmp_path, port=0), announce=said.append)
     assert refused.value.exit_code == 3
     assert not any("ready on" in line for line in said)
@@ -232,7 +232,7 @@ def test_a_signal_while_loading_ends_it_and_a_second_start_works(started: Proces
     assert started.said("loading")
     started.popen.send_signal(signal.SIGINT)
     assert started.popen.wait(timeout=START_S) == 0
-    with raises(GroupwiseError):  # for want of a model, not of the state directory
+    with raises(ModelError):  # and no StartError: the state directory is free
         serve(ServeConfig(model=str(tmp_path / "no-such-model"), state_dir=tmp_path / "state", port=0))
 
 

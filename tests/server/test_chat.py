@@ -466,11 +466,10 @@ def test_the_template_is_told_what_it_reads(client: OpenAI) -> None:
     prompt = prompted(**given)
     assert tokenizer.decode(list(prompt.ids)) == f"<|im_end|>1 May|home|{ADD[0]['content']}"
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in prompt.ids  # what is told cannot end a turn
-    for name, _reason in (("dates", "does not read 'dates'"), ("bos_token", "special tokens")):
-        tokenizer.bos_token = "<|im_start|>"
-        with raises(RequestError) as refused:
+    tokenizer.bos_token = "<|im_start|>"
+    for name in ("dates", "bos_token"):
+        with raises(RequestError, field=f"chat_template_kwargs.{name}"):
             prompted(**{name: "x"})
-        assert refused.value.field == f"chat_template_kwargs.{name}"
     prompted(**given, enable_thinking=False)
     with pytest.raises(BadRequestError) as unknown:
         ask(client, ADD, chat_template_kwargs={"reasoning_effort": "high"})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from groupwise.config.learn import CanaryConfig, GateConfig, ShadowConfig
-from groupwise.errors import ConfigError, EngineError
+from groupwise.errors import ConfigError, DataError, EngineError
 from groupwise.server.gate import BEST, COUNTS, TRIAL, judge_shadow, judge_trial
 from groupwise.server.policies import Pair, Trial
 from groupwise.store.ledger import Job
@@ -304,10 +304,8 @@ def test_a_trial_ends_when_somebody_activates_another_version(tmp_path: Path) ->
 
 
 def test_held_out_prompts_that_cannot_be_read_end_the_start(tmp_path: Path) -> None:
-    from groupwise.errors import GroupwiseError
-
     gate = {**GATE, "prompts": {"source": "gone.jsonl"}}
-    with raises(GroupwiseError), whole(tmp_path / "state", Path("starter"), gate=gate):
+    with raises(DataError), whole(tmp_path / "state", Path("starter"), gate=gate):
         pass
 
 
@@ -393,10 +391,8 @@ def test_a_share_alone_is_a_shadow() -> None:
 
 
 def test_a_shadow_refuses_rewards_that_a_live_request_cannot_be_scored_by(tmp_path: Path) -> None:
-    wrong = pytest.raises(ConfigError, match="exact_match' needs 'answer' as a column")
-    with wrong as raised, whole(tmp_path / "state", Path("starter"), gate={**GATE, "shadow": 0.5}):
+    with raises(ConfigError), whole(tmp_path / "state", Path("starter"), gate={**GATE, "shadow": 0.5}):
         pass
-    assert "rewards: []" in str(raised.value.hint)
 
 
 def plain_answers(server: Whole) -> list[Any]:

@@ -14,7 +14,7 @@ from groupwise.server import chat
 from groupwise.server import messages as dialect
 from groupwise.tasks.starter.tasks import CALCULATOR
 from serving import Served, served
-from wording import raises
+from wording import raises, wording
 
 anthropic = pytest.importorskip("anthropic", reason="the dev extra has it")
 
@@ -197,30 +197,33 @@ def test_what_changes_nothing_is_accepted(client: Any) -> None:
 # ---- what is refused ----
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 REFUSED = {
-    "image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]", "'image'"),
-    "document": ({"system": [{"type": "document"}]}, "system[0]", "'document'"),
-    "their tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]", "at its provider"),
-    "edits": ({"extra_body": {"context_management": {"edits": [{"type": "compact_20260112"}]}}}, None, "edits"),
-    "mcp": ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, "mcp_servers", "not supported"),
-    "slip": ({"extra_body": {"stop_sequence": ["x"]}}, "stop_sequence", "unknown"),
-    "no messages": ({"messages": []}, "messages", "at least 1"),
-    "stop": ({"stop_sequences": ["x"] * 99}, "stop_sequences", "99 entries"),
+    "image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
+    "document": ({"system": [{"type": "document"}]}, "system[0]"),
+    "their tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+    "edits": (
+        {"extra_body": {"context_management": {"edits": [{"type": "compact_20260112"}]}}},
+        "context_management.edits[0]",
+    ),
+    "mcp": ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, "mcp_servers"),
+    "slip": ({"extra_body": {"stop_sequence": ["x"]}}, "stop_sequence"),
+    "no messages": ({"messages": []}, "messages"),
+    "stop": ({"stop_sequences": ["x"] * 99}, "stop_sequences"),
     "a call of the user's": (
         {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
         "messages[0].content[0]",
-        "no blocks of type 'tool_use'",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_says_where_and_why(client: Any, case: str) -> None:
-    body, where, why = REFUSED[case]
+    body, where = REFUSED[case]
     with pytest.raises(anthropic.BadRequestError) as caught:
         client.messages.create(**options(**body))
     error = anthropic.types.ErrorResponse.model_validate(caught.value.body).error
     assert (caught.value.body["type"], error.type) == ("error", "invalid_request_error")
-    assert why in error.message and (where is None or caught.value.body["error"]["param"] == where), error
+    assert caught.value.body["error"]["param"] == where
+    wording(caught.value.body["error"])
     assert caught.value.request_id is None or caught.value.request_id == caught.value.body["request_id"]
 
 
@@ -261,12 +264,17 @@ def test_a_schema_that_cannot_be_kept_to_has_its_path(client: Any, body: dict[st
 
 
 def test_errors_have_the_clients_classes(api: Served, client: Any) -> None:
-    with raises(anthropic.NotFoundError):
-        client.messages.create(**options(model="claude"))
-    with raises(anthropic.BadRequestError):
-        client.messages.create(**options(messages=[{"role": "user", "content": "seven " * 3000}]))
-    with raises(anthropic.BadRequestError):
-        client.messages.create(**options(tools=[TOOL], tool_choice={"type": "tool", "name": "other"}))
+    long = [{"role": "user", "content": "seven " * 3000}]
+    other = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}
+    for error, body, facts in (
+        (anthropic.NotFoundError, {"model": "claude"}, ("model_not_found", None)),
+        (anthropic.BadRequestError, {"messages": long}, ("context_length_exceeded", None)),
+        (anthropic.BadRequestError, other, ("invalid_value", "tool_choice")),
+    ):
+        with raises(error) as caught:
+            client.messages.create(**options(**body))
+        said = caught.value.body["error"]
+        assert (said["code"], said["param"]) == facts
 
 
 def test_the_key_is_anthropics_header_or_a_bearer(tmp_path) -> None:

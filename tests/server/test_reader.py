@@ -261,7 +261,7 @@ def test_the_process_that_forks_is_replaced(reader: Reader) -> None:
 
 def test_a_process_that_cannot_be_started_is_a_503(make_reader: Callable[..., Reader], monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with raises(NotReadyError, words=False):
+    with raises(NotReadyError, words=False, code="not_ready"):
         read(make_reader(), where, LONG)
 
 

@@ -166,31 +166,29 @@ def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:
 
 IMAGE = {"type": "input_image", "image_url": "http://x"}
 REFUSED = {
-    "image": ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]", "'input_image'"),
-    "their tool": ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search'"),
-    "their item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "'item_reference'"),
-    "truncation": ({"truncation": "auto"}, "truncation", "not supported"),
-    "background": ({"background": True}, "background", "not supported"),
-    "conversation": ({"conversation": "conv_1"}, "conversation", "not supported"),
-    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
-    "nothing": ({"input": []}, "input", "nothing to answer"),
-    "slip": ({"extra_body": {"instruction": "x"}}, "instruction", "unknown"),
+    "image": ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]"),
+    "their tool": ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    "their item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+    "truncation": ({"truncation": "auto"}, "truncation"),
+    "background": ({"background": True}, "background"),
+    "conversation": ({"conversation": "conv_1"}, "conversation"),
+    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    "nothing": ({"input": []}, "input"),
+    "slip": ({"extra_body": {"instruction": "x"}}, "instruction"),
     "schema": (
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"properties": {"x": {"type": "int"}}}}}},
         "text.format.schema.properties.x",
-        "cannot be compiled",
     ),
-    "choice": ({"tool_choice": {"type": "file_search"}}, "tool_choice", "'file_search'"),
-    "bound": ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
+    "choice": ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+    "bound": ({"max_output_tokens": 0}, "max_output_tokens"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_says_where_and_why(client: OpenAI, case: str) -> None:
-    body, where, _why = REFUSED[case]
-    with raises(openai.BadRequestError) as caught:
+    body, where = REFUSED[case]
+    with raises(openai.BadRequestError, param=where):
         client.responses.create(**{"input": ADD, **GREEDY, **body})
-    assert caught.value.param == where
 
 
 def test_the_store_is_bounded() -> None:

@@ -361,7 +361,6 @@ def test_another_rank_or_alpha_than_the_continued_one_is_refused_with_both(
     version = "math@1" if start.get("base_adapter") == "math@1" else "math@2"
     assert f"{version}, which has {has}" in error.message
     wording(error)
-    wording(error)
 
 
 def test_a_fresh_adapter_of_a_known_name_may_have_any_rank(grpo: Grpo) -> None:
@@ -418,238 +417,102 @@ def test_modules_that_the_model_does_not_have_are_refused(grpo: Grpo) -> None:
     assert caught.value.message.startswith("config.target_modules[1]: ")
 
 
-# ---- refused: body -> (param, a piece of the message, a piece of the hint) ----
+# ---- refused: (body, param) ----
 
 TOKENS = {"token_ids": [8, 9], "reward": 1.0}
-REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "no groups": ({"groups": []}, "groups", "groups is empty", "at least one"),
-    "no completions": ({"groups": [group()]}, "groups[0].completions", "no completions", "sample several"),
-    "one completion": (
-        {"groups": [group(GOOD, BAD), group(GOOD)]},
-        "groups[1].completions",
-        "one completion",
-        "sample several",
-    ),
-    "all equal": (
-        {"groups": [group(GOOD, GOOD), group(BAD, BAD)]},
-        "groups",
-        "in each of the 2 groups the rewards are all equal, so",
-        "more",
-    ),
-    "one flat group": (
-        {"groups": [group(GOOD, GOOD, GOOD)]},
-        "groups",
-        "in groups[0] the rewards are all equal (they are 1)",
-        "more",
-    ),
-    "a huge reward": (
-        {"groups": [group(GOOD, {"text": "x", "reward": 1e7})]},
-        "groups[0].completions[1].reward",
-        "10000000.0",
-        "scaled",
-    ),
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no groups": ({"groups": []}, "groups"),
+    "no completions": ({"groups": [group()]}, "groups[0].completions"),
+    "one completion": ({"groups": [group(GOOD, BAD), group(GOOD)]}, "groups[1].completions"),
+    "all equal": ({"groups": [group(GOOD, GOOD), group(BAD, BAD)]}, "groups"),
+    "one flat group": ({"groups": [group(GOOD, GOOD, GOOD)]}, "groups"),
+    "a huge reward": ({"groups": [group(GOOD, {"text": "x", "reward": 1e7})]}, "groups[0].completions[1].reward"),
     "a huge negative reward": (
         {"groups": [group({"text": "x", "reward": -2e6}, GOOD)]},
         "groups[0].completions[0].reward",
-        "-2000000.0",
-        "scaled",
     ),
-    "no text": (
-        {"groups": [group(GOOD, {"reward": 0.0})]},
-        "groups[0].completions[1].text",
-        "neither text",
-        "rollout_id",
-    ),
-    "text and rollout": (
-        {"groups": [group(GOOD, {**BAD, "rollout_id": "a"})]},
-        "groups[0].completions[1].rollout_id",
-        "text and rollout_id",
-        "one of them",
-    ),
-    "text and tokens": (
-        {"groups": [group(GOOD, {**BAD, "token_ids": [1]})]},
-        "groups[0].completions[1].token_ids",
-        "text and token_ids",
-        "one of them",
-    ),
-    "logprobs of text": (
-        {"groups": [group(GOOD, {**BAD, "logprobs": [-1.0]})]},
-        "groups[0].completions[1].logprobs",
-        "logprobs without token_ids",
-        "remove it",
-    ),
+    "no text": ({"groups": [group(GOOD, {"reward": 0.0})]}, "groups[0].completions[1].text"),
+    "text and rollout": ({"groups": [group(GOOD, {**BAD, "rollout_id": "a"})]}, "groups[0].completions[1].rollout_id"),
+    "text and tokens": ({"groups": [group(GOOD, {**BAD, "token_ids": [1]})]}, "groups[0].completions[1].token_ids"),
+    "logprobs of text": ({"groups": [group(GOOD, {**BAD, "logprobs": [-1.0]})]}, "groups[0].completions[1].logprobs"),
     "an id out of the vocabulary": (
         {"groups": [group(GOOD, {"token_ids": [5, 1024], "reward": 0})]},
         "groups[0].completions[1].token_ids[1]",
-        "1024; the vocabulary of starter is 0 to 1023",
-        "other tokenizers",
     ),
-    "no tokens": (
-        {"groups": [group(GOOD, {"token_ids": [], "reward": 0})]},
-        "groups[0].completions[1].token_ids",
-        "is empty",
-        "at least one",
-    ),
-    "too few logprobs": (
-        {"groups": [group(BAD, {**TOKENS, "logprobs": [-1.0]})]},
-        "groups[0].completions[1].logprobs",
-        "1 entries for 2 token_ids",
-        "one for each",
-    ),
+    "no tokens": ({"groups": [group(GOOD, {"token_ids": [], "reward": 0})]}, "groups[0].completions[1].token_ids"),
+    "too few logprobs": ({"groups": [group(BAD, {**TOKENS, "logprobs": [-1.0]})]}, "groups[0].completions[1].logprobs"),
     "a teacher of text": (
         {"groups": [group(GOOD, {**BAD, "teacher_logprobs": [-1.0]})]},
         "groups[0].completions[1].teacher_logprobs",
-        "are of tokens",
-        "rollout_id",
     ),
     "a teacher without the sampler": (
         {"groups": [group(BAD, {**TOKENS, "teacher_logprobs": [-1.0, -1.0]})]},
         "groups[0].completions[1].teacher_logprobs",
-        "compared with the sampler's",
-        "give logprobs",
     ),
     "too little of a teacher": (
         {"groups": [group(BAD, {**TOKENS, "logprobs": [-1.0, -1.0], "teacher_logprobs": [-1.0]})]},
         "groups[0].completions[1].teacher_logprobs",
-        "1 entries for 2 token_ids",
-        "one for each",
     ),
     "the weight of no teacher": (
         {"groups": [group(GOOD, BAD)], "config": {"teacher_coefficient": 0.5}},
         "config.teacher_coefficient",
-        "no completion has teacher_logprobs",
-        "leave the option out",
     ),
     "a positive logprob": (
         {"groups": [group(BAD, {**TOKENS, "logprobs": [-1.0, 0.5]})]},
         "groups[0].completions[1].logprobs[1]",
-        "0.5",
-        "natural logarithms",
     ),
-    "no prompt at all": (
-        {"groups": [{"completions": [GOOD, BAD]}]},
-        "groups[0].messages",
-        "no messages",
-        "messages",
-    ),
-    "tokens without a prompt": (
-        {"groups": [{"completions": [TOKENS, {**TOKENS, "reward": 0}]}]},
-        "groups[0].messages",
-        "does not bring its prompt",
-        "prompt_token_ids",
-    ),
+    "no prompt at all": ({"groups": [{"completions": [GOOD, BAD]}]}, "groups[0].messages"),
+    "tokens without a prompt": ({"groups": [{"completions": [TOKENS, {**TOKENS, "reward": 0}]}]}, "groups[0].messages"),
     "two prompts in a group": (
         {"groups": [{"completions": [{**TOKENS, "prompt_token_ids": [p], "reward": p} for p in (1, 2)]}]},
         "groups[0].completions[1]",
-        "another prompt than groups[0].completions[0]",
-        "group of their own",
     ),
     "another prompt than the messages": (
         {"groups": [group(GOOD, {**TOKENS, "prompt_token_ids": [1, 2], "reward": 0})]},
         "groups[0].completions[1]",
-        "another prompt than groups[0].messages",
-        "group of their own",
     ),
-    "too long": (
-        {"groups": [group(GOOD, {"text": "word " * 2000, "reward": 0})]},
-        "groups[0].completions[1]",
-        "maximum context length is 1024 tokens",
-        "shorten",
-    ),
+    "too long": ({"groups": [group(GOOD, {"text": "word " * 2000, "reward": 0})]}, "groups[0].completions[1]"),
     "a prompt that is too long": (
         {"groups": [{"messages": [{"role": "user", "content": "word " * 2000}], "completions": [GOOD, BAD]}]},
         "groups[0].completions[0]",
-        "maximum context length",
-        "shorten",
     ),
     "warm-up longer than the job": (
         {"groups": [group(GOOD, BAD)], "config": {"warmup_steps": 5}},
         "config.warmup_steps",
-        "5, and the job has 1",
-        "1 or less",
     ),
     "a temperature nobody sampled at": (
         {"groups": [group(GOOD, BAD)], "config": {"temperature": 0}},
         "config.temperature",
-        "0",
-        "",
     ),
-    "learning_rate at the top": (
-        {"groups": [group(GOOD, BAD)], "learning_rate": 1e-5},
-        "learning_rate",
-        "unknown",
-        "under config",
-    ),
-    "lr at the top": ({"groups": [group(GOOD, BAD)], "lr": 1e-5}, "lr", "unknown", "config.learning_rate"),
-    "epochs in GRPO's config": (
-        {"groups": [group(GOOD, BAD)], "config": {"epochs": 3}},
-        "config.epochs",
-        "unknown",
-        "GRPO does not use epochs",
-    ),
-    "epochs at the top": ({"groups": [group(GOOD, BAD)], "epochs": 3}, "epochs", "unknown", "iterations"),
-    "a misspelt reward": (
-        {"groups": [group(GOOD, {"text": "x", "rewrd": 1})]},
-        "groups[0].completions[1].rewrd",
-        "unknown",
-        "reward",
-    ),
-    "a score": (
-        {"groups": [group(GOOD, {"text": "x", "score": 1})]},
-        "groups[0].completions[1].score",
-        "unknown",
-        "reward",
-    ),
-    "no reward": ({"groups": [group(GOOD, {"text": "x"})]}, "groups[0].completions[1].reward", "missing", ""),
+    "learning_rate at the top": ({"groups": [group(GOOD, BAD)], "learning_rate": 1e-5}, "learning_rate"),
+    "lr at the top": ({"groups": [group(GOOD, BAD)], "lr": 1e-5}, "lr"),
+    "epochs in GRPO's config": ({"groups": [group(GOOD, BAD)], "config": {"epochs": 3}}, "config.epochs"),
+    "epochs at the top": ({"groups": [group(GOOD, BAD)], "epochs": 3}, "epochs"),
+    "a misspelt reward": ({"groups": [group(GOOD, {"text": "x", "rewrd": 1})]}, "groups[0].completions[1].rewrd"),
+    "a score": ({"groups": [group(GOOD, {"text": "x", "score": 1})]}, "groups[0].completions[1].score"),
+    "no reward": ({"groups": [group(GOOD, {"text": "x"})]}, "groups[0].completions[1].reward"),
     "a reward that failed": (
         {"groups": [group(GOOD, {"text": "x", "reward": None})]},
         "groups[0].completions[1].reward",
-        "null",
-        "",
     ),
-    "true as a reward": (
-        {"groups": [group(GOOD, {"text": "x", "reward": True})]},
-        "groups[0].completions[1].reward",
-        "true",
-        "",
-    ),
-    "a reward in words": (
-        {"groups": [group(GOOD, {"text": "x", "reward": "1.0"})]},
-        "groups[0].completions[1].reward",
-        "1.0",
-        "",
-    ),
-    "base as a name": (
-        {"groups": [group(GOOD, BAD)], "config": {"output_name": "base"}},
-        "config.output_name",
-        "base",
-        "",
-    ),
-    "a path as a name": (
-        {"groups": [group(GOOD, BAD)], "config": {"output_name": "../../etc"}},
-        "config.output_name",
-        "../../etc",
-        "",
-    ),
-    "rank 0": ({"groups": [group(GOOD, BAD)], "config": {"lora_rank": 0}}, "config.lora_rank", "0", ""),
+    "true as a reward": ({"groups": [group(GOOD, {"text": "x", "reward": True})]}, "groups[0].completions[1].reward"),
+    "a reward in words": ({"groups": [group(GOOD, {"text": "x", "reward": "1.0"})]}, "groups[0].completions[1].reward"),
+    "base as a name": ({"groups": [group(GOOD, BAD)], "config": {"output_name": "base"}}, "config.output_name"),
+    "a path as a name": ({"groups": [group(GOOD, BAD)], "config": {"output_name": "../../etc"}}, "config.output_name"),
+    "rank 0": ({"groups": [group(GOOD, BAD)], "config": {"lora_rank": 0}}, "config.lora_rank"),
     "an option that does not act": (
         {"groups": [group(GOOD, BAD)], "config": {"policy_loss": "reinforce", "clip_epsilon": 0.2}},
         "config.clip_epsilon",
-        "no effect",
-        "",
     ),
-    "examples": ({"examples": []}, "examples", "unknown", "groups"),
+    "examples": ({"examples": []}, "examples"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_request_that_cannot_be_is_refused_with_field_value_and_remedy(grpo: Grpo, case: str) -> None:
-    body, param, message, hint = REFUSED[case]
-    with pytest.raises(RequestError) as caught:
+    body, param = REFUSED[case]
+    with raises(RequestError, field=param, status=400):
         grpo.raw(json.dumps(body))
-    error = caught.value
-    assert error.field == param and error.status == 400
-    assert message in error.message and hint in str(error.hint)
 
 
 @pytest.mark.parametrize(("case", "code"), [("all equal", "no_signal"), ("too long", "context_length_exceeded")])
@@ -669,8 +532,9 @@ def test_a_reward_that_is_no_number_is_refused(grpo: Grpo, number: str) -> None:
 
 def test_two_rewards_for_one_completion_are_refused(grpo: Grpo) -> None:
     body = json.dumps({"groups": [group(GOOD, BAD)]}).replace('"reward": 0.0', '"reward": 0.0, "reward": 1.0')
-    with raises(RequestError):
+    with raises(RequestError, code="invalid_json") as caught:
         grpo.raw(body)
+    assert "'reward'" in str(caught.value)
 
 
 def test_a_role_that_the_template_does_not_have_is_refused(grpo: Grpo) -> None:
@@ -688,12 +552,8 @@ def rollouts(*ids: str) -> dict[str, Any]:
 
 def test_unknown_rollouts_are_named(grpo: Grpo) -> None:
     grpo.record("a", "185")
-    with pytest.raises(RequestError) as caught:
+    with raises(RequestError, field="groups[0].completions[1].rollout_id", code="rollout_not_found"):
         grpo(rollouts("a", "gone", "away"))
-    error = caught.value
-    assert (error.field, error.code) == ("groups[0].completions[1].rollout_id", "rollout_not_found")
-    wording(error)
-    wording(error)
 
 
 def test_a_rollout_counts_once(grpo: Grpo) -> None:

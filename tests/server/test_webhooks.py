@@ -422,7 +422,7 @@ def test_polling_reads_no_job_whose_end_was_told(ledger: Ledger, monkeypatch: py
 
 @pytest.mark.parametrize("url", ["", "hooks", "/hook", "ftp://host/x", "file:///etc/passwd", "http://", "http://[::"])
 def test_a_url_that_cannot_be_posted_to_is_refused(ledger: Ledger, url: str) -> None:
-    with raises(ConfigError):
+    with raises(ConfigError, field="webhook_url"):
         make(ledger, url)
 
 

@@ -196,12 +196,9 @@ def test_a_game_is_the_same_wherever_it_is_played(starter_engine, starter):
 
 def test_what_reads_one_reward_of_an_episode_is_refused():
     make_plan(nim())
-    for override, _said in (
-        ("rewards=[groupwise.rewards.format:json_format]", "rewards does not go with Nim"),
-        ("rollout.reroll={max_groups: 1}", "rollout.reroll does not go with Nim"),
-    ):
-        with raises(ConfigError):
-            make_plan(nim(override))
+    for field, given in (("rewards", "[groupwise.rewards.format:json_format]"), ("rollout.reroll", "{max_groups: 1}")):
+        with raises(ConfigError, field=field):
+            make_plan(nim(f"{field}={given}"))
     with raises(ConfigError, field="algo.aggregation"):
         make_plan(nim("algo.aggregation=normalize_then_sum", "algo.credit=episode"))
 

@@ -16,6 +16,7 @@ from groupwise.errors import DataError
 from groupwise.tasks.prompts import open_prompts
 from groupwise.tasks.streamed_prompts import KNOWN, StreamedPrompts
 from prompt_streams import take
+from wording import raises
 
 
 def write(path: Path, count: int, name: str = "row") -> str:
@@ -153,7 +154,7 @@ def test_a_set_that_has_changed_is_said(tmp_path):
 )
 def test_what_is_no_cursor_is_refused(tmp_path, cursor):
     write(tmp_path / "rows.jsonl", 20)
-    with pytest.raises(DataError):
+    with raises(DataError):
         stream(tmp_path, source="rows.jsonl").restore(cursor)
 
 
@@ -174,9 +175,9 @@ def test_a_ticket_is_resolved_once(tmp_path):
     [issued] = source.issue(1)
     assert source.prompt(issued.prompt.id) == issued.prompt
     source.resolve(issued.ticket)
-    with pytest.raises(ValueError, match="resolved already"):
+    with raises(ValueError):
         source.resolve(issued.ticket)
-    with pytest.raises(DataError):
+    with raises(DataError):
         source.prompt(issued.prompt.id)
 
 
@@ -197,7 +198,7 @@ def test_the_first_rows_are_checked_before_and_the_others_when_they_are_drawn(tm
     with pytest.raises(DataError, match=r"bad\.jsonl:2"):
         stream(tmp_path, source="bad.jsonl")
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(DataError, match="no rows"):
+    with raises(DataError):
         stream(tmp_path, source="empty.jsonl")
 
 

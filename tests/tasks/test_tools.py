@@ -170,20 +170,11 @@ def no_such_type(x: Missing) -> None: ...  # type: ignore[name-defined] # noqa: 
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (no_hint, "'x' of the tool 'no_hint' has no type hint"),
-        (by_position, "cannot pass by name"),
-        (any_number, "cannot pass by name"),
-        (by_any_name, "cannot pass by name"),
-        (no_schema, "have no JSON schema"),
-        (no_such_type, "cannot be read: name 'Missing' is not defined"),
-        (3, "3 cannot be a tool"),
-        (partial(search, limit=1), "cannot be a tool"),
-    ],
+    "given",
+    [no_hint, by_position, any_number, by_any_name, no_schema, no_such_type, 3, partial(search, limit=1)],
 )
-def test_what_cannot_be_a_tool_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_a_tool_is_refused(given: Any) -> None:
+    with raises(ConfigError):
         ToolBox([given])
 
 

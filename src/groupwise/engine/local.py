@@ -540,7 +540,7 @@ class LocalEngine:
 
     def _job(self, request: SamplingRequest, on_token: TokenSink | None) -> PendingRequest:
         if request.n < 1:
-            raise ConfigError(f"n is {request.n}; a request is for at least 1 completion")
+            raise ConfigError(f"n is {request.n}; a request is for at least 1 completion", field="n")
         weights = self._check(request.prompt_ids, request.version)
         room = self.context_length - len(request.prompt_ids)
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
@@ -552,7 +552,7 @@ class LocalEngine:
         """Return the weights of `version`. Raises if the prompt cannot be run or the version is not there."""
         prompt, context = len(prompt_ids), self.context_length
         if not prompt:
-            raise ContextLengthError("the prompt has no tokens", hint="give at least one token id")
+            raise ContextLengthError("the prompt has no tokens", hint="give at least one token id", kind="empty")
         self._check_ids(prompt_ids)
         if prompt >= context:
             raise ContextLengthError(

@@ -180,6 +180,7 @@ class AdapterBank:
                 raise AdapterError(
                     f"the adapter targets {name!r} with shape {wanted}; this model has {has}",
                     hint="the adapter was trained on another base model, or changes more than is served",
+                    kind="shape",
                 )
             if not self._lean and name not in self._hooked:
                 self._attach(name if a.ndim == 2 else path, module)

@@ -54,8 +54,16 @@ _MAX_TEXT = 80  # more than any name@number has: what is longer is not found, th
 _PROBE = tuple(range(1, 9))  # ids of any vocabulary: half a prompt, half a completion
 
 
+_KEPT = {  # why a version cannot be deleted, by kind, and what to do
+    "on_trial": ("it is on trial", "end its trial first: POST /v1/learn/reject"),
+    "in_use": ("requests use it", "wait for them, or cancel them"),
+    "active": ("it is active", "activate another one, or unload it, first"),
+}
+
+
 class AdapterInUseError(ConflictError):
-    """The version is active, or requests that are being answered use it."""
+    """The version is active, on trial, or used by requests that are being answered: `kind` says which ("active",
+    "on_trial", "in_use"); it is None where a job that begins reads the version."""
 
     code = "adapter_in_use"
 
@@ -356,10 +364,9 @@ class Policies:
                 users = self.in_use.get(version, 0)
                 tried = self.trial is not None and version == self.trial.version
                 if version in (self._active, self._store.active) or users or tried:
-                    reason = "it is on trial" if tried else "requests use it" if users else "it is active"
-                    hint = "wait for them, or cancel them" if users else "activate another one, or unload it, first"
-                    hint = "end its trial first: POST /v1/learn/reject" if tried else hint
-                    raise AdapterInUseError(f"{version} cannot be deleted: {reason}", hint=hint)
+                    kind = "on_trial" if tried else "in_use" if users else "active"
+                    reason, hint = _KEPT[kind]
+                    raise AdapterInUseError(f"{version} cannot be deleted: {reason}", hint=hint, kind=kind)
             self._deleting.update(versions)
             try:
                 for version in versions:
@@ -566,7 +573,8 @@ class Policies:
         half = len(_PROBE) // 2
         if not all(map(math.isfinite, self._engine.score(_PROBE[:half], _PROBE[half:], version))):
             self._engine.unload(version)
-            raise AdapterError("its log-probabilities are not finite", hint="its weights or its scale are too large")
+            message, hint = "its log-probabilities are not finite", "its weights or its scale are too large"
+            raise AdapterError(message, hint=hint, kind="not_finite")
 
     def _verify(self, version: PolicyVersion) -> None:
         """Compare a version with the log-probabilities that its trainer computed. Raises AdapterError if it differs."""

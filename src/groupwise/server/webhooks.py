@@ -332,5 +332,6 @@ def _checked(url: str) -> str:
         raise ConfigError(
             f"webhook_url is {url[:64]!r}; it must be an absolute http or https URL",
             hint="write it like https://example.com/hooks/groupwise",
+            field="webhook_url",
         )
     return url

@@ -332,14 +332,15 @@ class VllmServer:
         restarted = status == 404 and where.endswith("/completions")  # it does not know the adapter any more
         if restarted or status in (502, 503, 504) or "EngineDead" in said or "EngineCore" in said:
             raise ServerLost(f"{where} answered {status}: {said}")
-        hint = None
+        hint, kind = None, kind_of(said)
         if "lora_adapter" in where and (status == 403 or '"Not Found"' in said):
             hint = (
                 "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as `groupwise vllm-serve` does"
             )
+            kind = "no_adapters"
         if status == 404 and where.endswith(("/collective_rpc", "/update_weight_version")):
             hint = "it must be vLLM 0.32 or newer, with VLLM_SERVER_DEV_MODE=1, as `groupwise vllm-serve` starts it"
-        raise EngineError(f"{where} answered {status}: {said}", hint=hint, kind=kind_of(said))
+        raise EngineError(f"{where} answered {status}: {said}", hint=hint, kind=kind)
 
 
 def kind_of(said: str) -> str | None:

@@ -278,9 +278,9 @@ class VllmEngine:
         """
         prompt, params, length = request.prompt_ids, request.params, len(request.prompt_ids)
         if request.n < 1:
-            raise ConfigError(f"n is {request.n}; a request is for at least 1 completion")
+            raise ConfigError(f"n is {request.n}; a request is for at least 1 completion", field="n")
         if not length:
-            raise ContextLengthError("the prompt has no tokens", hint="give at least one token id")
+            raise ContextLengthError("the prompt has no tokens", hint="give at least one token id", kind="empty")
         if not 0 <= min(prompt) <= max(prompt) < self._base.vocabulary:
             raise ModelError(
                 f"the prompt has token ids from {min(prompt)} to {max(prompt)}; this model has the ids 0 to "
@@ -314,6 +314,7 @@ class VllmEngine:
                 f"{name} is {getattr(params, name)}: vLLM gives the log-probabilities of what it makes of the "
                 "distribution, and does not report which tokens it leaves, so the trainer could not compute them",
                 hint=f"turn {name} off, or sample with engine: local",
+                field=name,
             )
 
     def _is_whole(self, version: PolicyVersion) -> bool:
@@ -439,16 +440,18 @@ class VllmEngine:
 
     def _hand_over(self, version: PolicyVersion, attempt: Callable[[], None]) -> None:
         """Hand over, as often as `sync_retries` allow. Raises EngineError with the last cause."""
-        cause = ""
+        cause: EngineError | None = None
         for _ in range(1 + self._config.sync_retries):
             try:
                 return attempt()
             except EngineError as error:
-                cause = error.message
+                cause = error
+        assert cause is not None
         raise EngineError(
             f"version {version} could not be handed to vLLM in {1 + self._config.sync_retries} attempts; the last one: "
-            f"{cause}",
+            f"{cause.message}",
             hint="see to the server and go on with resume=auto",
+            kind=cause.kind,
         )
 
     def _publish_copy(self, version: PolicyVersion, directory: Path) -> None:

@@ -117,6 +117,7 @@ class Handshake:
                 f"{server.url} ({facts.name}) has another tokenizer or chat template than {self._base.name}: a "
                 f"question is {list(theirs)[:12]}... there and {list(self.prompt)[:12]}... here",
                 hint="serve the model that is trained, as `groupwise vllm-serve` does",
+                kind="tokenizer",
             )
 
     async def _check_weights(self, server: VllmServer, name: str, version: PolicyVersion) -> None:
@@ -127,6 +128,7 @@ class Handshake:
                 f"by {off:.3g} nats in the mean (at most {self._gaps.limit:.3g})",
                 hint="serve the same model and dtype, with --logprobs-mode processed_logprobs, as "
                 "`groupwise vllm-serve` does; a looser vllm.tolerance accepts more",
+                kind="weights",
             )
 
     async def _holds(self, server: VllmServer, name: str, probes: Sequence[Published]) -> bool:

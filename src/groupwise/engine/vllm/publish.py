@@ -193,6 +193,7 @@ async def publish(
             f"{server.url} serves {published.name} with log-probabilities that are off by {off:.3g} nats in the mean "
             f"(at most {gaps.limit:.3g}): it is not the version that was trained",
             hint="are its vLLM, dtype and --logprobs-mode processed_logprobs as `groupwise vllm-serve` sets them?",
+            kind="weights",
         )
 
 
