@@ -12,19 +12,18 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from groupwise.errors import ChatError, ContextLengthError
-from groupwise.model import chat, supervised
+from groupwise.model import chat, chat_length, supervised
 from groupwise.model.chat import (
     CompletionEncoder,
-    check_length,
     closing_ids,
     decode,
     encode_completion,
     encode_prompt,
-    least_tokens,
     remember_ends,
     split_thinking,
     stop_ids,
 )
+from groupwise.model.chat_length import check_length, least_tokens
 from groupwise.model.supervised import encode_supervised
 from groupwise.tasks.prompts import to_prompt
 from groupwise.tasks.starter.tasks import CALCULATOR, supervised_conversations
@@ -466,7 +465,7 @@ def test_the_work_grows_with_a_conversation_and_not_with_its_square(name, monkey
 
 
 def test_where_only_prefixes_tell_a_long_conversation_is_refused_in_time(monkeypatch):
-    monkeypatch.setattr(chat, "MOST_AGAIN", 20_000)
+    monkeypatch.setattr(chat_length, "MOST_AGAIN", 20_000)
     messages = [message for i in range(300) for message in (user("x"), assistant("y"))]
     for template in (NUMBERED, PLAIN_ROLES):
         with raises(ChatError):
@@ -527,7 +526,7 @@ def test_a_text_that_may_fit_is_counted_in_pieces_and_no_further_than_needed(mon
     monkeypatch.setattr(STARTER, "encode", counted)
     with raises(ContextLengthError):
         encode_prompt(Prompt(id="p", text=text), STARTER, context=context)
-    assert sizes == [chat.PIECE]
+    assert sizes == [chat_length.PIECE]
     spaces = " " * 33_000
     assert encode_prompt(Prompt(id="p", text=spaces), STARTER, context=1 << 20).token_ids == tuple(encode(spaces))
 

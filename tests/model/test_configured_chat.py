@@ -7,14 +7,7 @@ import pytest
 from groupwise.config.chat import ChatConfig
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConfigError
-from groupwise.model.chat import (
-    CompletionEncoder,
-    configure_chat,
-    decode,
-    encode_bridge,
-    encode_prompt,
-    opens_thought,
-)
+from groupwise.model.chat import CompletionEncoder, configure_chat, decode, encode_bridge, encode_prompt, opens_thought
 from groupwise.model.load import load_configured, load_tokenizer
 from groupwise.model.supervised import encode_supervised
 from groupwise.types import Prompt

@@ -10,23 +10,18 @@
     opens_thought       whether a reply begins inside a thought
     template_reads      whether the chat template reads a variable of this name
     configure_chat      the template that is rendered, and what it is told of every chat
-    stop_ids            the ids that end a turn;  special_ids  all special ones;  check_length  whether all fits
-    least_tokens        how many tokens a text has at least, from its length alone;  check_text  whether it may fit
+    stop_ids            the ids that end a turn
 
-Text is rendered first and tokenised afterwards, piece by piece: a piece ends where the policy begins or stops to
-speak. A piece is what the longer text adds to the ids of the shorter one; where a token would straddle the edge the
-piece is tokenised alone, since that is what a sampler does too: it appends to ids that it does not change.
+Text is rendered first and tokenised afterwards, piece by piece (`pieces.py`).
 
 **Content cannot forge a turn.** A special token's text inside a message, a tool's schema or a completion ("<|im_end|>"
-typed by a user) is tokenised as ordinary characters; only the template writes special tokens. For the render such text
-is replaced by a private-use code, which survives whatever a template does to content. Markers that a tokenizer does
-not declare special (<think>, <tool_call>) stay tokens wherever they are: in them the assistant speaks. Plain-text
-prompts are the caller's own format, and special tokens in them count.
+typed by a user) is tokenised as ordinary characters; only the template writes special tokens (`special_text.py`).
+Markers that a tokenizer does not declare special (<think>, <tool_call>) stay tokens wherever they are: in them the
+assistant speaks. Plain-text prompts are the caller's own format, and special tokens in them count.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -38,26 +33,23 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.config.chat import ChatConfig
-from groupwise.errors import ChatError, ConfigError, ContextLengthError
+from groupwise.errors import ChatError, ConfigError
+from groupwise.model.chat_length import check_messages, check_text
+from groupwise.model.pieces import encode_pieces, encode_plain, encode_text, tail_of
 from groupwise.model.reply_formats.format import THINK
 from groupwise.model.reply_formats.known import format_of
+from groupwise.model.special_text import any_of, quotable, quote, special_pattern
 from groupwise.types import Message, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]  # characters of the rendered text, [start, end)
-CODE_START, CODE_END = "\ue000", "\ue001"  # a quoted special token is CODE_START, its number in `_quotable`, CODE_END
 RENDERING = Lock()  # transformers keeps one compiled template, whose record of assistant spans two threads would share
 ENDS = "_groupwise_ends"  # an attribute of a tokenizer: `remember_ends`
 TOLD = "_groupwise_told"  # the same: what templates are told of each chat, `configure_chat`
 THINK_START, THINK_END = THINK.start, THINK.end
 THINKS = "enable_thinking"  # the variable by which templates of models that think at will switch that on and off
-PIECE = 1 << 14  # characters that are tokenised at once while a long text is only counted
-EXPECTED = (
-    8  # characters a token; a text that has fewer for each token of the context is tokenised without counting first
-)
-MOST_AGAIN = 1 << 25  # characters rendered or tokenised again to find where the assistant speaks in one conversation
 
 
 # ---- encoding ----
@@ -91,10 +83,10 @@ def encode_prompt(
             messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, continues=continues
         )
         check_text(text, tokenizer, context)
-        ids = _encode(text, tokenizer)
+        ids = encode_text(text, tokenizer)
     elif prompt.text is not None:
         check_text(prompt.text, tokenizer, context)
-        ids = _encode_plain(prompt.text, tokenizer)
+        ids = encode_plain(prompt.text, tokenizer)
     else:
         raise ChatError(f"prompt {prompt.id!r} has neither messages nor text", hint="give it one of the two")
     if not ids:
@@ -132,7 +124,7 @@ def render_prompt(
 
 def encode_rendered(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids of what `render_prompt` gave. Raises ChatError when there are none."""
-    if not (ids := _encode(text, tokenizer)):
+    if not (ids := encode_text(text, tokenizer)):
         raise ChatError("the chat template renders the messages as nothing", hint="give them at least one character")
     return tuple(ids)
 
@@ -180,7 +172,7 @@ def bridge_of(
         return None
     if not closed:
         return Bridge((), tuple(encode_pieces([going_on[:begin], going_on[begin:]], tokenizer)[1]))
-    ids = tuple(_encode(going_on[begin:], tokenizer))
+    ids = tuple(encode_text(going_on[begin:], tokenizer))
     return Bridge(ids[:1], ids[1:])
 
 
@@ -194,11 +186,11 @@ def _keeps_thought(turn: str, message: Message, tokenizer: PreTrainedTokenizerBa
     """Return whether a rendered turn has the thought of its message, if that has one."""
     content, marks = message.get("content"), format_of(tokenizer).thought
     if isinstance(apart := message.get("reasoning_content"), str):
-        return _quote(apart.strip(), _quotable(tokenizer)) in turn
+        return quote(apart.strip(), quotable(tokenizer)) in turn
     if not isinstance(content, str) or marks.end not in content:
         return True
     thought = content.partition(marks.end)[0].strip().removeprefix(marks.start).strip()
-    quoted = re.escape(_quote(thought, _quotable(tokenizer)))
+    quoted = re.escape(quote(thought, quotable(tokenizer)))
     return re.search(rf"{quoted}\s*{re.escape(marks.end)}", turn) is not None
 
 
@@ -249,14 +241,14 @@ class CompletionEncoder:
         else:
             before = render_prompt(messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
             self._end = _turn_end_id(tokenizer)
-        self._tail = _tail(before, _encode(before, tokenizer), tokenizer)
+        self._tail = tail_of(before, encode_text(before, tokenizer), tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of a completion, and the end-of-turn token after it."""
-        piece = _quote(text, _quotable(self._tokenizer))
-        whole = _encode(self._tail.text + piece, self._tokenizer)
+        piece = quote(text, quotable(self._tokenizer))
+        whole = encode_text(self._tail.text + piece, self._tokenizer)
         before = len(self._tail.ids)
-        ids = whole[before:] if whole[:before] == self._tail.ids else _encode(piece, self._tokenizer)
+        ids = whole[before:] if whole[:before] == self._tail.ids else encode_text(piece, self._tokenizer)
         return tuple(ids) if self._end is None else (*ids, self._end)
 
 
@@ -314,11 +306,6 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     stop)."""
     own = _eos_id(tokenizer), _turn_end_id(tokenizer) if tokenizer.chat_template else None
     return tuple(dict.fromkeys(i for i in (*getattr(tokenizer, ENDS, ()), *own) if i is not None))
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of the special tokens, which only the template and the policy write."""
-    return frozenset(cast("list[int]", tokenizer.convert_tokens_to_ids(list(_special_texts(tokenizer)))))
 
 
 def split_thinking(text: str) -> tuple[str | None, str]:
@@ -405,74 +392,6 @@ def opens_thought(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase)
     return decode(prompt_ids[-most:], tokenizer).rstrip().endswith(start)
 
 
-def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) -> None:
-    """Raise ContextLengthError unless the prompt and `max_tokens` more tokens fit in `context` tokens."""
-    room = context - len(prompt_ids)
-    if room >= max_tokens:
-        return
-    message = f"the prompt is {len(prompt_ids)} tokens and max_tokens is {max_tokens}; the context is {context}"
-    shorter = f"lower max_tokens to {room} or less, or shorten the prompt" if room > 0 else "shorten the prompt"
-    raise ContextLengthError(message, hint=shorter)
-
-
-def least_tokens(characters: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many tokens a text of so many characters has at least: no token stands for more than the longest one
-    does."""
-    return -(-characters // _longest_token(tokenizer, len(tokenizer)))
-
-
-@lru_cache(maxsize=8)
-def _longest_token(tokenizer: PreTrainedTokenizerBase, _: int) -> int:
-    """Characters of the longest entry of the vocabulary. In a byte-level one a character stands for a byte of text, in
-    others for a character, so that no token has more text than this."""
-    return max(map(len, tokenizer.get_vocab()), default=1)
-
-
-def check_messages(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, context: int | None) -> None:
-    """Raise ContextLengthError if what is said in the messages must be longer than `context` tokens."""
-    if context is not None:
-        _check_characters(sum(_characters(message) for message in messages), tokenizer, context)
-
-
-def _characters(message: Message) -> int:
-    """Return the characters of a message's content. What is no text is refused where it is rendered."""
-    content: Any = message.get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, str):
-        return len(content)
-    parts = content if isinstance(content, list) else ()
-    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
-def _check_characters(characters: int, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
-    least = least_tokens(characters, tokenizer)
-    if least > context:
-        raise too_long(f"{characters} characters, at least {least} tokens", context)
-
-
-def check_text(text: str, tokenizer: PreTrainedTokenizerBase, context: int | None) -> None:
-    """Raise ContextLengthError if `text` must be longer than `context` tokens: by its length, or, where it has many
-    characters for each of these tokens, by counting them piece by piece. A cut makes a few tokens more, hence `2 *`."""
-    if context is None:
-        return
-    _check_characters(len(text), tokenizer, context)
-    if len(text) <= PIECE + EXPECTED * context:
-        return
-    plain, counted = re.sub(f"{CODE_START}[0-9]+{CODE_END}", "", text), 0
-    for start in range(0, len(plain), PIECE):
-        counted += len(tokenizer.encode(plain[start : start + PIECE], add_special_tokens=False))
-        if counted > 2 * context:
-            read = min(len(plain), start + PIECE)
-            raise too_long(f"{len(text)} characters, and the first {read} are about {counted} tokens", context)
-
-
-def too_long(what: str, context: int) -> ContextLengthError:
-    """That a text does not fit into so many tokens. `what`: what it has, as in "9 tokens"."""
-    return ContextLengthError(
-        f"This model's maximum context length is {context} tokens, and the text has {what}", hint="shorten it"
-    )
-
-
 # ---- rendering ----
 def render_chat(
     chat: list[dict[str, Any]],
@@ -505,7 +424,7 @@ def render_chat(
                 return_assistant_tokens_mask=marked and not continue_final_message,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **{**tokenizer.special_tokens_map, **_quote(told, _quotable(tokenizer))},
+                **{**tokenizer.special_tokens_map, **quote(told, quotable(tokenizer))},
             )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         roles = ", ".join(message["role"] for message in chat)
@@ -514,22 +433,6 @@ def render_chat(
             hint="use the template's roles in its order; where it has no system role, begin the user message with it",
         ) from error
     return texts[0], cast("list[Span]", list(spans[0])) if spans else []
-
-
-def check_again(characters: int, text: str, chat: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Raise ChatError if too much had to be rendered or tokenised again to find where the assistant speaks."""
-    if characters > MOST_AGAIN + 4 * len(text):
-        size = f"{len(chat)} messages and {len(text)} characters" if chat else f"{len(text)} characters"
-        raise ChatError(
-            f"where the assistant speaks in a conversation of {size} cannot be found with this chat template in "
-            "reasonable time",
-            hint="mark it in the template with {% generation %} and end turns with a special token, or give the "
-            "conversation in several shorter ones",
-        )
-
-
-def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    return _any_of(_special_texts(tokenizer))
 
 
 def end_of_turn(text: str, span: Span, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -543,7 +446,7 @@ def end_of_turn(text: str, span: Span, tokenizer: PreTrainedTokenizerBase) -> in
     (start, end), special = span, special_pattern(tokenizer)
     tail = re.search(rf"({special.pattern})(?:\s|{special.pattern})*\Z", text[start:end])
     if tail is not None:
-        closing = _any_of(tuple(map(str, tokenizer.convert_ids_to_tokens(list(stop_ids(tokenizer))))))
+        closing = any_of(tuple(map(str, tokenizer.convert_ids_to_tokens(list(stop_ids(tokenizer))))))
         last = closing.search(tail[0])  # behind what may close calls (Kimi's section, say)
         return start + (tail.end(1) if last is None else tail.start() + last.end())
     following = special.match(text, end)
@@ -600,7 +503,7 @@ def normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) 
     family's template takes them, special tokens' texts quoted."""
     if not messages:
         raise ChatError("the list of messages is empty", hint="give at least one user message")
-    quotable = _quotable(tokenizer)
+    texts = quotable(tokenizer)
     chat = list[dict[str, Any]]()
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -612,7 +515,7 @@ def normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) 
             plain["tool_calls"] = [_with_object_arguments(call) for call in message.get("tool_calls") or ()]
             plain.setdefault("content", "")  # templates add texts to it
         chat.append(plain)
-    chat = _quote(format_of(tokenizer).history(chat), quotable)
+    chat = quote(format_of(tokenizer).history(chat), texts)
     if any(message.get("tool_calls") for message in chat) and _joins_arguments(tokenizer, str(tokenizer.chat_template)):
         for message in chat:
             for call in message.get("tool_calls") or ():
@@ -646,7 +549,7 @@ def normalised_tools(
     tools: Sequence[dict[str, Any]] | None, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]] | None:
     """Return the tools with special tokens' texts quoted; None where there are none."""
-    return _quote(list(tools), _quotable(tokenizer)) if tools else None
+    return quote(list(tools), quotable(tokenizer)) if tools else None
 
 
 def _joined(content: Any, index: int) -> str:
@@ -670,136 +573,3 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(arguments, dict):  # and not a text that merely reads as JSON
             return {**call, "function": {**function, "arguments": arguments}}
     return dict(call)
-
-
-# ---- quoting of special tokens, and tokenisation ----
-def _special_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the texts of the special tokens, longest first, so that none hides behind a prefix of it."""
-    return _special_texts_of(tokenizer, tuple(tokenizer.all_special_tokens), len(tokenizer))
-
-
-@lru_cache(maxsize=8)
-def _special_texts_of(tokenizer: PreTrainedTokenizerBase, named: tuple[str, ...], _: int) -> tuple[str, ...]:
-    """Return the special texts; the last two arguments say whether the tokenizer still has the tokens that it had: it
-    need not list hundreds each time."""
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return tuple(sorted(added | set(named), key=lambda text: (-len(text), text)))
-
-
-def _quotable(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    return (*_special_texts(tokenizer), CODE_START)  # the code's own first character too, so that a code is always ours
-
-
-def _quote(value: Any, quotable: tuple[str, ...]) -> Any:
-    """`value` with every quotable text in its strings (keys too) replaced by its code."""
-    if isinstance(value, str):
-        return _any_of(quotable).sub(lambda match: f"{CODE_START}{quotable.index(match[0])}{CODE_END}", value)
-    if isinstance(value, Mapping):
-        return {_quote(key, quotable): _quote(item, quotable) for key, item in value.items()}
-    if isinstance(value, Iterable):
-        return [_quote(item, quotable) for item in value]
-    return value
-
-
-@lru_cache(maxsize=16)
-def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds any of the texts, of those that begin alike the first; nothing where there are none."""
-    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-
-
-def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of rendered text: the template has written the special tokens, and codes stand for quoted ones."""
-    if CODE_START not in text:
-        return tokenizer.encode(text, add_special_tokens=False)
-    quoted, ids = _quoted_ids(tokenizer, _quotable(tokenizer)), []
-    for i, part in enumerate(re.split(f"{CODE_START}([0-9]+){CODE_END}", text)):
-        if i % 2:
-            ids += quoted[int(part)]
-        elif part:
-            ids += tokenizer.encode(part, add_special_tokens=False)
-    return ids
-
-
-@lru_cache(maxsize=8)
-def _quoted_ids(tokenizer: PreTrainedTokenizerBase, quotable: tuple[str, ...]) -> list[list[int]]:
-    """Return the ids of each quotable text as ordinary characters.
-
-    From a copy: `split_special_tokens` is a switch in the tokenizer, which other threads encode with at the same time.
-    """
-    own = copy.deepcopy(tokenizer)
-    return [own.encode(text, add_special_tokens=False, split_special_tokens=True) for text in quotable]
-
-
-def encode_pieces(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the ids of each piece of a text, such that those of the first k pieces never depend on the later ones."""
-    encoded = _encode_by_tails(pieces, tokenizer)
-    return _encode_by_prefixes(pieces, tokenizer) if encoded is None else encoded
-
-
-def _encode_by_prefixes(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return what `encode_pieces` means: a piece is what the longer text adds to the ids of the shorter one, or the
-    piece alone where a token would straddle the edge. Quadratic."""
-    text, ids, encoded, read = "", [], [], 0
-    for piece in pieces:
-        text += piece
-        read += len(text)
-        check_again(read, text)
-        whole = _encode(text, tokenizer)
-        added = whole[len(ids) :] if whole[: len(ids)] == ids else _encode(piece, tokenizer)
-        encoded.append(added)
-        ids = ids + added
-    return encoded
-
-
-def _encode_by_tails(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]] | None:
-    """Return the same in linear time: a tokenizer splits a text at special tokens, so that what stands before the last
-    one does not matter for what is added. None where this tokenizer shows that it does."""
-    tail, encoded, read = _Tail("", []), list[list[int]](), 0
-    for piece in pieces:
-        text = tail.text + piece
-        read += len(text)
-        check_again(read, text)
-        whole = _encode(text, tokenizer)
-        if whole[: len(tail.ids)] != tail.ids:
-            break
-        encoded.append(whole[len(tail.ids) :])
-        tail = _tail(text, whole, tokenizer)
-    fitting, ids = len(encoded), [token for piece in encoded for token in piece]
-    if _encode("".join(pieces[:fitting]), tokenizer) != ids:
-        return None
-    if fitting < len(pieces):  # and there a token straddles the edge, and behind it no whole begins with what was given
-        if _encode("".join(pieces[: fitting + 1]), tokenizer)[: len(ids)] == ids:
-            return None
-        encoded += [_encode(piece, tokenizer) for piece in pieces[fitting:]]
-    return encoded
-
-
-@dataclass(frozen=True)
-class _Tail:
-    """The end of a text, from its last special token, and its ids."""
-
-    text: str
-    ids: list[int]
-
-
-def _tail(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> _Tail:
-    """Return the tail of a text whose ids are `ids`; the whole where it has no special token, or none that splits
-    it."""
-    start = -1
-    for match in special_pattern(tokenizer).finditer(text):
-        start = match.start()
-    if start <= 0:
-        return _Tail(text, ids)
-    tail = _encode(text[start:], tokenizer)
-    return _Tail(text[start:], tail) if ids[-len(tail) :] == tail else _Tail(text, ids)
-
-
-def _encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Plain text with what the tokenizer adds in front, once (the text may have it already), and nothing behind."""
-    ids = tokenizer.encode(text)
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if bos is not None and ids[:2] == [bos, bos]:
-        ids = ids[1:]
-    if eos is not None and ids[-1:] == [eos] and not text.endswith(str(tokenizer.eos_token)):
-        ids = ids[:-1]
-    return ids

@@ -14,20 +14,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ChatError
-from groupwise.model.chat import (
-    Span,
-    check_again,
-    check_messages,
-    check_text,
-    encode_pieces,
-    end_of_turn,
-    next_role,
-    normalised,
-    normalised_tools,
-    render_chat,
-    special_pattern,
-    turn_end,
-)
+from groupwise.model.chat import Span, end_of_turn, next_role, normalised, normalised_tools, render_chat, turn_end
+from groupwise.model.chat_length import check_again, check_messages, check_text
+from groupwise.model.pieces import encode_pieces
+from groupwise.model.special_text import special_pattern
 from groupwise.types import Message, Sample
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from typing import Any
 
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, DataError, RewardError
-from groupwise.model.chat import check_length
+from groupwise.model.chat_length import check_length
 from groupwise.rewards.base import refuse_failed
 from groupwise.rewards.math import final_answer
 from groupwise.run.collect import Score

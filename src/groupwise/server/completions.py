@@ -16,7 +16,8 @@ from fastapi import APIRouter, Request, Response
 
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
-from groupwise.model.chat import encode_prompt, too_long
+from groupwise.model.chat import encode_prompt
+from groupwise.model.chat_length import too_long
 from groupwise.sdk.types import Usage
 from groupwise.server.bodies import parse_body
 from groupwise.server.chat import ChatParts

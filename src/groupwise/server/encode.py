@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ChatError, ContextLengthError, GroupwiseError, RequestError
 from groupwise.model import chat
+from groupwise.model.chat_length import check_text
 from groupwise.model.supervised import encode_supervised
 from groupwise.server.schema_openai import TemplateOptions
 from groupwise.server.schema_train import ScoredCompletion, ScoredGroup, SftExample
@@ -123,7 +124,7 @@ class _Texts:
     def encode(self, text: str, at: str) -> Ids:
         """Return the ids of a completion."""
         try:
-            chat.check_text(text, self._base.tokenizer, self._base.context_length)
+            check_text(text, self._base.tokenizer, self._base.context_length)
         except ContextLengthError as error:
             raise at_field(error, f"{at}.text") from error
         return self._encoder.encode(text)

@@ -27,7 +27,8 @@ from groupwise import platform
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.forks import GO, end_with, receive_frame, receive_setup, serve_forks
 from groupwise.errors import BodyTooLargeError, GroupwiseError
-from groupwise.model.chat import encode_prompt, least_tokens
+from groupwise.model.chat import encode_prompt
+from groupwise.model.chat_length import least_tokens
 from groupwise.model.supervised import encode_supervised
 from groupwise.server.more_routes import more_routes
 from groupwise.server.reader import DONE, ReadResult

@@ -16,16 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from groupwise.model.chat import (
-    Bridge,
-    bridge_of,
-    encode_rendered,
-    opens_thought,
-    render_prompt,
-    special_ids,
-    stop_ids,
-)
+from groupwise.model.chat import Bridge, bridge_of, encode_rendered, opens_thought, render_prompt, stop_ids
 from groupwise.model.reply_formats.known import format_of
+from groupwise.model.special_text import special_ids
 from groupwise.tasks.tool_calls import parse
 from groupwise.types import Completion, FinishReason, Message, Turn
 
