@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ruamel.yaml
 
 from groupwise.bridges.axolotl import supervised
 from groupwise.bridges.axolotl.dataset_types import NAMED_TEMPLATES, TEMPLATES
+from groupwise.config.formats.keys import Key
 from groupwise.config.formats.tables import keys_of
 from groupwise.config.run import RunConfig
-from groupwise.config.yaml import key_paths
+from groupwise.config.yaml import inline, key_paths
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.loop import run_loop
@@ -112,6 +115,47 @@ def test_a_table_is_consistent(kind: Any):
         assert not key.now or key.now in names, key.name
         for override in key.instead.split() if key.fate == "absent" else ():
             assert override.partition("=")[0] in names | ours, key.name
+
+
+FILES = {"sft": SFT, "dpo": DPO}
+
+
+def asking(key: Key) -> Any:
+    """Return a value with which a key asks for what it is named for."""
+    for value in (7, "x", True, 0.5, [3], {"a": 1}, False):
+        try:
+            if key.kind(value) not in key.off:
+                return value
+        except ValueError:
+            continue
+    raise AssertionError(f"no value for {key.name}")
+
+
+def beside(kind: Any, fate: str) -> dict[str, Any]:
+    """Return the keys at the top level that a file of this kind may have and FILES has not, with values that ask."""
+    said = ruamel.yaml.YAML(typ="safe").load(FILES[kind])
+    keys = [key for key in keys_of(supervised.KEYS[kind]) if key.fate == fate and re.fullmatch(r"\w+", key.name)]
+    return {key.name: asking(key) for key in keys if key.name not in {*said, "trl"}}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_idle_is_listed_and_changes_nothing(read, kind: str):
+    idle = beside(kind, "idle")
+    plain = read(FILES[kind])
+    loaded = read(FILES[kind] + "".join(f"{name}: {inline(value)}\n" for name, value in idle.items()))
+    assert len(idle) > 150 and places(loaded.idle) >= idle.keys()
+    assert loaded.runnable() == plain.runnable()
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_absent_is_refused_and_runs_as_advised(read, kind: str):
+    absent = beside(kind, "absent")
+    keys = {key.name: key for key in keys_of(supervised.KEYS[kind])}
+    text = FILES[kind] + "".join(f"{name}: {inline(value)}\n" for name, value in absent.items())
+    loaded = read(text)
+    assert len(absent) > 70 and places(loaded.refused) == absent.keys()
+    instead = [word for name in absent for word in (keys[name].instead or f"{name}=null").split()]
+    assert read(text, *instead, "data.streaming=false").runnable()
 
 
 def test_a_file_of_sft(read):
