@@ -40,12 +40,14 @@ from groupwise.bridges.trainer_args.optimizer_args import refuse_combinations
 from groupwise.bridges.trainer_args.parallel_args import put_parallel
 from groupwise.bridges.trainer_args.supervised_args import length_in_steps, put_preference_loss, put_rows_per_step
 from groupwise.config.formats.format import Count
+from groupwise.config.formats.keys import Key, idle
 from groupwise.config.formats.tables import keys_of
 from groupwise.config.formats.translation import Note, Translation, run_name
 from groupwise.config.yaml import Document, dotted
 
 Kind = Literal["sft", "dpo"]
 KEYS: Mapping[Kind, Path] = {kind: Path(__file__).with_name(f"{kind}.yaml") for kind in ("sft", "dpo")}
+GRPO = Path(__file__).with_name("keys.yaml")
 SOURCES: Mapping[Kind, str] = {
     "sft": "groupwise.bridges.axolotl.dataset_types:examples",
     "dpo": "groupwise.bridges.axolotl.dataset_types:pairs",
@@ -63,7 +65,7 @@ def kind_of(data: Mapping[str, Any]) -> Kind | None:
 
 def translated(document: Document, kind: Kind, *, folder: Path, count: Count) -> Translation:
     """Return the translation of a file in `folder`; `count` counts the rows of a translation's data."""
-    t = Translation(document, system="Axolotl", keys=keys_of(KEYS[kind]))
+    t = Translation(document, system="Axolotl", keys=_keys(kind))
     for name in ("base_model", "learning_rate", "datasets"):
         if not t.given(name) and not t.given("pretraining_dataset"):
             t.problem(name, "required and missing")
@@ -98,6 +100,14 @@ def translated(document: Document, kind: Kind, *, folder: Path, count: Count) ->
     check_tokens(t)
     check_plugins(t)
     return t
+
+
+def _keys(kind: Kind) -> list[Key]:
+    """Return the table of a kind; of pairs it has `trl.beta`, and what else GRPO has under `trl` does nothing."""
+    table = keys_of(KEYS[kind])
+    known = {key.name for key in table}
+    others = (key.name for key in keys_of(GRPO) if key.name.startswith("trl.") and key.name not in known)
+    return [*table, *(idle(name, "it belongs to GRPO") for name in others if "trl.beta" in known)]
 
 
 def _entries(t: Translation) -> list[dict[str, Any]]:
