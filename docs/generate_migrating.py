@@ -17,6 +17,7 @@ from typing import Any
 
 import ruamel.yaml
 
+from groupwise.bridges.axolotl import supervised as axolotl
 from groupwise.bridges.trl import supervised
 from groupwise.config.formats.format import format_named
 from groupwise.config.formats.keys import Key
@@ -28,6 +29,9 @@ from groupwise.run.config_file import LoadedRun, understand
 TARGET = Path(__file__).parent / "migrating.md"
 TABLES = {name: tuple(format_named(name).keys) for name in ("axolotl", "trl", "aitraining", "prime-rl", "unsloth")}
 TABLES |= {f"trl {kind}": keys_of(supervised.KEYS[kind]) for kind in ("sft", "dpo")}
+SUPERVISED = {kind: keys_of(axolotl.KEYS[kind]) for kind in ("sft", "dpo")}
+TABLES["axolotl sft"] = tuple(key for key in SUPERVISED["sft"] if key not in TABLES["axolotl"])
+TABLES["axolotl dpo"] = tuple(key for key in SUPERVISED["dpo"] if key not in (*TABLES["axolotl"], *SUPERVISED["sft"]))
 TABLES["unsloth"] = tuple(key for key in TABLES["unsloth"] if key not in TABLES["trl"])  # and what differs from TRL's
 PUBLISHED = Path(__file__).parent / "published_configs.yaml"
 BLOCK = re.compile(r"(<!-- ({}) -->\n).*?(<!-- end -->)".format("|".join([*TABLES, "published"])), re.DOTALL)

@@ -22,7 +22,8 @@ from groupwise.cli.main import app
 from groupwise.config.formats.format import format_named
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.serve import serve_config
-from groupwise.config.yaml import key_paths
+from groupwise.config.yaml import Document, key_paths
+from groupwise.run.config_file import GROUPWISE, system_of, understand
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "groupwise"
@@ -256,12 +257,16 @@ def test_the_sessions_parse(page: Path, block: str) -> None:
 
 @pytest.mark.parametrize(("page", "block"), of_pages("yaml"))
 def test_the_yaml_is_a_configuration(page: Path, block: str) -> None:
-    """A whole run, or sections of one, which go with any prompts and rewards. A manifest of Kubernetes only parses."""
+    """A whole run, in whoever's words, or sections of one, which go with any prompts and rewards. A manifest of
+    Kubernetes only parses."""
     data = ruamel.yaml.YAML(typ="safe").load(block)
     if "apiVersion" in data or isinstance(data, list):  # a list: the table of another format's keys
         return
     if {"learn", "gate"} & data.keys():  # a server's
         assert serve_config(data, environ={})
+        return
+    if system_of(data) != GROUPWISE:  # without its rows, which nobody counts then
+        assert understand(Document(data, name_of(page)), ["max_steps=1"], folder=page.parent).runnable()
         return
     rest: dict[str, Any] = {} if "env" in data else {"data": {"source": "x.jsonl"}, "rewards": ["my_rewards:exact"]}
     parse_config({**rest, **data})

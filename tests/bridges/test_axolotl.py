@@ -297,7 +297,7 @@ def test_flex_attention_is_ours(read, override: str):
         ("trl.generation_kwargs={suppress_tokens: [3]}", "trl.generation_kwargs=null"),
         ("chat_template=llama3", "chat_template=tokenizer_default"),
         ("special_tokens.eos_token=x", "special_tokens.eos_token=null"),
-        ("plugins=[axolotl.integrations.cut_cross_entropy.X]", "plugins=null"),
+        ("plugins=[axolotl.integrations.spectrum.X]", "plugins=null"),
         ("resume_from_checkpoint=x", "auto_resume_from_checkpoints=true"),
         ("datasets[0].trust_remote_code=true", "datasets[0].trust_remote_code=null"),
         ("adapter=null", "adapter=lora"),
@@ -661,3 +661,10 @@ def test_the_python_of_the_folder_is_left_alone(read, tmp_path: Path):
     """Reading a file imports no module of the user's."""
     (tmp_path / "rewards.py").write_text("raise RuntimeError('imported')")
     read(QUICK_START, *LOCAL).runnable()
+
+
+def test_the_order_of_the_rows_is_kept_where_it_is_asked_for(read):
+    said = {None: True, "false": True, "true": False}
+    for value, shuffled in said.items():
+        config = read(QUICK_START, *LOCAL, *([] if value is None else [f"curriculum_sampling={value}"])).config
+        assert config.data is not None and config.data.shuffle is shuffled

@@ -57,10 +57,12 @@ def test_validator_cases_that_are_refused(tmp_path, case, given):
         axolotl(tmp_path, **given)
 
 
-@pytest.mark.parametrize(("case", "rl"), [(7, "dpo"), (8, "null")])
-def test_validator_cases_of_other_trainers_are_not_ours(tmp_path, case, rl):
-    with raises(ConfigError):
-        axolotl(tmp_path, **{"rl": rl, **sizes(1, 3, 4 if rl == "dpo" else None)})
+def test_validator_cases_of_other_trainers_have_no_groups(tmp_path):
+    with raises(ConfigError):  # case 8
+        axolotl(tmp_path, **{"rl": "null", **sizes(1, 3, None)})
+    pairs = axolotl(tmp_path, **{"rl": "dpo", **sizes(1, 3, 4)})  # case 7
+    assert pairs.config.kind == "dpo" and pairs.config.rollout.prompts_per_step == 3
+    assert any(note.place.startswith("trl.num_generations") for note in pairs.idle)
 
 
 def test_gdpo_is_checked_like_grpo(tmp_path):

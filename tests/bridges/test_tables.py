@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.bridges.axolotl import importer as axolotl
+from groupwise.bridges.axolotl import trainer as axolotl
 from groupwise.bridges.trainer_args import grpo_args, optimizer_args
 from groupwise.config.formats.format import format_named
 from groupwise.config.formats.keys import Key

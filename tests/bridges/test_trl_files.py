@@ -105,6 +105,7 @@ def test_every_argument_of_trl_is_in_the_table_and_has_its_default():
     assert theirs.keys() - ours.keys() == set()
     assert ours.keys() - theirs.keys() == {
         "trl_version",
+        "kind",
         "accelerate_config",
         "num_processes",
         "warmup_ratio",

@@ -1,4 +1,4 @@
-"""Scripts that call TRL's SFTTrainer or DPOTrainer: every argument is in a table with TRL's default, and what they come
+"""Scripts and files of TRL's SFT and DPO: every argument is in a table with TRL's default, and what they come
 to."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from groupwise.config.formats.tables import keys_of
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.loop import run_loop
+from groupwise.store.tracking import read_metrics
 from wording import raises
 
 DPO = """\
@@ -167,3 +168,112 @@ def test_what_overrides_say_of_the_data_is_read(read):
         assert ours.data is not None and len(ours.data.sources) == 2 and not ours.rewards
     with pytest.raises(ConfigError, match="max_steps"):
         read(SFT, "dataset_streaming=true")
+
+
+# ---- the YAML of `trl sft --config` and `trl dpo --config` ----
+
+FILE = """\
+model_name_or_path: starter
+dataset_name: pairs.jsonl
+per_device_train_batch_size: 2
+learning_rate: 1.0e-4
+max_steps: 2
+use_peft: true
+lora_target_modules: all-linear
+"""
+
+
+@pytest.fixture
+def read_yaml(read, tmp_path: Path):
+    """`read_yaml(text, *overrides)`: what is made of a YAML file beside the rows of `read`."""
+
+    def read_yaml(text: str, *overrides: str) -> LoadedRun:
+        (tmp_path / "config.yaml").write_text(text)
+        return read_run(tmp_path / "config.yaml", overrides)
+
+    return read_yaml
+
+
+@pytest.mark.parametrize(
+    ("override", "kind"),
+    [
+        ("packing=true", "sft"),
+        ("completion_only_loss=true", "sft"),
+        ("max_seq_length=512", "sft"),
+        ("precompute_ref_log_probs=true", "dpo"),
+        ("label_smoothing=0.0", "dpo"),
+        ("kind=sft", "sft"),
+        ("kind=dpo", "dpo"),
+    ],
+)
+def test_a_file_says_by_its_keys_which_it_is_for(read_yaml, override: str, kind: str):
+    loaded = read_yaml(FILE, override)
+    config = loaded.runnable()
+    assert (loaded.system, config.kind, config.rollout.prompts_per_step, config.train.steps) == ("TRL", kind, 2, 2)
+    assert config.data is not None and config.data.source == "pairs.jsonl" and not config.rewards
+
+
+def test_keys_of_two_of_them_decide_together_or_kind_does(read_yaml):
+    assert read_yaml(FILE, "max_length=512", "beta=0.2").runnable().dpo.beta == 0.2
+    with raises(ConfigError, field="max_length"):
+        read_yaml(FILE, "max_length=512")
+    assert read_yaml(FILE, "max_length=512", "kind=dpo").runnable().kind == "dpo"
+    assert read_yaml(f"{FILE}kind: sft\n").runnable().kind == "sft"
+
+
+def test_a_file_of_grpo_stays_one(read_yaml):
+    assert read_yaml(FILE, "num_generations=2", "rewards=[m:f]").runnable().kind == "grpo"
+    assert read_yaml(FILE, "reward_funcs=[m.f]", "num_generations=2").runnable().kind == "grpo"
+    with raises(ConfigError):
+        read_yaml(FILE, "num_generations=2", "packing=true")
+
+
+@pytest.mark.parametrize("batch", [2, 8])  # the first is no whole group
+def test_a_file_that_says_nothing_is_told_how_it_is_read(read_yaml, batch: int):
+    with raises(ConfigError) as caught:
+        read_yaml(FILE, f"per_device_train_batch_size={batch}").runnable()
+    assert "kind=sft" in str(caught.value) and "kind=dpo" in str(caught.value)
+    with pytest.raises(ConfigError) as other:
+        read_yaml(FILE, "num_generations=2").runnable()
+    assert "kind=sft" not in str(other.value)
+
+
+def test_a_kind_beside_a_script_is_the_scripts_own(read):
+    assert read(DPO, "kind=dpo").runnable().kind == "dpo"
+    for script in (DPO, UNSLOTH):
+        with raises(ConfigError):
+            read(script, "kind=sft")
+
+
+def test_what_a_yaml_says_runs(read_yaml, tmp_path: Path):
+    here = (f"output_dir={tmp_path / 'runs'}", "scoring.workers=0", "device=cpu")
+    result = run_loop(read_yaml(FILE, "packing=true", *here).runnable())
+    assert result.steps == 2 and result.trained
+
+
+SLICED = """\
+from datasets import load_dataset
+from trl import DPOConfig, DPOTrainer
+
+train = load_dataset("json", data_files="pairs.jsonl", split="train[:4]")
+held_out = load_dataset("json", data_files="pairs.jsonl", split="train[4:]")
+args = DPOConfig(
+    max_steps=4, per_device_train_batch_size=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True
+)
+DPOTrainer("starter", args=args, train_dataset=train, eval_dataset=held_out).train()
+"""
+
+
+def test_held_out_rows_are_those_of_the_script_and_their_loss_chooses(read, tmp_path: Path):
+    config = read(SLICED).runnable()
+    assert config.data is not None and config.eval is not None and config.eval.data is not None
+    assert (config.data.split, config.eval.data.split) == ("train[:4]", "train[4:]")
+    assert (config.eval.every, config.eval.best) == (2, "loss")
+    by_epoch = SLICED.replace('eval_strategy="steps", eval_steps=2', 'eval_strategy="epoch"')
+    assert (found := read(by_epoch).runnable().eval) is not None and found.every == 2
+    result = run_loop(read(SLICED, f"output_dir={tmp_path / 'runs'}", "device=cpu", "scoring.workers=0").runnable())
+    told = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "eval/loss" in row]
+    assert [row["step"] for row in told] == [0, 2, 4] and all("eval/accuracy" in row for row in told)
+    for said, instead in ((", eval_dataset=held_out", ""), ("eval_steps=2", "eval_steps=2, metric_for_best_model='x'")):
+        with raises(ConfigError):
+            read(SLICED.replace(said, instead)).runnable()

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from groupwise.errors import ChatError, ContextLengthError
-from groupwise.model import chat, chat_length, supervised
+from groupwise.model import chat, chat_length, pieces, supervised
 from groupwise.model.chat import (
     CompletionEncoder,
     closing_ids,
@@ -418,7 +418,7 @@ def test_a_long_conversation_is_what_each_of_its_prefixes_says(name, messages):
     tokenizer = with_template(LONG[name])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervised, "FEW_MESSAGES", 10**9)
-        patch.setattr(chat, "_encode_by_tails", lambda pieces, tokenizer: None)
+        patch.setattr(pieces, "_encode_by_tails", lambda pieces, tokenizer: None)
         expected = outcome(messages, tokenizer)
     assert outcome(messages, tokenizer) == expected
 

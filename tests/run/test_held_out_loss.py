@@ -77,18 +77,20 @@ def test_the_best_version_may_be_that_of_the_least_loss(run):
 def test_beside_rewards_both_are_told(run):
     result = run_loop(run("sft", rewards=SAYS_A, eval={"every": 0}))
     assert len(told(result.run_dir, "eval/loss")) == len(told(result.run_dir, "eval/greedy/reward")) == 2
-    asked = run("sft", rewards=SAYS_A, eval={"data": {"source": "asked.jsonl"}, "every": 0}, train={"steps": 1})
+    asked = run(
+        "sft", name="asked", rewards=SAYS_A, eval={"data": {"source": "asked.jsonl"}, "every": 0}, train={"steps": 1}
+    )
     result = run_loop(asked)
     assert not told(result.run_dir, "eval/loss") and told(result.run_dir, "eval/greedy/reward")
 
 
 def test_rows_that_are_too_long_are_passed_over(run):
     with pytest.warns(UserWarning, match="passed over"):
-        some = run_loop(run("sft", eval={"data": {"source": "some.jsonl"}, "every": 0}))
+        some = run_loop(run("sft", name="some", eval={"data": {"source": "some.jsonl"}, "every": 0}))
     whole = run_loop(run("sft", eval={"every": 0}))
     assert told(some.run_dir, "eval/loss") == told(whole.run_dir, "eval/loss")
     with raises(DataError, field="eval.data"), pytest.warns(UserWarning, match="passed over"):
-        run_loop(run("sft", eval={"data": {"source": "long.jsonl"}}))
+        run_loop(run("sft", name="long", eval={"data": {"source": "long.jsonl"}}))
 
 
 def test_rows_without_answers_are_refused_where_nothing_else_is_evaluated(run):

@@ -18,7 +18,7 @@ from groupwise.run.evaluate import load_evaluations
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics, read_rollouts
 from running_jobs import Dies, DiesAfter, adapter_bytes, from_file, metrics_of
-from wording import raises
+from wording import raises, wording
 
 PAIRS = [
     {"prompt": f"Spell {word} backwards.", "chosen": word[::-1], "rejected": word}
@@ -153,6 +153,17 @@ def test_check_tries_a_step(file):
     report = check(file())
     assert report.trained_step.grad_norm is not None and report.trained_step.grad_norm > 0
     assert report.trained_step.seconds > 0 and report.step.completions == 8 and not report.warnings
+
+
+def test_pairs_that_prefer_nothing_are_counted_and_teach_nothing(file, tmp_path: Path):
+    """People's sets have some; their gradient is 0."""
+    same = [{"prompt": f"Spell {word} backwards.", "chosen": word, "rejected": word} for word in ("abc", "bad")]
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in same))
+    config = file(data={"source": "same.jsonl"}, rollout={"prompts_per_step": 2}, train={"steps": 1})
+    report = check(config)
+    assert report.trained_step.grad_norm == 0
+    (said,) = report.warnings
+    wording(said)
 
 
 def test_check_says_nothing_of_completions_that_nobody_samples(file):

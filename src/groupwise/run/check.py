@@ -596,8 +596,11 @@ def _of_data(plan: RunPlan, encoded: Sequence[Prompt], *, context: int) -> Itera
             f"{context} tokens; their completions will be cut sooner"
         )
     asked = {_question(prompt) for prompt in plan.source.known}
-    if both := sum(_question(prompt) in asked for prompt in plan.eval_prompts or plan.eval_answers):
-        yield f"{both} of {len(plan.eval_prompts)} evaluation prompts are also training prompts: they are not held out"
+    held_out = plan.eval_prompts or plan.eval_answers
+    if both := sum(_question(prompt) in asked for prompt in held_out):
+        yield f"{both} of {len(held_out)} evaluation prompts are also training prompts: they are not held out"
+    if plan.config.kind == "dpo" and (same := sum(each.answer == each.rejected for each in plan.source.known)):
+        yield f"in {same} of {len(plan.source.known)} pairs both completions are the same: they teach nothing"
 
 
 def _question(prompt: Prompt) -> str:

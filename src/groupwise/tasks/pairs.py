@@ -53,13 +53,8 @@ def to_pair(row: Any, *, id: str, config: RowsConfig) -> Prompt:
 
 
 def _with_answers(prompt: Prompt, chosen: Said, rejected: Said) -> Prompt:
-    """Return the prompt with both completions. Raises DataError where they are the same, which teaches nothing."""
+    """Return the prompt with both completions."""
     answer, other = (_answer(said, f"{prompt.id}: {key}") for said, key in zip((chosen, rejected), KEYS, strict=True))
-    if answer == other:
-        raise DataError(
-            f"{prompt.id}: 'chosen' and 'rejected' are the same, so that the pair prefers nothing",
-            hint="leave such rows out (data.filter)",
-        )
     return replace(prompt, answer=answer, rejected=other)
 
 

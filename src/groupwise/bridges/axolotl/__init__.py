@@ -1,1 +1,1 @@
-"""Axolotl: its GRPO files are read as runs."""
+"""Axolotl: its files of GRPO, SFT and DPO are read as runs."""

@@ -71,7 +71,7 @@ def rows(
         parts = []
         for entry in datasets:
             with reading(entry["path"]):
-                parts.append(_load(entry, folder))
+                parts.append(load_entry(entry, folder))
         for index, entry in enumerate(datasets):
             parts[index] = _transformed(parts[index], entry, index, folder, settings, model)
         whole = library.concatenate_datasets(parts)
@@ -101,8 +101,8 @@ def _part(whole: Dataset, part: str, held_out: float, seed: int) -> Dataset:
     return whole.shuffle(seed=seed).select(span)
 
 
-def _load(entry: Mapping[str, Any], folder: str) -> Dataset:
-    """Return one entry's dataset, before its transform."""
+def load_entry(entry: Mapping[str, Any], folder: str) -> Dataset:
+    """Return one entry's dataset as it is written. Raises DataError."""
     import datasets as library
 
     path, split, files = entry["path"], entry.get("split", "train"), entry.get("data_files")
@@ -176,6 +176,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def tokenizer_of(model: str | None) -> Any:
+    """Return the tokenizer of a model; None where no model is named."""
     from transformers import AutoTokenizer
 
     from groupwise.config.run import STARTER, STARTER_DIR

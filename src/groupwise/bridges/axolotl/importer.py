@@ -1,4 +1,4 @@
-"""Reads an Axolotl GRPO file as a run's configuration.
+"""Reads an Axolotl file as a run's configuration: of GRPO here, of SFT and DPO in `supervised.py`.
 
     rl: grpo | gdpo          datasets, transforms and reward modules beside the file, as there
     trl: {...}               GRPO's arguments, and the asynchronous trainer's
@@ -14,17 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.bridges.axolotl.chat_templates import why_not
+from groupwise.bridges.axolotl import supervised
+from groupwise.bridges.axolotl.trainer import (
+    BITS,
+    NAMES,
+    check_plugins,
+    check_template,
+    put_adapter,
+    put_machine,
+    put_optimizer_and_floor,
+    put_order,
+    put_run,
+)
 from groupwise.bridges.trainer_args.batch_sizes import Names, put_batch
 from groupwise.bridges.trainer_args.grpo_args import put_algorithm, put_rewards, put_sampling
-from groupwise.bridges.trainer_args.optimizer_args import (
-    Length,
-    OptimizerNames,
-    length_of,
-    put_optimizer,
-    put_quantization,
-    refuse_combinations,
-)
+from groupwise.bridges.trainer_args.optimizer_args import Length, length_of, refuse_combinations
 from groupwise.bridges.trainer_args.parallel_args import put_parallel
 from groupwise.bridges.trainer_args.sources import name_apart, source_of
 from groupwise.bridges.trainer_args.vllm_args import put_vllm
@@ -36,19 +40,6 @@ from groupwise.config.yaml import Document
 
 KEYS = Path(__file__).with_name("keys.yaml")
 ROWS = "groupwise.bridges.axolotl.data:rows"
-
-NAMES = OptimizerNames(
-    learning_rate="learning_rate",
-    optimizer="optimizer",
-    schedule="lr_scheduler",
-    schedule_kwargs="lr_scheduler_kwargs",
-    max_steps="max_steps",
-    epochs="num_epochs",
-    warmup_steps="warmup_steps",
-    warmup_ratio="warmup_ratio",
-)
-
-ATTENTION = "attention is chosen by the model and the device"
 
 ASYNC_ONLY = (
     "trl.vllm_sync_interval",
@@ -74,6 +65,8 @@ SIZES = Names(
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     """Return the translation of a file in `folder`; `count` counts the prompts of a translation's data."""
+    if (kind := supervised.kind_of(document.data)) is not None:
+        return supervised.translated(document, kind, folder=folder, count=count)
     t = Translation(document, system="Axolotl", keys=_keys(document.data))
     _require(t)
     t.put("name", run_name(Path(document.name).stem), origin="the file's name")
@@ -90,16 +83,16 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
         t.problem("datasets", f"{rows} prompts are fewer than the {batch.prompts} of one step")
         t.raise_problems()
     length = length_of(t, NAMES, steps_there=batch.steps_there, passes=t["trl.num_iterations"], per_epoch=per_epoch)
-    _put_optimizer(t, length)
+    put_optimizer_and_floor(t, length)
     off_policy = _put_pipeline(t, length)
     t.stand_in("trl.beta", "rl_beta")
     put_algorithm(t, "trl.", off_policy=off_policy)
-    _put_adapter(t)
+    put_adapter(t)
     put_vllm(t, "trl.", lora=t["adapter"] is not None, mode="server")
-    _put_machine(t)
+    put_machine(t)
     put_parallel(t, folder)
-    refuse_combinations(t, bits=("adapter", "load_in_4bit", "load_in_8bit"), dora="peft_use_dora", vllm="trl.use_vllm")
-    _put_run(t, length)
+    refuse_combinations(t, bits=BITS, dora="peft_use_dora", vllm="trl.use_vllm", optimizer=NAMES.optimizer)
+    put_run(t, length)
     _put_eval(t, folder, length, per_epoch)
     return t
 
@@ -117,45 +110,18 @@ def _keys(data: Mapping[str, Any]) -> list[Any]:
 
 def _require(t: Translation) -> None:
     if t["rl"] not in ("grpo", "gdpo"):
-        said = "required and missing" if t["rl"] is None else f"{t['rl']} is not trained here"
-        t.problem("rl", f"{said}; write grpo or gdpo")
+        if t["rl"] is not None:  # the other keys belong to it
+            t.problems.clear()
+        said = "required with trl, and missing" if t["rl"] is None else f"{t['rl']} is not trained here"
+        t.problem("rl", f"{said}; write grpo, gdpo, dpo or ipo, or neither rl nor trl for SFT")
+        t.raise_problems()
     if t["rl"] == "gdpo" and t["trl.multi_objective_aggregation"] != "normalize_then_sum":
         t.problem("trl.multi_objective_aggregation", "rl: gdpo is normalize_then_sum; write rl: grpo for the other")
-    _check_template(t)
+    check_template(t, t["chat_template"])
     for name in ("base_model", "learning_rate", "datasets"):
         if not t.given(name):
             t.problem(name, "required and missing")
-    if [each for each in t["plugins"] or [] if "liger" not in each.lower()]:
-        t.refuse("plugins", "there are no plugins; LigerPlugin alone changes no result")
-
-
-def _check_template(t: Translation) -> None:
-    """Prompts are rendered with the tokenizer's own template or `chat_template_jinja`; another name must stand for what
-    the tokenizer's own renders."""
-    name = t["chat_template"]
-    if name is None or name.startswith("tokenizer_default") or (name == "jinja" and t.given("chat_template_jinja")):
-        return
-    from groupwise.bridges.axolotl.data import tokenizer_of
-
-    try:
-        why = why_not(name, tokenizer_of(t["base_model"])) if t.given("base_model") else None
-    except Exception as error:  # no such model, no network, a damaged file: transformers raises many
-        first = (str(error).splitlines() or [""])[0]
-        why = f"it cannot be compared, for the tokenizer cannot be read: {type(error).__name__}: {first}"
-    if why is not None:
-        why = f"prompts are rendered with the tokenizer's own template; {why}"
-        t.refuse("chat_template", why, instead="chat_template=tokenizer_default")
-
-
-def _put_optimizer(t: Translation, length: Length) -> None:
-    """Axolotl warms up for 3% of the run, 100 steps at most, unless told otherwise."""
-    warmup = None if length.there is None else min(int(0.03 * length.there), 100)
-    put_optimizer(t, NAMES, length, warmup=2 if warmup == 1 else warmup)
-    ratio = "cosine_min_lr_ratio"
-    if t.given(ratio) and t[NAMES.schedule] == "cosine":
-        t.put("train.final_rate", t[ratio], ratio)
-    elif t.given(ratio):
-        t.note_idle(ratio, "it acts with the schedule cosine only")
+    check_plugins(t)
 
 
 def _put_pipeline(t: Translation, length: Length) -> bool:
@@ -185,6 +151,7 @@ def _put_pipeline(t: Translation, length: Length) -> bool:
 # ---- the data ----
 def _put_data(t: Translation, folder: Path) -> None:
     held_out = t["val_set_size"] or 0
+    put_order(t)
     _put_dataset(t, "data", "datasets", folder, part="train" if held_out else None)
     if t.given("test_datasets"):
         _put_dataset(t, "eval.data", "test_datasets", folder, part=None)
@@ -246,65 +213,6 @@ def _local(path: str, folder: Path) -> str | None:
     if (folder / path).exists():
         return path
     return str(Path(path).resolve()) if Path(path).exists() else None
-
-
-# ---- the model and the machine ----
-def _put_adapter(t: Translation) -> None:
-    adapter, rank = t["adapter"], t["lora_r"]
-    if adapter is None:
-        t.clear("train.lora", "adapter", origin="no adapter is named")
-        t.put("dtype", "float32", origin="all parameters are trained")
-        if name := next((each for each in ("lora_r", "lora_alpha", "lora_target_modules") if t.given(each)), None):
-            t.refuse(name, "it acts with an adapter; as it is, all parameters are trained", instead="adapter=lora")
-        return
-    if adapter not in ("lora", "qlora"):
-        t.refuse("adapter", f"{adapter} is not here; lora and qlora are", instead="adapter=lora")
-    put_quantization(t, four="load_in_4bit", eight="load_in_8bit", asked="adapter" if adapter == "qlora" else None)
-    t.put("train.lora.rank", rank, "lora_r")
-    t.put("train.lora.alpha", t["lora_alpha"], "lora_alpha")
-    t.put("train.lora.use_rslora", t["peft_use_rslora"], "peft_use_rslora")
-    t.put("train.lora.use_dora", t["peft_use_dora"], "peft_use_dora")
-    t.put("train.lora.dropout", t["lora_dropout"], "lora_dropout")
-    modules = t["lora_target_modules"]
-    if t["lora_target_linear"] or modules == "all-linear":
-        t.put("train.lora.targets", "all-linear", "lora_target_linear", "lora_target_modules")
-    elif modules:
-        t.put("train.lora.targets", modules, "lora_target_modules")
-    else:
-        t.note_difference("lora_target_linear", "not set: all-linear is adapted; there PEFT chooses")
-    t.put("adapters.start", t["lora_model_dir"], "lora_model_dir")
-
-
-def _put_machine(t: Translation) -> None:
-    if t["adapter"] is not None:
-        t.put("dtype", "float32" if t["bf16"] is False else "auto", "bf16")
-    checkpointing = t["gradient_checkpointing"]
-    if checkpointing is not None:
-        offload = isinstance(checkpointing, str) and checkpointing.startswith("offload")
-        t.put("train.gradient_checkpointing", "offload" if offload else bool(checkpointing), "gradient_checkpointing")
-    if t["flex_attention"] or t["attn_implementation"] == "flex_attention":
-        t.put("train.attention", "flex", "flex_attention", "attn_implementation")
-    elif t.given("attn_implementation"):
-        t.note_idle("attn_implementation", ATTENTION)
-
-
-def _put_run(t: Translation, length: Length) -> None:
-    """Checkpoints, what is kept, and where metrics go."""
-    steps, strategy = t["save_steps"], t["save_strategy"]
-    if strategy == "no":
-        t.put("checkpoint.every", 0, "save_strategy")
-    elif steps:
-        t.put("checkpoint.every", length.interval(steps), "save_steps")
-    t.put("adapters.keep", t["save_total_limit"], "save_total_limit")
-    if t["auto_resume_from_checkpoints"]:
-        t.put("resume", "auto", "auto_resume_from_checkpoints")
-    if t["use_wandb"] is not False and t["wandb_mode"] != "disabled":
-        t.put("tracking.wandb", t["wandb_project"], "wandb_project")
-        if t.given("wandb_project"):
-            t.put("tracking.wandb_entity", t["wandb_entity"], "wandb_entity")
-            t.put("tracking.wandb_name", t["wandb_name"], "wandb_name")
-    if t["wandb_mode"] not in (None, "disabled", "online"):
-        t.note_idle("wandb_mode", "W&B reads WANDB_MODE")
 
 
 def _put_eval(t: Translation, folder: Path, length: Length, per_epoch: int | None) -> None:

@@ -136,22 +136,29 @@ def put_quantization(t: Translation, *, four: str, eight: str, asked: str | None
         t.put("quantization", "int8", eight)
 
 
-def refuse_combinations(t: Translation, *, bits: Sequence[str], dora: str | None, vllm: str) -> None:
-    """Refuse what of a quantised base and DoRA does not go with the rest of the file here; `bits`, `dora` and `vllm`
-    are the names of the keys that ask for them. Called when all of these have been put."""
+def refuse_combinations(
+    t: Translation, *, bits: Sequence[str], dora: str | None, vllm: str, optimizer: str = "optim"
+) -> None:
+    """Refuse what of a quantised base, DoRA and the optimizer does not go with the rest of the file here; `bits`,
+    `dora`, `vllm` and `optimizer` are the names of the keys that ask for them. Called when all of these have been
+    put."""
     data: dict[str, Any] = t.draft.data
     train = data.get("train", {})
     kind, lora, by_vllm = data.get("quantization"), train.get("lora") or {}, data.get("engine") == "vllm"
-    asked = next((name for name in bits if t.given(name) and t[name] not in (None, False, "lora")), bits[0])
+    asking = [name for name in bits if t.given(name) and t[name] not in (None, False, "lora")] or [bits[0]]
     if kind and (by_vllm or train.get("parallel") == "fsdp"):
         what = "vLLM would sample from other weights than train" if by_vllm else "FSDP does not cut quantised weights"
-        plain = f"{asked}={'lora' if asked == 'adapter' else 'false'}"
-        t.refuse(asked, what, instead=f"{vllm}=false" if by_vllm else plain)
+        plain = " ".join(f"{name}={'lora' if name == 'adapter' else 'false'}" for name in asking)
+        t.refuse(asking[0], what, instead=f"{vllm}=false" if by_vllm else plain)
         t.drop("quantization")
     if dora is not None and lora.get("use_dora") and (by_vllm or kind):
         what = "vLLM serves no DoRA" if by_vllm else "DoRA needs norms of weights that are not quantised"
         t.refuse(dora, what, instead=f"{vllm}=false" if by_vllm else f"{dora}=false")
         del lora["use_dora"]
+    whole = "lora" in train and train["lora"] is None
+    if whole and train.get("parallel") == "fsdp" and train.get("optimizer", "adamw") != "adamw":
+        what = f"{train.pop('optimizer')} cannot keep moments of weights that FSDP cuts"
+        t.refuse(optimizer, what, instead=f"{optimizer}=adamw_torch")
 
 
 def _put_warmup(t: Translation, names: OptimizerNames, length: Length, *, peak: float, default: float | None) -> None:

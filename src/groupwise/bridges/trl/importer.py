@@ -1,4 +1,5 @@
-"""TRL's arguments as a run of ours: the YAML of `trl grpo --config`, or a `GRPOConfig` in Python.
+"""TRL's arguments as a run of ours: the YAML of `trl grpo --config`, or a `GRPOConfig` in Python; what is SFT's and
+DPO's is in `supervised.py`.
 
     model_name_or_path: Qwen/Qwen3-0.6B
     dataset_name: trl-lib/DeepMath-103K
@@ -35,10 +36,12 @@ from groupwise.bridges.trl.sources import put_dataset, put_sources
 from groupwise.config.formats.format import ConfigFormat, Count
 from groupwise.config.formats.keys import Key
 from groupwise.config.formats.tables import keys_of
-from groupwise.config.formats.translation import Translation, run_name
+from groupwise.config.formats.translation import MISSING, Translation, run_name
 from groupwise.config.yaml import Document
+from groupwise.errors import GroupwiseError
 
 KEYS = Path(__file__).with_name("keys.yaml")
+GRPO = {key.name for key in keys_of(KEYS)}
 REWARDS = {
     name: {"function": f"trl.rewards:{name}"}
     for name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
@@ -76,13 +79,29 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     if (trainer := supervised.trainer_of(document.data)) is not None:
         t = Translation(document, system="TRL", keys=supervised.keys(trainer))
         return supervised.translated(t, trainer, folder=folder, count=count)
-    keys = [*_keys(document.data), *(keys_of(SCRIPT) if "GRPOTrainer" in document.data else ())]
-    return complete(Translation(document, system="TRL", keys=keys), folder=folder, count=count)
+    called = "GRPOTrainer" in document.data
+    keys = [*_keys(document.data), *(keys_of(SCRIPT) if called else ())]
+    trainer = None if called else supervised.trainer_of_keys(document.data, grpo=GRPO)
+    if trainer is not None:
+        t = Translation(document, system="TRL", keys=supervised.keys(trainer))
+        return supervised.translated(t, trainer, folder=folder, count=count)
+    try:
+        return complete(Translation(document, system="TRL", keys=keys), folder=folder, count=count)
+    except GroupwiseError as error:
+        if _says_no_trainer(document.data):
+            error.hint = f"{f'{error.hint}; ' if error.hint else ''}if it is no file of `trl grpo`, {supervised.SAY}"
+        raise
+
+
+def _says_no_trainer(data: Mapping[str, Any]) -> bool:
+    """Return whether a file is read as one of `trl grpo` although nothing in it says so."""
+    return not {"kind", "GRPOTrainer"} & data.keys() and bool(supervised.trainers_with_keys(data, grpo=GRPO))
 
 
 def complete(t: Translation, *, folder: Path, count: Count) -> Translation:
     """Return what becomes of TRL's arguments in a translation that has been begun."""
     document = t.document
+    supervised.check_kind(t, "grpo")
     t.put("name", run_name(Path(document.name).stem), origin="the file's name")
     batch = _put_batch(t)
     _put_data(t)
@@ -172,6 +191,16 @@ def _put_eval(t: Translation, length: Length, per_epoch: int | None) -> None:
         t.put("eval.best", "sampled", "load_best_model_at_end")
 
 
+def _ask_for_rewards(t: Translation) -> bool:
+    """Say of a file without rewards, in which nothing says what it is of, how it is read as one of SFT or DPO."""
+    learns = t.draft.data.get("kind", "grpo") == "grpo" and "env" not in t.draft.data
+    if learns and "rewards" not in t.draft.data and _says_no_trainer(t.document.data):
+        what = f"no rewards of TRL's are said, and nothing says that it is a file of `trl grpo`; {supervised.SAY}"
+        t.refuse("rewards", what, instead="rewards=[MODULE:FUNCTION]")
+        t.put("rewards", ["MODULE:FUNCTION"], origin=MISSING)
+    return False
+
+
 FORMAT = ConfigFormat(
     name="TRL",
     order=50,
@@ -179,4 +208,5 @@ FORMAT = ConfigFormat(
     table=KEYS,
     translate=translate,
     parse={".py": parse_script, ".ipynb": parse_script},
+    complete=_ask_for_rewards,
 )

@@ -309,7 +309,7 @@ class _Script:
         pairs = dict(zip(("path", "name"), call.args, strict=False)) | named
         read = {str(name): self._value(each, "") for name, each in pairs.items()}
         if read.get("path") in ("json", "csv", "parquet") and isinstance(read.get("data_files"), str):
-            return {"path": read["data_files"]}
+            return {"path": read["data_files"]} | ({"split": read["split"]} if "[" in (read.get("split") or "") else {})
         known = read.keys() <= {"path", "name", "split"} and all(isinstance(each, str) for each in read.values())
         return read if known and read.keys() >= {"path", "split"} else None
 

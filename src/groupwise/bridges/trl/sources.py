@@ -98,6 +98,7 @@ def put_dataset(t: Translation, to: str, split: str) -> None:
     if name is None:
         return
     t.put(f"{to}.source", name, "dataset_name")
-    if not name.endswith(FILES):
+    if not name.endswith(FILES) or "[" in (t[split] or ""):  # a file has no splits, and slices of its rows
         t.put(f"{to}.split", t[split], split)
+    if not name.endswith(FILES):
         t.put(f"{to}.args", {"name": t["dataset_config"]} if t.given("dataset_config") else None, "dataset_config")

@@ -1,41 +1,63 @@
-"""Scripts of TRL's that call SFTTrainer or DPOTrainer as a run of ours: `kind: sft` and `kind: dpo`.
+"""Arguments of TRL's SFTTrainer or DPOTrainer as a run of ours: `kind: sft` and `kind: dpo`.
 
     trainer = SFTTrainer(model="Qwen/Qwen3-0.6B", args=SFTConfig(max_steps=100), train_dataset=dataset)
     trainer = DPOTrainer(model="Qwen/Qwen3-0.6B", args=DPOConfig(beta=0.1), train_dataset=dataset)
 
-`bridges/trl/script.py` reads them and runs none of it; `sft.yaml` and `dpo.yaml` are the tables of their arguments. A
-step here is an optimizer step there: the micro-batches that it accumulates, on all processes.
+`bridges/trl/script.py` reads such scripts and runs none of them. The YAML of `trl sft --config` and `trl dpo --config`
+has the same arguments, and which of the two it is for, keys say that only one has (`packing`, `label_smoothing`), or
+else `kind`. `sft.yaml` and `dpo.yaml` are the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from groupwise.bridges.trainer_args.optimizer_args import (
-    TRANSFORMERS,
-    length_of,
-    put_optimizer,
-    refuse_combinations,
-)
+from groupwise.bridges.trainer_args.optimizer_args import TRANSFORMERS, Length, put_optimizer, refuse_combinations
 from groupwise.bridges.trainer_args.parallel_args import put_parallel
+from groupwise.bridges.trainer_args.supervised_args import length_in_steps, put_preference_loss, put_rows_per_step
 from groupwise.bridges.trl.every_trainer import SCRIPT, put_model, put_run
-from groupwise.bridges.trl.sources import put_sources
+from groupwise.bridges.trl.sources import put_dataset, put_sources
 from groupwise.config.formats.format import Count
 from groupwise.config.formats.keys import Key
 from groupwise.config.formats.tables import keys_of
 from groupwise.config.formats.translation import Translation, run_name
+from groupwise.errors import ConfigError
 
 TRAINERS = {"SFTTrainer": "sft", "DPOTrainer": "dpo"}
 KEYS = {kind: Path(__file__).with_name(f"{kind}.yaml") for kind in TRAINERS.values()}
-LOSSES = ("sigmoid", "ipo")
+SAY = "say it behind the file: kind=sft for a file of `trl sft`, kind=dpo for one of `trl dpo`"
 WHOLE = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
 
 
 def trainer_of(data: Mapping[str, Any]) -> str | None:
     """Return which of these trainers a script calls; None for neither."""
     return next((name for name in TRAINERS if name in data), None)
+
+
+def trainer_of_keys(data: Mapping[str, Any], *, grpo: Collection[str]) -> str | None:
+    """Return which of these trainers a YAML file is for: that of its `kind`, or the only one that has all its keys.
+    None where `trl grpo`, whose keys are `grpo`, has them too. Raises ConfigError where both of these have them and it
+    does not."""
+    if "kind" in data:
+        return next((trainer for trainer, kind in TRAINERS.items() if kind == data["kind"]), None)
+    fitting = trainers_with_keys(data, grpo=grpo)
+    own = {key.name for trainer in fitting for key in keys(trainer)} - set(grpo)
+    if not (said := sorted(data.keys() & own)):
+        return None
+    if len(fitting) > 1:
+        raise ConfigError(
+            f"{said[0]} is SFT's and DPO's, and no key says which of the two it is", hint=SAY, field=said[0]
+        )
+    return fitting[0]
+
+
+def trainers_with_keys(data: Mapping[str, Any], *, grpo: Collection[str]) -> list[str]:
+    """Return those of these trainers that have all keys of a YAML file which are TRL's at all."""
+    tables = {trainer: {key.name for key in keys(trainer)} for trainer in TRAINERS}
+    said = data.keys() & set(grpo).union(*tables.values())
+    return [trainer for trainer, names in tables.items() if said <= names]
 
 
 def shared_names() -> set[str]:
@@ -52,36 +74,30 @@ def keys(trainer: str) -> list[Key]:
 def translated(t: Translation, trainer: str, *, folder: Path, count: Count) -> Translation:
     """Return what becomes of the arguments of a script in `folder` that calls `trainer`; `count` counts its rows."""
     kind = TRAINERS[trainer]
-    t.put("kind", kind, origin=trainer)
+    check_kind(t, kind)
+    t.put("kind", kind, "kind", origin="" if t.given("kind") else trainer)
     t.put("name", run_name(Path(t.document.name).stem), origin="the file's name")
-    for name in WHOLE:
-        if name in t.unread:
-            t.problem(name, f"{t.unread[name].why}; write {t.unread[name].instead}")
-        elif t[name] < 1:
-            t.problem(name, f"{t[name]} is not valid; it must be 1 or more")
-    t.raise_problems()
-    rows_of_step = t[WHOLE[0]] * t[WHOLE[1]] * t[WHOLE[2]]
-    t.put("rollout.prompts_per_step", rows_of_step, *WHOLE)
+    rows = put_rows_per_step(t, WHOLE)
     _put_data(t)
-    (_put_sft if kind == "sft" else _put_dpo)(t)
+    if kind == "sft":
+        _put_sft(t)
+    else:
+        put_preference_loss(t, "loss_type", t["loss_type"])
     t.raise_problems()
-    by_epochs = (t["max_steps"] or 0) <= 0 and "max_steps" not in t.unread
-    rows = count(t) if by_epochs else None
-    per_epoch = None if rows is None else rows // rows_of_step
-    if per_epoch == 0:
-        t.problem("dataset_name", f"{rows} rows are fewer than the {rows_of_step} of one step")
-        t.raise_problems()
-    length = length_of(t, TRANSFORMERS, steps_there=1, passes=1, per_epoch=per_epoch)
+    length = length_in_steps(t, TRANSFORMERS, rows_per_step=rows, data="dataset_name", count=count)
     put_optimizer(t, TRANSFORMERS, length, warmup=0)
     put_model(t)
     put_parallel(t, folder)
     refuse_combinations(t, bits=("load_in_4bit", "load_in_8bit"), dora="use_dora", vllm="")
     put_run(t, length)
-    if t["eval_strategy"] != "no":
-        why = "a held-out loss is not computed; evaluation is by rewards (eval)"
-        t.refuse("eval_strategy", why, instead="eval_strategy=no")
-    t.unread.pop("dataset_test_split", None)
+    _put_eval(t, length, rows=rows, count=count)
     return t
+
+
+def check_kind(t: Translation, kind: str) -> None:
+    """Report a `kind` that is not that of the trainer which a script calls."""
+    if t.given("kind") and t["kind"] != kind:
+        t.problem("kind", f"{t['kind']}, and what is called is the trainer of kind {kind}; leave it out")
 
 
 def _put_data(t: Translation) -> None:
@@ -94,6 +110,33 @@ def _put_data(t: Translation) -> None:
         t.note_idle("truncation_mode", "rows are not cut")
 
 
+def _put_eval(t: Translation, length: Length, *, rows: int, count: Count) -> None:
+    """Put the held-out rows, whose loss is computed as there, and when: after as many steps of `rows` rows as an epoch
+    has, or as are said; and `eval.best` where the best model is kept."""
+    if t["eval_strategy"] == "no":
+        t.unread.pop("dataset_test_split", None)
+        return
+    if t.given("datasets"):
+        t.problem("eval_strategy", "it evaluates on rows of the mixture that are held out; write no, and set eval.data")
+    elif "dataset_test_split" in t.unread:
+        t.put("eval.data.source", "FILE.jsonl", "dataset_test_split")
+    elif trainer_of(t.document.data) is not None and not t.given("dataset_test_split"):
+        t.refuse("eval_strategy", "it needs an eval_dataset, and there is none", instead="eval_strategy=no")
+        return
+    else:
+        put_dataset(t, "eval.data", "dataset_test_split")
+    t.put("eval.data.raw", True, origin="a prompt that is a string is plain text there")
+    if t["eval_strategy"] == "steps":
+        t.put("eval.every", length.interval(t["eval_steps"] or 500), "eval_steps", "eval_strategy")
+    elif (whole := count(t)) is not None:
+        t.put("eval.every", max(1, whole // rows), "eval_strategy")
+    if t["load_best_model_at_end"]:
+        t.put("eval.best", "loss", "load_best_model_at_end")
+        if t["metric_for_best_model"] not in (None, "loss", "eval_loss"):
+            what = f"{t['metric_for_best_model']} is not measured; the least held-out loss is what is kept"
+            t.refuse("metric_for_best_model", what, instead="metric_for_best_model=eval_loss")
+
+
 def _put_sft(t: Translation) -> None:
     if t["loss_type"] not in ("nll", "chunked_nll"):
         t.refuse("loss_type", f"{t['loss_type']} is not here; the loss is cross-entropy", instead="loss_type=nll")
@@ -104,13 +147,3 @@ def _put_sft(t: Translation) -> None:
         t.note_difference("assistant_only_loss", what)
     if t["packing"]:
         t.note_difference("packing", "a step is so many rows, packed whole; there so many blocks of max_length tokens")
-
-
-def _put_dpo(t: Translation) -> None:
-    said = t["loss_type"]
-    losses = [said] if isinstance(said, str) else said
-    if len(losses) == 1 and losses[0] in LOSSES:
-        t.put("dpo.loss", losses[0], "loss_type")
-    else:
-        what = f"{', '.join(losses)}: one of {' and '.join(LOSSES)} is here"
-        t.refuse("loss_type", what, instead="loss_type=sigmoid")
