@@ -231,7 +231,7 @@ def test_an_override_may_reach_into_a_list(read):
         ("datasets=null", "datasets: required and missing"),
         ("lora_r=0", "train.lora.rank (lora_r given as 'lora_r=0'): 0 is not valid"),
         ("trl.importance_sampling_level=seq", "it must be one of token, sequence"),
-        ("load_best_model_at_end=true", "it needs held-out prompts: test_datasets, or val_set_size above 0"),
+        ("load_best_model_at_end=true", "it needs held-out rows: test_datasets, or val_set_size above 0"),
     ],
 )
 def test_what_cannot_be_read(read, override, message):

@@ -19,6 +19,7 @@ from groupwise.config.yaml import inline, key_paths
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.loop import run_loop
+from groupwise.tasks.prompts import open_prompts
 from wording import raises
 
 SFT = """\
@@ -166,9 +167,31 @@ def test_a_file_of_sft(read):
     assert lora is not None and (lora.rank, lora.alpha, lora.dropout, lora.targets) == (8, 16, 0.05, "all-linear")
     assert (config.rollout.prompts_per_step, train.steps, train.learning_rate) == (4, 4, 2e-4)  # of nine of twelve rows
     assert train.schedule == "cosine" and train.gradient_checkpointing is True and config.quantization is None
-    assert config.data is not None and (config.data.sample, config.data.seed, config.data.raw) == (0.75, 42, False)
+    assert config.data is not None and config.eval is not None and config.eval.data is not None
+    assert not config.data.raw and (config.eval.every, config.eval.best) == (1, None)  # two steps an epoch
+    kept, held_out = (
+        {json.dumps(prompt.messages) for prompt in open_prompts(data, folder=config.folder, kind="sft").known}
+        for data in (config.data, config.eval.data)
+    )
+    assert (len(kept), len(held_out)) == (9, 3) and not kept & held_out
     assert places(loaded.differs) == {"val_set_size", "sample_packing", "sequence_len"}
-    assert {"evals_per_epoch", "pad_to_sequence_len", "saves_per_epoch"} <= places(loaded.idle)
+    assert {"pad_to_sequence_len", "saves_per_epoch"} <= places(loaded.idle)
+
+
+def test_held_out_rows_are_evaluated_by_their_loss(read):
+    stops = "early_stopping_patience=3", "load_best_model_at_end=true", "evals_per_epoch=null", "eval_steps=3"
+    found = read(SFT, *stops).runnable().eval
+    assert found is not None and (found.every, found.best, found.patience) == (3, "loss", 3)
+    assert read(SFT, "evals_per_epoch=null").runnable().eval == read(SFT, "evals_per_epoch=1").runnable().eval
+    assert read(SFT, "eval_strategy=no").runnable().eval is None
+    tests = "[{path: alpaca.jsonl, type: alpaca}]"
+    given = read(SFT, f"test_datasets={tests}", "val_set_size=0").runnable()
+    assert given.eval is not None and given.eval.data is not None and given.eval.data.raw
+    held_out = read(SFT, "val_set_size=3").runnable()
+    assert held_out.train.steps == 4 and held_out.eval is not None
+    for wrong in ("[{path: alpaca.jsonl, type: completion}]",):
+        with raises(ConfigError):
+            read(SFT, f"test_datasets={wrong}")
 
 
 def test_a_file_of_dpo(read):
@@ -188,7 +211,7 @@ def test_several_datasets_are_sources_with_names_of_their_own(read):
     assert config.data is not None
     assert [each.name for each in config.data.sources] == ["talk.jsonl", "alpaca.jsonl (1)", "alpaca.jsonl (2)"]
     assert [each.raw for each in config.data.sources] == [False, True, True]
-    assert [each.sample for each in config.data.sources] == [0.75] * 3
+    assert config.eval is not None and config.eval.data is not None and len(config.eval.data.sources) == 3
     assert config.train.steps == 2 * 27 // 4 - 1  # epochs of whole steps
 
 
@@ -203,9 +226,8 @@ def test_several_datasets_are_sources_with_names_of_their_own(read):
         (SFT, "chat_template=cohere", "chat_template"),
         (SFT, "datasets[0].chat_template=cohere", "chat_template"),
         (SFT, "special_tokens.eos_token=</s>", "special_tokens.eos_token"),
-        (SFT, "val_set_size=3", "val_set_size"),
+        (SFT, "metric_for_best_model=accuracy", "metric_for_best_model"),
         (SFT, "lora_target_modules=.*_proj & lora_target_linear=null", "lora_target_modules"),
-        (SFT, "early_stopping_patience=3", "early_stopping_patience"),
         (SFT, "optimizer=adamw_8bit & adapter=null & lora_r=null & lora_alpha=null & fsdp=[full_shard]", "optimizer"),
         (SFT, "adapter=qlora & load_in_4bit=true & fsdp=[full_shard]", "adapter"),
         (DPO, "dpo_label_smoothing=0.1", "dpo_label_smoothing"),

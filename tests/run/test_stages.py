@@ -24,7 +24,7 @@ from groupwise.store.checkpoint import read
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.answers import answer_turns
 from running_jobs import Dies, DiesAfter, adapter_bytes, from_file, metrics_of, rollouts_of
-from wording import raises
+from wording import raises, wording
 
 ROWS = [
     {"prompt": f"Spell {word} backwards.", "answer": word[::-1]} for word in ("abc", "bad", "cab", "dab", "fed", "bee")
@@ -233,3 +233,11 @@ def test_check_tries_a_supervised_run(file):
     report = check(file(kind="sft", rewards=None))
     assert report.trained_step.grad_norm is not None and report.trained_step.grad_norm > 0
     assert report.trained_step.teacher["teacher/demonstrations"] > 0
+
+
+def test_check_says_that_what_it_tries_is_from_before_the_stages(file):
+    """The starter spells no word backwards, and the stage is what shows it."""
+    config = file(stages=[STAGE], rewards=["groupwise.rewards.text:exact_match"])
+    said = [warning for warning in check(config).warnings if "(examples)" in warning]
+    (warning,) = said
+    wording(warning)

@@ -34,6 +34,7 @@ from groupwise.algo.kl import logprob_drop
 from groupwise.algo.preference import pairs_of
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
+from groupwise.config.stages import stage_names
 from groupwise.errors import ConfigError, ContextLengthError, GroupwiseError
 from groupwise.model.chat import template_thinks
 from groupwise.model.load import load_config, load_tokenizer
@@ -477,7 +478,7 @@ def _report(
     warnings = [
         *filter(None, (thinking,)),
         *_of_the_rate(config, tried),
-        *_of_rewards(groups, explained=thinking is not None),
+        *_of_rewards(groups, explained=thinking is not None, stages=stage_names(config)),
         *_of_data(plan, encoded, context=context),
         *_of_batch(config),
         *plan.warnings,
@@ -540,9 +541,9 @@ def _of_the_rate(config: RunConfig, tried: StepTrial) -> list[str]:
     ]
 
 
-def _of_rewards(groups: Sequence[RolloutGroup], *, explained: bool) -> Iterator[str]:
+def _of_rewards(groups: Sequence[RolloutGroup], *, explained: bool, stages: Sequence[str]) -> Iterator[str]:
     """Yield what is suspicious about the trial completions and their rewards; `explained` is said already why they are
-    cut."""
+    cut. `stages` come before the run: what is tried is the policy that they begin with."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     count = len(rollouts)
     rewards = {rollout.reward for rollout in rollouts if rollout.reward is not None}
@@ -550,11 +551,11 @@ def _of_rewards(groups: Sequence[RolloutGroup], *, explained: bool) -> Iterator[
         pass  # whatever the rewards are, the teacher has something to say
     elif len(rewards) == 1:
         only = rewards.pop()
+        said = f"all {count} trial completions have the reward {only:g}: a group of equal rewards teaches nothing"
         untaught = "; where the model cannot do the task at all, show it examples first (stages, kind: sft)"
-        yield (
-            f"all {count} trial completions have the reward {only:g}: a group of equal rewards teaches nothing; look "
-            "at the completions, and see whether the reward can tell good from bad" + untaught * (only == 0)
-        )
+        look = "look at the completions, and see whether the reward can tell good from bad" + untaught * (only == 0)
+        before = f"they are of the policy that the stages ({', '.join(stages)}) begin with"
+        yield f"{said}; {before if stages else look}"
     elif all(len({rollout.reward for rollout in group.rollouts}) == 1 for group in groups):
         yield f"in each of the {len(groups)} trial groups the rewards are equal; such groups teach nothing"
     for name in dict.fromkeys(name for rollout in rollouts for name in rollout.rewards):

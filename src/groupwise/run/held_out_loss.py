@@ -37,8 +37,8 @@ async def held_out_groups(prompts: Sequence[Prompt], answers: RolloutSource, *, 
             continue
     if not kept:
         raise DataError(f"every row of {label} is longer than the model's context", field="eval.data")
-    nothing = {"seeds": [0] * len(kept), "n": 1, "params": SamplingParams(), "version": PolicyVersion.base()}
-    return list(await asyncio.gather(*answers.begin(kept, **nothing)))
+    begun = answers.begin(kept, seeds=[0] * len(kept), n=1, params=SamplingParams(), version=PolicyVersion.base())
+    return list(await asyncio.gather(*begun))  # nothing is sampled
 
 
 def held_out_loss(learner: Learner, groups: Sequence[RolloutGroup], preferences: PreferenceConfig | None) -> Metrics:

@@ -27,6 +27,7 @@ from groupwise.errors import DataError, GroupwiseError, LoadError
 if TYPE_CHECKING:
     from datasets import Dataset
 
+Part = Literal["train", "test"]  # of what is read: what is not held out, or what is
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 
 
@@ -45,7 +46,7 @@ def rows(
     cfg: str | None = None,
     overrides: Sequence[str] = (),
     model: str | None = None,
-    part: Literal["train", "test"] | None = None,
+    part: Part | None = None,
     held_out: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Any]:
@@ -75,7 +76,7 @@ def rows(
         for index, entry in enumerate(datasets):
             parts[index] = _transformed(parts[index], entry, index, folder, settings, model)
         whole = library.concatenate_datasets(parts)
-        yield from whole if part is None else _part(whole, part, held_out, seed)
+        yield from whole if part is None else part_of(whole, part, held_out, seed)
     finally:
         library.enable_progress_bars()
 
@@ -90,7 +91,8 @@ def _settings(cfg: str | None, overrides: Sequence[str], folder: str) -> Setting
     return Settings(document.data)
 
 
-def _part(whole: Dataset, part: str, held_out: float, seed: int) -> Dataset:
+def part_of(whole: Dataset, part: Part, held_out: float, seed: int) -> Dataset:
+    """Return the rows that are held out (`test`), or the others (`train`). Raises DataError where either is none."""
     size = len(whole)
     kept_back = round(held_out * size) if held_out < 1 else int(held_out)
     if not 0 < kept_back < size:

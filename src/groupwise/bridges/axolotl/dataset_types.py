@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.bridges.axolotl.data import load_entry
+from groupwise.bridges.axolotl.data import Part, load_entry, part_of
 from groupwise.config.hub import reading
 from groupwise.errors import DataError
 from groupwise.tasks.tables import row_of
@@ -103,37 +103,65 @@ class TypeNotHere(ValueError):
 # ---- as sources of a run ----
 
 
-def examples(*, dataset: Mapping[str, Any], folder: str = ".") -> Iterator[dict[str, Any]]:
+def examples(
+    *,
+    dataset: Mapping[str, Any],
+    folder: str = ".",
+    part: Part | None = None,
+    held_out: float = 0.0,
+    seed: int = 0,
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of an entry of `datasets` of SFT: messages, or prompt and completion. Those in which nothing would
-    be learned are left out, as there. Raises DataError naming the row, and TypeNotHere."""
-    return _rows(dataset, folder, example_reader(dataset))
+    be learned are left out, as there.
+
+    Args:
+        part: `test` is `held_out` of the rows (a share below 1, or a number) in an order fixed by `seed`, `train` are
+            the others, None is all.
+
+    Raises:
+        DataError: a row is not of the type; names it. Or a part would be empty.
+        TypeNotHere: the entry's type is not read.
+    """
+    return _rows(_part(dataset, folder, part, held_out, seed), dataset, example_reader(dataset))
 
 
-def pairs(*, dataset: Mapping[str, Any], folder: str = ".") -> Iterator[dict[str, Any]]:
-    """Yield the rows of an entry of `datasets` of DPO: prompt, chosen, rejected. Raises as `examples` does."""
-    return _rows(dataset, folder, pair_reader(dataset))
+def pairs(
+    *,
+    dataset: Mapping[str, Any],
+    folder: str = ".",
+    part: Part | None = None,
+    held_out: float = 0.0,
+    seed: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an entry of `datasets` of DPO: prompt, chosen, rejected. Arguments and errors are those of
+    `examples`."""
+    return _rows(_part(dataset, folder, part, held_out, seed), dataset, pair_reader(dataset))
 
 
-def _rows(dataset: Mapping[str, Any], folder: str, read: Reader) -> Iterator[dict[str, Any]]:
+def _part(dataset: Mapping[str, Any], folder: str, part: Part | None, held_out: float, seed: int) -> Iterator[Any]:
+    """Yield the written rows of an entry, or of a part of it."""
     import datasets as library
 
-    path = dataset["path"]
     library.disable_progress_bars()
     try:
-        with reading(path):
-            table: Any = load_entry(dataset, folder)
-        for index, written in enumerate(table):
-            row = row_of(written)
-            try:
-                made = read(row)
-            except (KeyError, IndexError, TypeError, ValueError) as error:
-                what = f"there is no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-                message = f"{path}:{index} is no row of type {dataset.get('type')}: {what}"
-                raise DataError(message, hint=f"the columns are {', '.join(map(repr, row))}") from error
-            if made is not None:
-                yield made
+        with reading(dataset["path"]):
+            table = load_entry(dataset, folder)
+        yield from table if part is None else part_of(table, part, held_out, seed)
     finally:
         library.enable_progress_bars()
+
+
+def _rows(written_rows: Iterator[Any], dataset: Mapping[str, Any], read: Reader) -> Iterator[dict[str, Any]]:
+    for index, written in enumerate(written_rows):
+        row = row_of(written)
+        try:
+            made = read(row)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            what = f"there is no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            message = f"{dataset['path']}:{index} is no row of type {dataset.get('type')}: {what}"
+            raise DataError(message, hint=f"the columns are {', '.join(map(repr, row))}") from error
+        if made is not None:
+            yield made
 
 
 # ---- examples ----

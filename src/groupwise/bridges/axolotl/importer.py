@@ -21,6 +21,7 @@ from groupwise.bridges.axolotl.trainer import (
     check_plugins,
     check_template,
     put_adapter,
+    put_evaluation,
     put_machine,
     put_optimizer_and_floor,
     put_order,
@@ -93,7 +94,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     put_parallel(t, folder)
     refuse_combinations(t, bits=BITS, dora="peft_use_dora", vllm="trl.use_vllm", optimizer=NAMES.optimizer)
     put_run(t, length)
-    _put_eval(t, folder, length, per_epoch)
+    _put_eval(t, length, per_epoch)
     return t
 
 
@@ -215,30 +216,12 @@ def _local(path: str, folder: Path) -> str | None:
     return str(Path(path).resolve()) if Path(path).exists() else None
 
 
-def _put_eval(t: Translation, folder: Path, length: Length, per_epoch: int | None) -> None:
-    if "eval" not in t.draft.data:
-        for name in ("eval_steps", "evals_per_epoch"):
-            if t[name]:
-                t.note_idle(name, "nothing is held out (test_datasets, val_set_size), so that nothing is evaluated")
-        for name in ("load_best_model_at_end", "early_stopping_patience"):
-            if t[name]:
-                t.problem(name, "it needs held-out prompts: test_datasets, or val_set_size above 0")
+def _put_eval(t: Translation, length: Length, per_epoch: int | None) -> None:
+    if not put_evaluation(t, length, per_epoch, best="sampled", by_epoch=False):
         return
-    if t["eval_strategy"] == "no":
-        t.drop("eval")
-        return
-    every = 0
-    if t["eval_steps"]:
-        every = length.interval(t["eval_steps"]) or 0
-    elif per_epoch and (t["evals_per_epoch"] or t["eval_strategy"] == "epoch"):
-        every = max(1, per_epoch // (t["evals_per_epoch"] or 1))
-    t.put("eval.every", every, "eval_steps", "evals_per_epoch", "eval_strategy")
     t.put("eval.modes", ["sampled"], origin="evaluation samples there")
     name = "trl.num_generations_eval"
     t.put("eval.k", t[name] or t[SIZES.group], name, SIZES.group)
-    if t["load_best_model_at_end"] or t["early_stopping_patience"]:
-        t.put("eval.best", "sampled", "load_best_model_at_end", "early_stopping_patience")
-    t.put("eval.patience", t["early_stopping_patience"], "early_stopping_patience")
 
 
 FORMAT = ConfigFormat(

@@ -31,6 +31,7 @@ from groupwise.bridges.axolotl.trainer import (
     check_template,
     check_tokens,
     put_adapter,
+    put_evaluation,
     put_machine,
     put_optimizer_and_floor,
     put_order,
@@ -97,6 +98,11 @@ def translated(document: Document, kind: Kind, *, folder: Path, count: Count) ->
     put_parallel(t, folder)
     refuse_combinations(t, bits=BITS, dora="peft_use_dora", vllm="", optimizer=NAMES.optimizer)
     put_run(t, length)
+    whole = count(t) if known and "eval" in t.draft.data and not t["eval_steps"] else None
+    put_evaluation(t, length, None if whole is None else whole // rows, best="loss", by_epoch=True)
+    if t["metric_for_best_model"] not in (None, "loss", "eval_loss"):
+        what = f"{t['metric_for_best_model']} is not measured; the least held-out loss is what is kept"
+        t.refuse("metric_for_best_model", what, instead="metric_for_best_model=eval_loss")
     check_tokens(t)
     check_plugins(t)
     return t
@@ -135,35 +141,42 @@ def _put_data(t: Translation, kind: Kind, entries: Sequence[Mapping[str, Any]]) 
     put_order(t)
     for index, entry in enumerate(entries):
         _check_entry(t, kind, index, entry)
-    sources = [_source(t, kind, entry) for entry in entries]
+    held_out = t["val_set_size"]
+    if t["test_datasets"]:
+        _put_sources(t, "data", kind, entries, "datasets")
+        tests = [dict(each) for each in t["test_datasets"]]
+        for entry in tests:
+            try:
+                (example_reader if kind == "sft" else pair_reader)(entry)
+            except TypeNotHere as error:
+                t.problem("test_datasets", f"{entry.get('path')}: {error}")
+        _put_sources(t, "eval.data", kind, tests, "test_datasets")
+    elif not held_out:
+        _put_sources(t, "data", kind, entries, "datasets")
+    elif held_out >= 1 and len(entries) > 1:
+        what = f"{held_out:g} rows are held out of all; a share below 1 is of each dataset"
+        t.refuse("val_set_size", what, instead="val_set_size=0.05")
+    else:
+        for to, part, block in (("data", "train", "datasets"), ("eval.data", "test", "val_set_size")):
+            _put_sources(t, to, kind, entries, block, part=part, held_out=held_out, seed=t["seed"])
+        t.note_difference("val_set_size", "so many rows are held out, though not the same as there")
+
+
+def _put_sources(
+    t: Translation, to: str, kind: Kind, entries: Sequence[Mapping[str, Any]], block: str, **part: Any
+) -> None:
+    """Put the entries as the source, or the sources, of `to`: data or eval.data; `part` is what is read of each."""
+    sources = [
+        {"source": SOURCES[kind], "args": {"dataset": dict(entry), **part}, **({"raw": True} if is_text(entry) else {})}
+        for entry in entries
+    ]
     if len(sources) == 1:
         for key, value in sources[0].items():
-            t.put(f"data.{key}", value, "datasets")
+            t.put(f"{to}.{key}", value, block)
     elif sources:
         paths = [entry["path"] for entry in entries]
         named = [path if paths.count(path) == 1 else f"{path} ({at})" for at, path in enumerate(paths)]
-        t.put("data.sources", [{"name": name, **each} for name, each in zip(named, sources, strict=True)], "datasets")
-    _check_held_out(t)
-
-
-def _source(t: Translation, kind: Kind, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one of `data.sources`: the entry, and how its prompts are read."""
-    source: dict[str, Any] = {"source": SOURCES[kind], "args": {"dataset": dict(entry)}}
-    if is_text(entry):
-        source["raw"] = True
-    if 0 < (share := t["val_set_size"]) < 1:
-        source |= {"sample": round(1 - share, 12), "seed": t["seed"]}
-    return source
-
-
-def _check_held_out(t: Translation) -> None:
-    share = t["val_set_size"]
-    if share >= 1:
-        what = f"{share:g} rows are held out of all; a share below 1 is of each dataset"
-        t.refuse("val_set_size", what, instead="val_set_size=0.05")
-    elif share > 0:
-        what = f"{share:.3g} of the rows are left out of training, but not the same rows as there"
-        t.note_difference("val_set_size", f"{what}, and their loss is not computed; name rows in eval.data for that")
+        t.put(f"{to}.sources", [{"name": name, **each} for name, each in zip(named, sources, strict=True)], block)
 
 
 def _check_entry(t: Translation, kind: Kind, index: int, entry: Mapping[str, Any]) -> None:
