@@ -41,6 +41,7 @@ PLACES = [
     (re.compile(rf"{re.escape(tempfile.gettempdir())}/(pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?)?[\w.-]+"), "TMP"),
     (re.compile(r"\bENV/bin/python[\d.]*"), "ENV/bin/python"),
     (re.compile(r"\bENV/bin(?::/[^\s:'\"]+)+"), "PATH"),
+    (re.compile(r'(?<=", line )\d+'), "N"),
     (re.compile(r"\b127\.0\.0\.1:\d+"), "HOST"),
     (re.compile(r"\b(pid|process|port) \d{2,}|\b(user) \d+\b"), r"\1\2 N"),
     (re.compile(r"\b\d[\d,]*(?:\.\d+)?(?:e-?\d+)? (nats|GiB|MiB|bytes|seconds|ms|s)\b"), r"N \1"),

@@ -45,6 +45,7 @@ from groupwise.config.formats.keys import Key, idle
 from groupwise.config.formats.tables import keys_of
 from groupwise.config.formats.translation import Note, Translation, run_name
 from groupwise.config.yaml import Document, dotted
+from groupwise.errors import GroupwiseError
 
 Kind = Literal["sft", "dpo"]
 KEYS: Mapping[Kind, Path] = {kind: Path(__file__).with_name(f"{kind}.yaml") for kind in ("sft", "dpo")}
@@ -98,14 +99,24 @@ def translated(document: Document, kind: Kind, *, folder: Path, count: Count) ->
     put_parallel(t, folder)
     refuse_combinations(t, bits=BITS, dora="peft_use_dora", vllm="", optimizer=NAMES.optimizer)
     put_run(t, length)
-    whole = count(t) if known and "eval" in t.draft.data and not t["eval_steps"] else None
-    put_evaluation(t, length, None if whole is None else whole // rows, best="loss", by_epoch=True)
+    by_epoch = "eval" in t.draft.data and not t["eval_steps"]
+    put_evaluation(t, length, _epoch(t, rows, count) if known and by_epoch else None, best="loss", by_epoch=True)
     if t["metric_for_best_model"] not in (None, "loss", "eval_loss"):
         what = f"{t['metric_for_best_model']} is not measured; the least held-out loss is what is kept"
         t.refuse("metric_for_best_model", what, instead="metric_for_best_model=eval_loss")
     check_tokens(t)
     check_plugins(t)
     return t
+
+
+def _epoch(t: Translation, rows_per_step: int, count: Count) -> int | None:
+    """Return the steps of an epoch; None, which is said, where the rows cannot be read now. (A run says why.)"""
+    try:
+        rows = count(t)
+    except GroupwiseError:
+        t.note_difference("val_set_size", "the rows cannot be counted here: the loss is computed before and after")
+        return None
+    return None if rows is None else rows // rows_per_step
 
 
 def _keys(kind: Kind) -> list[Key]:
