@@ -183,5 +183,9 @@ def put_evaluation(t: Translation, length: Length, per_epoch: int | None, *, bes
     t.put("eval.every", every, "eval_steps", "evals_per_epoch", "eval_strategy")
     if t["load_best_model_at_end"] or t["early_stopping_patience"]:
         t.put("eval.best", best, "load_best_model_at_end", "early_stopping_patience")
-    t.put("eval.patience", t["early_stopping_patience"], "early_stopping_patience")
+    if t["early_stopping_patience"] and not every:
+        what = "nothing says how often to evaluate during the run"
+        t.refuse("early_stopping_patience", what, instead="eval_steps=50")
+    else:
+        t.put("eval.patience", t["early_stopping_patience"], "early_stopping_patience")
     return True
