@@ -146,9 +146,11 @@ def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]
     reward, the cross-entropy of what was imitated, or the share of the pairs that are told apart."""
     lines = read_metrics(result.run_dir / METRICS)
     if config.eval is not None:
-        losses = [line for line in lines if "eval/loss" in line]
-        after = min(losses, key=lambda line: line["eval/loss"]) if config.eval.best == "loss" else losses and losses[-1]
-        rows = [(name, losses[0][key], after[key]) for key, name in _HELD_OUT.items() if after and key in after]
+        rows = list[tuple[str, float, float]]()
+        if losses := [line for line in lines if "eval/loss" in line]:
+            least = min(losses, key=lambda line: line["eval/loss"])
+            first, after = losses[0], least if config.eval.best == "loss" else losses[-1]
+            rows = [(name, first[key], after[key]) for key, name in _HELD_OUT.items() if key in after]
         return rows + compare(result.before, result.after, by=config.eval.by)
     key, name = {
         "grpo": ("reward/mean", "training reward"),
