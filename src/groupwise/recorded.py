@@ -144,7 +144,7 @@ class SamplingMask:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every token was drawn from the whole vocabulary."""
+        """Return whether every token was drawn from the whole vocabulary."""
         return not self.words and all(kind == DROPPED for kind in self.kinds)
 
     def entries(self) -> list[MaskEntry]:

@@ -165,7 +165,7 @@ class LiveEngine(Sampler, Scores, Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are; they go from 0."""
+        """Return how many token ids there are; they go from 0."""
         ...
 
     def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[Any]:
@@ -186,10 +186,11 @@ class LiveEngine(Sampler, Scores, Protocol):
 
     @property
     def lost(self) -> DeviceLostError | None:
-        """That the device is lost to this process, which is to be replaced by a new one; None while it is not."""
+        """Return the error that the device is lost to this process, which is to be replaced by a new one; None while it
+        is not."""
         ...
 
     @property
     def unavailable_reason(self) -> str | None:
-        """Why the engine cannot sample at the moment, such as a server that is restarting; None while it can."""
+        """Return why the engine cannot sample at the moment, such as a server that is restarting; None while it can."""
         ...

@@ -268,7 +268,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether any of the parameters that change logits, and do not only leave tokens out, does."""
+        """Return whether any of the parameters that change logits, and do not only leave tokens out, does."""
         return any(getattr(self, name) != _DEFAULTS[name] for name in _CHANGE_LOGITS)
 
 
@@ -467,7 +467,8 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Whether it was cut at its longest: one of its turns was, or an episode had no room for another turn."""
+        """Return whether it was cut at its longest: one of its turns was, or an episode had no room for another
+        turn."""
         cut = any(turn.completion.finish_reason is FinishReason.LENGTH for turn in self.turns)
         return cut or self.stop in ("max_tokens", "context")
 

@@ -89,12 +89,12 @@ class RowsConfig(Section):
 
     @property
     def label(self) -> str:
-        """What the source is called in what is said of it."""
+        """Return what the source is called in what is said of it."""
         return self.origin
 
     @property
     def kind(self) -> Literal["file", "function", "dataset", "generated"]:
-        """How `source` is read."""
+        """Return how `source` is read."""
         if self.origin == REASONING_GYM:
             return "generated"
         if self.origin.endswith(FILES):
@@ -103,7 +103,7 @@ class RowsConfig(Section):
 
     @property
     def slice(self) -> tuple[str | None, str | None] | None:
-        """What `split` cuts out, [from, to] as they are written; None where it is no slice of one split."""
+        """Return what `split` cuts out, [from, to] as they are written; None where it is no slice of one split."""
         found = None if self.split is None else SLICE.fullmatch(self.split)
         return None if found is None else (found["first"], found["last"])
 
@@ -220,7 +220,7 @@ class DatasetConfig(RowsConfig):
 
     @property
     def drawn(self) -> bool:
-        """Whether rows are drawn again and again, and not all gone through once."""
+        """Return whether rows are drawn again and again, and not all gone through once."""
         return False
 
     @model_validator(mode="before")
@@ -332,7 +332,7 @@ class DataConfig(DatasetConfig):
 
     @property
     def drawn(self) -> bool:
-        """Whether rows are drawn again and again: prompts to train on are."""
+        """Return whether rows are drawn again and again: prompts to train on are."""
         return True
 
     @model_validator(mode="after")

@@ -126,44 +126,45 @@ class LossSpec:
 
     @property
     def reads_anchor(self) -> bool:
-        """Whether anything compares the policy with the anchor."""
+        """Return whether anything compares the policy with the anchor."""
         ratio = self.ratio != "none" or self.surrogate in ("dro", "vespo") or self.kl == "k3_unbiased"
         return ratio or self.correction != "none"
 
     @property
     def reads_old(self) -> bool:
-        """Whether the trainer's snapshot is needed once there is more than one optimizer step on a batch."""
+        """Return whether the trainer's snapshot is needed once there is more than one optimizer step on a batch."""
         return self.reads_anchor and self.anchor == "old"
 
     @property
     def reads_behaviour(self) -> bool:
-        """Whether the sampler's log-probabilities are needed."""
+        """Return whether the sampler's log-probabilities are needed."""
         gap = self.correction != "none" or self.opsm_threshold is not None
         return gap or (self.reads_anchor and self.anchor == "behaviour")
 
     @property
     def reads_reference(self) -> bool:
-        """Whether the reference's log-probabilities are needed."""
+        """Return whether the reference's log-probabilities are needed."""
         return self.kl != "none"
 
     @property
     def reads_soft_targets(self) -> bool:
-        """Whether the log-probabilities of soft targets are needed."""
+        """Return whether the log-probabilities of soft targets are needed."""
         return self.soft_kl != "none"
 
     @property
     def reads_entropy(self) -> bool:
-        """Whether the entropy needs a gradient."""
+        """Return whether the entropy needs a gradient."""
         return self.entropy_coeff != 0.0
 
     @property
     def by_prompt(self) -> bool:
-        """Whether the reduction averages over the tokens of a prompt's completions, and counts prompts."""
+        """Return whether the reduction averages over the tokens of a prompt's completions, and counts prompts."""
         return self.reduction == "prompt_mean"
 
     @property
     def streams(self) -> bool:
-        """Whether gradients can be accumulated before the batch is complete: all terms must share one `denominator`.
+        """Return whether gradients can be accumulated before the batch is complete: all terms must share one
+        `denominator`.
 
         The entropy bonus is always a mean over tokens, so it goes with `token_mean` only.
         """

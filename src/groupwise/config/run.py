@@ -346,7 +346,7 @@ class RolloutConfig(Section):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What completions must be; None where they may be anything."""
+        """Return what completions must be; None where they may be anything."""
         if self.structured_outputs_regex is not None:
             return Grammar.regex(self.structured_outputs_regex, field="rollout.structured_outputs_regex")
         asked = self.structured_outputs
@@ -354,12 +354,12 @@ class RolloutConfig(Section):
 
     @property
     def on_policy(self) -> bool:
-        """Whether every group that is sampled is trained by the version that sampled it."""
+        """Return whether every group that is sampled is trained by the version that sampled it."""
         return self.weight_sync_interval == 1 and self.max_staleness == 0
 
     @property
     def may_be_stale(self) -> bool:
-        """Whether a group may be trained that another policy sampled: an older one (ahead of training, or to be
+        """Return whether a group may be trained that another policy sampled: an older one (ahead of training, or to be
         replayed), or one of rounded weights."""
         return not self.on_policy or self.replay.size > 0 or self.dtype is not None
 
@@ -534,8 +534,8 @@ class RunConfig(Section):
 
     @property
     def may_be_stale(self) -> bool:
-        """Whether a group may be trained that another policy sampled: `rollout.may_be_stale`, or one of vLLM's rounded
-        weights."""
+        """Return whether a group may be trained that another policy sampled: `rollout.may_be_stale`, or one of vLLM's
+        rounded weights."""
         return self.rollout.may_be_stale or (self.engine == "vllm" and self.vllm.rounds(self.dtype))
 
     def _check_quantization(self) -> None:
@@ -572,36 +572,37 @@ class RunConfig(Section):
 
     @property
     def supervised(self) -> bool:
-        """Whether it learns what its dataset says: answers, or preference pairs."""
+        """Return whether it learns what its dataset says: answers, or preference pairs."""
         return self.kind != "grpo"
 
     @property
     def imitates(self) -> bool:
-        """Whether something is learned by cross-entropy: the dataset's answers, or a teacher's completions."""
+        """Return whether something is learned by cross-entropy: the dataset's answers, or a teacher's completions."""
         return self.kind == "sft" or (self.teacher is not None and self.teacher.loss == "sft")
 
     @property
     def reads_reference(self) -> bool:
-        """Whether a term of the loss or of the reward, or a loss of pairs, reads the reference's log-probabilities."""
+        """Return whether a term of the loss or of the reward, or a loss of pairs, reads the reference's
+        log-probabilities."""
         return self.kind == "dpo" or self.algo.kl not in (None, "none")
 
     @property
     def learns_no_rewards(self) -> bool:
-        """Whether no reward has a gradient: with kind sft and dpo, and with `teacher.loss: sft` without rewards or with
-        reward_weight 0."""
+        """Return whether no reward has a gradient: with kind sft and dpo, and with `teacher.loss: sft` without rewards
+        or with reward_weight 0."""
         weighs = self.teacher is not None and self.teacher.reward_weight > 0
         scored = bool(self.rewards) or self.env is not None
         return self.supervised or (self.imitates and not (scored and weighs))
 
     @property
     def samples_evaluations(self) -> bool:
-        """Whether evaluations sample completions, to count their rewards. Without rewards kind sft and dpo compute the
-        loss of held-out rows alone."""
+        """Return whether evaluations sample completions, to count their rewards. Without rewards kind sft and dpo
+        compute the loss of held-out rows alone."""
         return self.eval is not None and bool(self.rewards or self.eval.rewards or not self.supervised)
 
     @property
     def never_samples(self) -> bool:
-        """Whether the policy samples nothing at all: with kind sft and dpo, where no completion is evaluated."""
+        """Return whether the policy samples nothing at all: with kind sft and dpo, where no completion is evaluated."""
         return self.supervised and not self.samples_evaluations
 
     def _check_engine(self) -> None:

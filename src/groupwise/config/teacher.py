@@ -80,12 +80,12 @@ class TeacherConfig(Section):
 
     @property
     def chooses(self) -> bool:
-        """Whether it samples and scores nothing, but chooses from what the policy samples."""
+        """Return whether it samples and scores nothing, but chooses from what the policy samples."""
         return self.self and self.loss == "sft"
 
     @property
     def sources(self) -> list[str]:
-        """Which of the four are named."""
+        """Return which of the four are named."""
         given = {"adapter": self.adapter is not None, "self": self.self, "base_url": self.base_url is not None}
         named = [name for name, there in given.items() if there]
         return ["model", *named] if self.model is not None and self.base_url is None else named

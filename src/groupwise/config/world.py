@@ -18,7 +18,7 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that samples, writes and speaks: rank 0."""
+        """Return whether this is the process that samples, writes and speaks: rank 0."""
         return self.rank == 0
 
 

@@ -30,7 +30,7 @@ class GoingOn(Admitted):
 
     @property
     def shared(self) -> int:
-        """How many of the known tokens are in the opening shared with other conversations."""
+        """Return how many of the known tokens are in the opening shared with other conversations."""
         return min(self.known, self.past.shared)
 
     @property

@@ -76,7 +76,7 @@ class ForkServer:
 
     @property
     def running(self) -> bool:
-        """Whether there is a process to fork from, which looks at those that it forked."""
+        """Return whether there is a process to fork from, which looks at those that it forked."""
         return (process := self._process) is not None and process.poll() is None
 
     def start(self) -> None:

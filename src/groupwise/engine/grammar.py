@@ -149,7 +149,8 @@ class GrammarCompiler:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """As llguidance has it; a second for a large vocabulary. Raises GrammarError where it can have none."""
+        """Return it as llguidance has it; a second for a large vocabulary. Raises GrammarError where it can have
+        none."""
         return self._parts.open()
 
     @cached_property
@@ -264,7 +265,7 @@ class MatchTime:
 
     @property
     def is_over(self) -> bool:
-        """Whether the request has had more than it may."""
+        """Return whether the request has had more than it may."""
         return self._left < 0
 
 

@@ -99,7 +99,7 @@ class PrefixCache:
             self.bytes = 0
 
     def _proposed(self, owner: object, blocks: Iterable[int]) -> Kept | None:
-        """Who has the last of the blocks that anyone has."""
+        """Return who has the last of the blocks that anyone has."""
         found: Kept | None = None
         for block in blocks:
             if block not in self._table:

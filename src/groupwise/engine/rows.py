@@ -125,7 +125,7 @@ class Row:
 
     @property
     def watched(self) -> bool:
-        """Whether Python must look at every token: for stop strings or ids, streaming, or top logprobs."""
+        """Return whether Python must look at every token: for stop strings or ids, streaming, or top logprobs."""
         params = self.job.request.params
         return bool(params.stop or params.stop_ids or params.top_logprobs or self.job.on_token)
 

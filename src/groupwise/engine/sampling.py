@@ -66,7 +66,7 @@ class RowParams:
 
     @property
     def narrowed_B(self) -> Tensor:
-        """Whether top-k, top-p or min-p of a row may leave tokens out."""
+        """Return whether top-k, top-p or min-p of a row may leave tokens out."""
         return (self.top_k_B > 0) | (self.top_p_B < 1) | (self.min_p_B > 0)
 
 

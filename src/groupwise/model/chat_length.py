@@ -85,7 +85,7 @@ def check_text(text: str, tokenizer: PreTrainedTokenizerBase, context: int | Non
 
 
 def too_long(what: str, context: int) -> ContextLengthError:
-    """That a text does not fit into so many tokens. `what`: what it has, as in "9 tokens"."""
+    """Return the error that a text does not fit into so many tokens. `what`: what it has, as in "9 tokens"."""
     return ContextLengthError(
         f"This model's maximum context length is {context} tokens, and the text has {what}", hint="shorten it"
     )

@@ -75,22 +75,22 @@ class LoadedModel:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are; they go from 0."""
+        """Return how many token ids there are; they go from 0."""
         return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def quantization(self) -> str | None:
-        """How weights are quantised, `nf4` or `int8`; None: not at all."""
+        """Return how weights are quantised, `nf4` or `int8`; None: not at all."""
         return quantization_of(self.model)
 
     @property
     def adaptable(self) -> AdaptableModules:
-        """What adapters of this model can change."""
+        """Return what adapters of this model can change."""
         return AdaptableModules.of(self.model)
 
     @property
     def routing(self) -> RoutingShape | None:
-        """How its routers choose experts; None of a model that is no mixture."""
+        """Return how its routers choose experts; None of a model that is no mixture."""
         return routing_shape(self.model)
 
     @property

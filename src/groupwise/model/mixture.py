@@ -65,12 +65,12 @@ class Routed:
 
     @cached_property
     def counts_E(self) -> Tensor:
-        """Of the pairs of each expert; `bincount` would wait for the device."""
+        """Return how many pairs each expert has; `bincount` would wait for the device."""
         return self.expert_N.new_zeros(self.experts).index_add_(0, self.expert_N, torch.ones_like(self.expert_N))
 
     @cached_property
     def counts(self) -> list[int]:
-        """The same on the host, which waits for them once."""
+        """Return the same on the host, which waits for them once."""
         return self.counts_E.tolist()
 
 

@@ -214,7 +214,8 @@ class MicroBatch:
 
     @property
     def behaviour_is_finite(self) -> bool:
-        """Whether all of them are, of completion tokens without loss too: the host knows it and need not wait."""
+        """Return whether all of them are, of completion tokens without loss too: the host knows it and need not
+        wait."""
         known = (s.behaviour_logprobs for s in self.samples if s.behaviour_logprobs is not None)
         return all(map(math.isfinite, chain.from_iterable(known)))
 

@@ -99,13 +99,13 @@ class _Comparison:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The same for the same question about the same texts, in this process and in any other."""
+        """Return a digest, the same for the same question about the same texts, in this process and in any other."""
         written = json.dumps(asdict(self), default=str, sort_keys=True)
         return hashlib.sha256(written.encode(errors="surrogatepass")).hexdigest()
 
     @property
     def key(self) -> str:
-        """Where the judge puts its numbers."""
+        """Return where the judge puts its numbers."""
         return "ranks" if self.bounds is None else "scores"
 
     def order(self, vote: int, attempt: int) -> list[int]:

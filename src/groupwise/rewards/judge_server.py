@@ -49,7 +49,7 @@ class JudgeServer:
 
     @property
     def gate(self) -> asyncio.Semaphore:
-        """What lets `concurrency` requests to this server run at once, in this event loop."""
+        """Return what lets `concurrency` requests to this server run at once, in this event loop."""
         gates = _gates.setdefault(asyncio.get_running_loop(), {})
         return gates.setdefault((self.url, self.concurrency), asyncio.Semaphore(self.concurrency))
 

@@ -458,7 +458,7 @@ class Box:
 
     @property
     def pid(self) -> int:
-        """Of the keeper."""
+        """Return the keeper's process id."""
         return self._keeper.pid
 
     def listener(self, *, timeout: float) -> socket.socket | None:

@@ -228,7 +228,7 @@ class Batches:
 
     @property
     def _capacity(self) -> int:
-        """How many groups the present step can still take: those that it lacks, within its budget."""
+        """Return how many groups the present step can still take: those that it lacks, within its budget."""
         return min(self._pace.prompts_per_step - self._kept, self._pace.budget - self._used)
 
     @property

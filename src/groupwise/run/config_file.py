@@ -51,7 +51,7 @@ class LoadedRun:
 
     @property
     def incomplete(self) -> bool:
-        """Whether the file does not say what the prompts or rewards are, so that nothing can be tried."""
+        """Return whether the file does not say what the prompts or rewards are, so that nothing can be tried."""
         return any(origin == MISSING for _, _, origin in self.origins())
 
     def runnable(self) -> RunConfig:

@@ -94,7 +94,7 @@ class Curriculum(WrappedStream):
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """Where the stream stands and what is known of the prompts, for `restore`; goes through JSON."""
+        """Return where the stream stands and what is known of the prompts, for `restore`; goes through JSON."""
         means = {id: list(each) for id, each in self._means.items()}
         extremes = [self._lowest, self._highest] if means else None
         return self._source.cursor | {

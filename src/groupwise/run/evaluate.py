@@ -127,7 +127,8 @@ class Evaluation:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """What there is to report: the reward, and with several completions of a prompt pass@1, pass@k, maj@k."""
+        """Return what there is to report: the reward, and with several completions of a prompt pass@1, pass@k,
+        maj@k."""
         voted = (f"maj@{self.k}",) if self.answers else ()
         return ("reward", "pass@1", f"pass@{self.k}", *voted) if self.k > 1 else ("reward",)
 

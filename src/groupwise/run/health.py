@@ -54,7 +54,7 @@ class Finding:
 
     @property
     def label(self) -> str:
-        """What tells two findings apart."""
+        """Return what tells two findings apart."""
         return f"{self.id} ({self.name})" if self.name else self.id
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class HealthMonitor:
 
     @property
     def standing(self) -> tuple[Finding, ...]:
-        """What is wrong now, errors first."""
+        """Return what is wrong now, errors first."""
         findings = [each.finding for each in self._open.values()]
         return tuple(sorted(findings, key=worst_first))
 

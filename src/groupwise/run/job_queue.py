@@ -94,7 +94,7 @@ class LeaseHeartbeat:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the parent is gone."""
+        """Return whether the parent is gone."""
         return self._parent is not None and os.getppid() != self._parent
 
     def raise_if_stopped(self) -> None:

@@ -65,7 +65,7 @@ class Task:
 
     @property
     def reads_start(self) -> bool:
-        """Whether `started` must be called before the first step."""
+        """Return whether `started` must be called before the first step."""
         spec, samples = self.batch.spec, self.batch.samples
         unknown = any(math.isnan(x) for sample in samples for x in sample.behaviour_logprobs or ())
         return unknown or (spec is not None and spec.reads_old and self.batch.steps > 1)

@@ -52,12 +52,13 @@ class RunPlan:
 
     @cached_property
     def config_hash(self) -> str:
-        """Of what makes it this run: the same when it is resumed, wherever and on however many devices."""
+        """Return a digest of what makes it this run: the same when it is resumed, wherever and on however many
+        devices."""
         return hashlib.sha256(to_yaml(identity(resolved(self.config))).encode()).hexdigest()[:16]
 
     @property
     def rows(self) -> int | None:
-        """How many prompts an epoch has; None where they are streamed."""
+        """Return how many prompts an epoch has; None where they are streamed."""
         return len(self.source) if isinstance(self.source, PromptSource) else None
 
     @property
@@ -66,14 +67,14 @@ class RunPlan:
 
     @property
     def keep_flat(self) -> bool:
-        """Whether groups of equal rewards still have a gradient, through another term of the loss."""
+        """Return whether groups of equal rewards still have a gradient, through another term of the loss."""
         train = self.config.train
         stale = self.config.may_be_stale
         return self.kl_coeff is not None or self.loss.needs_flat(train.minibatches * train.passes, stale=stale)
 
     @property
     def warnings(self) -> list[str]:
-        """What is accepted and biases what is learned."""
+        """Return what is accepted and biases what is learned."""
         train = self.config.train
         return self.loss.off_policy_warnings(train.minibatches * train.passes, stale=self.config.may_be_stale)
 
@@ -84,7 +85,8 @@ class RunPlan:
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the learner keeps a reference: where it is read, and to measure how far a run is from its stages."""
+        """Return whether the learner keeps a reference: where it is read, and to measure how far a run is from its
+        stages."""
         return self.reads_reference or bool(self.config.stages)
 
     @property

@@ -61,7 +61,8 @@ class Roles:
 
     @property
     def bundles(self) -> list[Bundle]:
-        """Of the placement group: learners, engines, the reward workers together, the environment workers together."""
+        """Return those of the placement group: learners, engines, the reward workers together, the environment workers
+        together."""
         together = [each for each in (self._rewards, self._envs) if each]  # Ray has no empty bundles
         return [*[self.each] * (self.learners + self.engines), *together]
 

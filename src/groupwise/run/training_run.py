@@ -228,7 +228,7 @@ class TrainingRun:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether `eval.patience` evaluations in a row were no better than the best, so that the run ends."""
+        """Return whether `eval.patience` evaluations in a row were no better than the best, so that the run ends."""
         return self._best.stop
 
     async def _evaluation(self, version: PolicyVersion) -> Evaluations:

@@ -116,7 +116,7 @@ class StepUpdate:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a token to train on."""
+        """Return whether there is a token to train on."""
         return any(any(sample.mask) for sample in self.samples) or bool(self.shown)
 
     async def advantages(

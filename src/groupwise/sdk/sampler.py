@@ -85,7 +85,7 @@ class SampledCompletion:
 
     @property
     def sampled(self) -> bool:
-        """Whether there is something to score and to train on."""
+        """Return whether there is something to score and to train on."""
         return self.completion_len > 0
 
     def datum(self) -> Datum:

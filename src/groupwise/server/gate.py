@@ -242,7 +242,7 @@ class Gatekeeper:
 
     @property
     def trial(self) -> Trial | None:
-        """What is on trial."""
+        """Return what is on trial."""
         return self._parts.policies.trial
 
     def _on_trial(self) -> Trial:

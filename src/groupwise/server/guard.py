@@ -317,7 +317,7 @@ def _digest(text: str) -> bytes:
 
 
 def _sender(scope: Scope) -> str:
-    """Who sends a request: the address of its connection."""
+    """Return who sends a request: the address of its connection."""
     client = scope.get("client")
     return client[0] if client else ""
 

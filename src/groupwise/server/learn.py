@@ -110,7 +110,7 @@ class RatedGroup:
 
     @property
     def version(self) -> str:
-        """What further completions are sampled from: the version of the newest rated answer."""
+        """Return what further completions are sampled from: the version of the newest rated answer."""
         return self.records[-1].version
 
 
@@ -154,12 +154,12 @@ class Completed:
 
     @property
     def useful(self) -> bool:
-        """Whether there is something to learn from it."""
+        """Return whether there is something to learn from it."""
         return len(self.pairs) > 1 and differ([score for _, score in self.pairs])
 
     @property
     def right(self) -> bool:
-        """Whether nothing is ever to be learned from it: everything is as good as can be."""
+        """Return whether nothing is ever to be learned from it: everything is as good as can be."""
         return bool(self.pairs) and all(score == 1.0 for _, score in self.pairs)
 
     def body(self, temperature: float) -> dict[str, Any]:

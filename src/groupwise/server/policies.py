@@ -145,7 +145,7 @@ class Trial:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """What `go_on` needs in another process; goes through JSON."""
+        """Return what `go_on` needs in another process; goes through JSON."""
         counted: dict[str, Any] = {"requests": list(self.requests.values()), "errors": list(self.errors.values())}
         if self.pairs:
             counted["pairs"] = [[pair.rewards, pair.tokens, pair.gap] for pair in self.pairs]
@@ -237,7 +237,7 @@ class Policies:
 
     @property
     def active(self) -> PolicyVersion:
-        """What answers requests that name no adapter."""
+        """Return what answers requests that name no adapter."""
         return self._active
 
     @property

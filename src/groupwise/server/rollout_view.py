@@ -85,7 +85,7 @@ class ShownCompletion:
 
     @property
     def ended(self) -> str:
-        """How it ended, in words."""
+        """Return how it ended, in words."""
         if self.stop is None:
             return "cut at the longest" if self.finish_reason == "length" else f"ended with {self.finish_reason}"
         ends = {"done": "done", "error": "failed"}.get(self.stop, f"stopped by {self.stop}")

@@ -59,7 +59,7 @@ def build_run_app(
 
     @app.get("/health", tags=["Server"], **documented(answer=RunsHealth))
     async def health() -> RunsHealth:
-        """That the server lives."""
+        """Answer that the server lives."""
         return RunsHealth(status="ok", version=__version__, uptime_seconds=time.time() - began)
 
     app.include_router(router)

@@ -242,7 +242,7 @@ class Sampling(PolicyChoice):
 
     @property
     def answer_grammar(self) -> types.Grammar | None:
-        """What the answer must be; None where it may be anything."""
+        """Return what the answer must be; None where it may be anything."""
         for name, value in self.forms.items():
             if isinstance(value, ResponseFormat):
                 given = value.json_schema
@@ -374,7 +374,7 @@ class ChatRequest(ShapedSampling, OpenRequest):
 
     @property
     def continues(self) -> bool:
-        """Whether the reply goes on with the last message."""
+        """Return whether the reply goes on with the last message."""
         asked = self.continue_final_message
         if asked is None and self.add_generation_prompt is not None:
             asked = not self.add_generation_prompt

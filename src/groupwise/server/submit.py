@@ -316,7 +316,7 @@ def _continued(
 
 
 def _passed_over(config: JobConfig, store: AdapterStore, start: PolicyVersion | None) -> Iterator[str]:
-    """That a newer version is not continued, since it is unhealthy."""
+    """Yield a note that a newer version is not continued, since it is unhealthy."""
     versions = store.versions(config.base_adapter or config.output_name or "")
     if start is not None and versions and (newest := versions[-1]) != start:
         yield (

@@ -301,7 +301,7 @@ class AdapterStore:
 
     @property
     def base_was_chosen(self) -> bool:
-        """Whether the base was made active, and not only is so because nothing ever was."""
+        """Return whether the base was made active, and not only is so because nothing ever was."""
         return self._read_state().activations[-1:] == (PolicyVersion.base(),)
 
     def was_active(self, version: PolicyVersion) -> bool:

@@ -417,7 +417,8 @@ class Ledger:
             return read_job(db, row["id"])
 
     def expire(self, worker: str, *, cause: Cause = Cause.CRASH) -> list[str]:
-        """That worker is dead, of this cause: the jobs it held can be leased at once, or fail. Returns their ids."""
+        """Take note that a worker is dead, of this cause: the jobs it held can be leased at once, or fail. Returns
+        their ids."""
         with self._db.transaction("taking back a dead worker's jobs") as db:
             rows = db.execute(f"{_TRAINING} AND worker = ? ORDER BY seq", (worker,)).fetchall()
             for row in rows:
@@ -528,7 +529,7 @@ class Ledger:
 
     @property
     def damage(self) -> str | None:
-        """What was found damaged since the ledger was opened; nothing in it can be relied on any more."""
+        """Return what was found damaged since the ledger was opened; nothing in it can be relied on any more."""
         return self._db.damage
 
     def verify(self) -> None:

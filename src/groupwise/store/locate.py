@@ -98,7 +98,7 @@ class TrainedPolicy:
 
     @property
     def quantization(self) -> str | None:
-        """How the model is to be loaded."""
+        """Return how the model is to be loaded."""
         return None if self.adapter is None else self.adapter.quantization
 
 

@@ -101,7 +101,7 @@ class AgentSession:
 
     @property
     def under_way(self) -> int:
-        """How many requests the policy is answering."""
+        """Return how many requests the policy is answering."""
         return len(self._tasks)
 
     async def answer(

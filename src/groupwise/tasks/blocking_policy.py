@@ -23,7 +23,7 @@ class BlockingPolicy:
 
     @property
     def waiting(self) -> bool:
-        """Whether an answer is waited for."""
+        """Return whether an answer is waited for."""
         with self.lock:
             return bool(self._waiting)
 

@@ -74,12 +74,12 @@ class Conversations:
 
     @property
     def said(self) -> int:
-        """How many tokens the policy has sampled in the episode."""
+        """Return how many tokens the policy has sampled in the episode."""
         return sum(len(each.turn.completion.token_ids) for each in self.answered)
 
     @property
     def first_request(self) -> FirstRequest | None:
-        """What the policy was first asked; None before the first answer."""
+        """Return what the policy was first asked; None before the first answer."""
         if not self._begun:
             return None
         seen = self._begun[0].transcript

@@ -104,7 +104,7 @@ class AgentChatRequest(BaseModel):
 
     @property
     def narrowing(self) -> dict[str, Any]:
-        """Those of `top_p`, `top_k` and `min_p` that are given."""
+        """Return those of `top_p`, `top_k` and `min_p` that are given."""
         given = {name: value for name in NARROWING if (value := getattr(self, name)) is not None}
         return given | ({"top_k": max(0, given["top_k"])} if "top_k" in given else {})  # -1 is off too
 

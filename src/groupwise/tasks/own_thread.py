@@ -48,7 +48,7 @@ class OwnThread:
 
     @property
     def busy(self) -> bool:
-        """Whether a call is being made, waited for or not."""
+        """Return whether a call is being made, waited for or not."""
         return self._busy
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class TemplateCheck:
 
     @property
     def appends(self) -> bool:
-        """Whether nothing that the template can render is rewritten."""
+        """Return whether nothing that the template can render is rewritten."""
         return Growth.REWRITES not in (self.turns, self.tools, self.thoughts, self.tool_thoughts)
 
     def __str__(self) -> str:

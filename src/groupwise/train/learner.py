@@ -189,12 +189,13 @@ class Learner:
 
     @property
     def routes(self) -> bool:
-        """Whether the model is a mixture of experts whose choice can be replayed."""
+        """Return whether the model is a mixture of experts whose choice can be replayed."""
         return bool(self._routers.modules)
 
     @property
     def computes_alone(self) -> bool:
-        """Whether a micro-batch has one of torch's threads, so that others, also another learner's, run beside it."""
+        """Return whether a micro-batch has one of torch's threads, so that others, also another learner's, run beside
+        it."""
         return self._lanes.most > 1
 
     # -- the verbs ----------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor, *, phase: str) -> None:

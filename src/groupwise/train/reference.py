@@ -68,7 +68,7 @@ class Reference:
 
     @property
     def ready(self) -> bool:
-        """Whether there is one to compute: always for `base` with an adapter, else after `begin`."""
+        """Return whether there is one to compute: always for `base` with an adapter, else after `begin`."""
         return bool(self._tensors) or (self._adapter and self.spec.kind == "base")
 
     def begin(self) -> None:

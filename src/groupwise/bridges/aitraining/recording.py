@@ -200,7 +200,7 @@ class RecordingPolicy:
 
     @property
     def asking(self) -> bool:
-        """Whether an answer is waited for."""
+        """Return whether an answer is waited for."""
         return self._asking.waiting
 
     def close(self) -> None:

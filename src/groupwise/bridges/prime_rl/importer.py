@@ -516,7 +516,7 @@ def _only_in(one: Mapping[str, Any], other: Mapping[str, Any], path: str = "") -
 
 
 def _put_eval_of(t: Translation, source: Source) -> None:
-    """When and how often is evaluated, and whether greedily."""
+    """Put when and how often is evaluated, and whether greedily."""
     said = source.said
     t.put("eval.every", said.get("interval", t["orchestrator.eval.interval"]), "orchestrator.eval.interval")
     key = "orchestrator.eval.sampling"

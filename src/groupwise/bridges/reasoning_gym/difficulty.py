@@ -68,7 +68,7 @@ class AdaptiveDifficulty(WrappedStream):
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """Where the stream and the levels stand, for `restore`; goes through JSON."""
+        """Return where the stream and the levels stand, for `restore`; goes through JSON."""
         state = {
             "level": self._level,
             "seen": {task: list(seen) for task, seen in self._seen.items()},

@@ -164,7 +164,7 @@ class Models:
 
     @property
     def are_full(self) -> bool:
-        """Whether as many are trained as may be."""
+        """Return whether as many are trained as may be."""
         return sum(model.has_place for model in self._by_id.values()) >= self._most
 
     def is_there(self, model: TrainedModel) -> bool:

@@ -261,7 +261,7 @@ class VllmEngine:
 
     @property
     def servers(self) -> dict[str, Accepted | None]:
-        """What was found out about each server; None: it is away."""
+        """Return what was found out about each server; None: it is away."""
         return {member.server.url: member.accepted for member in self._fleet.members}
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:

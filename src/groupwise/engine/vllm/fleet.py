@@ -59,7 +59,7 @@ class FleetMember:
 
     @property
     def base(self) -> str:
-        """What requests for the base model are addressed to."""
+        """Return what requests for the base model are addressed to."""
         assert self.accepted is not None
         return self.accepted.base
 

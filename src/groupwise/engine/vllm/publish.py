@@ -137,12 +137,12 @@ class Leases:
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """Those that requests may name."""
+        """Return those that requests may name."""
         return sorted(self._of)
 
     @property
     def alive(self) -> list[Published]:
-        """What every server must have: all that requests name, or still sample from."""
+        """Return what every server must have: all that requests name, or still sample from."""
         with self._lock:
             return [lease.published for lease in (*self._of.values(), *self._leaving)]
 

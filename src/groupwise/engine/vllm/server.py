@@ -152,12 +152,12 @@ class ServerProcess:
 
     @property
     def ended(self) -> str | None:
-        """How it ended, with what it said last; None while it runs."""
+        """Return how it ended, with what it said last; None while it runs."""
         return self._why if self._ended.is_set() else None
 
     @property
     def pid(self) -> int:
-        """Of the keeper."""
+        """Return the keeper's process id."""
         return self._box.pid
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -73,7 +73,7 @@ class Case:
 
     @property
     def held_out(self) -> bool:
-        """Whether the problem belongs to the test split; stable across runs and machines (crc32, not hash())."""
+        """Return whether the problem belongs to the test split; stable across runs and machines (crc32, not hash())."""
         name = f"{self.skill}:{','.join(map(str, self.operands))}"
         return zlib.crc32(name.encode()) % 5 == 0
 
