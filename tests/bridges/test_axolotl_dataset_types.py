@@ -12,9 +12,8 @@ from groupwise.bridges.axolotl.dataset_types import (
     NAMED_TEMPLATES,
     TypeNotHere,
     example_reader,
-    examples,
     pair_reader,
-    pairs,
+    rows,
 )
 from groupwise.config.run import parse_config
 from groupwise.errors import DataError
@@ -185,15 +184,15 @@ def test_other_types_are_said_to_be_none(reader, type):
 
 def test_rows_of_a_file_are_a_source_and_a_bad_one_is_named(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [ALPACA, ALPACA | {"output": ""}, ALPACA])))
-    assert len(list(examples(dataset={"path": "rows.jsonl", "type": "alpaca"}, folder=str(tmp_path)))) == 2
-    source = "groupwise.bridges.axolotl.dataset_types:examples"
-    data = {"source": source, "args": {"dataset": {"path": "rows.jsonl", "type": "alpaca"}}, "raw": True}
+    assert len(list(rows(kind="sft", dataset={"path": "rows.jsonl", "type": "alpaca"}, folder=str(tmp_path)))) == 2
+    source = "groupwise.bridges.axolotl.dataset_types:rows"
+    data = {"source": source, "args": {"kind": "sft", "dataset": {"path": "rows.jsonl", "type": "alpaca"}}, "raw": True}
     config = parse_config({"kind": "sft", "data": data})
     assert config.data is not None
     first = open_prompts(config.data, folder=tmp_path, kind="sft").known[0]
     assert first.text is not None and first.text.endswith("### Response:\n") and first.answer[0].get("content") == "3"
     with raises(DataError):
-        list(pairs(dataset={"path": "rows.jsonl", "type": "chatml.intel"}, folder=str(tmp_path)))
+        list(rows(kind="dpo", dataset={"path": "rows.jsonl", "type": "chatml.intel"}, folder=str(tmp_path)))
 
 
 def test_the_templates_render_what_the_types_write():

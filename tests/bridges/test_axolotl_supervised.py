@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ruamel.yaml
 
+from asking_keys import asking
 from groupwise.bridges.axolotl import supervised
 from groupwise.bridges.axolotl.dataset_types import NAMED_TEMPLATES, TEMPLATES
-from groupwise.config.formats.keys import Key
 from groupwise.config.formats.tables import keys_of
 from groupwise.config.run import RunConfig
 from groupwise.config.yaml import inline, key_paths
@@ -119,17 +119,6 @@ def test_a_table_is_consistent(kind: Any):
 
 
 FILES = {"sft": SFT, "dpo": DPO}
-
-
-def asking(key: Key) -> Any:
-    """Return a value with which a key asks for what it is named for."""
-    for value in (7, "x", True, 0.5, [3], {"a": 1}, False):
-        try:
-            if key.kind(value) not in key.off:
-                return value
-        except ValueError:
-            continue
-    raise AssertionError(f"no value for {key.name}")
 
 
 def beside(kind: Any, fate: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from asking_keys import asking
 from groupwise.bridges.axolotl import trainer as axolotl
 from groupwise.bridges.trainer_args import grpo_args, optimizer_args
 from groupwise.config.formats.format import format_named
@@ -49,17 +50,6 @@ def read(tmp_path: Path):
 
 def keys(system: str, fate: str) -> list[Key]:
     return [key for key in TABLES[system] if key.fate == fate and "[]" not in key.name]
-
-
-def asking(key: Key) -> Any:
-    """A value with which a key asks for what it is named for."""
-    for value in (7, "x", True, 0.5, [3], {"a": 1}, False):
-        try:
-            if key.kind(value) not in key.off:
-                return value
-        except ValueError:
-            continue
-    raise AssertionError(f"no value for {key.name}")
 
 
 @SYSTEM

@@ -64,7 +64,7 @@ def encode_supervised(
     else:
         spans = _spans_turn_by_turn(text, chat, tokenizer, **options)
     spans = [(start, end_of_turn(text, (start, end), tokenizer)) for start, end in spans]
-    _check_calls(chat, special_pattern(tokenizer).sub("", "".join(text[start:end] for start, end in spans)))
+    _check_calls(chat, "".join(text[start:end] for start, end in spans), tokenizer)
     start, end = spans[-1]
     if chat[-1]["role"] == "assistant" and not _is_closed(text[start:end], tokenizer):
         text = text[:end] + (next_role(chat, text, tokenizer, **options) or turn_end(tokenizer))
@@ -79,10 +79,12 @@ def encode_supervised(
     )
 
 
-def _check_calls(chat: Sequence[Mapping[str, Any]], said: str) -> None:
+def _check_calls(chat: Sequence[Mapping[str, Any]], said: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ChatError where a template shows nothing of a call, of which a turn without words would be left."""
-    for i, message in enumerate(chat):
-        for call in message.get("tool_calls") or () if message["role"] == "assistant" else ():
+    calling = [i for i, message in enumerate(chat) if message["role"] == "assistant" and message.get("tool_calls")]
+    said = special_pattern(tokenizer).sub("", said) if calling else ""
+    for i in calling:
+        for call in chat[i]["tool_calls"]:
             if (name := call["function"]["name"]) not in said:
                 raise ChatError(
                     f"the chat template leaves out calls of tools: {name!r}, which message {i} (assistant) calls, is "

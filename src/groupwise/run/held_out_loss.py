@@ -12,23 +12,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from groupwise.algo.distillation import demonstrations
 from groupwise.algo.metrics import Metrics
-from groupwise.algo.preference import pairs_of, preference_loss
+from groupwise.algo.preference import preference_loss
 from groupwise.config.preference import PreferenceConfig
 from groupwise.errors import ContextLengthError, DataError
 from groupwise.tasks.rollout_sources import RolloutSource
 from groupwise.train.learner import Learner
-from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
+from groupwise.types import PolicyVersion, Prompt, Sample, SamplingParams
 
 
-async def held_out_groups(prompts: Sequence[Prompt], answers: RolloutSource, *, label: str) -> list[RolloutGroup]:
-    """Return the held-out rows as groups whose demonstrations are the answer, or the two of a pair; those that are
-    longer than the context are passed over. Raises DataError if all are, ChatError for one that cannot be rendered."""
+async def held_out_samples(prompts: Sequence[Prompt], answers: RolloutSource) -> list[Sample]:
+    """Return the held-out rows as samples: of each its answer, or the two of its pair; rows that are longer than the
+    context are passed over. Raises DataError if all are, ChatError for one that cannot be rendered."""
     kept = list[Prompt]()
     for prompt in prompts:
         try:
@@ -36,33 +36,32 @@ async def held_out_groups(prompts: Sequence[Prompt], answers: RolloutSource, *, 
         except ContextLengthError:
             continue
     if not kept:
-        raise DataError(f"every row of {label} is longer than the model's context", field="eval.data")
+        raise DataError("every held-out row is longer than the model's context", field="eval.data")
     begun = answers.begin(kept, seeds=[0] * len(kept), n=1, params=SamplingParams(), version=PolicyVersion.base())
-    return list(await asyncio.gather(*begun))  # nothing is sampled
+    return demonstrations(await asyncio.gather(*begun))  # nothing is sampled
 
 
-def held_out_loss(learner: Learner, groups: Sequence[RolloutGroup], preferences: PreferenceConfig | None) -> Metrics:
-    """Return the loss of the groups' demonstrations: as answers, or with `preferences` as pairs. To be called where the
-    learner is used."""
+def held_out_loss(learner: Learner, samples: Sequence[Sample], preferences: PreferenceConfig | None) -> Metrics:
+    """Return the loss of the samples: as answers, or with `preferences` as pairs, chosen and rejected in turns. To be
+    called where the learner is used."""
     if preferences is not None:
-        return _of_pairs(learner, groups, preferences)
-    samples = demonstrations(groups)
-    rows = learner.forward(samples)
-    of_rows = (itertools.compress(row, sample.mask) for sample, row in zip(samples, rows, strict=True))
-    learned = list(itertools.chain.from_iterable(of_rows))
+        return _of_pairs(learner, samples, preferences)
+    learned = [*itertools.chain.from_iterable(_learned(samples, learner.forward(samples)))]
     return {"eval/loss": -math.fsum(learned) / max(len(learned), 1)}
 
 
-def _of_pairs(learner: Learner, groups: Sequence[RolloutGroup], preferences: PreferenceConfig) -> Metrics:
-    pairs = pairs_of(demonstrations(groups))
-    samples = [sample for pair in pairs for sample in pair]
-    of_policy, of_reference = (learner.forward(samples, reference=reference) for reference in (False, True))
-    masks = [sample.mask for sample in samples]
+def _of_pairs(learner: Learner, samples: Sequence[Sample], preferences: PreferenceConfig) -> Metrics:
     policy_B, reference_B = (
-        torch.tensor([math.fsum(itertools.compress(row, mask)) for row, mask in zip(rows, masks, strict=True)])
-        for rows in (of_policy, of_reference)
+        torch.tensor([math.fsum(row) for row in _learned(samples, learner.forward(samples, reference=reference))])
+        for reference in (False, True)
     )
-    tokens_B = torch.tensor([float(sum(mask)) for mask in masks])
-    loss, told = preference_loss(policy_B, reference_B, tokens_B, preferences, pairs=len(pairs))
+    tokens_B = torch.tensor([float(sum(sample.mask)) for sample in samples])
+    loss, told = preference_loss(policy_B, reference_B, tokens_B, preferences, pairs=len(samples) // 2)
     named = {"eval/accuracy": "preference/accuracy", "eval/margin": "preference/margin"}
     return {"eval/loss": float(loss)} | {name: float(told[metric]) for name, metric in named.items()}
+
+
+def _learned(samples: Sequence[Sample], rows: Sequence[Sequence[float]]) -> Iterator[Iterator[float]]:
+    """Yield of each sample the log-probabilities of the tokens that are learned."""
+    for sample, row in zip(samples, rows, strict=True):
+        yield itertools.compress(row, sample.mask)

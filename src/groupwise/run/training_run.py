@@ -12,7 +12,7 @@ from groupwise.run.assemble import Components
 from groupwise.run.display import Display
 from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
 from groupwise.run.health import Event, HealthMonitor
-from groupwise.run.held_out_loss import held_out_groups, held_out_loss
+from groupwise.run.held_out_loss import held_out_loss, held_out_samples
 from groupwise.run.plan import RunPlan
 from groupwise.run.policy import Policy
 from groupwise.run.promote import Promotion
@@ -24,7 +24,7 @@ from groupwise.store.checkpoint import RunState
 from groupwise.store.locate import find_adapter
 from groupwise.store.rundir import ADAPTERS, METRICS
 from groupwise.store.tracking import Tracking, read_metrics
-from groupwise.types import PolicyVersion, RolloutGroup
+from groupwise.types import PolicyVersion, RolloutGroup, Sample
 
 Evaluations = Mapping[str, Evaluation]  # by mode
 
@@ -51,7 +51,7 @@ class TrainingRun:
         self.promotion = self._promotion(store)
         self._best = BestVersion(patience=0 if plan.config.eval is None else plan.config.eval.patience)
         self._evaluated: dict[PolicyVersion, int] = {}  # the step at which a version was
-        self._held_out: list[RolloutGroup] | None = None  # what the loss is computed of, once it was prepared
+        self._held_out: list[Sample] | None = None  # what the loss is computed of, once it was prepared
         self._started = self._sampling_s = 0.0  # of the present step: when it began, seconds spent waiting for groups
 
     def _promotion(self, store: AdapterStore) -> Promotion | None:
@@ -205,7 +205,8 @@ class TrainingRun:
         save_evaluations(self.run_dir, step, result)
         if metrics := await self._held_out_loss():
             told = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items())
-            self.display.note(f"evaluation at step {step}, {len(self._held_out or ())} held-out rows: {told}")
+            rows = len({sample.group for sample in self._held_out or ()})
+            self.display.note(f"evaluation at step {step}, {rows} held-out rows: {told}")
         for each in result.values():
             metrics |= each.metrics(by=config.by) | each.details()
         self.tracking.log(step, metrics)
@@ -255,10 +256,9 @@ class TrainingRun:
         if not plan.eval_answers:
             return {}
         if self._held_out is None:
-            label = plan.config.eval.data.label if plan.config.eval and plan.config.eval.data else "eval.data"
-            self._held_out = await held_out_groups(plan.eval_answers, parts.rollouts, label=label)
-        groups, preferences = self._held_out, plan.config.dpo if plan.config.kind == "dpo" else None
-        return await self.updates.in_learner_thread(lambda: held_out_loss(parts.learner, groups, preferences))
+            self._held_out = await held_out_samples(plan.eval_answers, parts.rollouts)
+        samples, preferences = self._held_out, plan.config.dpo if plan.config.kind == "dpo" else None
+        return await self.updates.in_learner_thread(lambda: held_out_loss(parts.learner, samples, preferences))
 
     async def _promote(self, step: int, version: PolicyVersion, result: Evaluations) -> None:
         """Let what was evaluated become the active version, or not, and say so; `promote` decides."""

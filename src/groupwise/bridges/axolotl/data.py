@@ -72,11 +72,11 @@ def rows(
         parts = []
         for entry in datasets:
             with reading(entry["path"]):
-                parts.append(load_entry(entry, folder))
+                parts.append(_load(entry, folder))
         for index, entry in enumerate(datasets):
             parts[index] = _transformed(parts[index], entry, index, folder, settings, model)
         whole = library.concatenate_datasets(parts)
-        yield from whole if part is None else part_of(whole, part, held_out, seed)
+        yield from whole if part is None else _part(whole, part, held_out, seed)
     finally:
         library.enable_progress_bars()
 
@@ -91,8 +91,7 @@ def _settings(cfg: str | None, overrides: Sequence[str], folder: str) -> Setting
     return Settings(document.data)
 
 
-def part_of(whole: Dataset, part: Part, held_out: float, seed: int) -> Dataset:
-    """Return the rows that are held out (`test`), or the others (`train`). Raises DataError where either is none."""
+def _part(whole: Dataset, part: Part, held_out: float, seed: int) -> Dataset:
     size = len(whole)
     kept_back = round(held_out * size) if held_out < 1 else int(held_out)
     if not 0 < kept_back < size:
@@ -103,8 +102,8 @@ def part_of(whole: Dataset, part: Part, held_out: float, seed: int) -> Dataset:
     return whole.shuffle(seed=seed).select(span)
 
 
-def load_entry(entry: Mapping[str, Any], folder: str) -> Dataset:
-    """Return one entry's dataset as it is written. Raises DataError."""
+def _load(entry: Mapping[str, Any], folder: str) -> Dataset:
+    """Return one entry's dataset, before its transform."""
     import datasets as library
 
     path, split, files = entry["path"], entry.get("split", "train"), entry.get("data_files")

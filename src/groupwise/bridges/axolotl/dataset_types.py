@@ -6,8 +6,8 @@
     chat_template.default, ...         a conversation and a pair      prompt, chosen, rejected
     chatml.intel, llama3.icr, ...      a question and a pair          likewise, in the template of that name
 
-`examples` and `pairs` read the rows of one entry of `datasets`, as a `data.source` does. Where a type is not here,
-`example_reader` and `pair_reader` say what to write.
+`rows` reads those of one entry of `datasets`, as a `data.source` does; where a type is not here, `reader_of` says what
+to write.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from groupwise.bridges.axolotl.data import Part, load_entry, part_of
-from groupwise.config.hub import reading
+from groupwise.bridges.axolotl.data import Part
+from groupwise.bridges.axolotl.data import rows as written_rows
 from groupwise.errors import DataError
 from groupwise.tasks.tables import row_of
 
+Kind = Literal["sft", "dpo"]
 Row = Mapping[str, Any]
 Reader = Callable[[Row], dict[str, Any] | None]
 
@@ -103,57 +104,30 @@ class TypeNotHere(ValueError):
 # ---- as sources of a run ----
 
 
-def examples(
+def rows(
     *,
+    kind: Kind,
     dataset: Mapping[str, Any],
     folder: str = ".",
     part: Part | None = None,
     held_out: float = 0.0,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an entry of `datasets` of SFT: messages, or prompt and completion. Those in which nothing would
-    be learned are left out, as there.
+    """Yield the rows of an entry of `datasets`: of SFT messages, or prompt and completion, and of DPO prompt, chosen
+    and rejected. Those in which nothing would be learned are left out, as there.
 
     Args:
-        part: `test` is `held_out` of the rows (a share below 1, or a number) in an order fixed by `seed`, `train` are
-            the others, None is all.
+        part, held_out, seed: see `axolotl.data.rows`.
 
     Raises:
         DataError: a row is not of the type; names it. Or a part would be empty.
         TypeNotHere: the entry's type is not read.
     """
-    return _rows(_part(dataset, folder, part, held_out, seed), dataset, example_reader(dataset))
-
-
-def pairs(
-    *,
-    dataset: Mapping[str, Any],
-    folder: str = ".",
-    part: Part | None = None,
-    held_out: float = 0.0,
-    seed: int = 0,
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an entry of `datasets` of DPO: prompt, chosen, rejected. Arguments and errors are those of
-    `examples`."""
-    return _rows(_part(dataset, folder, part, held_out, seed), dataset, pair_reader(dataset))
-
-
-def _part(dataset: Mapping[str, Any], folder: str, part: Part | None, held_out: float, seed: int) -> Iterator[Any]:
-    """Yield the written rows of an entry, or of a part of it."""
-    import datasets as library
-
-    library.disable_progress_bars()
-    try:
-        with reading(dataset["path"]):
-            table = load_entry(dataset, folder)
-        yield from table if part is None else part_of(table, part, held_out, seed)
-    finally:
-        library.enable_progress_bars()
-
-
-def _rows(written_rows: Iterator[Any], dataset: Mapping[str, Any], read: Reader) -> Iterator[dict[str, Any]]:
-    for index, written in enumerate(written_rows):
-        row = row_of(written)
+    read = reader_of(kind, dataset)
+    untyped = {**dataset, "type": None}  # which names no transform here
+    written = written_rows(datasets=[untyped], folder=folder, part=part, held_out=held_out, seed=seed)
+    for index, each in enumerate(written):
+        row = row_of(each)
         try:
             made = read(row)
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -162,6 +136,12 @@ def _rows(written_rows: Iterator[Any], dataset: Mapping[str, Any], read: Reader)
             raise DataError(message, hint=f"the columns are {', '.join(map(repr, row))}") from error
         if made is not None:
             yield made
+
+
+def reader_of(kind: Kind, dataset: Mapping[str, Any]) -> Reader:
+    """Return what makes a row of ours of a row of an entry of `datasets`. Raises TypeNotHere, which says what to
+    write."""
+    return example_reader(dataset) if kind == "sft" else pair_reader(dataset)
 
 
 # ---- examples ----
@@ -190,9 +170,10 @@ def is_chat(dataset: Mapping[str, Any]) -> bool:
     return kind in CHAT or kind == SHAREGPT or kind.partition(".")[0] in ("chat_template", *TEMPLATES)
 
 
-def is_text(dataset: Mapping[str, Any]) -> bool:
-    """Return whether a prompt of an entry's that is a string is plain text."""
-    return not is_chat(dataset)
+def roles_of(dataset: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return our role of each that the messages of an entry say."""
+    said = dataset.get("roles") or {}
+    return {theirs: ours for ours, those in said.items() for theirs in those} or ROLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,13 +195,12 @@ class _Conversations:
         } | dict(dataset.get("message_property_mappings") or {})
         if thought := dataset.get("field_thinking"):
             properties.setdefault(dataset.get("template_thinking_key") or "reasoning_content", thought)
-        roles = dataset.get("roles") or {}
         return cls(
             column=dataset.get("field_messages") or "messages",
             system=dataset.get("field_system") or "system",
             tools=dataset.get("field_tools") or "tools",
             properties=properties,
-            roles={source: ours for ours, sources in roles.items() for source in sources} or ROLES,
+            roles=roles_of(dataset),
             drops_system=bool(dataset.get("drop_system_message")),
         )
 

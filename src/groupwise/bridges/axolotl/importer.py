@@ -94,7 +94,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     put_parallel(t, folder)
     refuse_combinations(t, bits=BITS, dora="peft_use_dora", vllm="trl.use_vllm", optimizer=NAMES.optimizer)
     put_run(t, length)
-    _put_eval(t, length, per_epoch)
+    _put_eval(t, length)
     return t
 
 
@@ -216,8 +216,8 @@ def _local(path: str, folder: Path) -> str | None:
     return str(Path(path).resolve()) if Path(path).exists() else None
 
 
-def _put_eval(t: Translation, length: Length, per_epoch: int | None) -> None:
-    if not put_evaluation(t, length, per_epoch, best="sampled", by_epoch=False):
+def _put_eval(t: Translation, length: Length) -> None:
+    if not put_evaluation(t, length, best="sampled", by_epoch=False):
         return
     t.put("eval.modes", ["sampled"], origin="evaluation samples there")
     name = "trl.num_generations_eval"

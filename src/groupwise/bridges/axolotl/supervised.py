@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from groupwise.bridges.axolotl.dataset_types import (
     NAMED_TEMPLATES,
-    ROLES,
     TEMPLATES,
+    Kind,
     TypeNotHere,
-    example_reader,
     is_chat,
-    is_text,
-    pair_reader,
+    reader_of,
+    roles_of,
     template_of,
 )
 from groupwise.bridges.axolotl.trainer import (
@@ -39,21 +38,23 @@ from groupwise.bridges.axolotl.trainer import (
 )
 from groupwise.bridges.trainer_args.optimizer_args import refuse_combinations
 from groupwise.bridges.trainer_args.parallel_args import put_parallel
-from groupwise.bridges.trainer_args.supervised_args import length_in_steps, put_preference_loss, put_rows_per_step
+from groupwise.bridges.trainer_args.sources import name_apart
+from groupwise.bridges.trainer_args.supervised_args import (
+    check_best,
+    length_in_steps,
+    put_preference_loss,
+    put_rows_per_step,
+)
 from groupwise.config.formats.format import Count
 from groupwise.config.formats.keys import Key, idle
 from groupwise.config.formats.tables import keys_of
 from groupwise.config.formats.translation import Note, Translation, run_name
 from groupwise.config.yaml import Document, dotted
-from groupwise.errors import GroupwiseError
 
-Kind = Literal["sft", "dpo"]
 KEYS: Mapping[Kind, Path] = {kind: Path(__file__).with_name(f"{kind}.yaml") for kind in ("sft", "dpo")}
 GRPO = Path(__file__).with_name("keys.yaml")
-SOURCES: Mapping[Kind, str] = {
-    "sft": "groupwise.bridges.axolotl.dataset_types:examples",
-    "dpo": "groupwise.bridges.axolotl.dataset_types:pairs",
-}
+SOURCE = "groupwise.bridges.axolotl.dataset_types:rows"
+RAW = {"raw": True}  # a prompt that is a string is plain text
 WHOLE = ("micro_batch_size", "gradient_accumulation_steps", "num_processes")
 ENDS = ("train_on_eos", "train_on_eot")  # of which turns the end is learned
 
@@ -86,8 +87,10 @@ def translated(document: Document, kind: Kind, *, folder: Path, count: Count) ->
         what = f"rows of more than {t['sequence_len']} tokens are learned, up to the model's context"
         t.note_difference("sequence_len", f"{what}; there they are left out")
     t.raise_problems()
+    counts = "eval" in t.draft.data and not t["eval_steps"]  # evaluations, in epochs
     known = not t.refused or (t["max_steps"] or 0) > 0  # what is not read cannot be counted
-    length = length_in_steps(t, NAMES, rows_per_step=rows, data="datasets", count=count if known else lambda t: None)
+    read = count if known else lambda t: None
+    length = length_in_steps(t, NAMES, rows_per_step=rows, data="datasets", count=read, evaluated=counts)
     put_optimizer_and_floor(t, length)
     put_adapter(t)
     if kind == "dpo" and t["adapter"] is not None and t["lora_dropout"]:
@@ -99,24 +102,11 @@ def translated(document: Document, kind: Kind, *, folder: Path, count: Count) ->
     put_parallel(t, folder)
     refuse_combinations(t, bits=BITS, dora="peft_use_dora", vllm="", optimizer=NAMES.optimizer)
     put_run(t, length)
-    by_epoch = "eval" in t.draft.data and not t["eval_steps"]
-    put_evaluation(t, length, _epoch(t, rows, count) if known and by_epoch else None, best="loss", by_epoch=True)
-    if t["metric_for_best_model"] not in (None, "loss", "eval_loss"):
-        what = f"{t['metric_for_best_model']} is not measured; the least held-out loss is what is kept"
-        t.refuse("metric_for_best_model", what, instead="metric_for_best_model=eval_loss")
+    put_evaluation(t, length, best="loss", by_epoch=True)
+    check_best(t)
     check_tokens(t)
     check_plugins(t)
     return t
-
-
-def _epoch(t: Translation, rows_per_step: int, count: Count) -> int | None:
-    """Return the steps of an epoch; None, which is said, where the rows cannot be read now. (A run says why.)"""
-    try:
-        rows = count(t)
-    except GroupwiseError:
-        t.note_difference("val_set_size", "the rows cannot be counted here: the loss is computed before and after")
-        return None
-    return None if rows is None else rows // rows_per_step
 
 
 def _keys(kind: Kind) -> list[Key]:
@@ -158,7 +148,7 @@ def _put_data(t: Translation, kind: Kind, entries: Sequence[Mapping[str, Any]]) 
         tests = [dict(each) for each in t["test_datasets"]]
         for entry in tests:
             try:
-                (example_reader if kind == "sft" else pair_reader)(entry)
+                reader_of(kind, entry)
             except TypeNotHere as error:
                 t.problem("test_datasets", f"{entry.get('path')}: {error}")
         _put_sources(t, "eval.data", kind, tests, "test_datasets")
@@ -177,31 +167,30 @@ def _put_sources(
     t: Translation, to: str, kind: Kind, entries: Sequence[Mapping[str, Any]], block: str, **part: Any
 ) -> None:
     """Put the entries as the source, or the sources, of `to`: data or eval.data; `part` is what is read of each."""
-    sources = [
-        {"source": SOURCES[kind], "args": {"dataset": dict(entry), **part}, **({"raw": True} if is_text(entry) else {})}
+    sources: list[dict[str, Any]] = [
+        {"source": SOURCE, "args": {"kind": kind, "dataset": dict(entry), **part}} | ({} if is_chat(entry) else RAW)
         for entry in entries
     ]
     if len(sources) == 1:
         for key, value in sources[0].items():
             t.put(f"{to}.{key}", value, block)
     elif sources:
-        paths = [entry["path"] for entry in entries]
-        named = [path if paths.count(path) == 1 else f"{path} ({at})" for at, path in enumerate(paths)]
-        t.put(f"{to}.sources", [{"name": name, **each} for name, each in zip(named, sources, strict=True)], block)
+        named = [{"name": entry["path"], **source} for entry, source in zip(entries, sources, strict=True)]
+        name_apart(named)
+        t.put(f"{to}.sources", named, block)
 
 
 def _check_entry(t: Translation, kind: Kind, index: int, entry: Mapping[str, Any]) -> None:
     """Refuse a type that is not read, and what is learned there and not here."""
     try:
-        (example_reader if kind == "sft" else pair_reader)(entry)
+        reader_of(kind, entry)
     except TypeNotHere as error:
         _refuse(t, index, "type", str(error), instead="")
         return
     if kind == "dpo" or not is_chat(entry):
         return
-    named = {source: ours for ours, sources in (entry.get("roles") or {}).items() for source in sources} or ROLES
     learned = entry.get("roles_to_train", ["assistant"])
-    if {named.get(role, role) for role in learned} != {"assistant"}:
+    if {roles_of(entry).get(role, role) for role in learned} != {"assistant"}:
         what = (
             f"{', '.join(learned) or 'nobody'}: what the assistant says is learned, each of its turns, and nothing else"
         )

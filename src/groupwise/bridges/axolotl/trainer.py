@@ -161,9 +161,9 @@ def put_run(t: Translation, length: Length) -> None:
         t.note_idle("wandb_mode", "W&B reads WANDB_MODE")
 
 
-def put_evaluation(t: Translation, length: Length, per_epoch: int | None, *, best: str, by_epoch: bool) -> bool:
+def put_evaluation(t: Translation, length: Length, *, best: str, by_epoch: bool) -> bool:
     """Put when what is held out is evaluated, and by what (`best`) the best model is kept. Returns False where nothing
-    is evaluated. `per_epoch` are the steps of an epoch; with `by_epoch` it is once an epoch where nothing is said."""
+    is evaluated. With `by_epoch` it is once an epoch where nothing is said."""
     if "eval" not in t.draft.data:
         for name in ("eval_steps", "evals_per_epoch"):
             if t[name]:
@@ -178,8 +178,8 @@ def put_evaluation(t: Translation, length: Length, per_epoch: int | None, *, bes
     every = 0
     if t["eval_steps"]:
         every = length.interval(t["eval_steps"]) or 0
-    elif per_epoch and (by_epoch or t["evals_per_epoch"] or t["eval_strategy"] == "epoch"):
-        every = max(1, per_epoch // (t["evals_per_epoch"] or 1))
+    elif length.per_epoch and (by_epoch or t["evals_per_epoch"] or t["eval_strategy"] == "epoch"):
+        every = max(1, length.per_epoch // (t["evals_per_epoch"] or 1))
     t.put("eval.every", every, "eval_steps", "evals_per_epoch", "eval_strategy")
     if t["load_best_model_at_end"] or t["early_stopping_patience"]:
         t.put("eval.best", best, "load_best_model_at_end", "early_stopping_patience")

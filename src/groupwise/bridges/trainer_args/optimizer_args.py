@@ -66,11 +66,13 @@ TRANSFORMERS = OptimizerNames(
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """How long the run is. `there`: optimizer steps in the other system, None if it says nothing."""
+    """How long the run is. `there`: optimizer steps in the other system, None if it says nothing. `per_epoch`: rollout
+    batches of an epoch, None if nobody counted."""
 
     there: int | None
     steps_there: int  # optimizer steps there on one rollout batch
     passes: int
+    per_epoch: int | None = None
 
     @property
     def per_rollout(self) -> int:
@@ -93,13 +95,12 @@ class Length:
 
 def length_of(t: Translation, names: OptimizerNames, *, steps_there: int, passes: int, per_epoch: int | None) -> Length:
     """Return the run's length, from the number of steps or else from epochs of `per_epoch` rollout batches."""
-    asked = t[names.max_steps]
+    asked, there = t[names.max_steps], None
     if asked is not None and asked > 0:
-        return Length(there=asked, steps_there=steps_there, passes=passes)
-    if per_epoch is None:
-        return Length(there=None, steps_there=steps_there, passes=passes)
-    epochs = t[names.epochs]
-    return Length(there=math.ceil(epochs * per_epoch * steps_there * passes), steps_there=steps_there, passes=passes)
+        there = asked
+    elif per_epoch is not None:
+        there = math.ceil(t[names.epochs] * per_epoch * steps_there * passes)
+    return Length(there=there, steps_there=steps_there, passes=passes, per_epoch=per_epoch)
 
 
 def put_optimizer(t: Translation, names: OptimizerNames, length: Length, *, warmup: float | None) -> None:

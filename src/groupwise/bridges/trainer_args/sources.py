@@ -20,7 +20,7 @@ def source_of(path: str, *, args: Mapping[str, Any], split: str | None) -> dict[
 
 def name_apart(sources: Sequence[dict[str, Any]]) -> None:
     """Give sources whose rows would be called alike a name, with their number among all of them."""
-    labels = [SourceConfig(source=each["source"]).label for each in sources]
+    labels = [each.get("name") or SourceConfig(source=each["source"]).label for each in sources]
     for number, (source, label) in enumerate(zip(sources, labels, strict=True)):
         if labels.count(label) > 1:
             source["name"] = f"{label} ({number})"

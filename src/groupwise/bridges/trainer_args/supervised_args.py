@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from groupwise.bridges.trainer_args.optimizer_args import Length, OptimizerNames, length_of
 from groupwise.config.formats.format import Count
 from groupwise.config.formats.translation import Translation
+from groupwise.errors import GroupwiseError
 
 LOSSES = ("sigmoid", "ipo")
 
@@ -30,16 +31,37 @@ def put_rows_per_step(t: Translation, names: Sequence[str]) -> int:
     return rows
 
 
-def length_in_steps(t: Translation, names: OptimizerNames, *, rows_per_step: int, data: str, count: Count) -> Length:
-    """Return the run's length; where no number of steps is given, `count` counts the rows. Raises ConfigError, at the
-    key `data`, where they are fewer than those of one step."""
-    by_epochs = (t[names.max_steps] or 0) <= 0 and names.max_steps not in t.unread
-    rows = count(t) if by_epochs else None
-    per_epoch = None if rows is None else rows // rows_per_step
-    if per_epoch == 0:
+def length_in_steps(
+    t: Translation, names: OptimizerNames, *, rows_per_step: int, data: str, count: Count, evaluated: bool
+) -> Length:
+    """Return the run's length. `count` counts the rows where no number of steps is given, or where it is `evaluated` in
+    epochs; a number of steps that is given does without, where they cannot be read now. (The run says why.)
+
+    Raises:
+        ConfigError: at the key `data`, the rows are fewer than those of one step.
+        GroupwiseError: they are needed, and cannot be read.
+    """
+    by_epochs, rows = (t[names.max_steps] or 0) <= 0 and names.max_steps not in t.unread, None
+    try:
+        rows = count(t) if by_epochs or evaluated else None
+    except GroupwiseError:
+        if by_epochs:
+            raise
+        t.note_difference(
+            data, "the rows cannot be counted here, so that an epoch of evaluations is unknown: set eval.every"
+        )
+    if rows is not None and rows < rows_per_step and by_epochs:
         t.problem(data, f"{rows} rows are fewer than the {rows_per_step} of one step")
         t.raise_problems()
+    per_epoch = None if rows is None else max(1, rows // rows_per_step)
     return length_of(t, names, steps_there=1, passes=1, per_epoch=per_epoch)
+
+
+def check_best(t: Translation) -> None:
+    """Refuse another measure of the best model than the loss of held-out rows."""
+    if (measure := t["metric_for_best_model"]) not in (None, "loss", "eval_loss"):
+        what = f"{measure} is not measured; the least held-out loss is what is kept"
+        t.refuse("metric_for_best_model", what, instead="metric_for_best_model=eval_loss")
 
 
 def put_preference_loss(t: Translation, name: str, said: str | Sequence[str]) -> None:

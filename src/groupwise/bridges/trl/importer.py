@@ -32,7 +32,7 @@ from groupwise.bridges.trainer_args.vllm_args import put_vllm
 from groupwise.bridges.trl import supervised
 from groupwise.bridges.trl.every_trainer import SCRIPT, put_model, put_run
 from groupwise.bridges.trl.script import parse_script
-from groupwise.bridges.trl.sources import put_dataset, put_sources
+from groupwise.bridges.trl.sources import put_held_out, put_sources
 from groupwise.config.formats.format import ConfigFormat, Count
 from groupwise.config.formats.keys import Key
 from groupwise.config.formats.tables import keys_of
@@ -125,7 +125,7 @@ def complete(t: Translation, *, folder: Path, count: Count) -> Translation:
     put_parallel(t, folder)
     refuse_combinations(t, bits=("load_in_4bit", "load_in_8bit"), dora="use_dora", vllm="use_vllm")
     put_run(t, length)
-    _put_eval(t, length, per_epoch)
+    _put_eval(t, length)
     return t
 
 
@@ -170,21 +170,11 @@ def _put_reading(t: Translation, to: str) -> None:
         t.put(f"{to}.raw", False, origin="open-r1 makes a user's message of it")
 
 
-def _put_eval(t: Translation, length: Length, per_epoch: int | None) -> None:
-    if t["eval_strategy"] == "no":
-        t.unread.pop("dataset_test_split", None)
-        if t.given("eval_steps"):
-            t.note_idle("eval_steps", "eval_strategy is no, so nothing is evaluated")
+def _put_eval(t: Translation, length: Length) -> None:
+    if not put_held_out(t, length):
         return
-    if "dataset_test_split" in t.unread:
-        t.put("eval.data.source", "FILE.jsonl", "dataset_test_split")
-    elif t.given("datasets", "dataset_mixture"):
-        t.problem("eval_strategy", "it evaluates on rows of the mixture that are held out; write no, and set eval.data")
-    elif t.given("dataset_name"):
-        put_dataset(t, "eval.data", "dataset_test_split")
+    if t.given("dataset_name") and "dataset_test_split" not in t.unread:
         _put_reading(t, "eval.data")
-    every = per_epoch if t["eval_strategy"] == "epoch" else length.interval(t["eval_steps"] or 500)
-    t.put("eval.every", every, "eval_steps", "eval_strategy")
     t.put("eval.modes", ["sampled"], origin="evaluation samples there")
     t.put("eval.k", t["num_generations_eval"] or t["num_generations"], "num_generations_eval", "num_generations")
     if t["load_best_model_at_end"]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from groupwise.bridges.trainer_args.optimizer_args import Length
 from groupwise.bridges.trainer_args.sources import name_apart, source_of
 from groupwise.config.data import FILES
 from groupwise.config.formats.translation import Translation
@@ -90,6 +91,24 @@ def _source(t: Translation, name: str, entry: Mapping[str, Any], keys: Sequence[
             name, f"{share:g} of the rows of {path} are drawn by seed {seed}, but not the same rows as there"
         )
     return source
+
+
+def put_held_out(t: Translation, length: Length) -> bool:
+    """Put the rows that are held out, and when they are evaluated. Returns False where nothing is evaluated."""
+    if t["eval_strategy"] == "no":
+        t.unread.pop("dataset_test_split", None)
+        if t.given("eval_steps"):
+            t.note_idle("eval_steps", "eval_strategy is no, so nothing is evaluated")
+        return False
+    if "dataset_test_split" in t.unread:
+        t.put("eval.data.source", "FILE.jsonl", "dataset_test_split")
+    elif t.given("datasets", "dataset_mixture"):
+        t.problem("eval_strategy", "it evaluates on rows of the mixture that are held out; write no, and set eval.data")
+    else:
+        put_dataset(t, "eval.data", "dataset_test_split")
+    every = length.per_epoch if t["eval_strategy"] == "epoch" else length.interval(t["eval_steps"] or 500)
+    t.put("eval.every", every, "eval_steps", "eval_strategy")
+    return True
 
 
 def put_dataset(t: Translation, to: str, split: str) -> None:

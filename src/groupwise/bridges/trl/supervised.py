@@ -16,9 +16,14 @@ from typing import Any
 
 from groupwise.bridges.trainer_args.optimizer_args import TRANSFORMERS, Length, put_optimizer, refuse_combinations
 from groupwise.bridges.trainer_args.parallel_args import put_parallel
-from groupwise.bridges.trainer_args.supervised_args import length_in_steps, put_preference_loss, put_rows_per_step
+from groupwise.bridges.trainer_args.supervised_args import (
+    check_best,
+    length_in_steps,
+    put_preference_loss,
+    put_rows_per_step,
+)
 from groupwise.bridges.trl.every_trainer import SCRIPT, put_model, put_run
-from groupwise.bridges.trl.sources import put_dataset, put_sources
+from groupwise.bridges.trl.sources import put_held_out, put_sources
 from groupwise.config.formats.format import Count
 from groupwise.config.formats.keys import Key
 from groupwise.config.formats.tables import keys_of
@@ -84,13 +89,14 @@ def translated(t: Translation, trainer: str, *, folder: Path, count: Count) -> T
     else:
         put_preference_loss(t, "loss_type", t["loss_type"])
     t.raise_problems()
-    length = length_in_steps(t, TRANSFORMERS, rows_per_step=rows, data="dataset_name", count=count)
+    epochs = t["eval_strategy"] == "epoch"
+    length = length_in_steps(t, TRANSFORMERS, rows_per_step=rows, data="dataset_name", count=count, evaluated=epochs)
     put_optimizer(t, TRANSFORMERS, length, warmup=0)
     put_model(t)
     put_parallel(t, folder)
     refuse_combinations(t, bits=("load_in_4bit", "load_in_8bit"), dora="use_dora", vllm="")
     put_run(t, length)
-    _put_eval(t, length, rows=rows, count=count)
+    _put_eval(t, length)
     return t
 
 
@@ -110,31 +116,16 @@ def _put_data(t: Translation) -> None:
         t.note_idle("truncation_mode", "rows are not cut")
 
 
-def _put_eval(t: Translation, length: Length, *, rows: int, count: Count) -> None:
-    """Put the held-out rows, whose loss is computed as there, and when: after as many steps of `rows` rows as an epoch
-    has, or as are said; and `eval.best` where the best model is kept."""
-    if t["eval_strategy"] == "no":
-        t.unread.pop("dataset_test_split", None)
-        return
-    if t.given("datasets"):
-        t.problem("eval_strategy", "it evaluates on rows of the mixture that are held out; write no, and set eval.data")
-    elif "dataset_test_split" in t.unread:
-        t.put("eval.data.source", "FILE.jsonl", "dataset_test_split")
-    elif trainer_of(t.document.data) is not None and not t.given("dataset_test_split"):
+def _put_eval(t: Translation, length: Length) -> None:
+    """Put the held-out rows, whose loss is computed as there, and that the version of the least is kept, if it is."""
+    held_out = t.given("dataset_test_split", "datasets") or "dataset_test_split" in t.unread
+    if t["eval_strategy"] != "no" and trainer_of(t.document.data) is not None and not held_out:
         t.refuse("eval_strategy", "it needs an eval_dataset, and there is none", instead="eval_strategy=no")
-        return
-    else:
-        put_dataset(t, "eval.data", "dataset_test_split")
-    t.put("eval.data.raw", True, origin="a prompt that is a string is plain text there")
-    if t["eval_strategy"] == "steps":
-        t.put("eval.every", length.interval(t["eval_steps"] or 500), "eval_steps", "eval_strategy")
-    elif (whole := count(t)) is not None:
-        t.put("eval.every", max(1, whole // rows), "eval_strategy")
-    if t["load_best_model_at_end"]:
-        t.put("eval.best", "loss", "load_best_model_at_end")
-        if t["metric_for_best_model"] not in (None, "loss", "eval_loss"):
-            what = f"{t['metric_for_best_model']} is not measured; the least held-out loss is what is kept"
-            t.refuse("metric_for_best_model", what, instead="metric_for_best_model=eval_loss")
+    elif put_held_out(t, length):
+        t.put("eval.data.raw", True, origin="a prompt that is a string is plain text there")
+        if t["load_best_model_at_end"]:
+            t.put("eval.best", "loss", "load_best_model_at_end")
+        check_best(t)
 
 
 def _put_sft(t: Translation) -> None:
