@@ -1,4 +1,4 @@
-"""The rows of a TRL run: those that it reads (`dataset_name`, a mixture in `datasets`, or open-r1's `dataset_mixture`) as
+"""The rows of a TRL run: those that it reads (`dataset_name`, a mixture in `datasets`, open-r1's `dataset_mixture`) as
 `data`, and those that it holds out as `eval.data`. Runs of rewards, of examples and of preferences say them alike."""
 
 from __future__ import annotations
