@@ -28,7 +28,7 @@ class Clerk:
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
         if not self.alive:
-            future.set_exception(WorkerLost("it is dead"))
+            future.set_exception(WorkerLost("it was killed"))
         elif method == "open" and self.slow:
             self.opening.append(future)
         elif method == "refuse" or (method == "load" and arguments[0] in self.gone):

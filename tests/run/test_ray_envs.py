@@ -114,7 +114,7 @@ class Thread:
             self._open.append(asyncio.run_coroutine_threadsafe(asked(), self._loop))
             return self._open[-1]
         lost: Future[Any] = Future()
-        lost.set_exception(WorkerLost("it is dead"))
+        lost.set_exception(WorkerLost("it was killed"))
         return lost
 
     def end(self) -> None:
