@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from groupwise.config.run import RunConfig, load_config
@@ -16,7 +15,7 @@ from groupwise.run.plan import make_plan
 from groupwise.tasks.rollout_sources import SingleTurnRollouts
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
-from wording import raises
+from wording import raises, warns
 
 DEMO = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
 
@@ -68,7 +67,7 @@ def test_a_run_gets_micro_batches_that_fit():
 
 def test_flex_attention_takes_no_scores_where_it_is_used():
     run = demo("train.attention=flex", "train.memory_gb=2")
-    with pytest.warns(UserWarning, match="it needs a CUDA GPU"):
+    with warns():
         parts = open_components(make_plan(run))
     with parts:
         assert parts.load is not None and not parts.load.flex
