@@ -159,6 +159,14 @@ def test_an_author_has_one_vote_for_each_answer(ledger: Ledger, log: FeedbackLog
     assert sorted(vote for _, vote in log.rated("base", after=0)) == [0.0, 0.5, 0.75]
 
 
+def test_of_one_author_the_first_votes_count_where_that_is_asked(ledger: Ledger, log: FeedbackLog) -> None:
+    ledger.save_rollouts([rollout(str(i)) for i in range(8)])
+    for i in range(8):
+        log.add(rating(str(i), score=float(i < 2), author="flood" if i < 5 else None if i < 7 else "ann"))
+    assert [vote for _, vote in log.rated("base", after=0, of_one=3)] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert len(log.rated("base", after=0, of_one=1)) == 3 and len(log.rated("base", after=0)) == 8
+
+
 def test_a_clock_that_is_set_back_loses_no_rating(ledger: Ledger, log: FeedbackLog) -> None:
     ledger.save_rollouts([rollout(str(i)) for i in range(25)])
     begin, _ = log.newest()

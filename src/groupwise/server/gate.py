@@ -434,7 +434,10 @@ class Gatekeeper:
             return await self._look_at_shadow(trial)
         book = self._parts.feedback
         new, old = await asyncio.to_thread(
-            lambda: [book.rated(str(version), after=trial.after) for version in (trial.version, trial.against)]
+            lambda: [
+                book.rated(str(version), after=trial.after, of_one=canary.ratings_of_one)
+                for version in (trial.version, trial.against)
+            ]
         )
         outcome, reason = judge_canary(
             new,

@@ -19,6 +19,7 @@ import json
 import sqlite3
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -138,10 +139,10 @@ class FeedbackLog:
             rows = db.execute(f"SELECT state, count(*) AS n FROM ({_ROWS}) GROUP BY state").fetchall()
         return {"waiting": 0, "training": 0, "trained": 0, "dropped": 0} | {row["state"]: row["n"] for row in rows}
 
-    def rated(self, version: str, *, after: int) -> list[tuple[int, float]]:
+    def rated(self, version: str, *, after: int, of_one: int | None = None) -> list[tuple[int, float]]:
         """Return the votes that answers of a version got behind the rating of number `after`, and the numbers under
         which they came, in that order: one of each author for each answer (`votes`), however often it was rated and
-        whatever the clock says."""
+        whatever the clock says; of one author the first `of_one`, None is all."""
         query = f"""
             {_ROWS} LEFT JOIN rollout AS lost ON lost.id = feedback.worse
             WHERE feedback.seq > ? AND (feedback.version = ? OR lost.version = ?)
@@ -155,7 +156,13 @@ class FeedbackLog:
         for rating in sorted(ratings, key=lambda each: each.seq):
             for rollout in filter(None, (rating.rollout, rating.worse)):
                 came.setdefault((rollout, rating.author), rating.seq)
-        return sorted((came[key], vote) for key, vote in votes(ratings).items() if key[0] in mine)
+        its_votes = sorted((came[key], key[1], vote) for key, vote in votes(ratings).items() if key[0] in mine)
+        counted, heard = list[tuple[int, float]](), Counter[str | None]()
+        for seq, author, vote in its_votes:
+            heard[author] += 1
+            if of_one is None or heard[author] <= of_one:
+                counted.append((seq, vote))
+        return counted
 
     # --- what jobs take ---
 
