@@ -202,7 +202,7 @@ def test_what_a_version_says_to_prompts_that_were_rated_has_bounds_of_its_own(tm
 def test_losses_within_the_margin_do_not_add_up(tmp_path: Path) -> None:
     """Three versions: one that knows the held-out sums, the base as it is, one that knows none. Each is worse than the
     one before by less than the margin."""
-    gate = {**GATE, "temperature": 0.0, "margin": 0.8, "max_length_ratio": None}
+    gate = {**GATE, "temperature": 0.0, "margin": 0.85, "max_length_ratio": None}
     right = {str(row["prompt"]): str(row["answer"]) for row in arithmetic(["add"], style="bare", n=24)}
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
         assert imitate(server, right, learning_rate=3e-3, epochs=12).unhealthy is None
@@ -215,7 +215,7 @@ def test_losses_within_the_margin_do_not_add_up(tmp_path: Path) -> None:
         server.http.portal.call(server.server.policies.start)
         ruined = poison(server, base="base")
         data = shown(server)["transitions"][0]["data"]
-        assert data["lower_bound"] >= -0.8 > data["lower_bound_best"] and data["reward_best"] == first["reward"]
+        assert data["lower_bound"] >= -0.85 > data["lower_bound_best"] and data["reward_best"] == first["reward"]
         assert "sums@1, the best that went live" in str(ruined.unhealthy) and shown(server)["active"] == "sums@2"
         server.http.post("/v1/adapters/sums/activate", json={"version": 3})
         assert imitate(server, right, learning_rate=0.0, base="sums@3").unhealthy is None, "the best is what was chosen"
