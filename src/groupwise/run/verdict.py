@@ -97,7 +97,7 @@ class Look:
     @property
     def told(self) -> str:
         several = f"look {self.number} at these prompts, " if self.number > 1 else ""
-        return f"{several}confidence {1 - self.alpha:.4g}"
+        return f"{several}confidence {1 - self.alpha:.6g}"
 
 
 @dataclass(frozen=True, kw_only=True)
