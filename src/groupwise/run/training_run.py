@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from groupwise.run.policy import Policy
 from groupwise.run.promote import Promotion
 from groupwise.run.update import PolicyUpdates
 from groupwise.sampler import GivesMemoryBack
+from groupwise.seeds import seed_of
 from groupwise.store import checkpoint
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import RunState
@@ -59,8 +61,10 @@ class TrainingRun:
         if config.promote is None:
             return None
         temperature = config.eval_sampling().temperature
-        others = {"base": parts.base, "temperature": temperature}
-        return Promotion(config.promote, self.policy, store, parts.engine, self._evaluation, **others)
+        others = {"base": parts.base, "temperature": temperature, "prompts": len(parts.eval_prompts)}
+        every, steps = 0 if config.eval is None else config.eval.every, config.train.steps
+        looks = math.ceil(steps / every) if every else 1
+        return Promotion(config.promote, self.policy, store, parts.engine, self._evaluation, looks=looks, **others)
 
     # -- the state of the run ------------------------------------------------------------------------------------------
 
@@ -68,6 +72,8 @@ class TrainingRun:
         """Before the first step: the adapter to start from, the evaluation before. Returns 0, the steps done."""
         if self.promotion is not None:
             self.promotion.open()
+            if (warning := self.promotion.warning) is not None:
+                self.display.note(f"warning: promote: {warning}")
         start = self.plan.config.adapters.start
         if names := stage_names(self.plan.config):
             start = str(self.run_dir / STAGES / names[-1])
@@ -232,9 +238,10 @@ class TrainingRun:
         """Return whether `eval.patience` evaluations in a row were no better than the best, so that the run ends."""
         return self._best.stop
 
-    async def _evaluation(self, version: PolicyVersion) -> Evaluations:
-        """`version` on the held-out prompts."""
-        config, parts = self.plan.config.eval, self.parts
+    async def _evaluation(self, version: PolicyVersion, *, draw: int = 0) -> Evaluations:
+        """`version` on the held-out prompts; with another `draw` than 0, which all evaluations of the run have, by
+        other seeds."""
+        config, parts, seed = self.plan.config.eval, self.parts, self.plan.config.seed
         assert config is not None
         return await evaluate(
             parts.play,
@@ -243,7 +250,7 @@ class TrainingRun:
             version=version,
             params=self.plan.config.eval_sampling(),
             modes=config.modes,
-            seed=self.plan.config.seed,
+            seed=seed if draw == 0 else seed_of("evaluation", seed, draw) >> 20,
             k=config.k,
             success=config.success,
             answer=self.plan.answer,
@@ -271,9 +278,10 @@ class TrainingRun:
             self.tracking.health([event])
             self.display.health([event], self.health.standing)
 
-    def conclude(self) -> tuple[PolicyVersion, Evaluations, Evaluations]:
+    async def conclude(self) -> tuple[PolicyVersion, Evaluations, Evaluations]:
         """Return the run's policy, which is made active unless `promote` decides what is, the evaluations before the
-        run and of that policy."""
+        run and of that policy: where it was chosen among several by the evaluations (`eval.best`) one by other seeds,
+        as the draws that made it the best were lucky ones."""
         version = self._best.version or self.policy.newest
         if self.parts.learner.lora is None:
             self.parts.learner.save_adapter(self._model_dir())
@@ -284,7 +292,24 @@ class TrainingRun:
         if self.plan.config.eval is None:
             return version, {}, {}
         before, after = (load_evaluations(self.run_dir, at) for at in (0, self._evaluated[version]))
-        return version, before, after
+        return version, before, await self._evaluated_again(version) or after
+
+    async def _evaluated_again(self, version: PolicyVersion) -> Evaluations:
+        """Return the evaluation of the version that was chosen by its evaluation, by seeds that did not choose it;
+        nothing where there was no choice, or by the loss of held-out rows."""
+        config = self.plan.config.eval
+        chosen = config is not None and config.best in config.modes and len(self._evaluated) > 1
+        if config is None or not chosen or (self.parts.learner.lora is None and version != self.policy.newest):
+            return {}
+        step = self._evaluated[version]
+        if not (result := load_evaluations(self.run_dir, step, again=True)):
+            self.display.phase("evaluating")
+            with self.policy.held(version):
+                result = await self._evaluation(version, draw=1)
+            save_evaluations(self.run_dir, step, result, again=True)
+        means = "  ".join(f"{mode} {each.said()}" for mode, each in result.items())
+        self.display.note(f"{version} was the best of {len(self._evaluated)}; evaluated again, by other seeds: {means}")
+        return result
 
     def _watch(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say what is wrong, when it begins and when it ends, and write it down."""

@@ -230,8 +230,8 @@ def _wind_back(run_dir: Path, name: str, standing: checkpoint.RunState | None) -
         for record in filter(Path.exists, (run_dir / METRICS, run_dir / HEALTH)):
             kept = [line for line in record.read_text(encoding="utf-8").splitlines() if _is_of(line, step)]
             files.replace(record, "".join(f"{line}\n" for line in kept))
-        for path in (*run_dir.glob(f"{ROLLOUTS}/step_*"), *run_dir.glob(f"{EVALUATIONS}/step_*")):
-            if int(path.name.removeprefix("step_").partition(".")[0]) > step:
+        for path in (*run_dir.glob(f"{ROLLOUTS}/step_*"), *run_dir.glob(f"{EVALUATIONS}/*_*")):
+            if int(path.name.partition(".")[0].partition("_")[2]) > step:
                 path.unlink()
         shutil.rmtree(run_dir / "model", ignore_errors=True)
     if (run_dir / ADAPTERS).is_dir():
