@@ -59,8 +59,8 @@ class Message(TypedDict):
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: `stop` at the end of a turn or a stop string, `length` at `max_tokens` or where the context
-    was full, `abort` cancelled from outside. Each equals its string."""
+    """Why a completion ended: `stop` at the end of a turn or a stop string, `length` at `max_tokens` or where the
+    context was full, `abort` cancelled from outside. Each equals its string."""
 
     STOP = "stop"  # an end-of-turn token or a stop string
     LENGTH = "length"  # max_tokens, or the model's context was full

@@ -79,8 +79,8 @@ def read_run(path: str | Path, overrides: Sequence[str] = (), *, system: str | N
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the run that a file of ours, or of another installed format, describes; warns of what comes out otherwise than
-    in its system.
+    """Return the run that a file of ours, or of another installed format, describes; warns of what comes out otherwise
+    than in its system.
 
     Args:
         path: the file; relative paths in it begin at its folder.

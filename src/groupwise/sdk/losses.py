@@ -291,7 +291,7 @@ def _kl(beta: float) -> dict[str, Any]:
 
 
 class MakeLossFn(Protocol):
-    """Makes a recipe's loss a function for `forward_backward_custom`, over the log-probabilities of `build_grpo_datums`.
+    """Makes a recipe's loss a function for `forward_backward_custom`.
 
     Args:
         advantages: one a sequence.
