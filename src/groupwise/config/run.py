@@ -420,7 +420,8 @@ class TrackingConfig(Section):
 
 
 class RunConfig(Section):
-    """One training run. Instances are immutable; `load_config` and `parse_config` make them."""
+    """One training run, with each key as an attribute. Instances are immutable; `load_config` and `parse_config` make
+    them, and raise ConfigError for what is wrong."""
 
     name: AdapterName = "run"
     """The run's name, and the adapter's: letters, digits, `.`, `_` and `-`; not "base"."""
@@ -700,7 +701,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(data: Mapping[str, Any]) -> RunConfig:
-    """Check a mapping made in Python in the same way, with the same errors."""
+    """Return the run that a mapping of a run's keys describes, as a file of them would.
+
+    >>> parse_config({"env": "groupwise.tasks.word_games:Wordle", "train": {"steps": 5}}).train.steps
+    5
+
+    Raises:
+        ConfigError: a key that is not there, is missing, or has a value that is not valid; `field` names it.
+    """
     if not isinstance(data, Mapping):
         raise ConfigError(f"the configuration is a {type(data).__name__}; it must be a mapping")
     return validated(Document(dict(data)))
@@ -733,7 +741,7 @@ def identity(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dump_resolved(config: RunConfig) -> str:
-    """YAML with every effective value, headed by the sizes that follow from them."""
+    """Return a run as YAML with every effective value, headed by the sizes that follow from them."""
     rollout = config.rollout
     completions = rollout.prompts_per_step * rollout.group_size
     sizes = f"{rollout.prompts_per_step} prompts x {rollout.group_size} = {completions} completions a step"

@@ -79,6 +79,12 @@ def run_loop(
     Ctrl-C finishes the step, publishes it and returns with `interrupted`; a second one stops at once, and so does one
     before the first step. What `config.stages` names is run first, in the run's directory (`run/stages.py`). Under
     torchrun each process calls this, and rank 0 does it (`cluster.learners`).
+
+    Raises:
+        ConfigError, DataError, ModelError, LoadError: the run cannot begin; nothing was trained.
+        RewardError, EnvError: nothing can be scored any more.
+        TrainingError, EngineError: the numbers are not finite any more, or the sampler is lost.
+        StorageError: the run's directory cannot be written, or another process trains in it.
     """
 
     if config.stages:
