@@ -95,7 +95,7 @@ def check_device(device: str) -> None:
     """Raise ModelError for `cuda` or `mps` where neither this system nor the installed torch can have it, as far as
     that is known without importing torch: a build for CPUs, a Mac, or none."""
     for_cpus, mac = version("torch").endswith("+cpu"), sys.platform == "darwin"
-    if (device.startswith("cuda") and (for_cpus or mac)) or (device == "mps" and not mac):
+    if (device.startswith("cuda") and (for_cpus or mac)) or (device == "mps" and not mac):  # gpu-aware
         raise no_such_gpu(device)
 
 
