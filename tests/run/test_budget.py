@@ -10,7 +10,7 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.memory import GIB, fitting_tokens, memory
 from groupwise.run import assemble
 from groupwise.run.assemble import open_components
-from groupwise.run.memory_budget import device_memory, load_of, longest_prompt
+from groupwise.run.memory_budget import device_memory, load_of, longest_prompt, within_context
 from groupwise.run.plan import make_plan
 from groupwise.tasks.rollout_sources import SingleTurnRollouts
 from groupwise.train.learner import Learner
@@ -89,3 +89,11 @@ def test_a_budget_that_is_too_small_ends_the_run_before_it_begins(monkeypatch):
     assert torch.get_num_threads() == threads
     with raises(GroupwiseError):
         engines[0].generate([SamplingRequest(prompt_ids=(1,), params=SamplingParams(max_tokens=1))])
+
+
+def test_a_completion_is_estimated_to_end_with_the_context():
+    assert within_context(demo("rollout.max_tokens=100000"), context=1024).rollout.max_tokens == 1023
+    evaluated = load_config(DEMO, ["eval.max_tokens=5000"]).eval
+    within = within_context(load_config(DEMO, ["eval.max_tokens=5000"]), context=1024).eval
+    assert evaluated is not None and within == evaluated.model_copy(update={"max_tokens": 1023})
+    assert within_context(demo(), context=1024) == demo()

@@ -29,7 +29,7 @@ from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.harness import HarnessConfig
 from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
-from groupwise.config.other_names import OTHER_NAMES
+from groupwise.config.other_names import OTHER_NAMES, OTHER_VALUES
 from groupwise.config.preference import PreferenceConfig
 from groupwise.config.promote import PromoteConfig
 from groupwise.config.rewards import Rewards, ScoringConfig
@@ -716,7 +716,7 @@ def parse_config(data: Mapping[str, Any]) -> RunConfig:
 
 def validated(document: Document) -> RunConfig:
     """Return a document as a run. Raises ConfigError with every problem, and what was probably meant."""
-    return validate(document, RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
+    return validate(document, RunConfig, other_names=OTHER_NAMES, other_values=OTHER_VALUES, elsewhere=known_elsewhere)
 
 
 def check_processes(config: RunConfig, count: int) -> None:

@@ -45,6 +45,7 @@ from groupwise.model.quantized import (
     take_over,
 )
 from groupwise.model.recurrent_layers import pack_recurrent_layers
+from groupwise.platform import no_such_gpu
 from groupwise.recorded import RoutingShape
 
 _CAST_HEAD = "_groupwise_cast_lm_head"  # an attribute of a model: `cast_lm_head`
@@ -136,7 +137,7 @@ def resolve_device(device: str = "auto") -> torch.device:
         return torch.device(next(kind for kind, is_there in there.items() if is_there()))
     chosen = torch.device(device)
     if not there[chosen.type]():
-        raise ModelError(f"device is {device!r} but torch sees no such GPU", hint="set device: cpu or auto")
+        raise no_such_gpu(device)
     return chosen
 
 

@@ -46,7 +46,7 @@ from groupwise.rewards.base import refuse_failed, summarize
 from groupwise.rewards.check import PAID
 from groupwise.rewards.probes import COMPARED_LENGTH, GOLD, ProbePrompt, answers, junk
 from groupwise.run.assemble import Components, open_components
-from groupwise.run.memory_budget import device_memory, load_of, longest_allowed
+from groupwise.run.memory_budget import device_memory, load_of, longest_allowed, within_context
 from groupwise.run.plan import RunPlan, plan_or_all_problems
 from groupwise.run.policy import Policy
 from groupwise.run.teacher import taught
@@ -461,6 +461,7 @@ def _report(
     )
     tried_tokens = sum(len(group.prompt.token_ids) for group in groups) + sum(completions)
     pace = StepPace.of(config, step, sampled_s=sampled_s, trained_s=tried.seconds, tokens=tried_tokens)
+    config = within_context(config, context=parts.base.context_length)
     load = parts.load or load_of(
         config,
         parts.base,
