@@ -1,0 +1,262 @@
+"""Images as tokens: what lets a model that sees run in packed rows, shared prompts and caches like any other.
+
+An image takes places among a prompt's tokens, as many as its features. Each place has a token id of its own, beyond
+every vocabulary, made of the image's content and the number of the place:
+
+    id = 2^62 + (first 46 bits of the image's SHA-256) 2^16 + place
+
+So two prompts are equal exactly if their texts and images are, and everything that compares token ids (shared prompts,
+prefix caches, prefix trees, records of rollouts) is right about images without knowing of any.
+
+    vision_of(model)        the eyes of a model; None of one that reads text alone
+    Vision.encode           a rendered prompt and its images -> token ids
+    Vision.embed            token ids -> embeddings, an image's from the vision tower, which runs once for each image
+    Vision.positions        token ids -> rotary positions: one a token, or three (M-RoPE, arXiv 2409.12191, section 2.1)
+
+The tower is frozen: its features are computed without a graph, and kept for the next sampling or training of the same
+image, up to a number of bytes.
+
+Shapes: S packed tokens, n tokens of an image, H hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from groupwise.errors import ChatError, DataError
+from groupwise.model.pictures import Picture
+
+FIRST = 1 << 62  # ids of images' tokens begin here
+PLACES = 1 << 16  # tokens of one image at most
+KEPT_BYTES = 1 << 30  # of features
+VISION = "_groupwise_vision"  # an attribute of a model and of its tokenizer
+
+
+def vision_of(of: Any) -> Vision | None:
+    """Return the eyes of a model, or of its tokenizer; None where it reads text alone."""
+    return getattr(of, VISION, None)
+
+
+def is_of_image(token: int) -> bool:
+    """Return whether a token id is of an image."""
+    return token >= FIRST
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An image as the model takes it: how many tokens it has, and their extent in rows and columns of tokens (with
+    M-RoPE)."""
+
+    picture: Picture
+    tokens: int
+    grid: tuple[int, int, int] | None
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the tower made of an image: `rows` [n, H], and `deep`, one [n, H] for each of the first layers (Qwen3-VL's
+    deepstack, arXiv 2406.04334)."""
+
+    rows: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.rows, *self.deep))
+
+
+class Vision:
+    """The eyes of one loaded model.
+
+    Args:
+        model: transformers' model of images and text.
+        processor: its processor.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor: Any):
+        config: Any = model.config
+        self.processor, self._model = processor, model
+        self.token_id = int(getattr(config, "image_token_id", None) or processor.image_token_id)
+        self.token = str(processor.image_token)
+        self.axes = 3 if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}) else 1
+        self._merge = int(getattr(config.vision_config, "spatial_merge_size", 1))
+        self._takes = set(inspect.signature(_inner(model).get_image_features).parameters)
+        self._seen: dict[int, Seen] = {}
+        self._features: OrderedDict[int, Features] = OrderedDict()
+        self._lock = RLock()
+
+    def __deepcopy__(self, memo: Any) -> Vision:
+        return self  # second module trees over the same weights see with the same eyes
+
+    # -- token ids ----------------------------------------------------------------------------------------------------
+
+    def expand(self, text: str, pictures: Sequence[Picture]) -> tuple[str, list[int]]:
+        """Return a rendered prompt with each image's placeholder written out as the processor does, and the ids that
+        the image tokens in it stand for, in order.
+
+        Raises:
+            ChatError: the template did not render as many images as there are.
+            DataError: an image cannot be decoded, or has too many tokens.
+        """
+        parts = text.split(self.token)
+        if len(parts) - 1 != len(pictures):
+            raise ChatError(
+                f"the chat template renders {len(parts) - 1} images, and the messages have {len(pictures)}",
+                hint='use {"type": "image"} parts in messages whose role the template takes images from',
+            )
+        written, ids = [parts[0]], list[int]()
+        for picture, after in zip(pictures, parts[1:], strict=True):
+            inputs = self._inputs(picture)
+            replacement = self.processor.replace_image_token(inputs, 0)
+            tokens = replacement.count(self.token)
+            if tokens > PLACES:
+                raise DataError(
+                    f"an image has {tokens} tokens; at most {PLACES} are supported",
+                    hint="make it smaller",
+                    kind="image",
+                )
+            ids += self._note(picture, tokens, inputs)
+            written += [replacement, after]
+        return "".join(written), ids
+
+    def in_place(self, ids: Sequence[int], of_images: Sequence[int]) -> list[int]:
+        """Return token ids with the ids of image tokens in the place of the tokenizer's one for them all."""
+        following = iter(of_images)
+        placed = [next(following) if token == self.token_id else token for token in ids]
+        assert next(following, None) is None
+        return placed
+
+    def placeholders(self, ids: Sequence[int]) -> list[int]:
+        """Return token ids as the tokenizer knows them: its own image token for each token of an image."""
+        return [self.token_id if token >= FIRST else token for token in ids]
+
+    def pictures(self, ids: Sequence[int]) -> list[Picture]:
+        """Return the images of a row of tokens, in order."""
+        return [self._known(token).picture for token in ids if token >= FIRST and token % PLACES == 0]
+
+    def _note(self, picture: Picture, tokens: int, inputs: Any) -> list[int]:
+        key = int(picture.digest[:12], 16) >> 2
+        grid = inputs.get("image_grid_thw")
+        extent = None if grid is None else _extent(grid[0].tolist(), self._merge)
+        with self._lock:
+            if (known := self._seen.get(key)) is not None and known.picture != picture:
+                raise DataError("two images have the same first 46 bits of their SHA-256", kind="image")
+            self._seen[key] = Seen(picture, tokens, extent)
+        return [FIRST + key * PLACES + place for place in range(tokens)]
+
+    def _known(self, token: int) -> Seen:
+        try:
+            return self._seen[(token - FIRST) // PLACES]
+        except KeyError:
+            raise DataError(f"token id {token} is of an image that this process has not read", kind="image") from None
+
+    def _inputs(self, picture: Picture) -> Any:
+        return self.processor.image_processor(images=[[picture.pixels()]], return_tensors="pt")
+
+    # -- embeddings ---------------------------------------------------------------------------------------------------
+
+    def embed(self, ids_BT: Tensor, embeddings: torch.nn.Module) -> dict[str, Any]:
+        """Return the inputs of the text decoder for rows of tokens: `inputs_embeds` [B, T, H], and what deepstack adds.
+
+        Raises:
+            DataError: an image is not known here.
+        """
+        image_BT = ids_BT >= FIRST
+        embeds_BTH = embeddings(ids_BT.masked_fill(image_BT, self.token_id))
+        if not (tokens := ids_BT[image_BT].tolist()):
+            return {"inputs_embeds": embeds_BTH}
+        every = {token // PLACES: self.features(token) for token in tokens}
+        starts = dict(zip(every, accumulate((len(each.rows) for each in every.values()), initial=0), strict=False))
+        at_n = torch.tensor([starts[token // PLACES] + token % PLACES for token in tokens], device=ids_BT.device)
+        rows_nH = torch.cat([each.rows for each in every.values()])[at_n].to(embeds_BTH)
+        told: dict[str, Any] = {"inputs_embeds": embeds_BTH.index_put((image_BT,), rows_nH)}
+        if levels := list(zip(*(each.deep for each in every.values()), strict=True)):
+            told["visual_pos_masks"] = image_BT
+            told["deepstack_visual_embeds"] = [torch.cat(level)[at_n] for level in levels]
+        return told
+
+    def features(self, token: int) -> Features:
+        """Return what the tower makes of the image that a token is of."""
+        key = (token - FIRST) // PLACES
+        with self._lock:
+            if (found := self._features.get(key)) is None:
+                seen = self._known(token)
+                found = self._features[key] = self._computed(seen)
+                if len(found.rows) != seen.tokens:
+                    raise DataError(f"an image has {seen.tokens} tokens and {len(found.rows)} features", kind="image")
+            self._features.move_to_end(key)
+            while len(self._features) > 1 and sum(each.nbytes for each in self._features.values()) > KEPT_BYTES:
+                self._features.popitem(last=False)
+        return found
+
+    def _computed(self, seen: Seen) -> Features:
+        inner = _inner(self._model)
+        inputs = {name: value for name, value in self._inputs(seen.picture).items() if name in self._takes}
+        inputs = {
+            name: value.to(self._model.device) if isinstance(value, Tensor) else value for name, value in inputs.items()
+        }
+        inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            out = inner.get_image_features(**inputs, return_dict=True)
+        rows = out.pooler_output
+        deep = getattr(out, "deepstack_features", None) or ()
+        return Features(_flat(rows), tuple(_flat(each) for each in deep))
+
+    # -- positions ----------------------------------------------------------------------------------------------------
+
+    def positions(self, ids: Sequence[int]) -> np.ndarray:
+        """Return the rotary positions of one row's tokens: [S], or [3, S] (time, height, width)."""
+        if self.axes == 1:
+            return np.arange(len(ids))
+        parts, at, following = list[np.ndarray](), 0, 0
+        while at < len(ids):
+            if ids[at] < FIRST:
+                end = next((i for i in range(at, len(ids)) if ids[i] >= FIRST), len(ids))
+                parts.append(np.broadcast_to(following + np.arange(end - at), (3, end - at)))
+                following += end - at
+            else:
+                seen = self._known(ids[at])
+                assert seen.grid is not None
+                t, h, w = seen.grid
+                end = at + seen.tokens
+                where = np.stack(np.meshgrid(np.arange(t), np.arange(h), np.arange(w), indexing="ij")).reshape(3, -1)
+                parts.append(following + where[:, : len(ids) - at])
+                following += max(h, w)
+            at = min(end, len(ids))
+        return np.concatenate(parts, -1) if parts else np.zeros((3, 0), int)
+
+    def positions_of(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Return the positions of several rows' tokens, one row behind the other: [S], or [3, S]."""
+        return torch.from_numpy(np.concatenate([self.positions(row) for row in rows], -1))
+
+    def following(self, ids: Sequence[int]) -> int:
+        """Return the position of the text token that follows a row."""
+        where = self.positions(ids)
+        return int(where.max()) + 1 if where.size else 0
+
+
+def _inner(model: PreTrainedModel) -> Any:
+    """Return the part of a model that has `get_image_features` and no LM head."""
+    return getattr(model, "model", model)
+
+
+def _extent(grid: Sequence[int], merge: int) -> tuple[int, int, int]:
+    time, height, width = grid
+    return int(time), int(height) // merge, int(width) // merge
+
+
+def _flat(features: Any) -> Tensor:
+    """[n, H] of what families give: a tensor with any number of leading dimensions, or one for each part."""
+    parts = [features] if isinstance(features, Tensor) else list(features)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
