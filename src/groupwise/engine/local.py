@@ -57,13 +57,13 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.activations import ModelSize
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel, share_weights, widest_float
 from groupwise.model.lost_device import lost_device
 from groupwise.model.memory import CACHE_SHARE, cache_token_bytes
-from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_cached, why_not_packed
+from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_not_cached, why_not_packed
 from groupwise.model.recurrent_layers import is_recurrent
 from groupwise.model.transfer import on_device
-from groupwise.model.vision import vision_of
 from groupwise.platform import trim_memory
 from groupwise.sampler import TokenSink
 from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, SequenceScores
@@ -168,6 +168,7 @@ class LocalEngine:
         self.max_rows, self.reserved_rows = max_rows, reserved_rows
         why = why_not_packed(self._model)
         self.packed = why is None
+        look(self._model)
         self._budget = RowBudget(max_rows, reserved_rows, paced_rows)
         if dtype is not None and why is not None:
             raise ConfigError(f"rollout.dtype={dtype} cannot be had: {why}", hint="leave it out", field="rollout.dtype")

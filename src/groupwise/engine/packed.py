@@ -51,8 +51,8 @@ from groupwise.engine.prefix_cache import Kept, PrefixCache
 from groupwise.engine.rows import PendingRequest, Row, Rows
 from groupwise.model.attention import Layout, SharedPrompts
 from groupwise.model.backbone import Backbone
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.transfer import on_device
-from groupwise.model.vision import vision_of
 from groupwise.types import PolicyVersion
 
 SORT_EVERY, MOST_BEYOND = 16, 1.5  # decode steps; tokens read per token there is, beyond which rows are sorted

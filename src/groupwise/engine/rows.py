@@ -26,9 +26,9 @@ from groupwise.engine.kv_cache import PromptKey
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.ngrams import History, Ngrams, ngrams_of
 from groupwise.engine.sampling import RowParams, completion_seed
+from groupwise.model.image_tokens import is_of_image
 from groupwise.model.load import widest_float
 from groupwise.model.transfer import on_device
-from groupwise.model.vision import is_of_image
 from groupwise.recorded import MaskEntry, RoutedExperts, SamplingMask
 from groupwise.sampler import TokenSink
 from groupwise.types import LEAVES_OUT, Completion, PolicyVersion, SamplingRequest

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from groupwise.errors import ConfigError
 from groupwise.model.attention import Layout, Scoring
-from groupwise.model.vision import vision_of
+from groupwise.model.image_tokens import vision_of
 
 LEAN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 

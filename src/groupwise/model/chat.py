@@ -35,10 +35,12 @@ from typing import TYPE_CHECKING, Any, cast
 from groupwise.config.chat import ChatConfig
 from groupwise.errors import ChatError, ConfigError
 from groupwise.model.chat_length import check_messages, check_text
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.pieces import encode_pieces, encode_plain, encode_text, tail_of
 from groupwise.model.reply_formats.format import THINK
 from groupwise.model.reply_formats.known import format_of
 from groupwise.model.special_text import any_of, quotable, quote, special_pattern
+from groupwise.pictures import is_picture, pictures_in
 from groupwise.types import Message, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -83,7 +85,13 @@ def encode_prompt(
             messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, continues=continues
         )
         check_text(text, tokenizer, context)
-        ids = encode_text(text, tokenizer)
+        if pictures := pictures_in(messages):
+            vision = vision_of(tokenizer)
+            assert vision is not None  # or they had not been rendered
+            text, of_images = vision.expand(text, pictures)
+            ids = vision.in_place(encode_text(text, tokenizer), of_images)
+        else:
+            ids = encode_text(text, tokenizer)
     elif prompt.text is not None:
         check_text(prompt.text, tokenizer, context)
         ids = encode_plain(prompt.text, tokenizer)
@@ -261,7 +269,8 @@ def decode(
     `ends`: `closing_ids(tokenizer)`, from who decodes much.
     """
     ends = closing_ids(tokenizer) if ends is None else ends
-    length = len(token_ids)
+    length, vision = len(token_ids), vision_of(tokenizer)
+    token_ids = token_ids if vision is None else vision.placeholders(token_ids)
     while length and token_ids[length - 1] in ends:
         length -= 1
     text = tokenizer.decode(list(token_ids[:length]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -510,7 +519,7 @@ def normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) 
             raise ChatError(f"message {i} is {message!r}; a message is an object with a role and a content")
         plain = {key: value for key, value in message.items() if value is not None}
         if "content" in plain:
-            plain["content"] = _joined(plain["content"], i)
+            plain["content"] = _joined(plain["content"], i, sees=vision_of(tokenizer) is not None)
         if "tool_calls" in plain:
             plain["tool_calls"] = [_with_object_arguments(call) for call in message.get("tool_calls") or ()]
             plain.setdefault("content", "")  # templates add texts to it
@@ -552,13 +561,19 @@ def normalised_tools(
     return quote(list(tools), quotable(tokenizer)) if tools else None
 
 
-def _joined(content: Any, index: int) -> str:
+def _joined(content: Any, index: int, *, sees: bool) -> str | list[dict[str, Any]]:
+    """Return the text of parts, or the parts where images are among them, without their bytes."""
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else [content]
     for part in parts:
+        if is_picture(part) and sees:
+            continue
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ChatError(f"message {index} has content {part!r}; this model reads text: a string or text parts")
+            reads = "text and images: a string, or parts of text and images" if sees else "text: a string or text parts"
+            raise ChatError(f"message {index} has content {part!r}; this model reads {reads}")
+    if any(map(is_picture, parts)):
+        return [{"type": "image"} if is_picture(part) else {"type": "text", "text": part["text"]} for part in parts]
     return "".join(part["text"] for part in parts)
 
 

@@ -3,13 +3,10 @@
 An image takes places among a prompt's tokens, as many as its features. Each place has a token id of its own, beyond
 every vocabulary, made of the image's content and the number of the place:
 
-    id = 2^62 + (first 46 bits of the image's SHA-256) 2^16 + place
+    (ids: `image_tokens`)
 
-So two prompts are equal exactly if their texts and images are, and everything that compares token ids (shared prompts,
-prefix caches, prefix trees, records of rollouts) is right about images without knowing of any.
-
-    vision_of(model)        the eyes of a model; None of one that reads text alone
-    Vision.encode           a rendered prompt and its images -> token ids
+    Vision.expand           a rendered prompt and its images -> its text with every image token written out, their ids
+    Vision.in_place         token ids, with those ids in the place of the tokenizer's one
     Vision.embed            token ids -> embeddings, an image's from the vision tower, which runs once for each image
     Vision.positions        token ids -> rotary positions: one a token, or three (M-RoPE, arXiv 2409.12191, section 2.1)
 
@@ -26,31 +23,20 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.errors import ChatError, DataError
-from groupwise.model.pictures import Picture
+from groupwise.errors import ChatError, DataError, ModelError
+from groupwise.model.image_tokens import FIRST, PLACES, VISION, key_of
+from groupwise.pictures import Picture, read_picture
 
-FIRST = 1 << 62  # ids of images' tokens begin here
-PLACES = 1 << 16  # tokens of one image at most
 KEPT_BYTES = 1 << 30  # of features
-VISION = "_groupwise_vision"  # an attribute of a model and of its tokenizer
-
-
-def vision_of(of: Any) -> Vision | None:
-    """Return the eyes of a model, or of its tokenizer; None where it reads text alone."""
-    return getattr(of, VISION, None)
-
-
-def is_of_image(token: int) -> bool:
-    """Return whether a token id is of an image."""
-    return token >= FIRST
 
 
 @dataclass(frozen=True)
@@ -82,7 +68,14 @@ class Vision:
     Args:
         model: transformers' model of images and text.
         processor: its processor.
+
+    `shelf` is a folder, if any, where each image that is encoded is kept as a file named by its SHA-256, and where the
+    images of token ids that another process encoded are found.
     """
+
+    shelf: Path | None = None
+    blind: str | None = None  # why no images can be given (`packed_check.look`)
+    looked = False
 
     def __init__(self, model: PreTrainedModel, processor: Any):
         config: Any = model.config
@@ -108,7 +101,10 @@ class Vision:
         Raises:
             ChatError: the template did not render as many images as there are.
             DataError: an image cannot be decoded, or has too many tokens.
+            ModelError: what is computed of images is not what the model itself computes.
         """
+        if self.blind is not None:
+            raise ModelError(f"{type(self._model).__name__} cannot be given images: {self.blind}")
         parts = text.split(self.token)
         if len(parts) - 1 != len(pictures):
             raise ChatError(
@@ -146,20 +142,28 @@ class Vision:
         return [self._known(token).picture for token in ids if token >= FIRST and token % PLACES == 0]
 
     def _note(self, picture: Picture, tokens: int, inputs: Any) -> list[int]:
-        key = int(picture.digest[:12], 16) >> 2
+        key = key_of(picture.digest)
         grid = inputs.get("image_grid_thw")
         extent = None if grid is None else _extent(grid[0].tolist(), self._merge)
         with self._lock:
             if (known := self._seen.get(key)) is not None and known.picture != picture:
                 raise DataError("two images have the same first 46 bits of their SHA-256", kind="image")
             self._seen[key] = Seen(picture, tokens, extent)
+            if self.shelf is not None:
+                picture.keep(self.shelf)
         return [FIRST + key * PLACES + place for place in range(tokens)]
 
     def _known(self, token: int) -> Seen:
-        try:
-            return self._seen[(token - FIRST) // PLACES]
-        except KeyError:
-            raise DataError(f"token id {token} is of an image that this process has not read", kind="image") from None
+        key = (token - FIRST) // PLACES
+        if key not in self._seen:
+            names = [] if self.shelf is None else self.shelf.glob(f"{key << 2:012x}"[:11] + "*")
+            found = [path for path in names if key_of(path.stem) == key]
+            if not found:
+                raise DataError(
+                    f"token id {token} is of an image that is not known here (looked for in {self.shelf})", kind="image"
+                )
+            self.expand(self.token, [read_picture(found[0])])
+        return self._seen[key]
 
     def _inputs(self, picture: Picture) -> Any:
         return self.processor.image_processor(images=[[picture.pixels()]], return_tensors="pt")
@@ -213,6 +217,16 @@ class Vision:
         deep = getattr(out, "deepstack_features", None) or ()
         return Features(_flat(rows), tuple(_flat(each) for each in deep))
 
+    def own_logits(self, ids: Sequence[int], picture: Picture) -> Tensor:
+        """Return the logits [S, V] of a row with one image, by the model's own forward."""
+        inputs = self._inputs(picture).to(self._model.device)
+        inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
+        row = torch.tensor([self.placeholders(ids)], device=self._model.device)
+        told = {**inputs, "input_ids": row, "mm_token_type_ids": (row == self.token_id).int(), "use_cache": False}
+        known = inspect.signature(type(self._model).forward).parameters
+        with torch.no_grad():
+            return self._model(**{name: value for name, value in told.items() if name in known}).logits[0]
+
     # -- positions ----------------------------------------------------------------------------------------------------
 
     def positions(self, ids: Sequence[int]) -> np.ndarray:
@@ -244,6 +258,64 @@ class Vision:
         """Return the position of the text token that follows a row."""
         where = self.positions(ids)
         return int(where.max()) + 1 if where.size else 0
+
+
+def sample_picture() -> Picture:
+    """Return a small picture, of which no two parts are alike."""
+    from PIL import Image
+
+    pixels = (np.arange(96 * 64 * 3, dtype=np.uint32) * 2654435761 >> 13).astype(np.uint8).reshape(64, 96, 3)
+    return read_picture(Image.fromarray(pixels))
+
+
+def freeze_eyes(model: PreTrainedModel) -> None:
+    """Let nothing of a model be trained but its text decoder and its LM head."""
+    head: Any = model.get_output_embeddings()
+    ours = {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in ours:
+            parameter.requires_grad_(False)
+
+
+def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Let a model, and its tokenizer, see with what is in its folder (or repository): nothing happens where the model
+    has no vision tower, or there is no configuration of how images are prepared.
+
+    Raises:
+        ModelError: images need a package that is not installed.
+    """
+    kind = PROCESSOR_MAPPING.get(type(model.config), None)
+    if not hasattr(_inner(model), "get_image_features") or kind is None:
+        return
+    try:
+        images = AutoImageProcessor.from_pretrained(path)
+    except OSError:
+        return  # no preprocessor_config.json, no processor_config.json
+    processor = _of_images_alone(kind)
+    told, _ = processor.get_processor_dict(path)
+    known = inspect.signature(kind.__init__).parameters
+    options = {name: value for name, value in told.items() if name in known and not isinstance(value, dict)}
+    parts = dict.fromkeys((name for name in kind.get_attributes()), None)
+    parts |= {"image_processor": images, "tokenizer": tokenizer}
+    try:
+        vision = Vision(model, processor(**{**options, **parts}))
+    except ImportError as error:
+        raise ModelError(
+            f"images of {path} cannot be prepared: {error}", hint="pip install 'groupwise[images]'"
+        ) from None
+    for each in (model, tokenizer):
+        setattr(each, VISION, vision)
+
+
+def _of_images_alone(kind: Any) -> Any:
+    """Return a processor's class that does without a processor of videos, which needs torchvision."""
+
+    class OfImages(kind):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+
+    OfImages.__name__ = OfImages.__qualname__ = kind.__name__
+    return OfImages
 
 
 def _inner(model: PreTrainedModel) -> Any:

@@ -42,9 +42,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.model.backbone import Backbone, decoder_inputs, decoder_of
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import Head, plain_attention
 from groupwise.model.packing import KeptRanges, MicroBatch, Padded
-from groupwise.model.vision import vision_of
 from groupwise.train.lora import project_with_lora
 
 TILE_VALUES = 1 << 20  # logits per tile: 4 MiB in float32, which stay in a CPU's cache

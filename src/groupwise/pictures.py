@@ -2,6 +2,7 @@
 
     read_picture    whatever a dataset's cell or a message's part has -> Picture
     Picture         the bytes of an image file, known by their SHA-256; `pixels` decodes them
+    pictures_in     the pictures of a conversation
 
 A picture is checked before it is decoded: its bytes, its format, its pixels and that it is one frame. Decoding turns it
 as its EXIF tag says, as people see it, and gives RGB. Formats that run code or hold documents (SVG, PDF, EPS) are not
@@ -14,9 +15,10 @@ import base64
 import binascii
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
@@ -43,6 +45,19 @@ class Picture:
     def digest(self) -> str:
         """The SHA-256 of the bytes, in hexadecimal digits."""
         return hashlib.sha256(self.data).hexdigest()
+
+    def __str__(self) -> str:
+        """Return the picture as records name it."""
+        return f"sha256:{self.digest}"
+
+    def keep(self, folder: Path) -> None:
+        """Write the file `<digest>.<format>` into `folder`, unless it is there."""
+        with _opened(self.data) as image:
+            path = folder / f"{self.digest}.{str(image.format).lower()}"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            (draft := path.with_suffix(".tmp")).write_bytes(self.data)
+            draft.replace(path)
 
     def pixels(self) -> Image:
         """Return the decoded image, RGB, upright.
@@ -115,7 +130,7 @@ def _of_data_url(url: str) -> bytes:
 
 
 def _of_pil(image: Any) -> bytes:
-    """Return the file that the image was read from where that is known, else a PNG of it."""
+    """Return a PNG of the image."""
     written = io.BytesIO()
     image.convert("RGB").save(written, format="PNG")
     return written.getvalue()
@@ -146,3 +161,15 @@ def _shown(given: Any) -> str:
         return f"{len(given.data)} bytes"
     text = repr(given)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
+    """Return the pictures of a conversation, in order: those of its image parts."""
+    contents = (message.get("content") for message in messages)
+    parts = chain.from_iterable(content for content in contents if isinstance(content, list | tuple))
+    return [part["image"] for part in parts if is_picture(part)]
+
+
+def is_picture(part: Any) -> bool:
+    """Return whether a message's part is an image whose bytes are here."""
+    return isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("image"), Picture)
