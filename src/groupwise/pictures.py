@@ -3,6 +3,7 @@
     read_picture    whatever a dataset's cell or a message's part has -> Picture
     Picture         the bytes of an image file, known by their SHA-256; `pixels` decodes them
     pictures_in     the pictures of a conversation
+    text_of         a message's content as people read it, images or not
 
 A picture is checked before it is decoded: its bytes, its format, its pixels and that it is one frame. Decoding turns it
 as its EXIF tag says, as people see it, and gives RGB. Formats that run code or hold documents (SVG, PDF, EPS) are not
@@ -70,7 +71,7 @@ class Picture:
         try:
             with _opened(self.data) as image:
                 return ImageOps.exif_transpose(image).convert("RGB")
-        except (OSError, SyntaxError, ValueError) as error:
+        except Exception as error:  # PIL's readers raise anything
             raise DataError(f"an image cannot be decoded: {error}", hint=HINT, kind="image") from error
 
 
@@ -84,7 +85,7 @@ def read_picture(given: Any, *, folder: Path = Path(), where: str = "an image") 
     try:
         picture = given if isinstance(given, Picture) else Picture(_bytes_of(given, folder))
         _check(picture.data)
-    except (OSError, ValueError, SyntaxError) as error:
+    except Exception as error:  # PIL's readers raise anything, and a file may be hostile
         raise DataError(
             f"{where} is {_shown(given)}, which cannot be read as an image: {error}", hint=HINT, kind="image"
         ) from error
@@ -173,3 +174,16 @@ def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
 def is_picture(part: Any) -> bool:
     """Return whether a message's part is an image whose bytes are here."""
     return isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("image"), Picture)
+
+
+def text_of(content: Any) -> str:
+    """Return a message's content as people read it: its text, and [image] in the place of each image."""
+    if isinstance(content, list | tuple):
+        return " ".join(map(_text_of_part, content))
+    return content if isinstance(content, str) else "" if content is None else str(content)
+
+
+def _text_of_part(part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "image":
+        return "[image]"
+    return str(part["text"]) if isinstance(part, Mapping) and isinstance(part.get("text"), str) else str(part)

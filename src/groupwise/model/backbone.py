@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from groupwise.errors import ConfigError
 from groupwise.model.attention import Layout, Scoring
-from groupwise.model.image_tokens import vision_of
+from groupwise.model.image_tokens import FIRST, vision_of
 
 LEAN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -63,7 +63,9 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 def decoder_inputs(model: PreTrainedModel, ids_BT: Tensor) -> dict[str, Any]:
     """Return token ids as the text decoder takes them: as they are, or as embeddings where images are among them."""
     vision = vision_of(model)
-    return {"input_ids": ids_BT} if vision is None else vision.embed(ids_BT, model.get_input_embeddings())
+    if vision is None or not bool((ids_BT >= FIRST).any()):
+        return {"input_ids": ids_BT}
+    return vision.embed(ids_BT, model.get_input_embeddings())
 
 
 class Backbone:

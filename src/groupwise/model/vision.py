@@ -69,11 +69,9 @@ class Vision:
         model: transformers' model of images and text.
         processor: its processor.
 
-    `shelf` is a folder, if any, where each image that is encoded is kept as a file named by its SHA-256, and where the
-    images of token ids that another process encoded are found.
     """
 
-    shelf: Path | None = None
+    shelf: Path | None = None  # see `keep_in`
     blind: str | None = None  # why no images can be given (`packed_check.look`)
     looked = False
 
@@ -113,8 +111,10 @@ class Vision:
             )
         written, ids = [parts[0]], list[int]()
         for picture, after in zip(pictures, parts[1:], strict=True):
-            inputs = self._inputs(picture)
-            replacement = self.processor.replace_image_token(inputs, 0)
+            inputs, replacement = self._prepared(picture)
+            if len(pictures) > 1 and "batch_num_images" in inputs:
+                message = f"the prompt has {len(pictures)} images, and {type(self._model).__name__} cuts several"
+                raise ModelError(f"{message} otherwise than one, which is not supported", hint="give one image")
             tokens = replacement.count(self.token)
             if tokens > PLACES:
                 raise DataError(
@@ -165,8 +165,23 @@ class Vision:
             self.expand(self.token, [read_picture(found[0])])
         return self._seen[key]
 
-    def _inputs(self, picture: Picture) -> Any:
-        return self.processor.image_processor(images=[[picture.pixels()]], return_tensors="pt")
+    def _prepared(self, picture: Picture) -> tuple[Any, str]:
+        """Return what the processor makes of an image: the tensors, and what stands in the text for it."""
+        told = self.processor._merge_kwargs(
+            tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs, return_tensors="pt"
+        )
+        inputs, (replacement,) = self.processor._process_images([[picture.pixels()]], **told["images_kwargs"])
+        return inputs, replacement
+
+    def keep_in(self, folder: Path) -> None:
+        """Keep each image that is encoded, also those that were, as a file in `folder`, named by its SHA-256.
+
+        The images of token ids that another process encoded are looked for there.
+        """
+        with self._lock:
+            self.shelf = folder
+            for seen in self._seen.values():
+                seen.picture.keep(folder)
 
     # -- embeddings ---------------------------------------------------------------------------------------------------
 
@@ -177,9 +192,7 @@ class Vision:
             DataError: an image is not known here.
         """
         image_BT = ids_BT >= FIRST
-        embeds_BTH = embeddings(ids_BT.masked_fill(image_BT, self.token_id))
-        if not (tokens := ids_BT[image_BT].tolist()):
-            return {"inputs_embeds": embeds_BTH}
+        embeds_BTH, tokens = embeddings(ids_BT.masked_fill(image_BT, self.token_id)), ids_BT[image_BT].tolist()
         every = {token // PLACES: self.features(token) for token in tokens}
         starts = dict(zip(every, accumulate((len(each.rows) for each in every.values()), initial=0), strict=False))
         at_n = torch.tensor([starts[token // PLACES] + token % PLACES for token in tokens], device=ids_BT.device)
@@ -206,7 +219,8 @@ class Vision:
 
     def _computed(self, seen: Seen) -> Features:
         inner = _inner(self._model)
-        inputs = {name: value for name, value in self._inputs(seen.picture).items() if name in self._takes}
+        prepared, _ = self._prepared(seen.picture)
+        inputs = {name: value for name, value in prepared.items() if name in self._takes}
         inputs = {
             name: value.to(self._model.device) if isinstance(value, Tensor) else value for name, value in inputs.items()
         }
@@ -219,7 +233,7 @@ class Vision:
 
     def own_logits(self, ids: Sequence[int], picture: Picture) -> Tensor:
         """Return the logits [S, V] of a row with one image, by the model's own forward."""
-        inputs = self._inputs(picture).to(self._model.device)
+        inputs = self._prepared(picture)[0].to(self._model.device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
         row = torch.tensor([self.placeholders(ids)], device=self._model.device)
         told = {**inputs, "input_ids": row, "mm_token_type_ids": (row == self.token_id).int(), "use_cache": False}
