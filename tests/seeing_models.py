@@ -176,9 +176,8 @@ def save_seeing(name: str, folder: Path, *, seed: int = 0) -> Path:
     family, tokenizer = FAMILIES[name], copy.deepcopy(_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.special)})
     text = {**family.text, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    config = CONFIG_MAPPING[family.kind](
-        text_config=text, vision_config=dict(family.vision), **family.tokens(tokenizer), **family.more
-    )
+    options = {"text_config": text, "vision_config": dict(family.vision), **family.tokens(tokenizer), **family.more}
+    config = CONFIG_MAPPING[family.kind](**options)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)

@@ -144,8 +144,8 @@ def _check(data: bytes) -> None:
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise ValueError(f"it has {width} x {height} pixels; at most {MOST_PIXELS:,} are read")
-        if getattr(image, "n_frames", 1) > 1:
-            raise ValueError(f"it has {image.n_frames} frames; a still image has one")
+        if (frames := getattr(image, "n_frames", 1)) > 1:
+            raise ValueError(f"it has {frames} frames; a still image has one")
 
 
 def _opened(data: bytes) -> Image:

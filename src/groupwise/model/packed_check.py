@@ -200,6 +200,7 @@ def image_forward_gap(model: PreTrainedModel, vision: Vision) -> float:
         plain_NV = (plain if plain.dtype == torch.float64 else plain.float()).log_softmax(-1)
         gaps.append((plain_NV.exp() * (plain_NV - packed_SV[start : start + len(each)]).abs()).sum(-1))
         start += len(each)
+    vision.forget(picture)
     gap = float(torch.cat(gaps).mean())
     return gap if math.isfinite(gap) else math.inf
 

@@ -19,8 +19,9 @@ Shapes: S packed tokens, n tokens of an image, H hidden size.
 from __future__ import annotations
 
 import inspect
+import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -68,16 +69,16 @@ class Vision:
     Args:
         model: transformers' model of images and text.
         processor: its processor.
-
+        settings: what the processor was made of, as processor_config.json has it.
     """
 
     shelf: Path | None = None  # see `keep_in`
     blind: str | None = None  # why no images can be given (`packed_check.look`)
     looked = False
 
-    def __init__(self, model: PreTrainedModel, processor: Any):
+    def __init__(self, model: PreTrainedModel, processor: Any, *, settings: Mapping[str, Any] | None = None):
         config: Any = model.config
-        self.processor, self._model = processor, model
+        self.processor, self._model, self._settings = processor, model, dict(settings or {})
         self.token_id = int(getattr(config, "image_token_id", None) or processor.image_token_id)
         self.token = str(processor.image_token)
         self.axes = 3 if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}) else 1
@@ -141,6 +142,12 @@ class Vision:
         """Return the images of a row of tokens, in order."""
         return [self._known(token).picture for token in ids if token >= FIRST and token % PLACES == 0]
 
+    def forget(self, picture: Picture) -> None:
+        """Drop what is known of an image."""
+        with self._lock:
+            for known in (self._seen, self._features):
+                known.pop(key_of(picture.digest), None)
+
     def _note(self, picture: Picture, tokens: int, inputs: Any) -> list[int]:
         key = key_of(picture.digest)
         grid = inputs.get("image_grid_thw")
@@ -172,6 +179,11 @@ class Vision:
         )
         inputs, (replacement,) = self.processor._process_images([[picture.pixels()]], **told["images_kwargs"])
         return inputs, replacement
+
+    def save(self, folder: Path) -> None:
+        """Write how images are prepared, as transformers reads it, into a model's folder."""
+        self.processor.image_processor.save_pretrained(folder)
+        (folder / "processor_config.json").write_text(json.dumps(self._settings, indent=2), encoding="utf-8")
 
     def keep_in(self, folder: Path) -> None:
         """Keep each image that is encoded, also those that were, as a file in `folder`, named by its SHA-256.
@@ -298,7 +310,7 @@ def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: 
     Raises:
         ModelError: images need a package that is not installed.
     """
-    kind = PROCESSOR_MAPPING.get(type(model.config), None)
+    kind: Any = PROCESSOR_MAPPING.get(type(model.config), None)
     if not hasattr(_inner(model), "get_image_features") or kind is None:
         return
     try:
@@ -312,7 +324,7 @@ def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: 
     parts = dict.fromkeys((name for name in kind.get_attributes()), None)
     parts |= {"image_processor": images, "tokenizer": tokenizer}
     try:
-        vision = Vision(model, processor(**{**options, **parts}))
+        vision = Vision(model, processor(**{**options, **parts}), settings=told)
     except ImportError as error:
         raise ModelError(
             f"images of {path} cannot be prepared: {error}", hint="pip install 'groupwise[images]'"

@@ -516,6 +516,8 @@ class Learner:
         if self.lora is None:
             (model or self.model).save_pretrained(directory)
             self.base.tokenizer.save_pretrained(directory)
+            if (vision := vision_of(self.model)) is not None:
+                vision.save(Path(directory))
         else:
             save_lora(self.model, self.lora, directory, base_name=self.base.name)
 
