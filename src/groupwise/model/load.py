@@ -20,8 +20,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -45,6 +48,7 @@ from groupwise.model.quantized import (
     take_over,
 )
 from groupwise.model.recurrent_layers import pack_recurrent_layers
+from groupwise.model.vision import open_eyes
 from groupwise.platform import no_such_gpu
 from groupwise.recorded import RoutingShape
 
@@ -214,7 +218,8 @@ def load_model(
             config = AutoConfig.from_pretrained(path)
             options = _quantization_options(config, name, quantization, where, kind)
             tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
+            model = auto_class(config).from_pretrained(path, config=config, dtype=kind, **options)
+            open_eyes(model, tokenizer, path)
     except _UNREADABLE as error:
         raise _not_loaded("model", name, error) from error
     if options:
@@ -260,7 +265,14 @@ def _quantization_options(
 def empty_model(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return a model of this configuration without weights (on torch's meta device): its modules, and their shapes."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **({} if dtype is None else {"dtype": dtype}))
+        return auto_class(config).from_config(copy.deepcopy(config), **({} if dtype is None else {"dtype": dtype}))
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class by which a model of this configuration is made: that of models of images and text
+    where it is no causal language model by itself (Qwen2.5-VL, Qwen3-VL, SmolVLM, ...)."""
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
 def not_quantised(config: PreTrainedConfig) -> list[str]:

@@ -23,20 +23,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from groupwise.errors import ModelError
 from groupwise.model.attention import Layout, SharedPrompts
 from groupwise.model.backbone import Backbone, decoder_of
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import (
     AdaptableModules,
     Head,
+    auto_class,
     empty_model,
     longest_row,
     plain_attention,
     plain_implementation,
     share_weights,
 )
+from groupwise.model.vision import Vision, sample_picture
 
 # What the plain path costs beside the packed one, by benchmarks/plain.py; of prompts it depends on their share.
 PLAIN_COST = "about twice as slow as packed"
@@ -146,6 +149,58 @@ def packed_forward_gap(
             plain_NV = plain.log_softmax(-1)
             gaps.append((plain_NV.exp() * (plain_NV - packed_SV[start : start + n]).abs()).sum(-1))
             start += n
+    gap = float(torch.cat(gaps).mean())
+    return gap if math.isfinite(gap) else math.inf
+
+
+def look(model: PreTrainedModel) -> None:
+    """Find out, once, whether a model that sees can be given images: `Vision.blind`."""
+    if (vision := vision_of(model)) is not None and not vision.looked:
+        vision.blind, vision.looked = why_blind(model), True
+
+
+def why_blind(model: PreTrainedModel) -> str | None:
+    """Return why images cannot be given to this model, made by `model.load.share_weights`; None if they can, or if it
+    reads text alone. Images are computed in packed rows only, which are compared with the model's own forward."""
+    vision = vision_of(model)
+    if vision is None:
+        return None
+    if (why := why_not_packed(model)) is not None:
+        return why
+    try:
+        gap, tolerance = image_forward_gap(model, vision), packed_tolerance(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a model's code, or of its processor's
+        return f"its packed forward of an image fails: {_said(error)}"
+    if gap <= tolerance:
+        return None
+    return f"its packed forward of an image differs from its own by {gap:.3g} nats (tolerance {tolerance:g})"
+
+
+@torch.no_grad()
+def image_forward_gap(model: PreTrainedModel, vision: Vision) -> float:
+    """Return the mean difference in log-probability between the packed forward and the model's own, for two completions
+    of a prompt that begins with an image, as `packed_forward_gap` has it."""
+    picture = sample_picture()
+    text, ids = vision.expand(vision.token, [picture])
+    shown = vision.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    words = [each for each in ((37 * i + 11) % vocabulary for i in range(16)) if each != vision.token_id]
+    prompt, ends = [*vision.in_place(shown, ids), *words[:5]], (words[5:9], words[9:12])
+    layout = SharedPrompts([len(prompt)], [len(each) for each in ends], [0, 0], device=model.device)
+    where = vision.positions_of([prompt])
+    after = [vision.positions_of([[*prompt, *each]])[..., len(prompt) :] for each in ends]
+    flat = torch.tensor([*prompt, *ends[0], *ends[1]], device=model.device)
+    positions = torch.cat([where, *after], -1).to(model.device)
+    packed_SV = Head.of(model).logits(Backbone(model)(flat, positions, layout)).log_softmax(-1)
+    gaps, start = list[Tensor](), len(prompt)
+    for each in ends:
+        plain = vision.own_logits([*prompt, *each], picture)[len(prompt) :]
+        plain_NV = (plain if plain.dtype == torch.float64 else plain.float()).log_softmax(-1)
+        gaps.append((plain_NV.exp() * (plain_NV - packed_SV[start : start + len(each)]).abs()).sum(-1))
+        start += len(each)
+    vision.forget(picture)
     gap = float(torch.cat(gaps).mean())
     return gap if math.isfinite(gap) else math.inf
 
@@ -350,7 +405,7 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
         small = _small_config(config, narrow=narrow)
         try:
             _check_size(small)
-            model = _random_model(AutoModelForCausalLM.from_config, small, CPU)
+            model = _random_model(auto_class(small).from_config, small, CPU)
             head_gap(model)  # whether it runs
         except Exception:
             if not narrow:

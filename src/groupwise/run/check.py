@@ -41,6 +41,7 @@ from groupwise.model.load import load_config, load_tokenizer
 from groupwise.model.memory import Memory, StepSize, memory, step_size
 from groupwise.model.packed_check import PLAIN_COST, Ways, ways_of
 from groupwise.model.reply_formats.known import format_of, shown_format
+from groupwise.pictures import text_of
 from groupwise.platform import run_coroutine
 from groupwise.rewards.base import refuse_failed, summarize
 from groupwise.rewards.check import PAID
@@ -402,7 +403,7 @@ async def _try_junk(groups: Sequence[RolloutGroup], plan: RunPlan, parts: Compon
         wrong = next((other for each in groups if str(other := each.prompt.columns[column]) != str(gold)), None)
         if wrong is None:
             continue
-        question = prompt.text or str((prompt.messages or ({},))[-1].get("content", ""))
+        question = prompt.text or text_of((prompt.messages or ({},))[-1].get("content"))
         row = ProbePrompt(prompt=question, gold=gold, wrong=wrong)
         tried = {name: text for name, text in junk(row).items() if len(text) <= COMPARED_LENGTH}
         right, mistaken, paid = [

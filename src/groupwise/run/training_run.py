@@ -9,6 +9,7 @@ from pathlib import Path
 
 from groupwise.algo.metrics import Metrics, rollout_metrics, time_metrics
 from groupwise.config.stages import STAGES, stage_names
+from groupwise.model.image_tokens import vision_of
 from groupwise.run.assemble import Components
 from groupwise.run.display import Display
 from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
@@ -24,7 +25,7 @@ from groupwise.store import checkpoint
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import RunState
 from groupwise.store.locate import find_adapter
-from groupwise.store.rundir import ADAPTERS, METRICS
+from groupwise.store.rundir import ADAPTERS, IMAGES, METRICS
 from groupwise.store.tracking import Tracking, read_metrics
 from groupwise.types import PolicyVersion, RolloutGroup, Sample
 
@@ -37,6 +38,8 @@ class TrainingRun:
     def __init__(self, plan: RunPlan, parts: Components, run_dir: Path, *, tracking: Tracking, display: Display):
         self.plan, self.parts, self.run_dir = plan, parts, run_dir
         self.tracking, self.display, self.health = tracking, display, HealthMonitor(plan.config)
+        if (vision := vision_of(parts.base.model)) is not None:
+            vision.keep_in(run_dir / IMAGES)
         self.updates, store = PolicyUpdates(plan, parts.learner), AdapterStore(run_dir / ADAPTERS)
         self.policy = Policy(
             parts.learner,

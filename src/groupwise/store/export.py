@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from groupwise.errors import AdapterError, ModelError
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel, load_config, load_model, weights_hash
 from groupwise.model.quantized import dequantize
 from groupwise.store import files
@@ -131,6 +132,8 @@ def _save(base: LoadedModel, dest: Path, dtype: torch.dtype) -> None:
         try:
             model.save_pretrained(staged)
             base.tokenizer.save_pretrained(staged)
+            if (vision := vision_of(base.model)) is not None:
+                vision.save(staged)
             if dest.exists():
                 dest.rmdir()
             staged.rename(dest)

@@ -5,6 +5,7 @@ runs/<name>-<time>/
     metrics.jsonl, health.jsonl    a line a step and an evaluation; what was found wrong
     rollouts/step_000001.jsonl     a line a group
     evaluations/step_000000.greedy.jsonl
+    images/<sha256>.png            of prompts, each once
     adapters/<name>/v000001/       the versions
     checkpoints/step-000025/       where to go on from
 """
@@ -33,7 +34,7 @@ from groupwise.types import PolicyVersion
 
 CONFIG, METRICS, HEALTH, LOCK = "config.yaml", "metrics.jsonl", "health.jsonl", ".lock"
 
-ROLLOUTS, EVALUATIONS, ADAPTERS = "rollouts", "evaluations", "adapters"
+ROLLOUTS, EVALUATIONS, ADAPTERS, IMAGES = "rollouts", "evaluations", "adapters", "images"
 
 
 @contextmanager
