@@ -164,7 +164,7 @@ class Vision:
         key = (token - FIRST) // PLACES
         if key not in self._seen:
             names = [] if self.shelf is None else self.shelf.glob(f"{key << 2:012x}"[:11] + "*")
-            found = [path for path in names if key_of(path.stem) == key]
+            found = [path for path in names if key_of(path.stem) == key and path.suffix != ".tmp"]
             if not found:
                 raise DataError(
                     f"token id {token} is of an image that is not known here (looked for in {self.shelf})", kind="image"
