@@ -39,6 +39,7 @@ from groupwise.errors import FieldError, ModelError
 from groupwise.model.attention import ATTENTION
 from groupwise.model.chat import configure_chat, remember_ends, stop_ids
 from groupwise.model.mixture import fused_parameters, is_router, routing_shape
+from groupwise.model.products import product
 from groupwise.model.quantized import (
     PACKAGE,
     QuantizedLinear,
@@ -548,9 +549,8 @@ class Head:
             return nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V)
         bias_V = None if self.bias_V is None else self.bias_V.float()
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            half = hidden_NH.dtype == self.weight_VH.dtype == torch.bfloat16
-            if half and hidden_NH.is_cuda:  # gpu-seen: logits of bfloat16 in float32
-                logits_NV = torch.mm(hidden_NH, self.weight_VH.T, out_dtype=torch.float32)  # tensor cores sum in it
+            if hidden_NH.dtype == self.weight_VH.dtype == torch.bfloat16:
+                logits_NV = product(hidden_NH, self.weight_VH.T)
                 return logits_NV if bias_V is None else logits_NV.add_(bias_V)
             return nn.functional.linear(hidden_NH.float(), self.weight_VH.float(), bias_V)
 
