@@ -166,7 +166,7 @@ def _shown(given: Any) -> str:
 
 def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
     """Return the pictures of a conversation, in order: those of its image parts."""
-    contents = (message.get("content") for message in messages)
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     parts = chain.from_iterable(content for content in contents if isinstance(content, list | tuple))
     return [part["image"] for part in parts if is_picture(part)]
 
