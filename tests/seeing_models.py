@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +15,7 @@ from PIL import Image
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.tasks.starter.tasks import supervised_conversations
-from groupwise.tasks.starter.tokenizer import build_tokenizer, render
+from tiny_tokenizer import starter_tokenizer
 
 TEXT = {
     "hidden_size": 32,
@@ -154,12 +152,6 @@ FAMILIES = {
 }
 
 
-@functools.cache
-def _tokenizer() -> PreTrainedTokenizerBase:
-    texts = [render(each["messages"], tools=each["tools"]) for each in supervised_conversations(0, 60)]
-    return build_tokenizer(texts, vocab_size=280)
-
-
 def template(placeholder: str) -> str:
     """Return a chat template of the starter's form that writes images."""
     part = f"{{% if p.type == 'image' %}}{placeholder}{{% else %}}{{{{ p.text }}}}{{% endif %}}"
@@ -173,7 +165,7 @@ def template(placeholder: str) -> str:
 
 def save_seeing(name: str, folder: Path, *, seed: int = 0) -> Path:
     """Save a model of a family into `folder`, with its tokenizer and the files of its processor."""
-    family, tokenizer = FAMILIES[name], copy.deepcopy(_tokenizer())
+    family, tokenizer = FAMILIES[name], copy.deepcopy(starter_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.special)})
     text = {**family.text, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     options = {"text_config": text, "vision_config": dict(family.vision), **family.tokens(tokenizer), **family.more}

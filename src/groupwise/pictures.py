@@ -30,6 +30,7 @@ from groupwise.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+COLUMNS = ("images", "image")  # of rows, and of what rewards get
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MOST_BYTES = 32 << 20
 MOST_PIXELS = 50_000_000  # 150 MB once decoded

@@ -18,10 +18,10 @@ import pytest
 from test_first_mistakes import AWAY
 
 from cli_project import Project, cli, write_rows
-from groupwise.cli import adapters
 from groupwise.config.other_names import OTHER_VALUES
 from groupwise.config.run import parse_config
 from groupwise.config.yaml import inline
+from groupwise.store.dtypes import BY_FORMAT, GGUF, MERGED
 from light_commands import Ended, LightCommands, light_commands
 
 USAGE, START, SERVER_AWAY = 2, 3, 75
@@ -207,13 +207,13 @@ def test_a_value_from_elsewhere_is_another_one_here(key: str, value: object) -> 
     assert inline(parse_config({**ours, name: meant}).model_dump(mode="json")[name]) == meant
 
 
-def test_types_of_whole_models_are_those_that_are_written() -> None:
-    from groupwise.store.export import GGUF_DTYPES, MERGED_DTYPES
+def test_types_of_whole_models_are_those_of_the_libraries_that_write_them() -> None:
+    import torch
 
-    assert {name: set(types) for name, types in adapters.DTYPES.items()} == {
-        "merged": set(MERGED_DTYPES),
-        "gguf": set(GGUF_DTYPES),
-    }
+    kinds = pytest.importorskip("gguf").GGMLQuantizationType
+    assert set(BY_FORMAT) == {"merged", "gguf"}
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in MERGED)
+    assert all(hasattr(kinds, name) for name in GGUF.values())
 
 
 def test_a_type_that_is_not_written_is_refused_before_a_model_is_read(groupwise: LightCommands, folder: Path) -> None:

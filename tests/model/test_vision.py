@@ -213,7 +213,7 @@ def test_images_are_encoded_once(load: Load, monkeypatch: pytest.MonkeyPatch) ->
     prompt = asked(base, user(ONE, TWO, ONE, "Which?"))
     said = sampled(base, prompt)
     trained(share_weights(base.model), samples_of(prompt, said))
-    assert runs == [ONE, TWO] or runs == [runs[0], ONE, TWO]  # with the one by which it is tried out
+    assert [each for each in runs if each in (ONE, TWO)] == [ONE, TWO] and len(runs) <= 3  # one tries it out
 
 
 def test_a_conversation_goes_on_with_what_was_kept(load: Load) -> None:
@@ -243,7 +243,7 @@ def test_a_model_that_is_not_computed_as_its_own_is_blind(tmp_path: Path, monkey
     assert why_blind(share_weights(base.model)) is None
     features = Vision.features
     monkeypatch.setattr(Vision, "features", lambda self, token: Features(features(self, token).rows * 1.2))
-    look(share_weights(base.model))
+    look(share_weights(base.model), None)
     assert eyes(base).blind is not None and packed_tolerance(base.model) < 1e-3
     with raises(ModelError):
         asked(base, user(ONE, "?"))

@@ -1,4 +1,4 @@
-"""How sure is a decision that rests on few and noisy numbers? Bounds and tests whose error rates hold.
+"""Bounds and tests for decisions that rest on few and noisy numbers, whose error rates hold.
 
     p_at_most, lower_bound    of the mean of a sample, looked at once: the gate, `promote`, the shadow
     sample_needed             how large a sample like this one would have to be

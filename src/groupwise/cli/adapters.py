@@ -38,17 +38,13 @@ from groupwise.cli.frame import (
 )
 from groupwise.cli.output import finite, print_json, print_line, print_pairs, say
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, RemoteError, StorageError
+from groupwise.store.dtypes import BY_FORMAT
 
 if TYPE_CHECKING:
     from groupwise.sdk.client import Client
     from groupwise.store.adapters import AdapterStore
     from groupwise.types import PolicyVersion
 
-# What a whole model can be written in; `store.export` has the same names, and imports torch
-DTYPES = {
-    "merged": ("float32", "bfloat16", "float16"),
-    "gguf": ("float32", "float16", "bfloat16", "q8_0"),
-}
 PROBE_S = 1.0  # a server on this machine answers at once, or is not the one to ask
 
 Run = Annotated[
@@ -345,9 +341,9 @@ def merge(
 
 def check_dtype(format_: str, dtype: str) -> None:
     """Raise ConfigError for a type that a whole model is not written in, before anything is loaded."""
-    if dtype == "auto" or dtype in DTYPES[format_]:
+    if dtype == "auto" or dtype in BY_FORMAT[format_]:
         return
-    hint = f"use one of auto, {', '.join(DTYPES[format_])}"
+    hint = f"use one of auto, {', '.join(BY_FORMAT[format_])}"
     if re.fullmatch(r"i?q[2-6]_\w+", dtype.lower()):
         hint += f"; llama.cpp makes it of those: llama-quantize model.gguf small.gguf {dtype.upper()}"
     raise ConfigError(f"a {format_} model cannot be of type {dtype!r}", hint=hint, field="--dtype")

@@ -7,7 +7,7 @@ groupwise learn promote     # the version on trial goes live without waiting for
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,9 +15,8 @@ from groupwise.cli.frame import OPTIONS, ApiKey, AsJson, Debug, Url, examples, o
 from groupwise.cli.output import print_line
 
 if TYPE_CHECKING:
-    from groupwise.sdk.types import LearnAnswer
+    from groupwise.sdk.types import LearnAnswer, LearnVerb
 
-Verb = Literal["pause", "resume", "promote", "reject"]
 LATELY = 10  # of what happened, lines that are shown
 
 app = typer.Typer(help="Learning from ratings on a server: what it does; pause, resume, promote, reject.", **OPTIONS)
@@ -55,7 +54,7 @@ def reject(url: Url = None, api_key: ApiKey = None, as_json: AsJson = False, deb
     _steer("reject", url, api_key, as_json=as_json)
 
 
-def _steer(verb: Verb, url: str | None, api_key: str | None, *, as_json: bool) -> None:
+def _steer(verb: LearnVerb, url: str | None, api_key: str | None, *, as_json: bool) -> None:
     with open_client(url, api_key) as client:
         answer = client.steer_learning(verb)
     print_answer(answer) if as_json else _print(answer)

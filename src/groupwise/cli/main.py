@@ -403,10 +403,10 @@ def eval_(
 
 def _run_named(text: str) -> Path | None:
     """Return the run whose policy `text` names; None where it is a file, or nothing that is known."""
-    from groupwise.config.yaml import FILES
+    from groupwise.config.yaml import names_file
     from groupwise.store.locate import UNTRAINED, find_policy
 
-    if Path(text).is_file() or Path(text).suffix in FILES:
+    if names_file(text):
         return None
     try:
         return find_policy(text).run_dir

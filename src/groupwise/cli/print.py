@@ -130,13 +130,11 @@ def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
     ]
     if config.train.lora is None:
         return lines
-    from groupwise.model.load import auto_class, load_config  # torch, which the run has imported
-
     base = str(STARTER_DIR) if config.model == STARTER else config.model
     return [
         *lines,
         "With transformers and peft:",
-        f"  model = {auto_class(load_config(config.model)).__name__}.from_pretrained({base!r})",
+        f"  model = {result.loaded_by}.from_pretrained({base!r})",
         f"  model = PeftModel.from_pretrained(model, {str(path)!r})",
     ]
 

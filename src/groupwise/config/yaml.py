@@ -150,6 +150,11 @@ class Document:
         return f"{self.name}:{line}" if line is not None else self.name
 
 
+def names_file(text: str) -> bool:
+    """Return whether a word stands for a configuration's file: there is one, or its name ends as one's does."""
+    return Path(text).is_file() or Path(text).suffix in FILES
+
+
 def _beside(path: Path) -> str | None:
     """Return what a file that cannot be read was probably meant to be."""
     folder = path if path.is_dir() else path.parent

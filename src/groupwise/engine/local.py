@@ -168,7 +168,7 @@ class LocalEngine:
         self.max_rows, self.reserved_rows = max_rows, reserved_rows
         why = why_not_packed(self._model)
         self.packed = why is None
-        look(self._model)
+        look(self._model, why)
         self._budget = RowBudget(max_rows, reserved_rows, paced_rows)
         if dtype is not None and why is not None:
             raise ConfigError(f"rollout.dtype={dtype} cannot be had: {why}", hint="leave it out", field="rollout.dtype")

@@ -144,29 +144,42 @@ def packed_forward_gap(
     with plain_attention(model):
         for b, (p, n) in enumerate(completions):
             row = torch.tensor([lines[p] + lines[len(prompts) + b]], device=model.device)
-            plain = model(input_ids=row, use_cache=False).logits[0, prompts[p] :]
-            plain = plain if plain.dtype == torch.float64 else plain.float()
-            plain_NV = plain.log_softmax(-1)
-            gaps.append((plain_NV.exp() * (plain_NV - packed_SV[start : start + n]).abs()).sum(-1))
+            plain_NV = _logprobs(model(input_ids=row, use_cache=False).logits[0, prompts[p] :])
+            gaps.append(_gaps(plain_NV, packed_SV[start : start + n]))
             start += n
-    gap = float(torch.cat(gaps).mean())
+    return _mean(gaps)
+
+
+def _logprobs(logits: Tensor) -> Tensor:
+    """Return log-probabilities, in float32 at least."""
+    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+
+
+def _gaps(expected_NV: Tensor, found_NV: Tensor) -> Tensor:
+    """Return how far log-probabilities are from those that are expected, [N]: the mean over tokens as likely as they
+    are expected to be."""
+    return (expected_NV.exp() * (expected_NV - found_NV).abs()).sum(-1)
+
+
+def _mean(gaps: Sequence[Tensor]) -> float:
+    """Return the mean of all; infinite where one is not finite."""
+    gap = float(torch.cat(list(gaps)).mean())
     return gap if math.isfinite(gap) else math.inf
 
 
-def look(model: PreTrainedModel) -> None:
-    """Find out, once, whether a model that sees can be given images: `Vision.blind`."""
+def look(model: PreTrainedModel, why_not_packed: str | None) -> None:
+    """Find out, once, whether a model that sees can be given images: `Vision.blind`. They are computed in packed rows
+    only."""
     if (vision := vision_of(model)) is not None and not vision.looked:
-        vision.blind, vision.looked = why_blind(model), True
+        vision.blind, vision.looked = why_not_packed or why_blind(model), True
 
 
 def why_blind(model: PreTrainedModel) -> str | None:
-    """Return why images cannot be given to this model, made by `model.load.share_weights`; None if they can, or if it
-    reads text alone. Images are computed in packed rows only, which are compared with the model's own forward."""
+    """Return why images cannot be given to this model, made by `model.load.share_weights`, which runs packed; None if
+    they can, or if it reads text alone. Its packed forward of an image is compared with its own."""
     vision = vision_of(model)
     if vision is None:
         return None
-    if (why := why_not_packed(model)) is not None:
-        return why
     try:
         gap, tolerance = image_forward_gap(model, vision), packed_tolerance(model)
     except torch.OutOfMemoryError:
@@ -196,13 +209,11 @@ def image_forward_gap(model: PreTrainedModel, vision: Vision) -> float:
     packed_SV = Head.of(model).logits(Backbone(model)(flat, positions, layout)).log_softmax(-1)
     gaps, start = list[Tensor](), len(prompt)
     for each in ends:
-        plain = vision.own_logits([*prompt, *each], picture)[len(prompt) :]
-        plain_NV = (plain if plain.dtype == torch.float64 else plain.float()).log_softmax(-1)
-        gaps.append((plain_NV.exp() * (plain_NV - packed_SV[start : start + len(each)]).abs()).sum(-1))
+        plain_NV = _logprobs(vision.own_logits([*prompt, *each], picture)[len(prompt) :])
+        gaps.append(_gaps(plain_NV, packed_SV[start : start + len(each)]))
         start += len(each)
     vision.forget(picture)
-    gap = float(torch.cat(gaps).mean())
-    return gap if math.isfinite(gap) else math.inf
+    return _mean(gaps)
 
 
 def why_not_cached(model: PreTrainedModel) -> str | None:
@@ -242,9 +253,8 @@ def cached_forward_gap(model: PreTrainedModel) -> float:
             whole_BV, step_BV = (
                 head.logits(x).log_softmax(-1) for x in (hidden_2TH[rows, at], out.last_hidden_state[:, -1])
             )
-            gaps.append((whole_BV.exp() * (whole_BV - step_BV).abs()).sum(-1).mean()[None])
-    gap = float(torch.cat(gaps).mean())
-    return gap if math.isfinite(gap) else math.inf
+            gaps.append(_gaps(whole_BV, step_BV).mean()[None])
+    return _mean(gaps)
 
 
 @torch.no_grad()
@@ -331,10 +341,7 @@ def plain_forward_gap(model: PreTrainedModel) -> float:
         longer_2TH = own(input_ids=rows, use_cache=False).last_hidden_state[:, :short]
         alone_TH = own(input_ids=rows[:1, :short], use_cache=False).last_hidden_state[0]
     alone_TV = head.logits(alone_TH).log_softmax(-1)
-    gap = max(
-        float((alone_TV.exp() * (alone_TV - head.logits(longer_TH).log_softmax(-1)).abs()).sum(-1).mean())
-        for longer_TH in longer_2TH
-    )
+    gap = max(float(_gaps(alone_TV, head.logits(longer_TH).log_softmax(-1)).mean()) for longer_TH in longer_2TH)
     return gap if math.isfinite(gap) else math.inf
 
 
@@ -350,8 +357,7 @@ def head_gap(model: PreTrainedModel) -> float:
     if logits_TV.shape != own_TV.shape:
         return math.inf
     own_TV = own_TV.to(logits_TV.dtype).log_softmax(-1)
-    gap = float((own_TV.exp() * (own_TV - logits_TV.log_softmax(-1)).abs()).sum(-1).mean())
-    return gap if math.isfinite(gap) else math.inf
+    return _mean([_gaps(own_TV, logits_TV.log_softmax(-1))])
 
 
 # -- from a configuration alone ----------------------------------------------------------------------------------------

@@ -42,17 +42,19 @@ KEPT_BYTES = 1 << 30  # of features
 
 @dataclass(frozen=True)
 class Seen:
-    """An image as the model takes it: how many tokens it has, and their extent in rows and columns of tokens (with
-    M-RoPE)."""
+    """An image as the model takes it: what stands in the text for it, how many tokens of that are its own, and, with
+    M-RoPE, their extent in time, rows and columns. `alone`: in a prompt with other images it would be cut otherwise."""
 
     picture: Picture
+    written: str
     tokens: int
     grid: tuple[int, int, int] | None
+    alone: bool
 
 
 @dataclass(frozen=True)
 class Features:
-    """What the tower made of an image: `rows` [n, H], and `deep`, one [n, H] for each of the first layers (Qwen3-VL's
+    """The tower's output for an image: `rows` [n, H], and `deep`, one [n, H] for each of the first layers (Qwen3-VL's
     deepstack, arXiv 2406.04334)."""
 
     rows: Tensor
@@ -83,7 +85,6 @@ class Vision:
         self.token = str(processor.image_token)
         self.axes = 3 if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}) else 1
         self._merge = int(getattr(config.vision_config, "spatial_merge_size", 1))
-        self._takes = set(inspect.signature(_inner(model).get_image_features).parameters)
         self._seen: dict[int, Seen] = {}
         self._features: OrderedDict[int, Features] = OrderedDict()
         self._lock = RLock()
@@ -112,19 +113,12 @@ class Vision:
             )
         written, ids = [parts[0]], list[int]()
         for picture, after in zip(pictures, parts[1:], strict=True):
-            inputs, replacement = self._prepared(picture)
-            if len(pictures) > 1 and "batch_num_images" in inputs:
+            key, seen = key_of(picture.digest), self._note(picture)
+            if seen.alone and len(pictures) > 1:
                 message = f"the prompt has {len(pictures)} images, and {type(self._model).__name__} cuts several"
                 raise ModelError(f"{message} otherwise than one, which is not supported", hint="give one image")
-            tokens = replacement.count(self.token)
-            if tokens > PLACES:
-                raise DataError(
-                    f"an image has {tokens} tokens; at most {PLACES} are supported",
-                    hint="make it smaller",
-                    kind="image",
-                )
-            ids += self._note(picture, tokens, inputs)
-            written += [replacement, after]
+            ids += (FIRST + key * PLACES + place for place in range(seen.tokens))
+            written += [seen.written, after]
         return "".join(written), ids
 
     def in_place(self, ids: Sequence[int], of_images: Sequence[int]) -> list[int]:
@@ -148,17 +142,26 @@ class Vision:
             for known in (self._seen, self._features):
                 known.pop(key_of(picture.digest), None)
 
-    def _note(self, picture: Picture, tokens: int, inputs: Any) -> list[int]:
+    def _note(self, picture: Picture) -> Seen:
+        """Return an image as the model takes it, which is worked out once, and keep its file."""
         key = key_of(picture.digest)
-        grid = inputs.get("image_grid_thw")
-        extent = None if grid is None else _extent(grid[0].tolist(), self._merge)
         with self._lock:
-            if (known := self._seen.get(key)) is not None and known.picture != picture:
+            if (seen := self._seen.get(key)) is None:
+                seen = self._seen[key] = self._looked_at(picture)
+            if seen.picture != picture:
                 raise DataError("two images have the same first 46 bits of their SHA-256", kind="image")
-            self._seen[key] = Seen(picture, tokens, extent)
             if self.shelf is not None:
                 picture.keep(self.shelf)
-        return [FIRST + key * PLACES + place for place in range(tokens)]
+        return seen
+
+    def _looked_at(self, picture: Picture) -> Seen:
+        inputs, written = self._prepared(picture)
+        tokens, grid = written.count(self.token), inputs.get("image_grid_thw")
+        if tokens > PLACES:
+            message = f"an image has {tokens} tokens; at most {PLACES} are supported"
+            raise DataError(message, hint="make it smaller", kind="image")
+        extent = None if grid is None else _extent(grid[0].tolist(), self._merge)
+        return Seen(picture, written, tokens, extent, alone="batch_num_images" in inputs)
 
     def _known(self, token: int) -> Seen:
         key = (token - FIRST) // PLACES
@@ -169,7 +172,7 @@ class Vision:
                 raise DataError(
                     f"token id {token} is of an image that is not known here (looked for in {self.shelf})", kind="image"
                 )
-            self.expand(self.token, [read_picture(found[0])])
+            self._note(read_picture(found[0]))
         return self._seen[key]
 
     def _prepared(self, picture: Picture) -> tuple[Any, str]:
@@ -205,7 +208,8 @@ class Vision:
         """
         image_BT = ids_BT >= FIRST
         embeds_BTH, tokens = embeddings(ids_BT.masked_fill(image_BT, self.token_id)), ids_BT[image_BT].tolist()
-        every = {token // PLACES: self.features(token) for token in tokens}
+        of_image = {token // PLACES: token for token in tokens}  # one of its tokens
+        every = {image: self.features(token) for image, token in of_image.items()}
         starts = dict(zip(every, accumulate((len(each.rows) for each in every.values()), initial=0), strict=False))
         at_n = torch.tensor([starts[token // PLACES] + token % PLACES for token in tokens], device=ids_BT.device)
         rows_nH = torch.cat([each.rows for each in every.values()])[at_n].to(embeds_BTH)
@@ -224,34 +228,28 @@ class Vision:
                 found = self._features[key] = self._computed(seen)
                 if len(found.rows) != seen.tokens:
                     raise DataError(f"an image has {seen.tokens} tokens and {len(found.rows)} features", kind="image")
+                while len(self._features) > 1 and sum(each.nbytes for each in self._features.values()) > KEPT_BYTES:
+                    self._features.popitem(last=False)
             self._features.move_to_end(key)
-            while len(self._features) > 1 and sum(each.nbytes for each in self._features.values()) > KEPT_BYTES:
-                self._features.popitem(last=False)
         return found
 
     def _computed(self, seen: Seen) -> Features:
-        inner = _inner(self._model)
-        prepared, _ = self._prepared(seen.picture)
-        inputs = {name: value for name, value in prepared.items() if name in self._takes}
-        inputs = {
-            name: value.to(self._model.device) if isinstance(value, Tensor) else value for name, value in inputs.items()
-        }
-        inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
         with torch.inference_mode(False), torch.no_grad():
-            out = inner.get_image_features(**inputs, return_dict=True)
-        rows = out.pooler_output
+            inputs = _accepted(_inner(self._model).get_image_features, self._on_device(seen.picture))
+            out = _inner(self._model).get_image_features(**inputs, return_dict=True)
         deep = getattr(out, "deepstack_features", None) or ()
-        return Features(_flat(rows), tuple(_flat(each) for each in deep))
+        return Features(_flat(out.pooler_output), tuple(_flat(each) for each in deep))
+
+    def _on_device(self, picture: Picture) -> dict[str, Any]:
+        inputs = self._prepared(picture)[0].to(self._model.device)
+        return {**inputs, "pixel_values": inputs["pixel_values"].to(self._model.dtype)}
 
     def own_logits(self, ids: Sequence[int], picture: Picture) -> Tensor:
         """Return the logits [S, V] of a row with one image, by the model's own forward."""
-        inputs = self._prepared(picture)[0].to(self._model.device)
-        inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
         row = torch.tensor([self.placeholders(ids)], device=self._model.device)
-        told = {**inputs, "input_ids": row, "mm_token_type_ids": (row == self.token_id).int(), "use_cache": False}
-        known = inspect.signature(type(self._model).forward).parameters
+        told = {**self._on_device(picture), "input_ids": row, "mm_token_type_ids": (row == self.token_id).int()}
         with torch.no_grad():
-            return self._model(**{name: value for name, value in told.items() if name in known}).logits[0]
+            return self._model(**_accepted(self._model.forward, told), use_cache=False).logits[0]
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
@@ -347,6 +345,12 @@ def _of_images_alone(kind: Any) -> Any:
 def _inner(model: PreTrainedModel) -> Any:
     """Return the part of a model that has `get_image_features` and no LM head."""
     return getattr(model, "model", model)
+
+
+def _accepted(function: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a processor's inputs that a family's function takes."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in inputs.items() if name in known}
 
 
 def _extent(grid: Sequence[int], merge: int) -> tuple[int, int, int]:

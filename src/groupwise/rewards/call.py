@@ -21,10 +21,11 @@ from functools import cached_property
 from typing import Any
 
 from groupwise.config.rewards import RewardConfig
-from groupwise.pictures import Picture
+from groupwise.pictures import COLUMNS, Picture
 from groupwise.types import MAX_REWARD
 
 OFFERED = ("completions", "prompts", "completion_ids")  # besides the dataset's columns
+PICTURED = ("prompts", *COLUMNS)  # what may have pictures
 
 EXTRAS = ("log_metric", "trainer_state")  # given only to a function whose signature names them
 
@@ -150,7 +151,8 @@ class FunctionCall:
     def begin(self) -> Any:
         """Call the function: what it returns, an awaitable where it is async. Raises what it raises. Pictures are PIL
         images to it, as in TRL."""
-        return self.function.function(**{name: _decoded(value) for name, value in self._arguments.items()})
+        pictured = {name: _decoded(value) for name, value in self._arguments.items() if name in PICTURED}
+        return self.function.function(**{**self._arguments, **pictured})
 
     def answer(self, returned: Any) -> GroupScores:
         """Return one value per completion, in order: a finite number, None, or why it is neither."""

@@ -10,7 +10,7 @@ from groupwise.config.formats.format import ConfigFormat, config_formats, format
 from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.other_names import OTHER_NAMES
 from groupwise.config.run import RunConfig
-from groupwise.config.yaml import FILES, key_paths, parse_keys, suggest_key
+from groupwise.config.yaml import key_paths, names_file, parse_keys, suggest_key
 from groupwise.errors import ConfigError, DataError
 from groupwise.run.config_file import GROUPWISE, LoadedRun, read_run, understand
 from groupwise.run.native_yaml import native_yaml
@@ -59,7 +59,7 @@ def read_words(words: Sequence[str]) -> LoadedRun:
 
 def _file(text: str) -> Path:
     """Return the file that is meant; where `text` names a run, its configuration."""
-    if Path(text).is_file() or Path(text).suffix in FILES:
+    if names_file(text):
         return Path(text)
     try:
         run = find_run(text)

@@ -32,6 +32,8 @@ from groupwise.types import PolicyVersion
 
 SLACK = 1e-6  # by which rounding may take a reward out of its range
 
+Limit = tuple[str, float | None]  # a key of the configuration, and its value; None does not limit
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
@@ -102,7 +104,7 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """What two versions did on the same prompts with the same draws, and what messages call the `old` one."""
+    """Two versions' results on the same prompts with the same draws, and the `name` of the `old` one in messages."""
 
     name: str
     new: Measured
@@ -111,8 +113,8 @@ class Beside:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where the versions that are judged began: what messages call it, the mean length of its completions, and the KL
-    of the new version from it in nats a token; None was not measured."""
+    """A version that another one came from: its name in messages, the mean length of its completions, and the KL of the
+    new version from it in nats a token; None was not measured."""
 
     name: str
     length: float
@@ -250,33 +252,29 @@ def within_bounds(
     """Return what is wrong with `new` that needs no reward, its KL and its length, and the numbers; arguments as
     `judge`."""
     before = Start(name=other, length=old.length, kl=kl)
-    limits = {"max_kl": bounds.max_kl, "max_length_ratio": bounds.max_length_ratio}
-    problems, numbers = drifted(new, before, limits, key=key)
+    most = (f"{key}.max_kl", bounds.max_kl), (f"{key}.max_length_ratio", bounds.max_length_ratio)
+    problems, numbers = drifted(new, before, *most)
     if start is not None and isinstance(bounds, LastingBounds):
-        limits = {"max_kl_total": bounds.max_kl_total, "max_length_ratio_total": bounds.max_length_ratio_total}
-        more, its = drifted(new, start, limits, key=key)
+        most = (
+            (f"{key}.max_kl_total", bounds.max_kl_total),
+            (f"{key}.max_length_ratio_total", bounds.max_length_ratio_total),
+        )
+        more, its = drifted(new, start, *most)
         problems += more
         numbers |= {f"{name}_total": value for name, value in its.items()}
     return problems, numbers
 
 
-def drifted(
-    new: Measured, before: Start, limits: Mapping[str, float | None], *, key: str
-) -> tuple[list[str], dict[str, float]]:
-    """Return what is wrong with how far `new` is from what was before it, and the numbers. `limits` are by their keys
-    in the configuration, below `key`: of the divergence those that begin with max_kl, others of the ratio of lengths;
-    None does not limit it."""
+def drifted(new: Measured, before: Start, max_kl: Limit, max_length_ratio: Limit) -> tuple[list[str], dict[str, float]]:
+    """Return what is wrong with how far `new` is from what was before it, and the numbers."""
     ratio, problems = new.length / before.length if before.length else 1.0, list[str]()
-    for name, most in limits.items():
-        if most is None:
-            continue
-        if name.startswith("max_kl"):
-            if before.kl is not None and not before.kl <= most:
-                words = f"its KL from {before.name} is {before.kl:.4f} nats a token"
-                problems.append(f"{words}; {key}.{name} is {most:g}")
-        elif not 1 / most <= ratio <= most:
-            words = f"its completions are {ratio:.2f} times as long as those of {before.name}"
-            problems.append(f"{words}; {key}.{name} is {most:g}")
+    name, most = max_kl
+    if most is not None and before.kl is not None and not before.kl <= most:
+        problems.append(f"its KL from {before.name} is {before.kl:.4f} nats a token; {name} is {most:g}")
+    name, most = max_length_ratio
+    if most is not None and not 1 / most <= ratio <= most:
+        words = f"its completions are {ratio:.2f} times as long as those of {before.name}"
+        problems.append(f"{words}; {name} is {most:g}")
     return problems, {"length_ratio": ratio, **({} if before.kl is None else {"kl": before.kl})}
 
 

@@ -69,6 +69,7 @@ from groupwise.sdk.types import (
     JobMetrics,
     KeptAnswers,
     LearnAnswer,
+    LearnVerb,
     ModelCard,
     ModelList,
     SampledGroup,
@@ -244,9 +245,7 @@ class _Calls(Flows):
         return self.ask(LearnAnswer, "/v1/learn", timeout=timeout)
 
     @ClientMethod
-    def steer_learning(
-        self, verb: Literal["pause", "resume", "promote", "reject"], *, timeout: float = ASK_S
-    ) -> Flow[LearnAnswer]:
+    def steer_learning(self, verb: LearnVerb, *, timeout: float = ASK_S) -> Flow[LearnAnswer]:
         """Pause automatic training or resume it; promote or reject the version that is on trial. Raises RemoteError
         where there is nothing of that to do: no `learn` in the server's configuration, no version on trial."""
         return self.tell(LearnAnswer, f"/v1/learn/{verb}", timeout=timeout)

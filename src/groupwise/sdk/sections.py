@@ -32,8 +32,8 @@ class WeightSyncConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InfraConfig:
-    """Which machine trains: `training_shape_id` and `ref_training_shape_id` are profiles of `groupwise profiles`, None
-    the largest that this machine holds. The other fields name machines of a service, and change nothing here."""
+    """The machine that trains: `training_shape_id` and `ref_training_shape_id` are profiles of `groupwise profiles`,
+    None the largest that this machine holds. The other fields name machines of a service, and change nothing here."""
 
     training_shape_id: str | None = None
     ref_training_shape_id: str | None = None

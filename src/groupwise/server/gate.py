@@ -366,8 +366,8 @@ class Gatekeeper:
         wanted = config.max_kl is not None or config.max_kl_rated is not None
         kl = await self._kl(new, version, active) if wanted else None
         before = Start(name="the active version on prompts that were rated", length=measured(old).length, kl=kl)
-        limits = {"max_kl_rated": config.max_kl_rated, "max_length_ratio": config.max_length_ratio}
-        problems, numbers = drifted(measured(new), before, limits, key="gate")
+        most = ("gate.max_kl_rated", config.max_kl_rated), ("gate.max_length_ratio", config.max_length_ratio)
+        problems, numbers = drifted(measured(new), before, *most)
         told = {**verdict.numbers, **{f"{name}_rated": value for name, value in numbers.items()}}
         reason = "; ".join(problems) or verdict.reason
         return Verdict(passed=not problems, reason=reason, numbers=told)

@@ -1,4 +1,4 @@
-"""How much of one job may come from one rater, or be about one phrase (`learn.max_share`)?
+"""Bounds the part of a job that one rater, or one phrase, may have (`learn.max_share`).
 
     within_shares   the groups that could be trained on -> those that one job may take
 
@@ -24,7 +24,7 @@ LONGEST = 3  # tokens of a phrase
 
 
 class Rated(Protocol):
-    """What is asked of a group here: its prompt, and the numbers of the ratings about it."""
+    """A group of rated answers: its prompt, and the numbers of the ratings about it."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]: ...

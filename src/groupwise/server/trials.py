@@ -1,4 +1,4 @@
-"""When does a trial of a version end, and how? Pure functions of what was counted.
+"""Decides when a trial of a version ends, and how, by pure functions of what was counted.
 
     judge_shadow  of a shadow (`server.shadow`): pairs of answers, looked at when there are enough
     judge_canary  of a canary: ratings and failures under two versions, looked at all the time

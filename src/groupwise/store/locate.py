@@ -235,10 +235,11 @@ def _trained_run(text: str, *patterns: str) -> Path | None:
         return next(iter(runs), None)
     finished = [path for path in runs if _was_finished(path)]
     chosen = (finished or runs)[0]
-    others = [f"{path} ({_how_far(path, path in finished)})" for path in runs if path != chosen]
+    others = [path for path in runs if path != chosen]
     which = "the newest that was finished" if finished else "the newest"
     message = f"{text} is {chosen} ({_how_far(chosen, chosen in finished)}), {which}; of this name there are also "
-    message += ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+    message += ", ".join(f"{path} ({_how_far(path, path in finished)})" for path in others[:5])
+    message += f" and {len(others) - 5} more" if len(others) > 5 else ""
     warnings.warn(message, SeveralRunsWarning, stacklevel=2)
     return chosen
 

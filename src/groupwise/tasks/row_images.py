@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise.errors import DataError
-from groupwise.pictures import Picture, read_picture
+from groupwise.pictures import COLUMNS, Picture, read_picture
 from groupwise.types import Message
 
-COLUMNS = ("images", "image")
 KINDS = ("image", "image_url", "input_image")  # of parts: Hugging Face's and Anthropic's, OpenAI's, OpenAI's Responses
 HOLDERS = ("image", "image_url", "url", "path", "base64", "source")  # where a part may have its image
 

@@ -567,7 +567,7 @@ class Learner:
 
     def _verify_packed(self) -> bool:
         why = why_not_packed(self.model)
-        look(self.model)
+        look(self.model, why)
         if why is None:
             return True
         warnings.warn(
