@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import pickle
 import struct
 import zlib
 from pathlib import Path
@@ -120,6 +121,18 @@ def test_a_file_that_is_too_large_is_not_read(folder: Path, monkeypatch: pytest.
 def test_a_file_that_was_cut_off_is_told_when_it_is_decoded() -> None:
     picture = read_picture(file_of(drawn(64, 64))[:-200])
     with raises(DataError, kind="image", words=False):
+        picture.pixels()
+
+
+def test_the_bytes_of_a_file_are_read_where_they_are_needed(folder: Path) -> None:
+    picture = read_picture("a b.png", folder=folder)
+    assert pickle.loads(pickle.dumps(picture)) == picture == Picture(PNG) and len(pickle.dumps(picture)) < 1000
+    assert picture.data == PNG
+    (folder / "a b.png").write_bytes(file_of(drawn(6, 4, seed=1)))
+    with raises(DataError, kind="image"):
+        picture.pixels()
+    (folder / "a b.png").unlink()
+    with raises(DataError, kind="image"):
         picture.pixels()
 
 

@@ -17,8 +17,6 @@ import binascii
 import hashlib
 import io
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,16 +35,39 @@ MOST_PIXELS = 50_000_000  # 150 MB once decoded
 HINT = "give a path, a file: or data: URL, the file's bytes, or a PIL image, of PNG, JPEG, WebP, GIF, BMP or TIFF"
 
 
-@dataclass(frozen=True)
 class Picture:
-    """An image file's bytes. Two with the same bytes are equal, and have the same `digest`."""
+    """An image file, known by the SHA-256 of its bytes, in hexadecimal digits: its `digest`. Two are equal where these
+    are. The bytes of one that has a `path` are read again where they are needed, so that a set of many images takes no
+    memory; `data` raises DataError where the file is not there any more, or is another one."""
 
-    data: bytes = field(repr=False)
+    def __init__(self, data: bytes, *, path: Path | None = None):
+        self.digest = hashlib.sha256(data).hexdigest()
+        self.path = None if path is None else path.absolute()
+        self._held = data if path is None else None
 
-    @cached_property
-    def digest(self) -> str:
-        """The SHA-256 of the bytes, in hexadecimal digits."""
-        return hashlib.sha256(self.data).hexdigest()
+    @property
+    def data(self) -> bytes:
+        """The bytes of the file."""
+        if self._held is not None:
+            return self._held
+        assert self.path is not None
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise DataError(f"an image cannot be read again: {error}", kind="image") from error
+        if hashlib.sha256(data).hexdigest() != self.digest:
+            message = f"{self.path} is another image than the one that was read before"
+            raise DataError(message, hint="leave the files of a dataset as they are while it is used", kind="image")
+        return data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Picture) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Picture({self})"
 
     def __str__(self) -> str:
         """Return the picture as records name it."""
@@ -54,11 +75,11 @@ class Picture:
 
     def keep(self, folder: Path) -> None:
         """Write the file `<digest>.<format>` into `folder`, unless it is there."""
-        with _opened(self.data) as image:
+        with _opened(data := self.data) as image:
             path = folder / f"{self.digest}.{str(image.format).lower()}"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            (draft := path.with_suffix(".tmp")).write_bytes(self.data)
+            (draft := path.with_suffix(".tmp")).write_bytes(data)
             draft.replace(path)
 
     def pixels(self) -> Image:
@@ -69,8 +90,9 @@ class Picture:
         """
         from PIL import ImageOps
 
+        data = self.data
         try:
-            with _opened(self.data) as image:
+            with _opened(data) as image:
                 return ImageOps.exif_transpose(image).convert("RGB")
         except Exception as error:  # PIL's readers raise anything
             raise DataError(f"an image cannot be decoded: {error}", hint=HINT, kind="image") from error
@@ -83,31 +105,38 @@ def read_picture(given: Any, *, folder: Path = Path(), where: str = "an image") 
     Raises:
         DataError: `where` is not an image, cannot be read, or is beyond the bounds. Nothing of it was decoded.
     """
+    if isinstance(given, Picture):
+        return given
     try:
-        picture = given if isinstance(given, Picture) else Picture(_bytes_of(given, folder))
-        _check(picture.data)
+        path = _path_of(given, folder)
+        data = _bytes_of(given) if path is None else _of_file(path)
+        _check(data)
     except Exception as error:  # PIL's readers raise anything, and a file may be hostile
         raise DataError(
             f"{where} is {_shown(given)}, which cannot be read as an image: {error}", hint=HINT, kind="image"
         ) from error
-    return picture
+    return Picture(data, path=path)
 
 
-def _bytes_of(given: Any, folder: Path) -> bytes:
+def _path_of(given: Any, folder: Path) -> Path | None:
+    """Return the file that is named; None where the image itself is given."""
+    if isinstance(given, Mapping) and given.get("bytes") is None and given.get("path") is not None:
+        return _path_of(given["path"], folder)
+    if isinstance(given, str) and not given.startswith("data:"):
+        parts = urlsplit(given)
+        if parts.scheme in ("http", "https", "ftp", "s3", "gs"):
+            raise ValueError(f"{parts.scheme} addresses are not fetched; download it first")
+        return Path(url2pathname(unquote(parts.path))) if parts.scheme == "file" else folder / Path(given).expanduser()
+    return folder / given.expanduser() if isinstance(given, Path) else None
+
+
+def _bytes_of(given: Any) -> bytes:
     if isinstance(given, bytes | bytearray | memoryview):
         return bytes(given)
     if isinstance(given, Mapping) and given.get("bytes") is not None:
-        return _bytes_of(given["bytes"], folder)
-    if isinstance(given, Mapping) and given.get("path") is not None:
-        return _bytes_of(given["path"], folder)
-    if isinstance(given, str) and given.startswith("data:"):
+        return _bytes_of(given["bytes"])
+    if isinstance(given, str):
         return _of_data_url(given)
-    if isinstance(given, str) and (parts := urlsplit(given)).scheme == "file":
-        return _of_file(Path(url2pathname(unquote(parts.path))))
-    if isinstance(given, str) and (scheme := urlsplit(given).scheme) in ("http", "https", "ftp", "s3", "gs"):
-        raise ValueError(f"{scheme} addresses are not fetched; download it first")
-    if isinstance(given, str | Path):
-        return _of_file(folder / Path(given).expanduser())
     if hasattr(given, "save") and hasattr(given, "size"):
         return _of_pil(given)
     raise ValueError(f"it is a {type(given).__name__}")
@@ -159,8 +188,6 @@ def _opened(data: bytes) -> Image:
 def _shown(given: Any) -> str:
     if isinstance(given, bytes | bytearray | memoryview):
         return f"{len(given)} bytes"
-    if isinstance(given, Picture):
-        return f"{len(given.data)} bytes"
     text = repr(given)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -148,10 +148,10 @@ class Vision:
         with self._lock:
             if (seen := self._seen.get(key)) is None:
                 seen = self._seen[key] = self._looked_at(picture)
+                if self.shelf is not None:
+                    picture.keep(self.shelf)
             if seen.picture != picture:
                 raise DataError("two images have the same first 46 bits of their SHA-256", kind="image")
-            if self.shelf is not None:
-                picture.keep(self.shelf)
         return seen
 
     def _looked_at(self, picture: Picture) -> Seen:
