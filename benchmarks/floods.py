@@ -1,46 +1,58 @@
-"""What does one address cost the others? Chats beside a thousand connections that another address opened.
+"""What does one address cost the others? Chats beside what another address holds open, or sends again and again.
 
-    python benchmarks/floods.py                       all three, about five minutes
+    python benchmarks/floods.py                       all five, about nine minutes
     python benchmarks/floods.py --flood unread --seconds 600
     python benchmarks/floods.py --quick               does it run?
 
-    unread      streams of 900 tokens that nobody reads
-    watchers    listeners of /v1/events
-    half-sent   requests whose body never comes whole
+    unread      1,000 streams of 900 tokens that nobody reads
+    watchers    1,200 listeners of /v1/events
+    half-sent   1,000 requests whose body never comes whole
+    schemas     50 chats a second with a response format that takes long or much to compile, each a new one
+    ratings     50 ratings a second of one answer
 
 The flood comes from 127.0.0.2, the chats (16 tokens, one after another, 0.3 s apart) from 127.0.0.1; the server is
 `groupwise serve starter` as it is by default. p50 and p99 are of the time until a chat is answered whole, before the
 flood and beside it; MiB are the server's resident memory before, at its most, and 25 s after (an engine without work
-gives its memory back after 20 s). Linux only: it reads /proc.
+gives its memory back after 20 s). Linux only: other systems have no 127.0.0.2.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
+import multiprocessing
 import socket
 import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+import psutil
 from live_server import groupwise_server
 from rich.console import Console
 from rich.table import Table
 
 ADDRESS, PAUSE_S, SETTLE_S = "127.0.0.2", 0.3, 25.0
 ALONE_S = 60.0  # of chats before the flood, at most
+HELD = {"unread": 1000, "watchers": 1200, "half-sent": 1000}  # connections
+SENT = {"schemas": 50, "ratings": 50}  # requests a second
+SENDERS = 4  # at once; a sender waits for its answer
 CHAT = {"model": "starter", "messages": [{"role": "user", "content": "What is 3 + 4?"}]}
 
 
+def flooded(url: str, flood: str, size: int) -> AbstractContextManager[None]:
+    return (held if flood in HELD else repeated)(url, flood, size)
+
+
 def request_of(flood: str) -> bytes:
-    """What each connection of a flood sends."""
+    """Returns what each connection of a flood that is held open sends."""
     if flood == "watchers":
         return b"GET /v1/events HTTP/1.1\r\nhost: x\r\n\r\n"
     body = json.dumps({**CHAT, "max_tokens": 900, "stream": True, "ignore_eos": True}).encode()
@@ -50,8 +62,8 @@ def request_of(flood: str) -> bytes:
 
 
 @contextmanager
-def flooded(url: str, flood: str, connections: int) -> Iterator[None]:
-    """So many connections from another address until the block ends; nothing is read from them."""
+def held(url: str, flood: str, connections: int) -> Iterator[None]:
+    """Holds so many connections from another address until the block ends; nothing is read from them."""
     where, sent = urlsplit(url), request_of(flood)
     with ExitStack() as opened:
         for _ in range(connections):
@@ -62,6 +74,51 @@ def flooded(url: str, flood: str, connections: int) -> Iterator[None]:
             line.connect((where.hostname, where.port))
             line.sendall(sent)
         yield
+
+
+@contextmanager
+def repeated(url: str, flood: str, each_second: int) -> Iterator[None]:
+    """Sends so many requests a second from another address, in a process of its own, until the block ends."""
+    sender = multiprocessing.get_context("spawn").Process(target=send, args=(url, flood, each_second), daemon=True)
+    sender.start()
+    try:
+        yield
+    finally:
+        ended = sender.exitcode
+        sender.kill()
+        sender.join()
+        if ended is not None:
+            raise SystemExit(f"the flood ended by itself: exit {ended}")
+
+
+def send(url: str, flood: str, each_second: int) -> None:
+    """Sends the requests of a flood for ever. A sender waits for its answer; after a slow one it is late."""
+    with httpx2.Client(base_url=url, timeout=60, transport=httpx2.HTTPTransport(local_address=ADDRESS)) as client:
+        rated = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 4}).json()["id"]
+        started = time.monotonic()
+
+        def again(sender: int) -> None:
+            for number in itertools.count(sender, SENDERS):
+                time.sleep(max(0.0, started + number / each_second - time.monotonic()))
+                if flood == "schemas":
+                    client.post("/v1/chat/completions", json=hostile_chat(number))
+                else:
+                    client.post("/v1/feedback", json={"rollout_id": rated, "thumb": ("up", "down")[number % 2]})
+
+        with ThreadPoolExecutor(SENDERS) as pool:
+            list(pool.map(again, range(SENDERS)))
+
+
+def hostile_chat(number: int) -> dict[str, Any]:
+    """Returns a chat whose response format takes long or much to compile; each number's is another one."""
+    schema: dict[str, Any] = (
+        {"type": "integer", "multipleOf": 99_999_989 + number},
+        {"type": "object", "patternProperties": {f"^{number}a{i}.*b": {} for i in range(120)}},
+        {"enum": [f"{number} {i}" for i in range(5000)]},
+        {"type": "string", "pattern": f"(a|b|{number}){{900}}(c|d){{900}}"},
+    )[number // SENDERS % 4]
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    return {**CHAT, "max_tokens": 4, "response_format": form}
 
 
 def chats(url: str, seconds: float) -> tuple[list[float], int, int]:
@@ -83,27 +140,26 @@ def chats(url: str, seconds: float) -> tuple[list[float], int, int]:
 
 
 def resident() -> int:
-    """MiB of this process's children."""
+    """Returns the MiB of the server and of the processes that it started."""
+    flood = {each.pid for each in multiprocessing.active_children()}
     total = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            pages = int((stat.parent / "statm").read_text().split()[1])
-        except OSError:  # it has ended
-            continue
-        total += pages if parent == os.getpid() else 0
-    return total * os.sysconf("SC_PAGE_SIZE") >> 20
+    for child in psutil.Process().children():
+        if child.pid not in flood:
+            for each in (child, *child.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):  # it has ended
+                    total += each.memory_info().rss
+    return total >> 20
 
 
-def measured(flood: str, connections: int, seconds: float, settle: float) -> dict[str, Any]:
+def measured(flood: str, size: int, seconds: float, settle: float) -> dict[str, Any]:
     with groupwise_server() as client:
         url = client._url
         chats(url, 3)  # what is computed once
         alone, _, before = chats(url, min(seconds, ALONE_S))
-        with flooded(url, flood, connections):
+        with flooded(url, flood, size):
             beside, failed, most = chats(url, seconds)
         time.sleep(settle)
-        row: dict[str, Any] = {"flood": flood, "connections": connections}
+        row: dict[str, Any] = {"flood": flood, "size": size}
         for name, took in (("alone", alone), ("beside", beside)):
             row |= {f"{name} p50": statistics.median(took), f"{name} p99": percentile(took, 0.99)}
         return {**row, "failed": failed, "MiB before": before, "most": most, "after": resident()}
@@ -115,12 +171,12 @@ def percentile(values: list[float], share: float) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    floods = {"unread": 1000, "watchers": 1200, "half-sent": 1000}
+    floods = {**HELD, **SENT}
     parser.add_argument("--flood", choices=floods, action="append", help="this one (can be repeated); default: all")
     parser.add_argument(
         "--seconds", type=float, default=30.0, help="of chats beside the flood; before it, 60 at most: 30"
     )
-    parser.add_argument("--quick", action="store_true", help="ten connections, two seconds")
+    parser.add_argument("--quick", action="store_true", help="ten of each, two seconds")
     parser.add_argument("--json", type=Path, help="keep the numbers here")
     options = parser.parse_args()
     seconds, settle = (2.0, 0.0) if options.quick else (options.seconds, SETTLE_S)
