@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from groupwise.cli.main import app
 from groupwise.model.load import LoadedModel
+from threads import THREADS
 
 testing._get_command = functools.cache(testing._get_command)  # it takes a tenth of a second to build
 
@@ -125,7 +126,7 @@ class Project:
 
 def cli(*arguments: str | Path) -> Result:
     """`groupwise ARGUMENTS...`, in this process and folder."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(THREADS))
     result = CliRunner().invoke(app, [str(each) for each in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception  # a bug of ours, which must not pass for exit code 1

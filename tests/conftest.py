@@ -1,4 +1,5 @@
-"""Tiny random models in which attention matters, as fixtures for everything that runs a model. One torch thread."""
+"""Tiny random models in which attention matters, as fixtures for everything that runs a model. One torch thread, or
+TEST_THREADS."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ from groupwise.types import Sample
 from model_families import family_config
 from seed_page import Live, serving
 from slow_cases import slow_but
+from threads import THREADS
 from tiny_tokenizer import starter_tokenizer
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(THREADS))
 
 # The suite draws the same examples each time and does not time them; `--hypothesis-profile=random --hypothesis-seed=N`
 # draws others, and twice as many.

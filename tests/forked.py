@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from threads import THREADS
+
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     ["groupwise.run.loop", "groupwise.run.assemble", "groupwise.run.job_queue", "groupwise.cli.main"]
@@ -35,7 +37,7 @@ def forked(
     """`python -m module ARGUMENTS...` in `folder`, killed at the end of the block; what it says is in the files
     `stdout` and `stderr` there. With `parent` the process is one that has started it as its child, and sleeps."""
     words = [module, *map(str, arguments)]
-    variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    variables = {"OMP_NUM_THREADS": THREADS, **(environment or {})}
     process = _SERVER.Process(target=_run, args=(words, folder, variables, parent))
     process.start()
     try:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from threads import THREADS
+
 READY_S = 240  # torch is imported and a model loaded, maybe while many tests run
 JOB_S = 120
 
@@ -107,7 +109,7 @@ class Live:
 def serving(folder: Path, *options: str) -> Iterator[Live]:
     """`groupwise serve` with these options, until the end of the block, which it must end well."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GROUPWISE_")}
-    environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment |= {"OMP_NUM_THREADS": THREADS, "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "groupwise", "serve", "--port", "0", "--worker-threads", "1", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment) as process:
         assert process.stderr is not None

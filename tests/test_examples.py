@@ -19,6 +19,7 @@ import torch
 
 from cli_project import cli
 from groupwise import Client
+from threads import THREADS
 from wire_server import Fault, WireServer, wire_server
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -29,7 +30,7 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is no
 
 def run(*command: str, url: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GROUPWISE_")}
-    environment |= {"GROUPWISE_URL": url, "OMP_NUM_THREADS": "1", **variables}
+    environment |= {"GROUPWISE_URL": url, "OMP_NUM_THREADS": THREADS, **variables}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from threads import THREADS
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "extensions"
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -41,7 +43,7 @@ def groupwise(tmp_path: Path):
     def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         if not any(site.glob("*.dist-info")):
             install(name, site)
-        env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": THREADS}
         command = [sys.executable, "-m", "groupwise", *words]
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from processes import becomes
+from threads import THREADS
 
 ROOT = Path(__file__).parent.parent
 STOPPED = "the case that does not end"
@@ -56,7 +57,7 @@ def part(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[
 
 def proof(*arguments: str | Path, limit: int = 300) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu"), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": THREADS}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
 
 

@@ -28,6 +28,7 @@ from groupwise.model.load import load_model
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.tracking import read_metrics, read_rollouts
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
+from threads import THREADS
 from wording import wording
 
 
@@ -224,7 +225,7 @@ def real(folder: Path, *arguments: str | Path) -> Iterator[subprocess.Popen]:
         process = subprocess.Popen(
             [sys.executable, "-m", "groupwise", *map(str, arguments)],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": THREADS},
             stdout=stdout,
             stderr=stderr,
         )

@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from cli_project import cli
+from threads import THREADS
 from wording import wording
 
 SMALL = ("rollout.prompts_per_step=2", "rollout.group_size=4", "eval.data.args.n=4", "rollout.max_tokens=8")
@@ -29,7 +30,7 @@ def demo(*words: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "groupwise", "demo", *SMALL, *words]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GROUPWISE_")}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment | {"OMP_NUM_THREADS": "1"}, **pipes) as process:
+    with subprocess.Popen(command, env=environment | {"OMP_NUM_THREADS": THREADS}, **pipes) as process:
         try:
             yield process
         finally:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import httpx2
 
+from threads import THREADS
+
 START_S = 300  # imports of torch on a busy machine
 ORPHAN_S = 30  # a worker may finish its step, for 10 s
 
@@ -49,7 +51,7 @@ class Place:
         command += ["--state-dir", str(self.state), "--dtype", "float32", "--device", "cpu"]
         for setting in self._settings:
             command += ["--set", setting]
-        quiet = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "GROUPWISE_FAULTS": fault}
+        quiet = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": THREADS, "GROUPWISE_FAULTS": fault}
         with self.log.open("ab") as log:
             log.write(f"--- start {fault}\n".encode())
             log.flush()  # through a pipe, so that a limit on the server's files is none on its words

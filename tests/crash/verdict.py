@@ -14,6 +14,7 @@ from typing import Any
 from groupwise.sdk.client import Client
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import read_payload
+from threads import THREADS
 
 from .place import Place, is_torn, sha256
 from .traffic import Traffic
@@ -133,7 +134,7 @@ def _work(state: Path, ledger: Ledger) -> None:
     """Let a worker do every job of a ledger."""
     command = [sys.executable, "-m", "groupwise.run.worker", "--state", str(state), "--model", "starter"]
     command += ["--dtype", "float32", "--device", "cpu", "--threads", "1"]
-    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": THREADS}
     with (state / "log").open("wb") as log:
         worker = subprocess.Popen(command, env=os.environ | quiet, stderr=log)
         try:

@@ -23,6 +23,7 @@ from groupwise.errors import DeviceLostError, ModelError
 from groupwise.server.app import serve
 from groupwise.store.ledger import Ledger
 from processes import becomes, running
+from threads import THREADS
 from whole_server import whole
 from wording import raises
 
@@ -85,7 +86,7 @@ def start(state_dir: Path, *, before: str = "", **settings: Any) -> Process:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     given = {"state_dir": str(state_dir), "port": port, "min_free_bytes": 0, "worker_threads": 1, **settings}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GROUPWISE_API_KEY": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": THREADS, "GROUPWISE_API_KEY": ""}
     popen = subprocess.Popen(
         [sys.executable, "-c", before + SERVE, json.dumps(given)], stderr=subprocess.PIPE, text=True, env=environment
     )

@@ -410,6 +410,8 @@ def plain_answers(server: Whole) -> list[Any]:
             told.append("".join(each["choices"][0]["delta"].get("content") or "" for each in events))
         else:
             told.append([answer.json()[key] for key in ("choices", "usage", "system_fingerprint")])
+        if server.server.gate is not None:
+            settle(server)  # an answer that ends while a shadow waits for its first token has none: the server is busy
     return told
 
 
