@@ -21,6 +21,7 @@ from transformers import (
 
 import wording
 from cli_project import Project, save_model
+from command_tree import build_once
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_model, wrap_model
 from groupwise.types import Sample
@@ -31,6 +32,7 @@ from threads import THREADS
 from tiny_tokenizer import starter_tokenizer
 
 torch.set_num_threads(int(THREADS))
+build_once()
 
 # The suite draws the same examples each time and does not time them; `--hypothesis-profile=random --hypothesis-seed=N`
 # draws others, and twice as many.
@@ -45,7 +47,9 @@ MakeBase = Callable[..., LoadedModel]
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one `xdist_group` run in one process: the group is the end of their names. pytest-xdist 3.8 writes it to
-    where pytest 9.2 does not read it."""
+    where pytest 9.2 does not read it. They are first, as the last of the groups would keep one process busy when the
+    others have nothing left to do."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     for item in items:
         if named := getattr(item, "_nodeid", None):
             item._id = coerce_node_id(named)

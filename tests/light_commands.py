@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer.main
+
+from command_tree import build_once
+
 PRELOADED = tuple(
     f"groupwise.{name}"
     for name in (
@@ -71,6 +75,8 @@ def _main() -> None:
 
     for name in PRELOADED:
         importlib.import_module(name)
+    build_once()
+    typer.main.get_command(importlib.import_module("groupwise.cli.main").app)
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), flush=True)
 

@@ -11,14 +11,17 @@ import pytest
 from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig, load_config, parse_config
 from groupwise.config.yaml import key_paths
+from sources import SOURCE, tree_of
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src" / "groupwise"
 TEMPLATES = SOURCE / "cli" / "templates"  # files that `groupwise init` writes for users: no modules of ours
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if TEMPLATES not in path.parents)
 SCRIPTS = sorted(p for folder in ("benchmarks", "tools", "examples", "docs") for p in (ROOT / folder).rglob("*.py"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONFIGURED = {".".join(path) for path in key_paths(RunConfig)}
+
+
+pytestmark = pytest.mark.xdist_group("sources")  # all of them are read once a process
 
 
 def name(path: Path) -> str:
@@ -29,7 +32,7 @@ def name(path: Path) -> str:
 def test_a_file_has_800_lines_at_most_and_a_function_100(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") <= 800
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     too_long = {
         f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno and f.end_lineno - f.lineno >= 100
     }
@@ -49,7 +52,7 @@ def counted() -> dict[str, set[str]]:
     assert spec is not None and spec.loader is not None
     house = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(house)
-    trees = {house.module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
+    trees = {house.module_of(path): tree_of(path) for path in SOURCE.rglob("*.py")}
     return house.counted(trees)
 
 
@@ -99,7 +102,7 @@ def test_the_package_has_twelve_rooms_eight_files_and_bridges() -> None:
 
 
 def test_every_module_begins_with_what_it_is() -> None:
-    silent = [p.name for p in MODULES if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))]
+    silent = [p.name for p in MODULES if not ast.get_docstring(tree_of(p))]
     assert not silent
 
 
@@ -137,7 +140,7 @@ def is_there(dotted: str) -> bool:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_script_takes_from_the_package_is_there(path: Path) -> None:
     """Benchmarks, tools and examples are run by hand, and are not to find out then that a name has gone."""
-    tree, modules, gone = ast.parse(path.read_text(encoding="utf-8")), dict[str, object](), list[str]()
+    tree, modules, gone = tree_of(path), dict[str, object](), list[str]()
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("groupwise"):
             continue

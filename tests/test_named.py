@@ -15,12 +15,15 @@ import pytest
 from groupwise.config.run import RunConfig
 from groupwise.config.serve import ServeConfig
 from groupwise.config.yaml import key_paths
+from sources import SOURCE, tree_of
 
-SOURCES = Path(__file__).parents[1] / "src" / "groupwise"
-FILES = sorted(SOURCES.rglob("*.py"))
+FILES = sorted(SOURCE.rglob("*.py"))
 DOTTED = re.compile(r"`+(?:groupwise\.)?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\([^`]*\))?`+")
 PRIVATE = re.compile(r"`+(_[A-Z]\w*)`+")
 OTHERS = ("datasets.Dataset", "textarena.Agent", "vllm.LLM")  # what other packages with names as ours have
+
+
+pytestmark = pytest.mark.xdist_group("sources")  # all of them are read once a process
 
 
 @cache
@@ -28,9 +31,14 @@ def modules() -> dict[str, frozenset[str]]:
     """Module -> every name that is bound anywhere in it."""
     found = {}
     for path in FILES:
-        name = ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
-        found[name] = frozenset(each for node in ast.walk(ast.parse(path.read_text("utf-8"))) for each in bound(node))
+        name = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = frozenset(each for node in ast.walk(tree_of(path)) for each in bound(node))
     return found
+
+
+@cache
+def everything() -> frozenset[str]:
+    return frozenset[str]().union(*modules().values())
 
 
 def bound(node: ast.AST) -> Iterator[str]:
@@ -54,7 +62,7 @@ def keys() -> frozenset[str]:
 def prose(path: Path) -> Iterator[tuple[int, str]]:
     """The docstrings and comments of a file, with their lines."""
     text = path.read_text("utf-8")
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -76,14 +84,13 @@ def exists(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCES).as_posix())
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
 def test_what_is_named_exists(path: Path) -> None:
-    everything = frozenset[str]().union(*modules().values())
     for line, text in prose(path):
         for name in DOTTED.findall(text):
             assert exists(name) or name.startswith(OTHERS), f"{path.name}:{line}: there is no {name}"
         for name in PRIVATE.findall(text):
-            assert name in everything, f"{path.name}:{line}: there is no {name}"
+            assert name in everything(), f"{path.name}:{line}: there is no {name}"
 
 
 def test_the_check_finds_what_is_not_there() -> None:
