@@ -154,6 +154,25 @@ class EngineError(GroupwiseError):
     code, status, exit_code = "engine_failed", 502, 1
 
 
+class HubError(GroupwiseError):
+    """The Hugging Face hub cannot be asked, or refuses; nothing on this machine was changed. `kind` says how:
+
+    no_token   nobody is logged in                             exit code 4
+    refused    the token is wrong, or may not do this          4
+    not_found  no such repository or revision, or a private one   2
+    taken      the repository is there, and public             2
+    away       nobody answers, or the connection was cut       75
+    None       all else, such as an answer that the client does not understand   1
+    """
+
+    code, status = "hub_failed", 502
+    EXIT_CODES = {"no_token": 4, "refused": 4, "not_found": 2, "taken": 2, "away": 75}
+
+    def __init__(self, message: str, *, hint: str | None = None, field: str | None = None, kind: str | None = None):
+        super().__init__(message, hint=hint, field=field, kind=kind)
+        self.exit_code = self.EXIT_CODES.get(kind or "", 1)
+
+
 class AdapterNotFoundError(GroupwiseError, LookupError):
     """No such adapter, version or alias; the message lists what there is."""
 

@@ -309,8 +309,8 @@ def eval_(
         str | None,
         typer.Option(
             metavar="ADAPTER",
-            help="RUN_DIR/NAME@N, RUN_DIR (its active version), NAME@N of the newest run, or a PEFT directory; "
-            "default: the base model.",
+            help="RUN_DIR/NAME@N, RUN_DIR (its active version), NAME@N of the newest run, a PEFT directory, or "
+            "hf://OWNER/NAME; default: the base model.",
             show_default=False,
         ),
     ] = None,

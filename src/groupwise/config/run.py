@@ -383,7 +383,8 @@ class AdaptersConfig(Section):
     keep: int = Field(default=3, ge=1)
     """Newest versions kept on disk, besides the evaluated, the active and the final ones."""
     start: Text | None = None
-    """The adapter that training starts from, as `--adapter` of `groupwise eval` names it; null is a fresh one."""
+    """The adapter that training starts from, as `--adapter` of `groupwise eval` names it: a run's, a directory, or
+    `hf://OWNER/NAME`; null is a fresh one."""
 
 
 class CheckpointConfig(Section):

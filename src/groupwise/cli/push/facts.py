@@ -1,0 +1,173 @@
+"""What a run was told and what was measured of the version that it is about, read from its directory."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise.config.run import STARTER, RunConfig, load_config
+from groupwise.config.yaml import Document
+from groupwise.errors import ConfigError
+from groupwise.run.evaluate import Evaluation, PairedTest, load_evaluations, paired_tests
+from groupwise.store.locate import TrainedPolicy
+from groupwise.store.rundir import CONFIG, EVALUATIONS, METRICS
+from groupwise.store.tracking import read_metrics
+
+if TYPE_CHECKING:
+    from groupwise.store.adapters import AdapterStore
+
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".yaml", ".yml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The model that was trained over. `hub` is the repository that anybody can load it from, where there is one, and
+    `license` its licence by the hub's names, where it is known."""
+
+    name: str
+    hub: str | None
+    license: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """One version of a run. `before` and `after` are its evaluations on the held-out prompts by mode, `tests` their
+    differences prompt by prompt; `losses` those of held-out rows; `suites` what benchmarks of others said. `rewards`
+    are the mean rewards of the first and of the last step in training. `config` is None where this version of the
+    package cannot read it; `values` are its values as they stand in the file."""
+
+    name: str
+    version: str
+    policy: TrainedPolicy
+    run_dir: Path
+    base: Base
+    values: Mapping[str, Any]
+    config: RunConfig | None
+    steps: int
+    tokens: float
+    seconds: float
+    before: Mapping[str, Evaluation]
+    after: Mapping[str, Evaluation]
+    tests: Mapping[str, PairedTest]
+    losses: Mapping[str, tuple[float, float]]
+    suites: Sequence[Mapping[str, Any]]
+    rewards: tuple[float, float] | None
+
+    @property
+    def kind(self) -> str:
+        """The run's `kind`: grpo, sft or dpo."""
+        return str(self.values.get("kind", "grpo"))
+
+    @property
+    def dataset(self) -> str | None:
+        """The repository on the hub that the prompts are from; None for a file or an environment."""
+        return self.on_hub(self.values.get("data"))
+
+    def on_hub(self, data: Any) -> str | None:
+        """Return the repository that a section with a `source` is read from; None for what is not on the hub."""
+        source = str((data or {}).get("source") or "")
+        here = Path(self.values.get("folder") or ".", source).exists() or source.endswith(_FILES)
+        return source if REPO_ID.fullmatch(source) and not here else None
+
+
+def read_facts(policy: TrainedPolicy, *, base_model: str | None = None) -> Facts:
+    """Return the facts about a run's policy. `base_model` is the base's repository on the hub, where the run has it
+    from a directory. Raises ConfigError where it is of no run, or `base_model` is no such name."""
+    run_dir = policy.run_dir
+    if run_dir is None:
+        where = "it" if policy.adapter is None else policy.adapter.directory
+        raise ConfigError(
+            f"{where} is a version of no run, so that nothing is known to write into its card",
+            hint=f"name a run; `hf upload OWNER/NAME {where}` sends a directory as it is",
+            field="RUN",
+        )
+    values = Document.read(run_dir / CONFIG).data
+    lines = read_metrics(run_dir / METRICS)
+    name, version, steps = str(values.get("name", run_dir.name)), "", max((line["step"] for line in lines), default=0)
+    if policy.adapter is not None:
+        version = str(policy.adapter.version)
+    before, after = _evaluations(run_dir, version)
+    at = next(iter(after.values())).version.number if after else steps
+    means = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
+    return Facts(
+        name=name,
+        version=version or f"{name}, step {steps}",
+        policy=policy,
+        run_dir=run_dir,
+        base=_base(policy, str(values.get("model", STARTER)), base_model),
+        values=values,
+        config=_config(run_dir),
+        steps=policy.adapter.version.number if policy.adapter is not None else steps,
+        tokens=sum(line.get("rollout/total_tokens") or 0.0 for line in lines),
+        seconds=sum(line.get("time/step_s") or 0.0 for line in lines),
+        before=before,
+        after=after,
+        tests=paired_tests(after, before) if before and after else {},
+        losses=_losses(lines, at),
+        suites=_suites(policy),
+        rewards=(means[0], means[-1]) if means and values.get("kind", "grpo") == "grpo" else None,
+    )
+
+
+def _config(run_dir: Path) -> RunConfig | None:
+    try:
+        return load_config(run_dir / CONFIG)
+    except ConfigError:
+        return None
+
+
+def _base(policy: TrainedPolicy, model: str, base_model: str | None) -> Base:
+    if base_model is not None and not REPO_ID.fullmatch(base_model):
+        raise ConfigError(
+            f"--base-model {base_model!r} is no repository on the hub",
+            hint="write OWNER/NAME, such as Qwen/Qwen3-0.6B",
+            field="--base-model",
+        )
+    if base_model is None and model == STARTER:
+        return Base(name=STARTER, hub=None, license="apache-2.0")
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return Base(name=base_model or directory.name, hub=base_model, license=_license(directory / "README.md"))
+    named = base_model or model
+    if REPO_ID.fullmatch(named):
+        return Base(name=named, hub=named, license=None)
+    return Base(name=Path(named).name, hub=None, license=None)
+
+
+def _license(card: Path) -> str | None:
+    """Return the licence that a model card names."""
+    from huggingface_hub import metadata_load
+
+    found = (metadata_load(card) or {}).get("license") if card.is_file() else None
+    return str(found) if found else None
+
+
+def _evaluations(run_dir: Path, version: str) -> tuple[Mapping[str, Evaluation], Mapping[str, Evaluation]]:
+    """Return what was measured before the first step and of this version ("": of the last); nothing of either where it
+    was not measured."""
+    steps = dict[int, str]()
+    for path in sorted((run_dir / EVALUATIONS).glob("step_*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            steps[int(path.name.split(".")[0].removeprefix("step_"))] = json.loads(file.readline())["version"]
+    of_version = [step for step, measured in steps.items() if step and version in ("", measured)]
+    if not of_version:
+        return {}, {}
+    return load_evaluations(run_dir, 0), load_evaluations(run_dir, max(of_version))
+
+
+def _losses(lines: Sequence[Mapping[str, Any]], step: int) -> dict[str, tuple[float, float]]:
+    """Return the losses of held-out rows before the first step and after this one, by their names."""
+    of_step = {line["step"]: line for line in lines}
+    first, last = of_step.get(0, {}), of_step.get(step, {})
+    names = [key for key in first if re.fullmatch(r"eval/[^/]+", key) and key in last]
+    return {name: (first[name], last[name]) for name in names if None not in (first[name], last[name])}
+
+
+def _suites(policy: TrainedPolicy) -> Sequence[Mapping[str, Any]]:
+    store: AdapterStore | None = None if policy.adapter is None else policy.adapter.store
+    return () if store is None or policy.adapter is None else store.evaluations(policy.adapter.version)
