@@ -55,8 +55,8 @@ def chat(
         str | None,
         typer.Argument(
             metavar="[RUN]",
-            help="A run (directory, name, RUN@N), a PEFT directory or hf://OWNER/NAME, asked here; without one a server "
-            "is asked.",
+            help="A run (directory, name, RUN@N), a PEFT directory or hf://OWNER/NAME, asked here; without one a "
+            "server is asked.",
             show_default=False,
         ),
     ] = None,

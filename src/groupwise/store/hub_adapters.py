@@ -1,7 +1,8 @@
 """Adapters on the Hugging Face hub, by name: `hf://OWNER/NAME`, or `hf://OWNER/NAME@REVISION`.
 
-The configuration, the weights, and how the adapter was trained to be asked where `groupwise push` said so, are downloaded
-once into the hub's own cache, by its client, and copied as plain files to where it lets libraries keep theirs. A branch is looked up each time; where the hub is away, what is cached counts.
+The configuration, the weights, and how the adapter was trained to be asked, where `groupwise push` said so, are
+downloaded once into the hub's own cache, by its client, and copied as plain files to where it lets libraries keep
+theirs. A branch is looked up each time; where the hub is away, what is cached counts.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from groupwise.errors import AdapterError
+from groupwise.errors import AdapterError, ConfigError
 from groupwise.store import files
 from groupwise.store.hub_errors import explained
 
 SCHEME = "hf://"
-MANNER = "groupwise_chat.json"  # beside an adapter that `groupwise push` uploaded: what `locate.manner_of` says of its run
+MANNER = (
+    "groupwise_chat.json"  # beside an adapter that `groupwise push` uploaded: what `locate.manner_of` says of its run
+)
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAMED = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^@\s]+))?")
 _VALID = "write hf://OWNER/NAME, or hf://OWNER/NAME@REVISION for a branch, a tag or a commit"
@@ -31,13 +34,13 @@ def is_on_hub(text: str) -> bool:
 def download_adapter(text: str) -> Path:
     """Return a directory in PEFT's layout with what `text` names, which is called as the repository is.
 
-    Raises AdapterError where it is no such name or the repository holds no LoRA adapter, HubError where it cannot be
-    had.
+    Raises ConfigError where it is no such name, AdapterError where the repository holds no LoRA adapter, HubError where
+    it cannot be had.
     """
     found = _NAMED.fullmatch(text.removeprefix(SCHEME))
     if found is None:
-        raise AdapterError(f"{text!r} names no adapter on the hub", hint=_VALID)
-    from huggingface_hub import cached_assets_path, snapshot_download
+        raise ConfigError(f"{text!r} names no adapter on the hub", hint=_VALID)
+    from huggingface_hub import cached_assets_path, constants, snapshot_download
 
     repo = found["repo"]
     with explained("downloading", repo=repo):
@@ -50,7 +53,8 @@ def download_adapter(text: str) -> Path:
         )
     owner, name = repo.split("/")
     called = name if files.is_name(name) else f"{owner}-{name}"[:64]
-    place = cached_assets_path("groupwise", "adapters", f"{owner}--{name}--{snapshot.name}") / called
+    of_commit = f"{owner}--{name}--{snapshot.name}"
+    place = cached_assets_path("groupwise", "adapters", of_commit, assets_dir=constants.HF_ASSETS_CACHE) / called
     if not place.is_dir():
         _copy(snapshot, place)
     return place

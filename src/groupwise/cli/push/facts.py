@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.config.run import STARTER, RunConfig, load_config
 from groupwise.config.yaml import Document
@@ -16,9 +16,6 @@ from groupwise.run.evaluate import Evaluation, PairedTest, load_evaluations, pai
 from groupwise.store.locate import TrainedPolicy
 from groupwise.store.rundir import CONFIG, EVALUATIONS, METRICS
 from groupwise.store.tracking import read_metrics
-
-if TYPE_CHECKING:
-    from groupwise.store.adapters import AdapterStore
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".yaml", ".yml")
@@ -91,25 +88,27 @@ def read_facts(policy: TrainedPolicy, *, base_model: str | None = None) -> Facts
     name, version, steps = str(values.get("name", run_dir.name)), "", max((line["step"] for line in lines), default=0)
     if policy.adapter is not None:
         version = str(policy.adapter.version)
-    before, after = _evaluations(run_dir, version)
-    at = next(iter(after.values())).version.number if after else steps
+    at = _evaluated_step(run_dir, version)
+    before, after = ({}, {}) if at is None else (load_evaluations(run_dir, 0), load_evaluations(run_dir, at))
+    store = None if policy.adapter is None else policy.adapter.store
+    info = None if store is None or policy.adapter is None else store.info(policy.adapter.version)
     means = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
     return Facts(
         name=name,
         version=version or f"{name}, step {steps}",
         policy=policy,
         run_dir=run_dir,
-        base=_base(policy, str(values.get("model", STARTER)), base_model),
+        base=_base(str(values.get("model", STARTER)), base_model),
         values=values,
         config=_config(run_dir),
-        steps=policy.adapter.version.number if policy.adapter is not None else steps,
+        steps=steps if info is None else info.step,
         tokens=sum(line.get("rollout/total_tokens") or 0.0 for line in lines),
         seconds=sum(line.get("time/step_s") or 0.0 for line in lines),
         before=before,
         after=after,
         tests=paired_tests(after, before) if before and after else {},
-        losses=_losses(lines, at),
-        suites=_suites(policy),
+        losses=_losses(lines, steps if at is None else at),
+        suites=() if store is None or policy.adapter is None else store.evaluations(policy.adapter.version),
         rewards=(means[0], means[-1]) if means and values.get("kind", "grpo") == "grpo" else None,
     )
 
@@ -121,7 +120,7 @@ def _config(run_dir: Path) -> RunConfig | None:
         return None
 
 
-def _base(policy: TrainedPolicy, model: str, base_model: str | None) -> Base:
+def _base(model: str, base_model: str | None) -> Base:
     if base_model is not None and not REPO_ID.fullmatch(base_model):
         raise ConfigError(
             f"--base-model {base_model!r} is no repository on the hub",
@@ -147,17 +146,13 @@ def _license(card: Path) -> str | None:
     return str(found) if found else None
 
 
-def _evaluations(run_dir: Path, version: str) -> tuple[Mapping[str, Evaluation], Mapping[str, Evaluation]]:
-    """Return what was measured before the first step and of this version ("": of the last); nothing of either where it
-    was not measured."""
+def _evaluated_step(run_dir: Path, version: str) -> int | None:
+    """Return the last step after which this version ("": whichever it was) was evaluated on the held-out prompts."""
     steps = dict[int, str]()
     for path in sorted((run_dir / EVALUATIONS).glob("step_*.jsonl")):
         with path.open(encoding="utf-8") as file:
             steps[int(path.name.split(".")[0].removeprefix("step_"))] = json.loads(file.readline())["version"]
-    of_version = [step for step, measured in steps.items() if step and version in ("", measured)]
-    if not of_version:
-        return {}, {}
-    return load_evaluations(run_dir, 0), load_evaluations(run_dir, max(of_version))
+    return max((step for step, measured in steps.items() if step and version in ("", measured)), default=None)
 
 
 def _losses(lines: Sequence[Mapping[str, Any]], step: int) -> dict[str, tuple[float, float]]:
@@ -166,8 +161,3 @@ def _losses(lines: Sequence[Mapping[str, Any]], step: int) -> dict[str, tuple[fl
     first, last = of_step.get(0, {}), of_step.get(step, {})
     names = [key for key in first if re.fullmatch(r"eval/[^/]+", key) and key in last]
     return {name: (first[name], last[name]) for name in names if None not in (first[name], last[name])}
-
-
-def _suites(policy: TrainedPolicy) -> Sequence[Mapping[str, Any]]:
-    store: AdapterStore | None = None if policy.adapter is None else policy.adapter.store
-    return () if store is None or policy.adapter is None else store.evaluations(policy.adapter.version)

@@ -16,6 +16,11 @@ MASK = "[masked]"
 SHORTEST = 8  # characters of an environment variable's value: "true" under DEBUG_TOKEN is no secret
 
 _NAMES = re.compile(r"(?:^|_)(?:KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:$|_)", re.IGNORECASE)
+_KEYS = re.compile(
+    r"(?:^|_)(?:api_?key|(?:access|secret|private)_key|secret|password|passwd|credentials?)$"
+    r"|^(?:(?:access|auth|bearer|hf|hub|api)_)?token$",
+    re.IGNORECASE,
+)
 _SHAPES = (
     r"hf_[A-Za-z0-9]{30,}",
     r"sk-[A-Za-z0-9_-]{20,}",  # OpenAI, Anthropic and others
@@ -47,13 +52,22 @@ class Masking:
         self.count += found
         return masked
 
-    def value(self, value: Any, *, name: str = "") -> Any:
-        """Return a value as JSON has it, with every text in it masked, and whole where its `name` says what it is."""
+    def value(self, value: Any) -> Any:
+        """Return a value as JSON has it, with every text in it masked."""
         if isinstance(value, str):
-            if value and _NAMES.search(name) and not name.endswith("_env"):
-                self.count += 1
-                return MASK
             return self.text(value)
         if isinstance(value, Mapping):
-            return {str(key): self.value(each, name=str(key)) for key, each in value.items()}
-        return [self.value(each, name=name) for each in value] if isinstance(value, list | tuple) else value
+            return {self.text(str(key)): self.value(each) for key, each in value.items()}
+        return [self.value(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def config(self, values: Any) -> Any:
+        """Return a configuration masked, a text under the name of a secret (`api_key`, `token`) as a whole."""
+        if isinstance(values, Mapping):
+            return {key: self._named(str(key), each) for key, each in values.items()}
+        return [self.config(each) for each in values] if isinstance(values, list | tuple) else self.value(values)
+
+    def _named(self, key: str, value: Any) -> Any:
+        if isinstance(value, str) and value and _KEYS.search(key):
+            self.count += 1
+            return MASK
+        return self.config(value)
