@@ -399,6 +399,8 @@ class TrackingConfig(Section):
 
     trl_names: bool = True
     """Give these trackers the metrics under TRL's names too."""
+    completions: int = Field(default=16, ge=0)
+    """Completions of each step that they get in a table, with their rewards; 0 is none."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run directory."""
     wandb: Text | None = None

@@ -146,7 +146,7 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
                 run.save_checkpoint(step, finished=last and not stop.requested)
     finally:
         await batches.close()
-    version, before, after = run.conclude()
+    version, before, after = run.conclude(step)
     return RunResult(
         run_dir=run.run_dir,
         version=version,

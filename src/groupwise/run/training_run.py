@@ -10,7 +10,14 @@ from groupwise.algo.metrics import Metrics, rollout_metrics, time_metrics
 from groupwise.config.stages import STAGES, stage_names
 from groupwise.run.assemble import Components
 from groupwise.run.display import Display
-from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
+from groupwise.run.evaluate import (
+    BestVersion,
+    Evaluation,
+    evaluate,
+    load_evaluations,
+    run_summary,
+    save_evaluations,
+)
 from groupwise.run.health import Event, HealthMonitor
 from groupwise.run.held_out_loss import held_out_loss, held_out_samples
 from groupwise.run.plan import RunPlan
@@ -271,9 +278,9 @@ class TrainingRun:
             self.tracking.health([event])
             self.display.health([event], self.health.standing)
 
-    def conclude(self) -> tuple[PolicyVersion, Evaluations, Evaluations]:
-        """Return the run's policy, which is made active unless `promote` decides what is, the evaluations before the
-        run and of that policy."""
+    def conclude(self, step: int) -> tuple[PolicyVersion, Evaluations, Evaluations]:
+        """Return the run's policy after `step`, which is made active unless `promote` decides what is, the evaluations
+        before the run and of that policy; the trackers are told."""
         version = self._best.version or self.policy.newest
         if self.parts.learner.lora is None:
             self.parts.learner.save_adapter(self._model_dir())
@@ -281,9 +288,10 @@ class TrainingRun:
             self.policy.activate(version)
         else:
             self.promotion.conclude()
-        if self.plan.config.eval is None:
-            return version, {}, {}
-        before, after = (load_evaluations(self.run_dir, at) for at in (0, self._evaluated[version]))
+        before, after = {}, {}
+        if self.plan.config.eval is not None:
+            before, after = (load_evaluations(self.run_dir, at) for at in (0, self._evaluated[version]))
+        self.tracking.summary(step, {"version": str(version), "steps": step, **run_summary(before, after)})
         return version, before, after
 
     def _watch(self, step: int, metrics: Mapping[str, float]) -> None:
