@@ -209,7 +209,7 @@ def settings(folder: Path, port: int) -> Path:
     learn["config"] = {"learning_rate": 1.0e-3, "iterations": 2, "minibatches": 4}
     gate = {"prompts": {"source": "held_out.jsonl"}, "rewards": ["groupwise.rewards.text:exact_match"]}
     gate |= {"max_tokens": 8, "margin": 0.05, "scoring": {"workers": 0}}
-    gate["canary"] = {"share": 0.25, "ratings": 8, "minutes": 1.0}
+    gate["canary"] = {"share": 0.25, "margin": 0.3, "minutes": 3.0}
     file = folder / "server.yaml"
     told = {"model": "starter", "port": port, "state_dir": str(folder / "state"), "min_free_bytes": 0}
     file.write_text(json.dumps({**told, "worker_threads": 1, "keep_versions": None, "learn": learn, "gate": gate}))

@@ -70,6 +70,7 @@ def page(api: Mapping[str, Any]) -> str:
     for path, operations in api["paths"].items():
         for method, operation in operations.items():
             by_tag.setdefault(operation["tags"][0], []).append((method.upper(), path, operation))
+    parts += ["\n", *_contents(by_tag)]
     for tag, operations in by_tag.items():
         parts += ["\n", *_routes(TITLES[tag], operations)]
     parts.append("\n## Bodies and answers\n")
@@ -87,6 +88,22 @@ def _common_errors() -> Iterator[str]:
 
 
 # ---- routes ----
+def _contents(by_tag: Mapping[str, Sequence[tuple[str, str, Mapping[str, Any]]]]) -> Iterator[str]:
+    """What there is, by what it is for; a route by the first sentence of its description."""
+    yield "| group | route | |\n|---|---|---|\n"
+    for tag, operations in by_tag.items():
+        for number, (method, path, operation) in enumerate(operations):
+            group = "" if number else f"[{TITLES[tag]}](#{_anchor(TITLES[tag])})"
+            about = re.split(r"(?<=[^.]\.)\s", operation.get("description", "").strip(), maxsplit=1)[0]
+            route = f"{method} {path}"
+            yield f"| {group} | [`{route}`](#{_anchor(route)}) | {_cell(' '.join(about.split()))} |\n"
+
+
+def _anchor(heading: str) -> str:
+    """A heading's anchor, as GitHub and docs/site_hooks.py make them."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def _routes(title: str, operations: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Iterator[str]:
     yield f"## {title}\n"
     for method, path, operation in operations:

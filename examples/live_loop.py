@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=48, help="questions a round")
     parser.add_argument("--n", type=int, default=8, help="completions of each")
     parser.add_argument("--output-name", default="sums", help="the adapter; each round makes its next version")
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3, help="for the starter; 1e-5 suits a large model")
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3, help="for the starter; 2e-5 from 0.5B on")
     parser.add_argument("--seed", type=int, default=0, help="of the questions")
     parser.add_argument("--text-only", action="store_true", help="post texts instead of rollout ids")
     options = parser.parse_args()

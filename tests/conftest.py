@@ -22,12 +22,11 @@ import wording
 from cli_project import Project, save_model
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_model, wrap_model
-from groupwise.tasks.starter.tasks import supervised_conversations
-from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Sample
 from model_families import family_config
 from seed_page import Live, serving
 from slow_cases import slow_but
+from tiny_tokenizer import starter_tokenizer
 
 torch.set_num_threads(1)
 
@@ -69,13 +68,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     look through them again, which would take half a second."""
     gc.collect()
     gc.freeze()
-
-
-@functools.lru_cache
-def starter_tokenizer() -> PreTrainedTokenizerBase:
-    """The starter's kind of tokenizer with few merges; its vocabulary is that of all tiny models."""
-    texts = [render(c["messages"], tools=c["tools"]) for c in supervised_conversations(0, 60)]
-    return build_tokenizer(texts, vocab_size=280)
 
 
 def tiny_config(architecture: str, context: int, **options):

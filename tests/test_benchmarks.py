@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -417,3 +418,11 @@ def test_the_soak_claims_what_its_log_bears_out(script: Any) -> None:
         ]
     unpoisoned = [each for each in good if each.get("data", {}).get("version") != "sums@2"]
     assert not soak.summary(unpoisoned, feedback, schedule)["claims"]["clean"], "nothing was put to the test"
+
+
+def test_the_table_of_error_rates_has_a_sick_run_for_every_rule_and_healthy_ones(script: Any) -> None:
+    gates = script("gates")
+    assert list(gates.SICK) == [rule.id for rule in gates.RULES]
+    for id in ("reward.falling", "eval.regress", "len.collapse", "policy.fell_apart"):
+        assert any(id in gates.found(gates.SICK[id][1](np.random.default_rng(i))) for i in range(5)), id
+    assert set(gates.found(gates.healthy(np.random.default_rng(0), "learns quickly"))) <= {"reward.flat"}

@@ -258,3 +258,27 @@ def test_the_map_of_files_is_of_the_files(monkeypatch):
 
     written = generate_architecture.PAGE.read_text(encoding="utf-8")
     assert generate_architecture.page(written) == written
+
+
+# ---- errors by their text ----
+THEIRS = {"No matching distribution found for groupwise", "No module named 'vllm'", "CUDA out of memory", "Killed"}
+THEIRS |= {"device-side assert triggered", "an illegal memory access was encountered"}
+
+
+def test_the_errors_that_are_listed_by_their_text_say_that() -> None:
+    """Of ours each piece between `...` stands in the code, or in what the tests met."""
+    table = text("troubleshooting.md").partition("## By its text\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)[1:]
+    said = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/*/wording.txt"))
+    said += "\n".join(path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))
+    shown = {each for cell in cells for each in re.findall(r"`([^`]+)`", cell)} - THEIRS
+    pieces = {piece.strip() for each in shown for piece in each.split("...")} - {""}
+    assert len(shown) > 20
+    assert {piece for piece in pieces if piece not in said} == set()
+
+
+def test_the_list_for_language_models_is_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    import generate_llms
+
+    assert generate_llms.text() == (ROOT / "llms.txt").read_text(encoding="utf-8"), "run: python docs/generate_llms.py"

@@ -16,7 +16,7 @@ import pytest
 from cli_project import Project
 from forked import forked
 from groupwise import platform
-from groupwise.errors import GroupwiseError
+from groupwise.errors import GroupwiseError, ModelError
 from groupwise.platform import UnsupportedPlatformError, control_groups
 from wording import raises
 
@@ -329,3 +329,16 @@ def test_ctrl_c_in_a_notebook_cancels_the_coroutine():
 
     asyncio.run(cell())
     assert ended == ["cancelled"]
+
+
+def test_a_device_that_cannot_be_here_is_refused_without_torch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(platform, "version", lambda name: "2.13.0+cpu")
+    for device, system in (("cuda", "linux"), ("cuda:1", "linux"), ("mps", "linux"), ("cuda", "darwin")):
+        monkeypatch.setattr(platform.sys, "platform", system)
+        with raises(ModelError, field="device"):
+            platform.check_device(device)
+    platform.check_device("mps")
+    monkeypatch.setattr(platform.sys, "platform", "linux")
+    monkeypatch.setattr(platform, "version", lambda name: "2.13.0")
+    for device in ("auto", "cpu", "cuda"):  # whether there is a GPU torch alone knows
+        platform.check_device(device)

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import unquote
 
 QUEUED_S, RUNNING_S = 0.05, 0.15  # how long a job takes
-METRICS = {"reward/mean": 0.5, "loss/total": -0.25, "optim/grad_norm": 1.5}
+METRICS = {"reward/mean": 0.5, "loss/policy": -0.25, "optim/grad_norm": 1.5}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
     with raises(ConfigError, field="train.lora.rank"):
         ...                                     # what must be refused
     wording(command("run", "nothing.yaml").stderr)
+    with warns():
+        ...                                     # what must be done with a warning
 
 Every message that a test meets is kept in `tests/<room>/wording.txt`, by test, to be read as a whole and not to be
 edited: who changes an error's English changes the source, writes the files again with `make wording` and reads the
@@ -83,6 +85,16 @@ def raises(
         assert getattr(raised.value, name) == fact, (name, str(raised.value))
     if words:
         wording(raised.value)
+
+
+@contextmanager
+def warns() -> Iterator[pytest.WarningsRecorder]:
+    """Expect one or several warnings of ours, with the words in the file."""
+    with pytest.warns(UserWarning) as said:  # noqa: PT030 - the words are compared below
+        yield said
+    for each in said.list:
+        if issubclass(each.category, UserWarning):
+            wording(each.message)
 
 
 def wording(said: object) -> None:

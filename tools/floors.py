@@ -45,7 +45,7 @@ def pins_of(which: str, pins: list[str], backend: list[str]) -> str:
     overrides = PLACE / f"{which}.overrides"
     overrides.write_text("\n".join(pins) + "\n")
     command = [*uv(), "pip", "compile", str(ROOT / "pyproject.toml"), "--resolution", RESOLUTIONS[which], *wanted]
-    options = ["--override", str(overrides), "--no-header", "--no-annotate", "--quiet", *backend]
+    options = ["--override", str(overrides), "--no-strip-extras", "--no-header", "--no-annotate", "--quiet", *backend]
     return subprocess.run([*command, *options], check=True, text=True, stdout=subprocess.PIPE).stdout
 
 

@@ -263,8 +263,8 @@ class SimulatedGpu(TorchFunctionMode):
         self._count(func, name, args)
         if target is not None and name != "_to_copy":
             plain_kwargs["device"] = CPU
-        if func is _aten.mm.dtype:  # which a CPU does not have
-            out = torch.mm(*(each.to(plain_args[2]) for each in plain_args[:2]))
+        if func in (_aten.mm.dtype, _aten.bmm.dtype):  # which a CPU does not have
+            out = torch.matmul(*(each.to(plain_args[2]) for each in plain_args[:2]))
         else:
             out = func(*plain_args, **plain_kwargs)
         if name == "copy_" and not isinstance(args[0], OnGpu):

@@ -22,10 +22,11 @@ import sys
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from groupwise.errors import GroupwiseError
+from groupwise.errors import GroupwiseError, ModelError
 
 if TYPE_CHECKING:
     import asyncio
@@ -88,6 +89,23 @@ def cores() -> int:
             if quota != "max":
                 count = min(count, -(-int(quota) // int(period)))
     return max(1, count)
+
+
+def check_device(device: str) -> None:
+    """Raise ModelError for `cuda` or `mps` where neither this system nor the installed torch can have it, as far as
+    that is known without importing torch: a build for CPUs, a Mac, or none."""
+    for_cpus, mac = version("torch").endswith("+cpu"), sys.platform == "darwin"
+    if (device.startswith("cuda") and (for_cpus or mac)) or (device == "mps" and not mac):  # gpu-aware
+        raise no_such_gpu(device)
+
+
+def no_such_gpu(device: str) -> ModelError:
+    """Return the error for a device that is not there."""
+    return ModelError(
+        f"device is {device!r}, and torch sees no such GPU",
+        hint="device=auto takes what there is; groupwise doctor says what that is, and which torch is installed",
+        field="device",
+    )
 
 
 def memory_bytes() -> int:

@@ -44,7 +44,11 @@ MAX_REWARD = 1e100  # of either sign; the variance of much larger ones is no flo
 
 
 class Message(TypedDict):
-    """One chat message, as OpenAI and the chat templates spell it."""
+    """One chat message, as OpenAI and the chat templates spell it: a dict.
+
+    `role` is system, user, assistant or tool; `content` a text, or OpenAI's list of parts. A call of a tool is in
+    `tool_calls` of the assistant's, and its result a message of role tool with the call's `tool_call_id`.
+    """
 
     role: str
     content: NotRequired[str | list[dict[str, Any]] | None]
@@ -55,7 +59,8 @@ class Message(TypedDict):
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """Why a completion ended: `stop` at the end of a turn or a stop string, `length` at `max_tokens` or where the
+    context was full, `abort` cancelled from outside. Each equals its string."""
 
     STOP = "stop"  # an end-of-turn token or a stop string
     LENGTH = "length"  # max_tokens, or the model's context was full

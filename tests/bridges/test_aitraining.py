@@ -12,7 +12,7 @@ from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.importing import import_run
 from groupwise.store.tracking import read_metrics
-from wording import raises, wording
+from wording import raises, warns, wording
 
 HOTEL = [
     "--model",
@@ -256,7 +256,7 @@ def test_python_takes_the_parameters(folder, model_dir, monkeypatch):
         max_steps=1,
         token=None,
     )
-    with pytest.warns(UserWarning, match="every turn that the environment generates is trained"):
+    with warns():
         result = train(params)
     assert result.steps == 1 and result.run_dir.name.startswith("vowels-")
     with raises(ConfigError):

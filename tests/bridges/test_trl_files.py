@@ -16,7 +16,7 @@ from groupwise.config.run import RunConfig, TrackingConfig
 from groupwise.errors import ConfigError, LoadError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.loop import run_loop
-from wording import raises
+from wording import raises, warns
 
 FILE = """\
 model_name_or_path: starter
@@ -381,7 +381,7 @@ def test_peft_data_and_overrides():
 
 
 def test_differences_are_warnings():
-    with pytest.warns(UserWarning, match="all-linear is adapted"):
+    with warns():
         from_trl({"max_steps": 5}, model="starter", rewards=score, data="p.jsonl", peft={"r": 4})
 
 

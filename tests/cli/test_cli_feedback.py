@@ -99,3 +99,20 @@ def test_what_cannot_be_exported_is_said(client: Client, tmp_path: Path):
     told = cli("feedback", "export", "examples.jsonl", "--examples")
     assert told.exit_code == 2
     wording(told.stderr)
+
+
+def test_a_rating_is_given_and_listed(client: Client):
+    (answer,) = client.sample(["One?"], n=1, max_tokens=4, seed=1)[0].completions
+    given = cli("feedback", "give", str(answer.rollout_id), "--thumb", "up", "--user", "ann", "--json")
+    assert given.exit_code == 0 and json.loads(given.stdout)["score"] == 1.0
+    listed = cli("feedback", "list")
+    assert listed.exit_code == 0 and str(answer.rollout_id) in listed.stdout and "ann" in listed.stdout
+    assert cli("feedback", "give", "nobody", "--score", "0.5").exit_code == 2
+
+
+def test_a_server_says_whether_it_learns_by_itself(client: Client):
+    status = cli("learn", "status", "--json")
+    assert status.exit_code == 0 and json.loads(status.stdout) == client.learning().model_dump(mode="json")
+    assert not client.learning().enabled and "groupwise serve --config" in cli("learn", "status").stdout
+    for verb in ("pause", "resume", "promote", "reject"):
+        assert cli("learn", verb).exit_code == 2  # without `learn` in its configuration there is nothing of it

@@ -24,7 +24,7 @@ from groupwise.model.backbone import Backbone
 from groupwise.model.load import share_weights
 from groupwise.run.assemble import local_engine
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest
-from wording import raises
+from wording import raises, warns
 
 BASE = PolicyVersion.base()
 FIRST, SECOND, WIDER = (PolicyVersion(name, 1) for name in ("first", "second", "wider"))
@@ -106,7 +106,7 @@ def test_a_compiler_that_raises_costs_no_row(engines, monkeypatch):
 
     monkeypatch.setattr(Functions, "__call__", broken)
     plain, compiled = engines()
-    with pytest.warns(UserWarning, match="RuntimeError: no compiler here; decoding goes on uncompiled"):
+    with warns():
         groups = compiled.generate(asked())
     assert_same(groups, plain.generate(asked()))
     assert compiled._lanes[0].decoder.steps.why_not == "RuntimeError: no compiler here"
@@ -123,13 +123,13 @@ def test_a_compiler_that_computes_something_else(engines, monkeypatch, wrong: Ca
 
     monkeypatch.setattr(Functions, "__call__", call)
     plain, compiled = engines("llama")
-    with pytest.warns(UserWarning, match=r"differed by .* nats \(tolerance 0.0001\)"):
+    with warns():
         groups = compiled.generate(asked())
     assert_same(groups, plain.generate(asked()))
 
 
 def test_a_model_of_another_family(engines):
-    with pytest.warns(UserWarning, match="cannot be used for Gemma3ForCausalLM: only models of the Llama family"):
+    with warns():
         plain, compiled = engines("gemma3")
     assert_same(compiled.generate(asked()), plain.generate(asked()))
 
@@ -193,7 +193,7 @@ def test_the_configuration_asks_for_it(make_base):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert local_engine(parse_config(keys), base)._lanes[0].decoder.steps.__class__ is Backbone
-    with pytest.warns(UserWarning, match=r"rollout\.compile cannot be used"):
+    with warns():
         engine = local_engine(parse_config(keys | {"rollout": {"compile": True}}), base)
     assert isinstance(engine._lanes[0].decoder.steps, Compiled)
     with raises(ConfigError, field="rollout.compile", kind="conflict"):

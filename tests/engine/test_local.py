@@ -40,7 +40,7 @@ from groupwise.types import (
     SamplingRequest,
     SequenceScores,
 )
-from wording import raises
+from wording import raises, warns
 
 BASE = PolicyVersion.base()
 FIRST, SECOND = PolicyVersion("first", 1), PolicyVersion("second", 3)
@@ -742,7 +742,7 @@ def test_a_timeout_in_a_task_cancels_its_request(open_engine):
 
 def test_a_model_that_cannot_be_packed(make_base, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, window: gap < -1)
-    with pytest.warns(UserWarning, match="packed forward .* by its own forward and cache .* compile has no effect"):
+    with warns():
         engine = LocalEngine(make_base(), compile=True)
     assert not engine.packed
 

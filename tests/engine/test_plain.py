@@ -15,7 +15,7 @@ from groupwise.engine.plain import PlainDecoder
 from groupwise.errors import ModelError
 from groupwise.model.packed_check import cached_forward_gap, why_not_cached
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
-from wording import raises
+from wording import raises, warns
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 3)
 pytestmark = pytest.mark.filterwarnings("ignore:.*(packed rows|recurrent layers).*:UserWarning")
@@ -139,7 +139,7 @@ def test_a_cache_that_is_wrong_is_found_out_and_not_used(make_base, monkeypatch)
     kept = DynamicCache.reorder_cache
     monkeypatch.setattr(DynamicCache, "reorder_cache", lambda self, rows: kept(self, rows.flip(0) * 0))
     assert cached_forward_gap(engine._model) > 1e-3 and "its cache changes" in str(why_not_cached(engine._model))
-    with pytest.warns(UserWarning, match=r"by a forward of the whole row a token \(its cache changes .* nats\)"):
+    with warns():
         engine = LocalEngine(base, max_rows=4)
     assert told(engine.generate([request(n=2, max_tokens=6)])) == told(expected)
     engine.close()

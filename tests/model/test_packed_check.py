@@ -19,7 +19,7 @@ from groupwise.model.load import LoadedModel, longest_row, share_weights
 from groupwise.model.packed_check import LENGTH, LONG, SHORT, head_gap, packed_forward_gap, small_twin, why_not_packed
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
-from wording import raises
+from wording import raises, warns
 
 BEYOND = 12  # tokens: more than any row of SHORT, fewer than the rows below
 GROUPS = ((15, (9, 21, 4)), (6, (14,)), (2, (3, 17)))
@@ -87,11 +87,11 @@ def test_a_mask_that_is_wrong_only_beyond_a_length_is_found_out(make_base, make_
     base, samples = make_base("qwen2_moe", **FAMILIES["qwen2_moe"]), make_samples(GROUPS, holes=False)
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, ATTENTION, lambda **options: None)
     assert packed_forward_gap(share_weights(base.model), rows=SHORT) < 1e-6
-    with pytest.warns(UserWarning, match="differs from its own by .* nats .*, in rows beyond the lengths"):
+    with warns():
         learner = Learner(base)
     for sample, mine in zip(samples, learner.forward(samples), strict=True):
         assert mine == pytest.approx(own_logprobs(base, sample.prompt_ids, sample.completion_ids), abs=1e-5)
-    with pytest.warns(UserWarning, match="sampled in packed rows: .* beyond the lengths"):
+    with warns():
         LocalEngine(base)
 
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from groupwise.config.run import RunConfig, load_config
@@ -11,12 +10,12 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.memory import GIB, fitting_tokens, memory
 from groupwise.run import assemble
 from groupwise.run.assemble import open_components
-from groupwise.run.memory_budget import device_memory, load_of, longest_prompt
+from groupwise.run.memory_budget import device_memory, load_of, longest_prompt, within_context
 from groupwise.run.plan import make_plan
 from groupwise.tasks.rollout_sources import SingleTurnRollouts
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
-from wording import raises
+from wording import raises, warns
 
 DEMO = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
 
@@ -68,7 +67,7 @@ def test_a_run_gets_micro_batches_that_fit():
 
 def test_flex_attention_takes_no_scores_where_it_is_used():
     run = demo("train.attention=flex", "train.memory_gb=2")
-    with pytest.warns(UserWarning, match="it needs a CUDA GPU"):
+    with warns():
         parts = open_components(make_plan(run))
     with parts:
         assert parts.load is not None and not parts.load.flex
@@ -90,3 +89,11 @@ def test_a_budget_that_is_too_small_ends_the_run_before_it_begins(monkeypatch):
     assert torch.get_num_threads() == threads
     with raises(GroupwiseError):
         engines[0].generate([SamplingRequest(prompt_ids=(1,), params=SamplingParams(max_tokens=1))])
+
+
+def test_a_completion_is_estimated_to_end_with_the_context():
+    assert within_context(demo("rollout.max_tokens=100000"), context=1024).rollout.max_tokens == 1023
+    evaluated = load_config(DEMO, ["eval.max_tokens=5000"]).eval
+    within = within_context(load_config(DEMO, ["eval.max_tokens=5000"]), context=1024).eval
+    assert evaluated is not None and within == evaluated.model_copy(update={"max_tokens": 1023})
+    assert within_context(demo(), context=1024) == demo()

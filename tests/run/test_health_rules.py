@@ -68,7 +68,7 @@ CASES = {
         {"preference/chosen_gain": -0.9, "preference/margin": 1.0},
     ),
     "preference.no_signal": Case({"preference/accuracy": 0.5}, {"preference/accuracy": 0.8}, 30),
-    "reward.stuck_zero": Case({"reward/mean": 0.1}, {"reward/mean": 0.5}, 20, {"reward/mean": 0.0}),
+    "reward.stuck_zero": Case({"reward/mean": 0.03}, {"reward/mean": 0.5}, 20, {"reward/mean": 0.0}),
     "reward.exploited": Case(
         {"reward/exact/part": lambda t: max(0.35, 0.7 - 0.045 * t), "reward/mean": lambda t: 8.8 + t},
         {"reward/exact/part": 0.7, "reward/mean": lambda t: 8.8 + t},
@@ -440,6 +440,9 @@ def has(model: type, dotted: str) -> bool:
         ([0.0, 0.0], "drop", 0.0),
         ([1.0] * 3 + [4.0] * 3, "rise", 3.0 - 3 * math.sqrt(0.9) * 1.0),
         ([1.0, 2.0] * 6, "rise", 0.0 - 3 * math.sqrt(0.5) * math.sqrt(0.5)),
+        ([4.0] * 10 + [1.0] * 10, "decline", 0.25),
+        ([1.0, 2.0] * 15, "decline", 1.0),  # noise
+        ([0.0] * 5 + [1.0] * 5, "decline", 1.0),
         ([0.0] * 2, "fall", 0.0),
         ([2.0] * 12 + [0.0] * 12, "fall", 1 - 4 * math.sqrt(4 / 23 / 2) / math.sqrt(5) / 2),
         ([1.0, 2.0] * 6, "fall", 0.0),
@@ -452,6 +455,40 @@ def has(model: type, dotted: str) -> bool:
 )
 def test_aggregates(values, of, expected):
     assert aggregate(list(values), of) == pytest.approx(expected)
+
+
+def test_a_drop_that_standard_errors_explain_is_none():
+    condition = Condition(metric="m", of="drop", least=2, op=">", threshold=0.1, errors="e")
+    assert condition.measure([0.8, 0.6], [0.01, 0.01]) == pytest.approx(0.25)
+    assert condition.measure([0.8, 0.6], [0.2, 0.2]) == 0.0 == condition.measure([0.8, 0.6], [0.01, math.nan])
+    assert condition.measure([0.8, 0.6]) == pytest.approx(0.25), "records without standard errors count as they are"
+    assert condition.measure([math.nan, 0.8, 0.6], [math.nan, 0.01, 0.01]) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("id", ["eval.regress", "reward.falling"])
+def test_runs_in_which_nothing_changes_but_by_chance_are_seldom_warned_of(id: str):
+    """20 evaluations of 64 prompts, and 60 steps of 16 prompts in groups of 4, by policies that stay what they are."""
+    rng, runs = np.random.default_rng(0), 40
+    wrong = 0
+    for _ in range(runs):
+        health, chances = HealthMonitor(), rng.beta(1, 1, 64)
+        for t in range(20):
+            did = rng.random(64) < chances
+            error = float(did.std(ddof=1)) / 8
+            health.step(t, {"eval/sampled/reward": float(did.mean()), "eval/sampled/reward_stderr": error})
+        events = [health.step(t, {"reward/mean": rng.binomial(64, 0.2) / 64}) for t in range(60)]
+        labels = {each.id for each in health.standing} | {e.finding.id for es in events for e in es if e.finding}
+        wrong += id in labels
+    assert wrong <= 0.1 * runs + 3.1 * math.sqrt(0.09 * runs)
+
+
+def test_what_has_surely_fallen_is_told_of_although_evaluations_have_errors():
+    health = HealthMonitor()
+    for t, mean in enumerate((0.5, 0.7, 0.68, 0.4)):
+        health.step(t, {"eval/sampled/reward": mean, "eval/sampled/reward_stderr": 0.04})
+        assert bool(health.standing) == (t == 3)
+    (finding,) = health.standing
+    assert (finding.id, finding.severity, finding.value) == ("eval.regress", "error", pytest.approx(0.3 / 0.7))
 
 
 def test_values_that_are_not_finite_are_no_values():

@@ -129,7 +129,8 @@ def test_a_sampler_that_never_gets_the_new_policy(run):
     assert {"clip.high", "is.min"} & set(ran.found)
 
 
-def test_steps_so_large_that_the_policy_falls_apart(run):
+def test_steps_so_large_that_the_policy_falls_apart(run, project):
+    write_rows(project.folder / "held_out.jsonl", [row(i) for i in range(20, 60)])  # of four prompts nothing is sure
     evaluation = "eval={data: {source: held_out.jsonl}, every: 0}"
     ran = run("train.learning_rate=1.0", "train.steps=5", evaluation, *SMALL)
     assert ran.found["eval.regress (greedy)"] == ("error", 5)

@@ -16,7 +16,7 @@ from groupwise.run.check import check
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
 from running_jobs import merged
-from wording import raises
+from wording import raises, warns
 
 WORDS = ("abc", "bad", "cab", "dab", "fed", "bee")
 ROWS = [{"prompt": f"Spell {w} backwards.", "chosen": w[::-1], "rejected": w, "answer": w[::-1]} for w in WORDS]
@@ -86,11 +86,11 @@ def test_beside_rewards_both_are_told(run):
 
 
 def test_rows_that_are_too_long_are_passed_over(run):
-    with pytest.warns(UserWarning, match="passed over"):
+    with warns():
         some = run_loop(run("sft", name="some", eval={"data": {"source": "some.jsonl"}, "every": 0}))
     whole = run_loop(run("sft", eval={"every": 0}))
     assert told(some.run_dir, "eval/loss") == told(whole.run_dir, "eval/loss")
-    with raises(DataError, field="eval.data"), pytest.warns(UserWarning, match="passed over"):
+    with raises(DataError, field="eval.data"), warns():
         run_loop(run("sft", name="long", eval={"data": {"source": "long.jsonl"}}))
 
 

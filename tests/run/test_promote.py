@@ -11,7 +11,9 @@ import pytest
 
 from groupwise.config.run import parse_config
 from groupwise.errors import AdapterNotFoundError, ConfigError
+from groupwise.run.display import LineDisplay
 from groupwise.run.loop import RunResult, run_loop
+from groupwise.run.training_run import Evaluations, TrainingRun
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.locate import find_adapter
 from groupwise.types import PolicyVersion
@@ -41,7 +43,7 @@ def told(result: RunResult) -> list[str]:
 
 
 def test_what_is_as_good_becomes_active_and_what_is_ruined_does_not(tmp_path: Path) -> None:
-    good = run(tmp_path / "good", promote={"margin": 0.0, "max_kl": 0.5}, train=STILL)
+    good = run(tmp_path / "good", promote={"margin": 0.25, "max_kl": 0.5}, train=STILL)
     assert good.promoted == good.version == store_of(good).active == PolicyVersion("run", 2)
     assert [text.partition(":")[0] for text in told(good)] == ["run@1 is promoted", "run@2 is promoted"]
     against = str(good.run_dir)
@@ -79,6 +81,39 @@ def test_a_run_that_was_killed_promotes_what_the_whole_one_does(tmp_path: Path) 
     versions = store_of(whole).versions("run")
     assert [store_of(again).refused(v) for v in versions] == [store_of(whole).refused(v) for v in versions]
     assert told(again)[-1] == told(whole)[-1]
+
+
+def test_all_versions_of_a_run_share_its_error_and_few_prompts_are_told_of_at_once(tmp_path: Path) -> None:
+    notes = io.StringIO()
+    few = run_loop(
+        config(tmp_path / "few", eval=EVAL, promote={"margin": 0.1}, train=STILL),
+        display=LineDisplay(2, stream=notes),
+    )
+    assert few.promoted is None and "warning: promote: with 16 held-out prompts" in notes.getvalue()
+    looks = [refused for version in (1, 2) if (refused := store_of(few).refused(PolicyVersion("run", version)))]
+    assert len(looks) == 2 and all("confidence 0.975" in each for each in looks), "half of 5 % each"
+    assert "look 2 at these prompts" in looks[1]
+    assert "or promote.margin 0.206" in looks[0], "1 - 0.025^(1/16)"
+
+
+def test_a_version_that_was_promoted_is_measured_by_other_draws_than_chose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws, evaluation = list[tuple[str, int]](), TrainingRun._evaluation
+
+    async def counted(self: TrainingRun, version: PolicyVersion, *, draw: int = 0) -> Evaluations:
+        draws.append((str(version), draw))
+        return await evaluation(self, version, draw=draw)
+
+    monkeypatch.setattr(TrainingRun, "_evaluation", counted)
+    train = {"steps": 3, "learning_rate": 1e-4}
+    found = run(tmp_path / "sampled", promote={"margin": 0.9}, train=train)
+    assert found.promoted == PolicyVersion("run", 3)
+    first, again = [("base", 0), ("run@1", 0), ("run@2", 0)], [("run@2", 2), ("run@1", 2)]
+    assert draws[:5] == [*first, *again] and [draw for _, draw in draws[5:]] == [0, 3, 3]
+    draws.clear()
+    run(tmp_path / "greedy", promote={"margin": 0.9, "mode": "greedy"}, train=train)
+    assert {draw for _, draw in draws} == {0}, "nothing is drawn"
 
 
 @pytest.mark.parametrize(

@@ -4,40 +4,75 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.config.promote import Bounds
+from groupwise.config.promote import Bounds, PromoteConfig
 from groupwise.run.evaluate import Evaluation
-from groupwise.run.verdict import Measured, divergence, judge, lower_bound, measured
+from groupwise.run.verdict import Beside, Look, Measured, Start, divergence, judge, measured, too_few
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+from wording import raises
 
 
 def done(rewards: Sequence[float], length: float = 10.0) -> Measured:
     return Measured(rewards=rewards, length=length)
 
 
-def test_the_bound_is_below_the_mean_and_covers_it_about_as_often_as_it_says() -> None:
-    rng, covered = random.Random(0), 0
-    for trial in range(200):
-        values = [rng.gauss(0.1, 1.0) for _ in range(60)]
-        bound = lower_bound(values, confidence=0.9, seed=trial)
-        assert bound < sum(values) / len(values)
-        covered += bound <= 0.1
-    assert 0.84 <= covered / 200 <= 0.96
-
-
 def test_what_is_as_good_passes_and_what_is_worse_does_not() -> None:
-    old = done([0.0, 1.0] * 50)
+    old = done([0.0, 1.0] * 100)
     assert judge(old, old, kl=None, bounds=Bounds()).passed
-    worse = judge(done([0.0, 0.5] * 50), old, kl=None, bounds=Bounds())
+    worse = judge(done([0.0, 0.5] * 100), old, kl=None, bounds=Bounds())
     assert not worse.passed and "0.250" in worse.reason and "gate.margin is 0.02" in worse.reason
-    assert judge(done([0.0, 0.5] * 50), old, kl=None, bounds=Bounds(margin=0.5)).passed
+    assert "no number of held-out prompts like these would do" in worse.reason
+    assert judge(done([0.0, 0.5] * 100), old, kl=None, bounds=Bounds(margin=0.5)).passed
     few = judge(done([0.0, 1.0, 1.0, 0.5]), done([1.0, 0.0, 1.0, 0.5]), kl=None, bounds=Bounds())
     assert not few.passed, "as good on average, and nothing says so with confidence"
+
+
+def test_where_nothing_differs_what_could_have_been_missed_still_counts() -> None:
+    """Of n prompts that all went as before, a share p of losses shows nothing with probability (1 - p)^n."""
+    alike = [done([1.0] * n) for n in (148, 149)]
+    assert [judge(each, each, kl=None, bounds=Bounds()).passed for each in alike] == [False, True]
+    refused = judge(alike[0], alike[0], kl=None, bounds=Bounds())
+    assert math.isclose(refused.numbers["lower_bound"], -(1 - 0.05 ** (1 / 148)), rel_tol=1e-6)
+    assert "149 held-out prompts like these 148 would do, or gate.margin 0.021" in refused.reason
+    told = too_few(148, Bounds(), Look.only(Bounds()), key="gate")
+    assert told is not None and "give 149 prompts, or gate.margin 0.021" in told
+    assert too_few(149, Bounds(), Look.only(Bounds()), key="gate") is None
+    large = Bounds(reward_range=(-10, 1))
+    assert not judge(alike[1], alike[1], kl=None, bounds=large).passed, "what is missed could be eleven times as bad"
+
+
+def test_a_reward_outside_its_range_is_refused_and_names_the_key() -> None:
+    old = done([1.0] * 200)
+    refused = judge(done([1.0] * 199 + [-10.0]), old, kl=None, bounds=Bounds(margin=0.5))
+    assert not refused.passed and "a held-out reward is -10, outside gate.reward_range" in refused.reason
+    assert judge(done([1.0] * 199 + [-10.0]), old, kl=None, bounds=Bounds(margin=0.9, reward_range=(-10, 1))).passed
+    for wrong in ((1, 0), (0, float("nan"))):
+        with raises(ValueError):
+            Bounds(reward_range=wrong)
+
+
+def test_a_later_look_at_the_same_prompts_needs_more() -> None:
+    old, bounds = done([1.0] * 200), Bounds(confidence=0.95)
+    looks = [Look.of(bounds, number) for number in (1, 2, 40)]
+    assert [judge(old, old, kl=None, bounds=bounds, look=look).passed for look in looks] == [True, False, False]
+    last = judge(old, old, kl=None, bounds=bounds, look=looks[2])
+    assert "look 40 at these prompts" in last.reason and last.numbers["look"] == 40
+    assert sum(Look.of(bounds, number).alpha for number in range(1, 100_000)) < 0.05
+
+
+def test_what_each_version_adds_to_lengths_and_divergence_has_a_bound_from_the_start() -> None:
+    bounds = PromoteConfig(margin=0.5, max_kl=0.5, max_kl_total=1.0)
+    old, new = done([1.0] * 100, length=39.0), done([1.0] * 100, length=41.0)
+    near = Start(name="base", length=20.0, kl=0.9)
+    assert judge(new, old, kl=0.1, bounds=bounds, start=near).passed
+    far = judge(new, old, kl=0.1, bounds=bounds, start=Start(name="base", length=10.0, kl=1.1))
+    assert "its completions are 4.10 times as long as those of base; gate.max_length_ratio_total is 4" in far.reason
+    assert "its KL from base is 1.1000 nats a token; gate.max_kl_total is 1" in far.reason
+    assert (far.numbers["length_ratio_total"], far.numbers["kl_total"]) == (4.1, 1.1)
 
 
 def test_kl_and_length_have_bounds_and_prompts_without_a_score_do_not_count() -> None:
@@ -52,19 +87,24 @@ def test_kl_and_length_have_bounds_and_prompts_without_a_score_do_not_count() ->
 
 
 def test_what_is_as_good_as_the_active_version_and_worse_than_the_best_does_not_pass() -> None:
-    best, active, new = ([1.0] * k + [0.0] * (100 - k) for k in (100, 98, 96))
+    best, active, new = ([1.0] * k + [0.0] * (400 - k) for k in (400, 392, 384))
     options = Bounds(margin=0.05)
     assert judge(done(new), done(active), kl=None, bounds=options).passed
-    refused = judge(done(new), done(active), kl=None, bounds=options, best=("a@1", done(best)))
+    beside = Beside(name="a@1", new=done(new), old=done(best))
+    refused = judge(done(new), done(active), kl=None, bounds=options, best=beside)
     assert not refused.passed and "a@1, the best that went live" in refused.reason
     assert "of the active version" not in refused.reason and refused.numbers["reward_best"] == 1.0
-    assert judge(done(active), done(active), kl=None, bounds=options, best=("a@1", done(best))).passed
+    again = Beside(name="a@1", new=done(active), old=done(best))
+    assert judge(done(active), done(active), kl=None, bounds=options, best=again).passed
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=30), st.floats(0, 0.5))
-def test_a_version_is_never_refused_for_being_better_everywhere(rewards: list[float], gain: float) -> None:
+def test_a_version_that_is_better_everywhere_is_never_more_doubtful(rewards: list[float], gain: float) -> None:
     better = [min(1.0, each + gain) for each in rewards]
-    assert judge(done(better), done(rewards), kl=None, bounds=Bounds()).passed
+    bound, alike = (
+        judge(done(each), done(rewards), kl=None, bounds=Bounds()).numbers["lower_bound"] for each in (better, rewards)
+    )
+    assert bound >= alike - 1e-9
 
 
 # ---- of evaluations ----

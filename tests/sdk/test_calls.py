@@ -370,7 +370,7 @@ def test_jobs_are_typed(client, server):
     assert isinstance(job, TrainStatus) and job == client.status(job.job_id) == client.jobs()[0]
     assert (job.state, job.adapter_version, job.current_loss, job.progress) == ("completed", "math@1", -0.25, 1.0)
     assert job.created_at == "2026-01-02T03:04:05Z"
-    assert job.metrics["reward/mean"] == 0.5 and client.metrics(job.job_id)[0]["loss/total"] == -0.25
+    assert job.metrics["reward/mean"] == 0.5 and client.metrics(job.job_id)[0]["loss/policy"] == -0.25
 
 
 def test_a_round_trip_of_json():

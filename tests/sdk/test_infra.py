@@ -30,7 +30,7 @@ from groupwise.sdk.profiles import Machine, choose_profile
 from groupwise.sdk.sampler import SampledCompletion
 from groupwise.store.rundir import owned
 from groupwise.types import Message, PolicyVersion
-from wording import raises
+from wording import raises, warns
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 47 + 138?"}]
 Setup = Callable[..., Infra]
@@ -108,7 +108,7 @@ def test_a_reference_profile_makes_a_reference_of_its_own(config: LoopConfig) ->
 
 def test_all_parameters_without_a_reference_profile_have_no_reference(config: LoopConfig) -> None:
     config = replace(config, lora_rank=0)
-    with pytest.warns(UserWarning, match="ref_training_shape_id is not set: no reference is provisioned"):
+    with warns():
         infra = setup_infra(config, needs_reference=True, needs_inference=True)
     with infra:
         assert infra.reference is None

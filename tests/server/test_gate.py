@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.learn import CanaryConfig, GateConfig, ShadowConfig
+from groupwise.config.learn import GateConfig, ShadowConfig
 from groupwise.errors import ConfigError, DataError, EngineError
-from groupwise.server.gate import BEST, COUNTS, TRIAL, judge_shadow, judge_trial
-from groupwise.server.policies import Pair, Trial
+from groupwise.server.gate import BEST, COUNTS, LOOKS, START, TRIAL
+from groupwise.server.policies import Trial
 from groupwise.store.ledger import Job
 from groupwise.tasks.starter.tasks import prompts as arithmetic
 from groupwise.types import PolicyVersion
@@ -28,6 +28,7 @@ GATE: dict[str, Any] = {
     },
     "rewards": ["groupwise.rewards.text:exact_match"],
     "max_tokens": 8,
+    "margin": 0.3,  # 24 prompts tell no less
     "scoring": {"workers": 0},
 }
 
@@ -43,28 +44,6 @@ def test_a_share_is_a_number_or_a_percentage_alone_and_beside_options() -> None:
     assert [config(canary=each).canary.share for each in (0.1, "10%", {"share": "10%", "ratings": 5})] == [0.1] * 3  # pyright: ignore[reportOptionalMemberAccess]
     with raises(ValueError):
         config(canary={"share": "a tenth"})
-
-
-def test_a_trial_goes_on_then_is_promoted_or_rolled_back() -> None:
-    canary = CanaryConfig(ratings=10)
-    good, poor = [1.0, 1.0, 0.0] * 10, [0.0, 0.0, 1.0] * 10
-    assert judge_trial(good[:4], good, config=canary, minutes=1)[0] == "go on"
-    assert judge_trial(good[:12], good, config=canary, minutes=1)[0] == "promote"
-    assert judge_trial([0.0] * 6, good, config=canary, minutes=1)[0] == "roll back", "long before its ratings are there"
-    assert judge_trial(poor[:12], good, config=canary, minutes=1)[0] == "roll back"
-    assert judge_trial(good[:6], good[:6], config=canary, minutes=9999)[0] == "promote", "on what there is"
-    assert judge_trial(good[:12], [], config=canary, minutes=1)[0] == "go on", "there is nothing to compare with"
-    failing = judge_trial([], [], config=canary, minutes=1, requests=(10, 90), errors=(5, 1))
-    assert failing[0] == "roll back" and "5 of 10 requests" in failing[1]
-    assert judge_trial([], [], config=canary, minutes=1, requests=(10, 10), errors=(5, 6))[0] == "go on"
-
-
-def test_a_trial_that_nobody_rated_ends_as_is_configured() -> None:
-    for new, old in (([], []), ([1.0] * 4, [1.0] * 90), ([1.0] * 9, [])):
-        outcome, reason = judge_trial(new, old, config=CanaryConfig(), minutes=9999)
-        assert outcome == "roll back" and "canary.undecided is reject" in reason and f"{len(new)} ratings" in reason
-        assert judge_trial(new, old, config=CanaryConfig(undecided="promote"), minutes=9999)[0] == "promote"
-        assert judge_trial(new, old, config=CanaryConfig(), minutes=9)[0] == "go on"
 
 
 def test_a_session_keeps_its_answerer_and_the_share_is_kept() -> None:
@@ -160,11 +139,70 @@ def test_a_version_that_is_as_good_goes_live_and_a_ruined_one_does_not(tmp_path:
         assert server.http.post("/v1/adapters/sums/activate", json={"version": 2}).status_code == 200, "by hand"
 
 
+def test_every_look_at_the_prompts_needs_more_and_worn_out_ones_are_told_of_once(tmp_path: Path) -> None:
+    gate = {**GATE, "margin": 0.2}
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        assert train(server, learning_rate=0.0).unhealthy is None
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        assert server.http.portal is not None
+        server.http.portal.call(server.server.policies.start)
+        assert train(server, learning_rate=0.0).unhealthy is None
+        assert kinds(server) == ["gate_passed", "prompts_worn", "gate_passed"]
+        third = train(server, learning_rate=0.0)
+        assert "look 3 at these prompts" in str(third.unhealthy) and kinds(server)[3:] == ["gate_refused"]
+        looks = [each["data"]["look"] for each in shown(server)["transitions"][::-1]]
+        assert looks == [1, 3, 2, 3] and list(server.server.feedback.setting(LOOKS).values()) == [3]
+        worn = shown(server)["transitions"][2]
+        assert "gate.prompts: with 24 held-out prompts" in worn["message"] and worn["data"]["set"] == "prompts"
+        assert server.server.feedback.setting(START)["version"] == "base"
+    with whole(tmp_path / "state", Path("starter"), gate={**GATE, "samples": 2}) as server:
+        assert server.http.portal is not None
+        server.http.portal.call(server.server.policies.start)
+        train(server, learning_rate=0.0)
+        assert shown(server)["transitions"][0]["data"]["look"] == 4, "the same prompts, however they are answered"
+        start = server.server.feedback.setting(START)
+        assert (start["version"], start["length"]) == ("base", pytest.approx(start["length"])) and start["length"] > 0
+
+
+def test_what_passed_on_the_prompts_has_to_pass_on_those_that_confirm(tmp_path: Path) -> None:
+    source = {**GATE["prompts"], "args": {**GATE["prompts"]["args"], "split": "test"}}
+    gate = {**LENIENT, "confirm": source}
+    with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
+        assert train(server, learning_rate=0.0).unhealthy is None
+        data = shown(server)["transitions"][0]["data"]
+        assert (data["prompts"], data["confirm_prompts"], data["look"], data["confirm_look"]) == (24, 24, 1, 1)
+        assert data["error"] == pytest.approx(0.05) and data["confirm_error"] < 0.05 / 2
+    with raises(ConfigError, field="gate.confirm"):
+        whole(tmp_path / "other", Path("starter"), gate={**GATE, "confirm": GATE["prompts"]}).__enter__()
+
+
+def test_what_a_version_says_to_prompts_that_were_rated_has_bounds_of_its_own(tmp_path: Path) -> None:
+    """Rated prompts are answered otherwise than before, and held-out ones as before."""
+    learn = {"adapter": "sums", "after": 4, "max_tokens": 8, "scoring": {"workers": 0}}
+    learn["config"] = {"learning_rate": 3e-3, "iterations": 6}
+    gate = {**GATE, "margin": 0.9, "max_length_ratio": None, "max_length_ratio_total": None}
+    for bound, unhealthy in ((1e-3, True), (50.0, False)):
+        with whole(tmp_path / str(bound), Path("starter"), learn=learn, gate={**gate, "max_kl_rated": bound}) as server:
+            for a in (2, 3):
+                asked = [{"role": "user", "content": f"What is {a} + 11? Reply with just the number."}]
+                body = {"prompts": [asked], "n": 2, "max_tokens": 8, "seed": a}
+                rated = server.http.post("/v1/completions/batch", json=body).json()["completions"]
+                for each, thumb in zip(rated, ("up", "down"), strict=True):
+                    server.http.post("/v1/feedback", json={"rollout_id": each["rollout_id"], "thumb": thumb})
+            assert server.http.portal is not None and server.server.trainer is not None
+            server.http.portal.call(server.server.trainer.step)
+            server.train()
+            job = finish(server)
+            assert ("gate.max_kl_rated is 0.001" in str(job.unhealthy)) is unhealthy
+            data = next(each["data"] for each in shown(server)["transitions"] if each["kind"].startswith("gate_"))
+            assert data["kl_rated"] > 1e-3 and data["length_ratio_rated"] > 0
+
+
 @pytest.mark.slow
 def test_losses_within_the_margin_do_not_add_up(tmp_path: Path) -> None:
     """Three versions: one that knows the held-out sums, the base as it is, one that knows none. Each is worse than the
     one before by less than the margin."""
-    gate = {**GATE, "temperature": 0.0, "margin": 0.8, "max_length_ratio": None}
+    gate = {**GATE, "temperature": 0.0, "margin": 0.85, "max_length_ratio": None}
     right = {str(row["prompt"]): str(row["answer"]) for row in arithmetic(["add"], style="bare", n=24)}
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
         assert imitate(server, right, learning_rate=3e-3, epochs=12).unhealthy is None
@@ -177,14 +215,14 @@ def test_losses_within_the_margin_do_not_add_up(tmp_path: Path) -> None:
         server.http.portal.call(server.server.policies.start)
         ruined = poison(server, base="base")
         data = shown(server)["transitions"][0]["data"]
-        assert data["lower_bound"] >= -0.8 > data["lower_bound_best"] and data["reward_best"] == first["reward"]
+        assert data["lower_bound"] >= -0.85 > data["lower_bound_best"] and data["reward_best"] == first["reward"]
         assert "sums@1, the best that went live" in str(ruined.unhealthy) and shown(server)["active"] == "sums@2"
         server.http.post("/v1/adapters/sums/activate", json={"version": 3})
         assert imitate(server, right, learning_rate=0.0, base="sums@3").unhealthy is None, "the best is what was chosen"
 
 
 def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_path: Path) -> None:
-    gate = {**GATE, "canary": {"share": 0.5, "ratings": 8}}
+    gate = {**GATE, "canary": {"share": 0.5, "margin": 0.5}}
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
         job = train(server, learning_rate=0.0)
         assert job.state == "completed" and shown(server)["active"] == "base"
@@ -192,7 +230,7 @@ def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_
         deleted = server.http.delete("/v1/adapters/sums@1")
         assert deleted.status_code == 409
         wording(deleted.json()["error"])
-        answers = {user: chat(server, user=user) for user in map(str, range(24))}
+        answers = {user: chat(server, user=user) for user in map(str, range(40))}
         assert {version for _, version in answers.values()} == {"base", "sums@1"}
         assert all(chat(server, user=user)[1] == version for user, (_, version) in answers.items()), "by session"
         assert chat(server, adapter="base")[1] == "base" and chat(server, model="sums@1")[1] == "sums@1"
@@ -200,19 +238,21 @@ def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_
             server.http.post("/v1/feedback", json={"rollout_id": id, "thumb": "down" if version == "sums@1" else "up"})
         assert look(server) == "roll back"
         assert kinds(server) == ["gate_passed", "canary_began", "rolled_back"]
+        ended, began = shown(server)["transitions"][:2]
+        assert "surely lower" in ended["message"] and began["data"]["ratings"] == began["data"]["ratings_needed"] > 10
         assert {chat(server, user=user)[1] for user in answers} == {"base"} and shown(server)["trial"] is None
         assert "canary was rolled back" in str(server.server.store.refused(PolicyVersion("sums", 1)))
 
 
 def test_a_canary_outlives_a_restart_and_is_promoted_if_it_is_rated_as_well(tmp_path: Path) -> None:
-    gate = {**GATE, "canary": {"share": 0.5, "ratings": 8}}
+    gate = {**GATE, "canary": {"share": 0.5, "margin": 0.5}}
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
         train(server, learning_rate=0.0)
         again = train(server, learning_rate=0.0)
         assert again.state == "running" and again.phase == "swapping", "it waits until the trial is over"
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
         assert shown(server)["trial"] == "sums@1"
-        for user in map(str, range(24)):
+        for user in map(str, range(40)):
             server.http.post("/v1/feedback", json={"rollout_id": chat(server, user=user)[0], "thumb": "up"})
         assert look(server) == "promote" and shown(server)["active"] == "sums@1"
         assert finish(server).state == "completed" and shown(server)["trial"] == "sums@2"
@@ -242,7 +282,7 @@ def test_a_canary_counts_on_after_a_kill_and_its_clock_stands_still_meanwhile(
 ) -> None:
     clock = [1000.0]
     monkeypatch.setattr("groupwise.server.gate.clock", lambda: clock[0])
-    gate = {**GATE, "canary": {"share": 0.5, "minutes": 10.0, "max_errors": 3}}
+    gate = {**GATE, "canary": {"share": 0.5, "minutes": 10.0, "max_errors": 3, "confidence": 0.6}}
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
         train(server, learning_rate=0.0)
         trial = server.server.policies.trial
@@ -322,46 +362,6 @@ SHADOW: dict[str, Any] = {"share": 1.0, "requests": 12, "rewards": [f"{__name__}
 LENIENT: dict[str, Any] = {**GATE, "temperature": 0.0, "margin": 0.9, "max_length_ratio": None}
 
 
-def shadowed(**fields: Any) -> Trial:
-    given = {"version": PolicyVersion("a", 2), "against": PolicyVersion("a", 1), "share": 0.5, "since": 0.0, **fields}
-    return Trial(stage="shadow", **given)
-
-
-def pairs_of(count: int, new: float, old: float, *, tokens: tuple[int, int] = (5, 5), gap: float = 0.0) -> list[Pair]:
-    return [Pair(rewards=(new, old), tokens=tokens, gap=gap) for _ in range(count)]
-
-
-def test_a_shadow_is_judged_by_its_pairs_and_its_bounds() -> None:
-    shadow = ShadowConfig(requests=20, max_kl=0.5)
-
-    def judged(trial: Trial, *, scored: bool = True) -> tuple[str, str]:
-        outcome, verdict = judge_shadow(trial, config=shadow, scored=scored)
-        return outcome, verdict.reason
-
-    assert judged(shadowed(pairs=pairs_of(19, 0.0, 1.0))) == ("go on", "19 of 20 pairs of answers are compared")
-    assert judged(shadowed(pairs=pairs_of(20, 1.0, 1.0)))[0] == "promote"
-    worse = judged(shadowed(pairs=pairs_of(20, 0.0, 1.0)))
-    assert worse[0] == "roll back" and "its shadowed reward is 0.000, that of the active version 1.000" in worse[1]
-    unscored = [Pair(rewards=None, tokens=(5, 5), gap=0.0)] * 20
-    assert judged(shadowed(pairs=unscored), scored=False)[0] == "promote"
-    assert judged(shadowed(pairs=unscored))[0] == "roll back", "rewards were asked for"
-    for scored, rewards in ((True, (1.0, 1.0)), (False, None)):
-        long = [Pair(rewards=rewards, tokens=(50, 5), gap=0.0)] * 20
-        far = [Pair(rewards=rewards, tokens=(5, 5), gap=5.0)] * 20
-        assert "10.00 times as long" in judged(shadowed(pairs=long), scored=scored)[1]
-        assert "KL from the active version is 1.0000 nats a token" in judged(shadowed(pairs=far), scored=scored)[1]
-    failed = shadowed(requests={True: 6, False: 90}, errors={True: 5, False: 1})
-    assert judged(failed) == ("roll back", "5 of 6 requests failed under it, 1.1% under the active one")
-
-
-def test_a_shadow_without_traffic_ends_as_is_configured() -> None:
-    trial = shadowed(pairs=pairs_of(3, 1.0, 1.0), seconds=61.0)
-    for undecided, expected in (("reject", "roll back"), ("promote", "promote")):
-        shadow = ShadowConfig(minutes=1.0, undecided=undecided)  # pyright: ignore[reportArgumentType]
-        outcome, verdict = judge_shadow(trial, config=shadow, scored=True)
-        assert outcome == expected and f"shadow.undecided is {undecided}" in verdict.reason
-
-
 def ask(server: Whole, count: int, **options: Any) -> list[str]:
     """Two-digit sums, one after another, each waited for until its shadow has been answered, too."""
     said = []
@@ -386,6 +386,8 @@ def settle(server: Whole) -> None:
 
 def test_a_share_alone_is_a_shadow() -> None:
     assert config(shadow="20%").shadow == ShadowConfig(share=0.2) and config().shadow is None
+    ranges = [config(shadow=each, reward_range=(0, 2)).shadowing for each in (0.2, {"rewards": []})]
+    assert [each and each.reward_range for each in ranges] == [(0, 2), (0, 1)], "of the gate's rewards, or of its own"
     with raises(ValueError):
         config(shadow=2)
 
@@ -492,4 +494,6 @@ def test_what_a_busy_server_cannot_answer_once_more_is_dropped_and_a_failure_cou
 
         monkeypatch.setattr("groupwise.server.shadow.Generation", fails)
         ask(server, 2)
-        assert look(server) == "roll back" and "2 of 2 requests failed" in shown(server)["transitions"][0]["message"]
+        assert look(server) == "go on", "two of two may be chance"
+        ask(server, 8)
+        assert look(server) == "roll back" and "10 of 10 requests failed" in shown(server)["transitions"][0]["message"]

@@ -254,6 +254,25 @@ def test_of_a_backlog_the_newest_ratings_are_trained_first(tmp_path: Path) -> No
         assert states(server) == ["training"] * 4 + ["waiting"] * 4, "newest first, as they are listed"
 
 
+def test_who_rates_much_has_a_share_of_a_job_and_the_rest_waits(tmp_path: Path) -> None:
+    with whole(tmp_path / "state", Path("starter"), learn={**LEARN, "max_share": 0.5}) as server:
+
+        def rated(user: str, a: int) -> None:
+            for id, thumb in zip(sampled(server, a, 11), ("up", "down"), strict=True):
+                rate(server, id, thumb=thumb, user=user)
+
+        for a in range(1, 5):
+            rated("flood", a)
+        assert step(server) is None and "3 groups wait" in shown(server)["reason"]
+        rated("ann", 5)
+        rated("bob", 6)
+        assert step(server) is not None
+        rows = server.http.get("/v1/feedback").json()["feedback"]
+        taken = [row["user"] for row in rows if row["state"] == "training"]
+        assert sorted(taken) == ["ann"] * 2 + ["bob"] * 2 + ["flood"] * 4
+        assert [row["state"] for row in rows].count("waiting") == 4
+
+
 def test_ratings_of_versions_long_replaced_are_dropped(tmp_path: Path) -> None:
     with whole(tmp_path / "state", Path("starter"), learn={**LEARN, "max_behind": 1}) as server:
         rate_pairs(server, 2)

@@ -3,7 +3,7 @@ directory with a new environment. The minutes of each stop are printed.
 
     pytest -m slow -s tests/slow/test_first_hour.py     ten minutes; needs PyPI, Chromium, `pip install playwright`
 
-What is not the README's: the wheel is built from this clone, as nothing is released; the demo is shortened by
+What is not the README's: where it installs from a clone, the wheel of this clone is installed; the demo is shortened by
 `--steps 20`, and `serve` and `ui` get `--port 0` (docs/cli.md), as another server may have the usual port. torch is the
 one that pip finds for this machine: where its index has none for CPUs, that is PyPI's 5.9 GB.
 """
@@ -140,10 +140,10 @@ def test_the_first_hour(stranger: Stranger, wheel: Path) -> None:
 
 
 def install(stranger: Stranger, wheel: Path) -> None:
-    """`pip install groupwise` and the demo."""
+    """`pip install .` and the demo."""
     command, demo = block("groupwise demo")
-    assert command == "pip install groupwise"
-    stranger.type(command.replace("groupwise", str(wheel)))
+    assert command == "pip install ."
+    stranger.type(f"pip install {wheel}")
     shown = stranger.type(f"{demo} {documented('--steps 20', 'cli.md')}")
     before, after = re.search(r"^sampled/reward +(\S+) +(\S+)", shown, re.MULTILINE).groups()  # type: ignore[union-attr]
     assert float(after) > float(before)
@@ -170,22 +170,29 @@ def own_task(stranger: Stranger) -> None:
 
 
 def afterwards(stranger: Stranger) -> None:
-    """Each line of "What next", but for the file of TRL that nobody has."""
-    chat, ui, report, serve, health, other_loss, foreign = block("groupwise chat my-task")
-    assert foreign == "groupwise check trl_or_axolotl.yaml"
-    assert re.search(r"\d", stranger.type(f"{chat} 'What is 47 + 38? Reply with just the number.'"))
+    """The five questions, and what follows them."""
+    fits, health, ui, better, export = block("groupwise health my-task")
+    assert "memory    fits" in stranger.type(fits)
+    stranger.type(health)
     with stranger.serving(f"{ui} {documented('--port', 'cli.md')} 0", said="") as url:
         (seen,) = httpx2.get(url.split("/ui/")[0] + "/v1/runs", timeout=30).json()["runs"]
         assert seen["step"] == 40
-    stranger.type(report)
-    assert any(stranger.folder.glob("**/*.html"))
+    assert re.search(r"^sampled/reward +\+0\.[1-9]", stranger.type(better), re.MULTILINE)
+    stranger.type(export)
+    assert (stranger.folder / "adapter" / "adapter_config.json").is_file()
+    chat, serve = in_the_prose("groupwise chat my-task"), in_the_prose("groupwise serve my-task")
+    assert re.search(r"\d", stranger.type(f"{chat} 'What is 47 + 38? Reply with just the number.'"))
     with (
         stranger.serving(f"{serve} {documented('--port', 'cli.md')} 0", said="ready on") as url,
         launched() as browser,
     ):
         chat_in_a_browser(browser, url)
-    stranger.type(health)
-    assert "my-task@2" in stranger.type(f"{other_loss} train.steps=2 eval=null")
+
+
+def in_the_prose(command: str) -> str:
+    """A command that the README has between backticks."""
+    assert f"`{command}`" in README
+    return command
 
 
 def chat_in_a_browser(browser: Any, url: str) -> None:

@@ -15,7 +15,10 @@ from cli_project import cli, save_model
 from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError, ModelError
+from groupwise.model.chat import encode_prompt
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import load_model
+from groupwise.pictures import read_picture
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.export import export_model
 from groupwise.store.files import Provenance
@@ -23,7 +26,8 @@ from groupwise.store.gguf import check_gguf, write_gguf
 from groupwise.store.locate import TrainedPolicy, find_policy
 from groupwise.train.learner import Learner
 from groupwise.train.lora import lora_tensors
-from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
+from seeing_models import drawn, save_seeing
 from slow_cases import slow_but
 from wording import raises, wording
 
@@ -271,3 +275,18 @@ def test_the_command(trained, sample, tmp_path: Path) -> None:
     refused = cli("adapters", "export", "math", tmp_path / "x", "--dtype", "float16", "--store", store)
     assert refused.exit_code == 2
     wording(refused.stderr)
+
+
+def test_a_model_that_sees_is_written_with_how_images_are_prepared(tmp_path: Path) -> None:
+    saved = save_seeing("smolvlm", tmp_path / "base")
+    policy = TrainedPolicy(model=str(saved), adapter=None, run_dir=None)
+    whole = export_model(policy, tmp_path / "whole", format="merged", dtype="float32").path
+    said = {"role": "user", "content": [{"type": "image", "image": read_picture(drawn(90, 60))}]}
+    prompts, logits = [], []
+    for place in (saved, whole):
+        base = load_model(str(place), device="cpu", dtype="float32")
+        vision = vision_of(base.model)
+        assert vision is not None
+        prompts.append(encode_prompt(Prompt(id="1", messages=(said,)), base.tokenizer).token_ids)  # type: ignore[arg-type]
+        logits.append(vision.own_logits(prompts[-1], read_picture(drawn(90, 60))))
+    assert prompts[0] == prompts[1] and torch.equal(*logits)

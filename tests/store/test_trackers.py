@@ -178,10 +178,10 @@ def test_tensorboard_has_histograms_and_texts(tmp_path):
     events.Reload()
     tensors = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
     plugin = {tag: events.SummaryMetadata(tag).plugin_data.plugin_name for tag in tensors}
-    assert plugin["reward/distribution"] == plugin["reward/exact/distribution"] == "histograms"
+    assert plugin["distribution/reward"] == plugin["distribution/reward/exact"] == "histograms"
     assert plugin["completions"] == plugin["summary"] == "text"
     assert [each.step for each in tensors["completions"]] == [1, 2]
-    [bins] = [event for event in tensors["reward/distribution"] if event.step == 2]
+    [bins] = [event for event in tensors["distribution/reward"] if event.step == 2]
     counts = make_ndarray(bins.tensor_proto)[:, 2]  # [bins, (left, right, count)]
     assert counts.sum() == 3 and (counts[0], counts[-1]) == (1, 2)
     table = tensors["completions"][0].tensor_proto.string_val[0].decode()
@@ -233,7 +233,7 @@ def test_wandb_itself_keeps_tables_histograms_and_the_summary(tmp_path, monkeypa
         summary = dict(tracking.trackers["wandb"]._run.summary)  # pyright: ignore[reportAttributeAccessIssue]
     assert not tracking.failures and wandb.run is None
     assert summary["summary/version"] == "toy@2" and summary["summary/after/sampled/pass@8"] == 0.75
-    assert summary["reward/distribution"]["_type"] == "histogram"
+    assert summary["distribution/reward"]["_type"] == "histogram"
     tables = [json.loads(path.read_text()) for path in run_dir.rglob("completions_*.table.json")]
     assert len(tables) == 2
     assert all(table["columns"] == ["step", "prompt", "completion", "exact", "reward", "advantage"] for table in tables)
@@ -259,7 +259,7 @@ def test_mlflow_itself_keeps_tables_pictures_and_the_summary(tmp_path, monkeypat
     table = json.loads(artifact("completions/step_000001.json").read_text())
     assert table["columns"] == ["step", "prompt", "completion", "exact", "reward", "advantage"]
     assert [row[2] for row in table["data"]] == ["4", "5 | <b>\nor 6", "4"]
-    picture = ElementTree.parse(artifact("reward/distribution/step_000002.svg")).getroot()
+    picture = ElementTree.parse(artifact("distribution/reward/step_000002.svg")).getroot()
     bars = [float(each.get("height", 0)) for each in picture if each.tag.endswith("rect")]
     assert sorted(bars)[-2:] == [90.0, 180.0] and sum(bar > 0 for bar in bars) == 2  # one 0, two 1
     assert json.loads(artifact("summary.json").read_text()) == SUMMARY
@@ -291,6 +291,6 @@ def test_trackio_itself_keeps_tables_and_histograms(tmp_path, monkeypatch):
     lines: list[dict[str, Any]] = json.loads(ran.stdout.splitlines()[-1])
     kept = {key: value for line in lines for key, value in line.items()}
     assert (
-        kept["reward/distribution"]["_type"] == "trackio.histogram" and sum(kept["reward/distribution"]["values"]) == 3
+        kept["distribution/reward"]["_type"] == "trackio.histogram" and sum(kept["distribution/reward"]["values"]) == 3
     )
     assert kept["completions"]["_type"] == "trackio.table" and kept["summary"]["_type"] == "trackio.table"

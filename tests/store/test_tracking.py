@@ -177,9 +177,9 @@ def test_trackers_get_every_reward_some_completions_and_what_came_of_the_run(tmp
     assert len(read_rollouts(path)) == 2  # the record has all
     (first, second, third) = recorder.shown
     values = {
-        "reward/distribution": [1.0, 0.0, 2.0],
-        "reward/exact/distribution": [1.0, 0.0, 2.0],
-        "reward/short/distribution": [0.5],
+        "distribution/reward": [1.0, 0.0, 2.0],
+        "distribution/reward/exact": [1.0, 0.0, 2.0],
+        "distribution/reward/short": [0.5],
     }
     assert first == ("distributions", 3, values)
     kind, step, rows = second

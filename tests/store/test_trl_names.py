@@ -34,7 +34,7 @@ def test_each_by_itself(ours: str, theirs: str):
 
 
 def test_where_two_of_ours_have_one_name_the_better_counts():
-    assert trl_metrics({"loss/policy": 1.0, "loss/total": 2.0}) == {"loss": 2.0, "policy_loss": 1.0}
+    assert trl_metrics({"loss/cross_entropy": 2.0, "loss/policy": 1.0}) == {"loss": 1.0, "policy_loss": 1.0}
     assert trl_metrics({"loss/kl": 1.0, "kl/mean": 2.0}) == {"kl": 2.0}
 
 

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from groupwise.algo.samples import segments_of
 from groupwise.tasks.starter.tasks import CALCULATOR
 from groupwise.types import Completion, Rollout, SamplingParams
+from wording import warns
 
 anthropic = pytest.importorskip("anthropic", reason="the dev extra has it")
 
@@ -325,7 +326,7 @@ def test_limits_and_refusals_are_in_the_words_of_the_dialect(play_group):
                 told.append(over.value.body["error"])
         return 1.0
 
-    with pytest.warns(UserWarning, match="agent asks with temperature, thinking"):
+    with warns():
         (rollout,) = play_group(agent, takes=FOUR, params=GREEDY, max_turns=1).rollouts
     assert rollout.stop == "max_turns" and rollout.error is None
     forced, form, image, prefill, ignored, over, streamed = told

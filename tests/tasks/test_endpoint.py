@@ -25,7 +25,7 @@ from groupwise.tasks.endpoint import Endpoint
 from groupwise.tasks.starter.tasks import CALCULATOR
 from groupwise.train.learner import Learner
 from groupwise.types import FinishReason, Grammar, Prompt, Rollout, RolloutGroup, SamplingParams
-from wording import raises, wording
+from wording import raises, warns, wording
 
 USER = {"role": "user", "content": "What is 47 + 138?"}
 CALL = {"role": "user", "content": "Use the calculator: 47 * 12"}
@@ -127,7 +127,7 @@ def test_what_would_explode_is_refused_and_ends_neither_the_episode_nor_the_run(
 
 
 def test_the_run_decides_how_it_samples_and_says_so(ask):
-    with pytest.warns(UserWarning, match="agent asks with presence_penalty, seed, temperature, which change nothing"):
+    with warns():
         answer, rollout = ask(raw=True, temperature=0.1, top_p=1, seed=7, presence_penalty=0.5)
     assert answer.headers["x-ignored"] == "temperature, seed, presence_penalty"
     assert rollout.info["ignored_parameters"] == 1
@@ -162,7 +162,7 @@ def test_what_a_client_narrows_acts_and_is_trained(ask, starter):
 def test_without_a_record_what_narrows_changes_nothing(ask):
     how = SamplingParams(max_tokens=48)
     plain, _ = ask(params=how)
-    with pytest.warns(UserWarning, match="agent asks with min_p, tools.strict, top_k, top_p, which change nothing"):
+    with warns():
         narrowed, rollout = ask(
             params=how,
             recorded=False,

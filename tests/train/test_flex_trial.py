@@ -19,6 +19,7 @@ from groupwise.model.layouts import FLEX, MERGED
 from groupwise.model.load import share_weights
 from groupwise.types import Sample
 from slow_cases import slow_but
+from wording import warns
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
@@ -102,7 +103,7 @@ def test_it_needs_a_gpu_and_a_torch_that_has_it(make_base, monkeypatch):
 
 def test_without_a_gpu_a_learner_falls_back(make_learner, make_samples):
     """Loudly, and to the same gradients."""
-    with pytest.warns(UserWarning, match="attention flex cannot be used for Qwen3ForCausalLM: it needs a CUDA GPU"):
+    with warns():
         fallen = make_learner(attention="flex")
     right = make_learner()
     assert fallen.layouts is MERGED and fallen.packed and "CUDA" in fallen.why_not_flex
@@ -122,15 +123,13 @@ def test_whatever_is_raised_a_learner_falls_back(make_learner, monkeypatch):
 
     monkeypatch.setattr(Forest, "attend", raises)
     monkeypatch.setattr("groupwise.train.learner.why_not_flex", trouble)
-    with pytest.warns(
-        UserWarning, match=r"OutOfResources: shared memory, Required: 240000; training uses merged instead"
-    ):
+    with warns():
         assert make_learner(attention="flex").layouts is MERGED
 
 
 def test_a_model_that_cannot_be_packed_has_neither(make_learner, monkeypatch):
     monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, window: gap < -1)
-    with pytest.warns(UserWarning, match="padded rows instead") as said:
+    with warns() as said:
         assert not make_learner(attention="flex").packed
     assert len(said) == 1
 

@@ -19,7 +19,7 @@ from groupwise.errors import AdapterError, ConfigError, TrainingError
 from groupwise.train.learner import Learner
 from groupwise.train.reference import Reference
 from groupwise.types import Sample
-from wording import raises
+from wording import raises, warns
 
 # ---- forward ----
 
@@ -281,7 +281,7 @@ def test_a_wrong_packed_forward_falls_back(make_learner, make_samples, monkeypat
     right.forward_backward(samples, SPECS["grpo with k3"])
     expected = gradients(right)
     monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, window: gap < -1)
-    with pytest.warns(UserWarning, match="padded rows instead"):
+    with warns():
         fallen = make_learner(gradient_checkpointing=checkpointing)
     fallen.forward_backward(samples, SPECS["grpo with k3"])
     assert not fallen.packed
@@ -294,7 +294,7 @@ def test_a_model_that_cannot_be_packed_falls_back(make_learner, make_samples, mo
 
     expected = make_learner().forward(make_samples(GROUPS))
     monkeypatch.setattr("groupwise.model.attention.SharedPrompts.attend", raises)
-    with pytest.warns(UserWarning, match="its packed forward fails: it is not known how; .* padded rows"):
+    with warns():
         fallen = make_learner()
     for row, own in zip(fallen.forward(make_samples(GROUPS)), expected, strict=True):
         assert row == pytest.approx(own, abs=1e-9, nan_ok=True)
@@ -321,7 +321,7 @@ class Sizes(TorchDispatchMode):
 def test_padded_rows_keep_to_the_budget_and_all_logits_never_exist(make_base, family: str):
     """32 completions that share a prompt of 100 tokens, whose packed tokens are 164."""
     V = 280
-    with pytest.warns(UserWarning, match="padded rows"):
+    with warns():
         learner = Learner(make_base(family, context=128), lora=LoraSpec(rank=2), micro_tokens=300)
     sample = Sample(
         prompt_ids=(5,) * 100, completion_ids=(6, 7), mask=(1, 1), advantage=1.0, behaviour_logprobs=(-5.0,) * 2

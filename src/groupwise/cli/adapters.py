@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -37,6 +38,7 @@ from groupwise.cli.frame import (
 )
 from groupwise.cli.output import finite, print_json, print_line, print_pairs, say
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, RemoteError, StorageError
+from groupwise.store.dtypes import BY_FORMAT
 
 if TYPE_CHECKING:
     from groupwise.sdk.client import Client
@@ -226,6 +228,8 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a version to DEST: the adapter as PEFT has it, or merged into its base model as one whole model."""
+    if format_ != ExportFormat.PEFT:
+        check_dtype(format_, dtype or "auto")
     client = _server(url, api_key, run, store)
     if format_ != ExportFormat.PEFT:
         return _export_model(client, name, dest, format_, dtype or "auto", run=run, store=store, as_json=as_json)
@@ -333,6 +337,16 @@ def merge(
 
 
 # ---- which of the two ----
+
+
+def check_dtype(format_: str, dtype: str) -> None:
+    """Raise ConfigError for a type that a whole model is not written in, before anything is loaded."""
+    if dtype == "auto" or dtype in BY_FORMAT[format_]:
+        return
+    hint = f"use one of auto, {', '.join(BY_FORMAT[format_])}"
+    if re.fullmatch(r"i?q[2-6]_\w+", dtype.lower()):
+        hint += f"; llama.cpp makes it of those: llama-quantize model.gguf small.gguf {dtype.upper()}"
+    raise ConfigError(f"a {format_} model cannot be of type {dtype!r}", hint=hint, field="--dtype")
 
 
 def _server(url: str | None, api_key: str | None, run: str | None, store: Path | None) -> Client | None:

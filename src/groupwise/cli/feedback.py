@@ -1,5 +1,7 @@
-"""`groupwise feedback export`: what people said of a server's answers, as rows that a run learns.
+"""`groupwise feedback ...`: what people said of a server's answers: said, listed, and as rows that a run learns.
 
+    groupwise feedback give ID --thumb up                  # of a chat's or a completion's id; --score, --correction
+    groupwise feedback list                                # newest first
     groupwise feedback export pairs.jsonl                  # kind: dpo    prompt, chosen, rejected
     groupwise feedback export examples.jsonl --examples    # kind: sft    prompt, completion
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from itertools import permutations
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from groupwise.cli.frame import OPTIONS, ApiKey, Debug, Url, examples, open_client
+from groupwise.cli.frame import OPTIONS, ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
 from groupwise.cli.output import print_line
 from groupwise.errors import ConfigError, DataError, RemoteError
 
@@ -35,6 +38,13 @@ FORGOTTEN = "rollout_not_found"
 app = typer.Typer(help="What people said of a server's answers.", **OPTIONS)
 
 
+class Thumb(StrEnum):
+    """A rating in one word."""
+
+    UP = "up"
+    DOWN = "down"
+
+
 class Said(NamedTuple):
     """An answer that a server keeps. `whole`: it was not cut off, so that it can be learned with its end."""
 
@@ -42,6 +52,61 @@ class Said(NamedTuple):
     prompt: str
     text: str
     whole: bool
+
+
+@app.command(
+    epilog=examples(
+        "groupwise feedback give ID --thumb up", 'groupwise feedback give ID --score 0 --correction "It is 185."'
+    )
+)
+def give(
+    rollout_id: Annotated[str, typer.Argument(metavar="ID", help="Of an answer: a chat's `id`, a `rollout_id`.")],
+    score: Annotated[float | None, typer.Option(metavar="0..1", help="How good it is.")] = None,
+    thumb: Annotated[Thumb | None, typer.Option(help="up or down: 1 or 0.")] = None,
+    correction: Annotated[str | None, typer.Option(metavar="TEXT", help="What should have been said.")] = None,
+    better_than: Annotated[str | None, typer.Option(metavar="ID", help="A worse answer to the same prompt.")] = None,
+    user: Annotated[str | None, typer.Option(metavar="NAME", help="Who says it.")] = None,
+    comment: Annotated[str | None, typer.Option(metavar="TEXT", help="For people; nothing is learned of it.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Say how good an answer of a server was."""
+    with open_client(url, api_key) as client:
+        said = client.feedback(
+            rollout_id,
+            score=score,
+            thumb=None if thumb is None else thumb.value,
+            correction=correction,
+            better_than=better_than,
+            user=user,
+            comment=comment,
+        )
+    print_answer(said) if as_json else print_table([_row(said)])
+
+
+@app.command("list", epilog=examples("groupwise feedback list", "groupwise feedback list --limit 1000 --json"))
+def list_feedback(
+    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="So many of the newest.")] = 50,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List what was said of a server's answers, newest first."""
+    with open_client(url, api_key) as client:
+        page = client.list_feedback(limit=limit)
+    if as_json:
+        return print_answer(page)
+    print_table([("answer", "version", "score", "said", "user"), *map(_row, page.feedback)])
+
+
+def _row(said: FeedbackAnswer) -> tuple[str, ...]:
+    words = [f"better than {said.better_than}"] if said.better_than else []
+    words += [f"correction: {said.correction}"] if said.correction else []
+    score = "" if said.score is None else f"{said.score:g}"
+    return said.rollout_id, str(said.version or ""), score, " ".join("; ".join(words).split()), said.user or ""
 
 
 @app.command(

@@ -32,7 +32,7 @@ ELSEWHERE = {
     "grpo": "groupwise run FILE",
     "finetune": "groupwise run FILE, or groupwise demo for a first look",
     "resume": "groupwise run FILE resume=auto",
-    "runs": "groupwise ui lists the runs of this directory; groupwise health RUN looks at one",
+    "runs": "groupwise ui runs/* lists the runs of this directory; groupwise health RUN looks at one",
     "compare": "groupwise report RUN --compare RUN, or groupwise eval FILE --adapter A --against B",
     "status": "groupwise health RUN of a run, groupwise health of a server, groupwise train status JOB of a job",
     "logs": "groupwise health RUN says what is wrong; the run's directory has metrics.jsonl and rollouts/",
@@ -45,11 +45,15 @@ ELSEWHERE = {
     "new": "groupwise init",
     "vllm": "groupwise vllm-serve FILE",
     "convert": "groupwise import FILE",
+    "version": "--version behind groupwise, or groupwise doctor",
+    "help": "groupwise --help, and groupwise COMMAND --help",
+    "score": "groupwise rewards lint MODULE:FUNCTION, or groupwise check FILE",
 }  # commands of others, and what does the same here
 _SAME = {
     "list": "runs", "ls": "runs", "publish": "upload", "push-to-hub": "upload", "hub": "upload",
     "inference": "generate", "infer": "generate", "predict": "generate",
     "test": "evaluate", "create": "new", "continue": "resume", "rl": "grpo", "fine-tune": "finetune", "diff": "compare",
+    "ps": "runs", "reward": "score", "test-reward": "score",
 }  # fmt: skip
 
 
@@ -68,6 +72,7 @@ class CommandGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
         try:
             return super().invoke(ctx)
         except GroupwiseError as error:
@@ -122,10 +127,9 @@ def open_client(url: str | None, api_key: str | None) -> Client:
 
 
 def quiet_libraries() -> None:
-    """Show only warnings of the libraries, a line each, and the progress of downloads."""
+    """Show only warnings of the libraries, and the progress of downloads."""
     from transformers.utils import logging
 
-    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

@@ -11,7 +11,6 @@ ends with a message that says what to do and with the error's exit code (see `er
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from groupwise.cli import demo as cli_demo
 from groupwise.cli import envs as cli_envs
 from groupwise.cli import feedback as cli_feedback
 from groupwise.cli import init as cli_init
+from groupwise.cli import learn as cli_learn
 from groupwise.cli import remote as cli_remote
 from groupwise.cli import rewards as cli_rewards
 from groupwise.cli import runs as cli_runs
@@ -37,7 +37,8 @@ from groupwise.cli.push import command as cli_push
 from groupwise.cli.ui import add_ui
 from groupwise.cli.vllm import add_vllm
 from groupwise.config.world import world
-from groupwise.errors import ConfigError, Interrupted, TrainingError
+from groupwise.errors import AdapterNotFoundError, ConfigError, Interrupted, TrainingError
+from groupwise.platform import check_device
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
@@ -47,7 +48,11 @@ if TYPE_CHECKING:
 
 Config = Annotated[
     str,
-    typer.Argument(metavar="CONFIG", help="The run's YAML or TOML file, or aitraining's flags.", show_default=False),
+    typer.Argument(
+        metavar="CONFIG",
+        help="The run's YAML or TOML file, a RUN whose configuration it is to have, or aitraining's flags.",
+        show_default=False,
+    ),
 ]
 
 Overrides = Annotated[
@@ -61,7 +66,7 @@ PANELS = {
     "Begin": ("demo", "init", "run", "check"),
     "Look at a run, and use it": ("chat", "serve", "ui", "report", "health", "eval", "push"),
     "Rewards and environments of your own": ("rewards", "env"),
-    "A live server": ("rollouts", "train", "feedback", "adapters"),
+    "A live server": ("rollouts", "train", "feedback", "learn", "adapters"),
     "More machines, other systems, this machine": (
         "launch",
         "vllm-serve",
@@ -95,6 +100,7 @@ cli_init.add_to(app)
 
 cli_remote.add_to(app)
 app.add_typer(cli_feedback.app, name="feedback")
+app.add_typer(cli_learn.app, name="learn")
 
 cli_chat.add_to(app)
 
@@ -217,10 +223,12 @@ def check(
     if origins:
         print_json(notes_as_json(loaded) | origins_as_json(loaded)) if as_json else print_origins(stdout(), loaded)
     else:
+        from groupwise.engine.vllm.installed import check_installed
         from groupwise.run.plan import plan_or_all_problems
 
         if loaded.incomplete:
             loaded.runnable()
+        check_installed(loaded.config)
         plan = _plan(loaded.config, plan_or_all_problems)
         from groupwise.run.check import check as try_out
 
@@ -297,6 +305,7 @@ def import_(
     context_settings=FLAGS,
     epilog=examples(
         "groupwise eval my_run.yaml",
+        "groupwise eval arithmetic",
         "groupwise eval my_run.yaml --adapter runs/arithmetic-20260101T120000Z/arithmetic@80",
         "groupwise eval my_run.yaml --adapter arithmetic@80 --against arithmetic@40",
         "groupwise eval --adapter arithmetic@80 --suite lm-eval --tasks arc_easy,gsm8k --limit 200",
@@ -305,7 +314,11 @@ def import_(
 def eval_(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="CONFIG", help="As of `run`; --suite needs none with --adapter.", show_default=False),
+        typer.Argument(
+            metavar="CONFIG|RUN",
+            help="As of `run`; of a RUN its policy is measured. --suite needs none with --adapter.",
+            show_default=False,
+        ),
     ] = None,
     overrides: Overrides = None,
     adapter: Annotated[
@@ -313,7 +326,7 @@ def eval_(
         typer.Option(
             metavar="ADAPTER",
             help="RUN_DIR/NAME@N, RUN_DIR (its active version), NAME@N of the newest run, a PEFT directory, or "
-            "hf://OWNER/NAME; default: the base model.",
+            "hf://OWNER/NAME; default: the policy of RUN, or with a file the base model.",
             show_default=False,
         ),
     ] = None,
@@ -367,6 +380,9 @@ def eval_(
         if given:
             without = "--suite SUITE" if suite is None else "evaluations on CONFIG's prompts, without --suite"
             raise ConfigError(f"{option} is for {without}", hint="leave one of the two out")
+    run = None if config is None or adapter is not None else _run_named(config)
+    if run is not None:
+        config, adapter = str(run / "config.yaml"), config
     loaded = None if config is None and suite is not None else _load(_given(config), overrides, set_)
     if suite is not None:
         from groupwise.cli.suite import evaluate_by_suite
@@ -386,6 +402,21 @@ def eval_(
         )
     assert loaded is not None
     _evaluate(loaded, adapter=adapter, against=against, modes=tuple(mode or ()), as_json=as_json)
+
+
+def _run_named(text: str) -> Path | None:
+    """Return the run whose policy `text` names; None where it is a file, or nothing that is known."""
+    from groupwise.config.yaml import names_file
+    from groupwise.store.locate import UNTRAINED, find_policy
+
+    if names_file(text):
+        return None
+    try:
+        return find_policy(text).run_dir
+    except AdapterNotFoundError as error:
+        if error.kind == UNTRAINED:
+            raise
+        return None
 
 
 def _given(config: str | None) -> str:
@@ -498,6 +529,7 @@ def _load(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None
 def _plan(config: RunConfig, make: Callable[[RunConfig], RunPlan]) -> RunPlan | None:
     """Return the run's plan, whose mistakes are found before torch is imported, which takes seconds. None under
     torchrun, where one process of several makes it."""
+    check_device(config.device)
     plan = make(config) if world().size == 1 else None
     quiet_libraries()
     return plan
@@ -506,5 +538,4 @@ def _plan(config: RunConfig, make: Callable[[RunConfig], RunPlan]) -> RunPlan | 
 def _read(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None) -> LoadedRun:
     from groupwise.run.importing import read_words
 
-    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
     return read_words([path, *(overrides or ()), *(more or ())])

@@ -22,6 +22,7 @@ from groupwise.config.algo import CreditConfig
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.config.teacher import TeacherConfig
 from groupwise.config.yaml import inline
+from groupwise.pictures import text_of
 from groupwise.run.display import before_after_table, said, side_by_side
 from groupwise.run.evaluate import Evaluation, PairedTest, compare
 from groupwise.run.health_zeros import why_flat
@@ -133,7 +134,7 @@ def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
     return [
         *lines,
         "With transformers and peft:",
-        f"  model = AutoModelForCausalLM.from_pretrained({base!r})",
+        f"  model = {result.loaded_by}.from_pretrained({base!r})",
         f"  model = PeftModel.from_pretrained(model, {str(path)!r})",
     ]
 
@@ -197,8 +198,7 @@ def _asked(prompt: Prompt) -> str:
     case."""
     if prompt.messages is None:
         return prompt.text or ", ".join(f"{name}: {value}" for name, value in prompt.columns.items())
-    content = prompt.messages[-1].get("content")
-    return content if isinstance(content, str) else str(content)
+    return text_of(prompt.messages[-1].get("content"))
 
 
 # ---- eval ----

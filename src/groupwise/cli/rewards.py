@@ -18,6 +18,7 @@ from groupwise.cli.findings import json_options, print_findings
 from groupwise.cli.frame import OPTIONS, AsJson, Debug, examples, print_table
 from groupwise.cli.output import print_json, print_line, say
 from groupwise.errors import ConfigError, LoadError
+from groupwise.pictures import text_of
 
 if TYPE_CHECKING:
     from groupwise.config.data import DatasetConfig
@@ -158,7 +159,7 @@ def _rows(
     golds = [each.columns.get(column, "an answer") if column else "an answer" for each in prompts]
     return [
         ProbePrompt(
-            prompt=prompt.text or str((prompt.messages or ({},))[-1].get("content", "")),
+            prompt=prompt.text or text_of((prompt.messages or ({},))[-1].get("content")),
             gold=golds[index],
             wrong=next((other for other in golds[index + 1 :] + golds if other != golds[index]), f"not {golds[index]}"),
             columns=prompt.columns,

@@ -22,10 +22,12 @@ import typer
 from groupwise.cli.frame import ApiKey, Debug, examples
 from groupwise.cli.output import say
 from groupwise.errors import AdapterNotFoundError, ConfigError, ModelError
+from groupwise.platform import check_device
 
 STATE = Path("groupwise-state", "runs")  # of servers of runs: a directory each
 
 if TYPE_CHECKING:
+    from groupwise.config.serve import ServeConfig
     from groupwise.config.yaml import Document
     from groupwise.server.app import Start
     from groupwise.store.locate import TrainedPolicy
@@ -135,7 +137,7 @@ def serve(
     from groupwise.config.serve import serve_config
 
     document.data.update({key: value for key, value in flags.items() if value is not None})
-    config = serve_config(document)
+    config = _there(serve_config(document))
     from groupwise.server.app import serve as serve_until_stopped  # imports nothing heavy before it has the port
 
     try:
@@ -144,6 +146,16 @@ def serve(
         if policy is None and not Path(model).exists():
             error.hint = f"{error.hint or 'name a model'}; nor is there a run {model!r}"
         raise
+
+
+def _there(config: ServeConfig) -> ServeConfig:
+    """Return the settings. Raises ModelError or ConfigError where the device or vLLM is not here, before a port is
+    taken or anything is loaded."""
+    from groupwise.engine.vllm.installed import check_installed
+
+    check_device(config.device)
+    check_installed(config)
+    return config
 
 
 def _read_settings(path: Path | None) -> Document:

@@ -98,7 +98,10 @@ def _check_name(name: str) -> None:
         raise ModelError(
             f"model {name!r} cannot be loaded: there is no directory {Path(name).absolute()}, it is not in the cache "
             f"{constants.HF_HUB_CACHE}, and {away}",
-            hint=_NAMES,
+            hint="model=starter needs no network; or let this machine reach the hub (HTTPS_PROXY, HF_ENDPOINT, "
+            f"HF_HUB_OFFLINE); or where there is a network `hf download {name} --local-dir DIR`, and name DIR, brought "
+            "here",
+            kind="hub_away",
         )
 
 

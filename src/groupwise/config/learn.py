@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from groupwise.config.data import DatasetConfig
 from groupwise.config.job import parse_job_config
-from groupwise.config.promote import Bounds
+from groupwise.config.promote import Bounds, LastingBounds
 from groupwise.config.rewards import Rewards, ScoringConfig
 from groupwise.config.section import AdapterName, Section, conflict
 from groupwise.errors import ConfigError
@@ -41,6 +41,9 @@ class LearnConfig(Section):
     max_behind: int | None = Field(default=8, ge=0)
     """How many versions may have gone live after the one that answered. Ratings of older answers are dropped: they say
     little of the policy that would be trained. null trains on all, however old."""
+    max_share: float | None = Field(default=None, gt=0, lt=1)
+    """How much of a job may be of one rater (`user`; those without one are one), or about one phrase beyond its share
+    of all requests, so that who rates much does not decide alone. What is more waits. null does not limit it."""
     max_jobs_per_hour: int = Field(default=4, ge=1, le=240)
     """Jobs that are made within an hour."""
     base: Literal["active", "newest"] = "active"
@@ -89,7 +92,7 @@ class ShadowConfig(Bounds):
     queue: int = Field(default=16, ge=1)
     """Requests that may wait to be answered once more; further ones are dropped."""
     max_errors: int = Field(default=5, ge=1)
-    """Answers that fail under it before it is refused, where they are a larger share than under the active one."""
+    """Answers that fail under it before it can be refused for that: surely a larger share than under the active one."""
     minutes: float = Field(default=1440.0, gt=0)
     """After which it ends, though there are fewer pairs."""
     undecided: Literal["reject", "promote"] = "reject"
@@ -101,18 +104,23 @@ class CanaryConfig(Section):
 
     share: Annotated[float, BeforeValidator(_fraction)] = Field(default=0.1, gt=0, le=0.5)
     """The share of requests that name no adapter; 0.1 or 10% is a tenth."""
-    ratings: int = Field(default=20, ge=2)
-    """Ratings of its answers after which it goes live, unless they are worse."""
-    margin: float = Field(default=0.05, ge=0, le=1)
+    margin: float = Field(default=0.2, gt=0, lt=1)
     """How much lower its mean rating may be than that of the active version since the trial began."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """How sure it must be that the ratings are lower by more than `margin` before it is rolled back."""
+    """How sure it must be, however often one looks: that its ratings are not lower by more than `margin` before it goes
+    live, that they are lower at all, or that more of its requests fail, before it is rolled back."""
+    ratings: int | None = Field(default=None, ge=2)
+    """Ratings of its answers after which the trial ends, if that is not known by then. null is as many as it takes
+    until a version that is rated as the active one goes live in four of five cases; a canary says how many."""
+    ratings_of_one: int | None = Field(default=None, ge=1)
+    """Ratings of one rater (`user`; those without one are one) that count for each of the two versions, the first ones.
+    null counts all."""
     max_errors: int = Field(default=5, ge=1)
-    """Requests that fail under it before it is rolled back, where they are a larger share than under the active one."""
+    """Requests that fail under it before it can be rolled back for that."""
     minutes: float = Field(default=1440.0, gt=0)
-    """After which it is decided on fewer ratings, at least 5 of each version."""
+    """After which the trial ends, though there are fewer ratings."""
     undecided: Literal["reject", "promote"] = "reject"
-    """What becomes of it if there are not even so many by then."""
+    """What becomes of it where the trial ends and nothing is known."""
 
 
 def _share(value: Any) -> Any:
@@ -120,13 +128,20 @@ def _share(value: Any) -> Any:
     return value if value is None or isinstance(value, dict | Section | bool) else {"share": value}
 
 
-class GateConfig(Bounds):
+class GateConfig(LastingBounds):
     """What a version that a job made must pass before it becomes active."""
 
     prompts: DatasetConfig
-    """Held-out prompts, as `data` of a run (docs/recipe.md)."""
+    """Held-out prompts, as `data` of a run (docs/recipe.md). Every version that is judged looks at them, and the later
+    it does the surer it has to be."""
+    confirm: DatasetConfig | None = None
+    """Further held-out prompts, which only versions look at that have passed on `prompts`: they are looked at less
+    often, and last longer. `prompts` are then a sieve, at the full `confidence` each time, and these decide."""
     rewards: Rewards
     """What scores them."""
+    max_kl_rated: float | None = Field(default=None, gt=0)
+    """As `max_kl`, on prompts whose ratings the version was made of, where a change is largest, and where held-out
+    prompts do not look; `max_length_ratio` holds there, too. null measures it where `max_kl` is set, and allows all."""
     samples: int = Field(default=1, ge=1, le=64)
     """Completions of each prompt, by the new version and by the active one."""
     temperature: float = Field(default=1.0, ge=0, le=10)
@@ -147,3 +162,11 @@ class GateConfig(Bounds):
         if not self.rewards:
             raise conflict("rewards", "is empty; name at least one reward function")
         return self
+
+    @property
+    def shadowing(self) -> ShadowConfig | None:
+        """Return `shadow`; where it is scored by the gate's own rewards and does not say their range, with that."""
+        shadow = self.shadow
+        if shadow is None or shadow.rewards is not None or "reward_range" in shadow.model_fields_set:
+            return shadow
+        return shadow.model_copy(update={"reward_range": self.reward_range})

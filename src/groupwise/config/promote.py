@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from groupwise.config.section import Section, Text, conflict
 
@@ -14,16 +15,42 @@ class Bounds(Section):
     """How much worse than another version one may be on the same held-out prompts, and how sure that must be."""
 
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """How sure it must be that the new version is not worse by more than `margin` (paired bootstrap over prompts)."""
+    """How sure it must be that the new version is not worse by more than `margin`. What is left, 5 %, is the chance
+    that any version that is worse by more passes, of all that are ever judged on the same prompts."""
     margin: float = Field(default=0.02, ge=0)
-    """How much lower its mean reward may be."""
+    """How much lower its mean reward may be. Below 3 / prompts no version passes that is not clearly better."""
+    reward_range: Annotated[tuple[float, float], Field(strict=False)] = (0.0, 1.0)
+    """The lowest and the highest reward that there can be, of all rewards together. A version with a reward outside is
+    refused: how rare a loss could be overlooked depends on how large it could be."""
     max_kl: float | None = Field(default=None, gt=0)
     """Divergence from the other version, in nats a token, on what the new one sampled; null does not measure it."""
     max_length_ratio: float | None = Field(default=2.0, gt=1)
     """How many times longer, or shorter, its completions may be on average; null does not limit it."""
 
+    @field_validator("reward_range")
+    @classmethod
+    def _is_a_range(cls, given: tuple[float, float]) -> tuple[float, float]:
+        if not (math.isfinite(given[0]) and math.isfinite(given[1]) and given[0] < given[1]):
+            raise ValueError(f"{list(given)} is not a range; give the lowest and the highest reward, such as [0, 1]")
+        return given
 
-class PromoteConfig(Bounds):
+    @property
+    def worst(self) -> float:
+        """Return the worst difference that there can be between two rewards."""
+        return self.reward_range[0] - self.reward_range[1]
+
+
+class LastingBounds(Bounds):
+    """Bounds of versions that follow each other: what each may differ from the one before adds up over many."""
+
+    max_kl_total: float | None = Field(default=None, gt=0)
+    """As `max_kl`, from the version that it all began with: what a run starts from; in a server the one that was active
+    when the gate first judged, or that somebody activated by hand since. null does not measure it."""
+    max_length_ratio_total: float | None = Field(default=4.0, gt=1)
+    """As `max_length_ratio`, of that version; null does not limit it."""
+
+
+class PromoteConfig(LastingBounds):
     """Which of a run's versions become its active one: each that is evaluated and passes."""
 
     against: Text = "base"
@@ -41,6 +68,7 @@ class PromoteConfig(Bounds):
             raise conflict("promote", "mode", f"{self.mode!r} is not evaluated; eval.modes is {list(modes)}")
         if not adapter:
             raise conflict("promote", "train.lora is null, so that the run stores no versions; leave it out")
-        if self.max_kl is not None and engine != "local":
-            message = f"{self.max_kl:g} is measured by the local engine, and engine is {engine}; leave it out"
-            raise conflict("promote", "max_kl", message)
+        for name in ("max_kl", "max_kl_total"):
+            if (most := getattr(self, name)) is not None and engine != "local":
+                message = f"{most:g} is measured by the local engine, and engine is {engine}; leave it out"
+                raise conflict("promote", name, message)

@@ -29,7 +29,7 @@ from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.harness import HarnessConfig
 from groupwise.config.launch import Launcher, LauncherConfig
 from groupwise.config.lora import LoraSpec
-from groupwise.config.other_names import OTHER_NAMES
+from groupwise.config.other_names import OTHER_NAMES, OTHER_VALUES
 from groupwise.config.preference import PreferenceConfig
 from groupwise.config.promote import PromoteConfig
 from groupwise.config.rewards import Rewards, ScoringConfig
@@ -423,7 +423,8 @@ class TrackingConfig(Section):
 
 
 class RunConfig(Section):
-    """One training run. Instances are immutable; `load_config` and `parse_config` make them."""
+    """One training run, with each key as an attribute. Instances are immutable; `load_config` and `parse_config` make
+    them, and raise ConfigError for what is wrong."""
 
     name: AdapterName = "run"
     """The run's name, and the adapter's: letters, digits, `.`, `_` and `-`; not "base"."""
@@ -703,7 +704,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(data: Mapping[str, Any]) -> RunConfig:
-    """Check a mapping made in Python in the same way, with the same errors."""
+    """Return the run that a mapping of a run's keys describes, as a file of them would.
+
+    >>> parse_config({"env": "groupwise.tasks.word_games:Wordle", "train": {"steps": 5}}).train.steps
+    5
+
+    Raises:
+        ConfigError: a key that is not there, is missing, or has a value that is not valid; `field` names it.
+    """
     if not isinstance(data, Mapping):
         raise ConfigError(f"the configuration is a {type(data).__name__}; it must be a mapping")
     return validated(Document(dict(data)))
@@ -711,7 +719,7 @@ def parse_config(data: Mapping[str, Any]) -> RunConfig:
 
 def validated(document: Document) -> RunConfig:
     """Return a document as a run. Raises ConfigError with every problem, and what was probably meant."""
-    return validate(document, RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
+    return validate(document, RunConfig, other_names=OTHER_NAMES, other_values=OTHER_VALUES, elsewhere=known_elsewhere)
 
 
 def check_processes(config: RunConfig, count: int) -> None:
@@ -736,7 +744,7 @@ def identity(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dump_resolved(config: RunConfig) -> str:
-    """YAML with every effective value, headed by the sizes that follow from them."""
+    """Return a run as YAML with every effective value, headed by the sizes that follow from them."""
     rollout = config.rollout
     completions = rollout.prompts_per_step * rollout.group_size
     sizes = f"{rollout.prompts_per_step} prompts x {rollout.group_size} = {completions} completions a step"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -41,6 +42,8 @@ _KINDS = {"extra_forbidden": "unknown", "missing": "missing", "conflict": "confl
 FILES = (".yaml", ".yml", ".toml")  # what a configuration's name ends with
 
 _ECHO = 80  # longest value repeated in a message, characters
+
+_NOTHING = (False, "none", "no", "off", "false")  # what people write for null
 
 
 def _yaml() -> YAML:
@@ -124,6 +127,13 @@ class Document:
         origin = self.origin(keys)
         return f" ({origin})" if origin else ""
 
+    def assigned(self, keys: Keys) -> str:
+        """Return "=VALUE" of the override that gave this key its value, or ""."""
+        for assigned, text in reversed(self.overrides):
+            if keys == assigned:
+                return f"={text.partition('=')[2]}"
+        return ""
+
     def origin(self, keys: Keys) -> str:
         """Return where the value at `keys`, or the nearest section around it, was written: "cfg.yaml:14", or ""."""
         for assigned, text in reversed(self.overrides):
@@ -140,6 +150,11 @@ class Document:
         return f"{self.name}:{line}" if line is not None else self.name
 
 
+def names_file(text: str) -> bool:
+    """Return whether a word stands for a configuration's file: there is one, or its name ends as one's does."""
+    return Path(text).is_file() or Path(text).suffix in FILES
+
+
 def _beside(path: Path) -> str | None:
     """Return what a file that cannot be read was probably meant to be."""
     folder = path if path.is_dir() else path.parent
@@ -151,7 +166,11 @@ def _beside(path: Path) -> str | None:
     if path.is_dir():
         return f"name a file in it: {', '.join(names[:5])}" if names else "name a YAML or TOML file"
     similar = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {folder / similar[0]}?" if similar and not path.exists() else None
+    if path.exists():
+        return None
+    if similar:
+        return f"did you mean {folder / similar[0]}?"
+    return f"the files here are {', '.join(names[:5])}" if names else "groupwise init my-task writes one to begin with"
 
 
 def _parse(text: str, *, source: str) -> tuple[Any, Node | None]:
@@ -227,13 +246,16 @@ def validate(
     model: type[ModelT],
     *,
     other_names: Mapping[str, str],
-    elsewhere: Callable[[str], str] = lambda name: "",
+    other_values: Mapping[tuple[str, Any], str] = MappingProxyType({}),
+    elsewhere: Callable[[str, str], str] = lambda name, value: "",
 ) -> ModelT:
     """Return the document as a `model`. Raises ConfigError naming every unknown key, wrong value and conflict; its
     `field` is the first key that is wrong, its `kind` "unknown", "missing", "conflict" or "invalid".
 
-    `other_names` maps a key that people know from elsewhere to ours, for the suggestions; `elsewhere` says of any other
-    name what other systems' key of that name is here, or "".
+    `other_names` maps a key that people know from elsewhere to ours, or to an override that does the same, and
+    `other_values` a key of ours with a value from elsewhere to the override that does it, for the suggestions;
+    `elsewhere` says of any other name what other systems' key of that name is here, or "" (its second argument is
+    "=VALUE" where one was given in an override).
     """
     try:
         return model.model_validate(document.data)
@@ -241,7 +263,7 @@ def validate(
         # A default that follows from a wrong value is missing, but that is not a second problem.
         found = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
         suggest = partial(suggest_key, model=model, other_names=other_names, elsewhere=elsewhere)
-        problems = [_explain(details, document, model, suggest) for details in found]
+        problems = [_explain(details, document, model, suggest, other_values) for details in found]
         field, kind = dotted(found[0]["loc"]) or None, _KINDS.get(found[0]["type"], "invalid")
     raise problems_error(document, problems, field=field, kind=kind)
 
@@ -257,11 +279,17 @@ def problems_error(
     return ConfigError(f"{name} has {len(problems)} problems:{listed}", field=field, kind=kind)
 
 
-def _explain(details: ErrorDetails, document: Document, model: type[BaseModel], suggest: Callable[[Keys], str]) -> str:
+def _explain(
+    details: ErrorDetails,
+    document: Document,
+    model: type[BaseModel],
+    suggest: Callable[[Keys, str], str],
+    other_values: Mapping[tuple[str, Any], str],
+) -> str:
     keys: Keys = details["loc"]
     place = (dotted(keys) or "the configuration") + document.where(keys)
     if details["type"] == "extra_forbidden":
-        return f"{place}: unknown; {suggest(keys)}"
+        return f"{place}: unknown; {suggest(keys, document.assigned(keys))}"
     message = details["msg"]
     if details["type"] in ("value_error", "conflict"):
         return f"{place}: {message.removeprefix('Value error, ')}"
@@ -273,23 +301,34 @@ def _explain(details: ErrorDetails, document: Document, model: type[BaseModel], 
     value = value if len(value) <= _ECHO else value[: _ECHO - 3] + "..."
     message = re.sub(r"valid dictionary or instance of \w+", "mapping", message).replace("valid tuple", "list")
     message = re.sub("^[A-Z][a-z]+ should", "it must", message)
-    return f"{place}: {value} is not valid; {message}{_correction(details, keys, model)}"
+    return f"{place}: {value} is not valid; {message}{_correction(details, keys, model, document, other_values)}"
 
 
-def _correction(details: ErrorDetails, keys: Keys, model: type[BaseModel]) -> str:
-    """Return how a value of the wrong kind is written, where it can be guessed."""
+def _correction(
+    details: ErrorDetails,
+    keys: Keys,
+    model: type[BaseModel],
+    document: Document,
+    other_values: Mapping[tuple[str, Any], str],
+) -> str:
+    """Return how a value of the wrong kind is written, where it can be guessed: as an override where it came in one."""
     given, kind, name = details["input"], details["type"], keys[-1] if keys else ""
+    said, overridden = given.lower() if isinstance(given, str) else given, bool(document.assigned(keys))
+    if isinstance(said, str | bool | int) and (meant := other_values.get((dotted(keys), said))):
+        return f"; did you mean {meant}?"
     if isinstance(given, str) and kind in ("int_type", "float_type", "bool_type"):
         value, _ = _parse(given, source=str(name))
         wanted = {"int_type": int, "float_type": (int, float), "bool_type": bool}[kind]
         right = isinstance(value, wanted) and (kind == "bool_type") == isinstance(value, bool)
         return f"; write it without quotes: {name}: {given}" if right else ""
     if isinstance(given, str | dict) and kind in ("list_type", "tuple_type"):
-        return f"; write {name}: [{given}]" if isinstance(given, str) else "; put `- ` before its first line"
+        listed = f"{dotted(keys)}=[{given}]" if overridden else f"{name}: [{given}]"
+        return f"; write {listed}" if isinstance(given, str) else "; put `- ` before its first line"
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         section = [key for key in keys if isinstance(key, str)]
         known = [path[len(section)] for path in key_paths(model) if list(path[:-1]) == section]
-        without = f"; {name}: null is without" if given is False and _may_be_null(keys, model) else ""
+        null = f"{dotted(keys)}=null" if overridden else f"{name}: null"
+        without = f"; {null} is without" if said in _NOTHING and _may_be_null(keys, model) else ""
         return f" such as {name}: {{{known[0]}: ...}}; its keys are {', '.join(known)}{without}" if known else ""
     return ""
 
@@ -306,24 +345,36 @@ def _may_be_null(keys: Keys, model: type[BaseModel]) -> bool:
 
 
 def suggest_key(
-    keys: Keys, *, model: type[BaseModel], other_names: Mapping[str, str], elsewhere: Callable[[str], str]
+    keys: Keys,
+    value: str = "",
+    *,
+    model: type[BaseModel],
+    other_names: Mapping[str, str],
+    elsewhere: Callable[[str, str], str],
 ) -> str:
     """Return the key that was probably meant: one of the same name in another section, another system's key of that
-    name, a similar one beside it, a similar one anywhere."""
+    name, a similar one beside it, a similar one anywhere. `value` is "=VALUE" where one was given in an override: it is
+    repeated behind a key that holds one value, so that what is proposed can be typed."""
     name, section = str(keys[-1]), [key for key in keys[:-1] if isinstance(key, str)]
     everywhere = list(key_paths(model))
     beside = [path[-1] for path in everywhere if list(path[:-1]) == section]
     others = {path[-1]: ".".join(path) for path in reversed(everywhere)}
+    sections = {".".join(path[:-1]) for path in everywhere}
+
+    def meant(key: str) -> str:
+        one_value = key not in sections and re.fullmatch(r"[\w.]+", key)
+        return f"did you mean {key}{value if one_value else ''}?"
+
     if name in other_names:
-        return f"did you mean {other_names[name]}?"
+        return meant(other_names[name])
     if name in others:
-        return f"did you mean {others[name]}?"
-    if said := elsewhere(name):
+        return meant(others[name])
+    if said := elsewhere(name, value):
         return said
     if similar := difflib.get_close_matches(name, beside, n=1):
-        return f"did you mean {dotted((*keys[:-1], similar[0]))}?"
+        return meant(dotted((*keys[:-1], similar[0])))
     if similar := difflib.get_close_matches(name, others, n=1, cutoff=0.75):
-        return f"did you mean {others[similar[0]]}?"
+        return meant(others[similar[0]])
     return f"the keys of {dotted(keys[:-1]) or 'the configuration'} are {', '.join(beside)}"
 
 

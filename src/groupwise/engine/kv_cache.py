@@ -24,7 +24,7 @@ D head size, L longest prompt, T most new tokens of a row, M most tokens that a 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,8 @@ from groupwise.model.transfer import on_device
 PART = 16  # rows
 
 PART_GPU = 64  # ... where a part's eight kernels take as long to start as a part of 64 rows to read what is not there
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
 
 MOST_EMPTY = 4  # cells of the grid per row, beyond which the grid is not worth its empty cells
 
@@ -343,9 +345,9 @@ class Apart:
         self.slot_B, self.shared_B = on_device(slots, device), on_device(shared, device)
         self.ragged = min(shared) < self.L
 
-    def product(self, x_BKRI: Tensor, prompts_PKIJ: Tensor) -> Tensor:
+    def product(self, x_BKRI: Tensor, prompts_PKIJ: Tensor, multiply: Multiply = torch.matmul) -> Tensor:
         """Return each row's [K, R, I] times its prompt's [K, I, J] -> [B, K, R, J]."""
-        return x_BKRI @ prompts_PKIJ.index_select(0, self.slot_B)
+        return multiply(x_BKRI, prompts_PKIJ.index_select(0, self.slot_B))
 
 
 class Grid(Apart):
@@ -369,19 +371,22 @@ class Grid(Apart):
                     cell_B[row], row_C[cell] = cell, row
                 self.cell_B, self.row_C = (on_device(x, device) for x in (cell_B, row_C))
 
-    def product(self, x_BKRI: Tensor, prompts_PKIJ: Tensor) -> Tensor:
+    def product(self, x_BKRI: Tensor, prompts_PKIJ: Tensor, multiply: Multiply = torch.matmul) -> Tensor:
         """See `Apart`."""
         B, K, R, _ = x_BKRI.shape
         if self.members is not None:
-            out = x_BKRI.new_empty(B, K, R, prompts_PKIJ.shape[-1])
-            for slot, rows in self.members:
-                mine = x_BKRI[rows].transpose(0, 1).reshape(K, len(rows) * R, -1) @ prompts_PKIJ[slot]
+            parts = [
+                multiply(x_BKRI[rows].transpose(0, 1).reshape(K, len(rows) * R, -1), prompts_PKIJ[slot])
+                for slot, rows in self.members
+            ]
+            out = parts[0].new_empty(B, K, R, prompts_PKIJ.shape[-1])
+            for (_, rows), mine in zip(self.members, parts, strict=True):
                 out[rows] = mine.view(K, len(rows), R, -1).transpose(0, 1)
             return out
         x_CKRI = x_BKRI if self.row_C is None else x_BKRI.index_select(0, self.row_C)
         P, G = self.P, self.G
         x_PKNI = x_CKRI.reshape(P, G, K, R, -1).transpose(1, 2).reshape(P, K, G * R, -1)
-        out_CKRJ = (x_PKNI @ prompts_PKIJ).view(P, K, G, R, -1).transpose(1, 2).reshape(P * G, K, R, -1)
+        out_CKRJ = multiply(x_PKNI, prompts_PKIJ).view(P, K, G, R, -1).transpose(1, 2).reshape(P * G, K, R, -1)
         return out_CKRJ if self.cell_B is None else out_CKRJ.index_select(0, self.cell_B)
 
 
@@ -444,12 +449,12 @@ class Extend:
         prompts = self.cache.prompts.of(layer, key_SKD, value_SKD)
         prompt_keys, prompt_values = (x[: grid.P, :, : grid.L] for x in prompts)
         query_BKQD = self._queries(scoring.scaled(query_SHD), K)  # Q = R T
-        shared = grid.product(query_BKQD, prompt_keys.transpose(-1, -2))
+        shared = grid.product(query_BKQD, prompt_keys.transpose(-1, -2), scoring.products)
         mask_BTN, sinks = self._mask(scoring.window), scoring.sinks_of(K, T)
         looks, own = [], []
         for part, longest in self.parts:
-            products = query_BKQD[part] @ keys[part, :, :longest].transpose(-1, -2)
-            scores = scoring.finished(torch.cat([shared[part], products], -1))
+            products = scoring.products(query_BKQD[part], keys[part, :, :longest].transpose(-1, -2))
+            scores = scoring.capped(torch.cat([shared[part], products], -1))
             if mask_BTN is not None:
                 scores.view(-1, H, T, grid.L + longest).add_(mask_BTN[part, None, :, : grid.L + longest])
             weights = softmax(scores, sinks).to(values.dtype)

@@ -57,10 +57,11 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.activations import ModelSize
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel, share_weights, widest_float
 from groupwise.model.lost_device import lost_device
 from groupwise.model.memory import CACHE_SHARE, cache_token_bytes
-from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_cached, why_not_packed
+from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_not_cached, why_not_packed
 from groupwise.model.recurrent_layers import is_recurrent
 from groupwise.model.transfer import on_device
 from groupwise.platform import trim_memory
@@ -167,6 +168,7 @@ class LocalEngine:
         self.max_rows, self.reserved_rows = max_rows, reserved_rows
         why = why_not_packed(self._model)
         self.packed = why is None
+        look(self._model, why)
         self._budget = RowBudget(max_rows, reserved_rows, paced_rows)
         if dtype is not None and why is not None:
             raise ConfigError(f"rollout.dtype={dtype} cannot be had: {why}", hint="leave it out", field="rollout.dtype")
@@ -546,7 +548,9 @@ class LocalEngine:
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         most = min(request.params.max_tokens, room)
         grammar = None if request.params.grammar is None else self._grammars.matcher(request.params.grammar)
-        return PendingRequest(request, request.version, weights, weights, most, seed, on_token, grammar)
+        vision, prompt = vision_of(self._model), request.prompt_ids
+        following = len(prompt) if vision is None else vision.following(prompt)
+        return PendingRequest(request, request.version, weights, weights, most, seed, on_token, grammar, following)
 
     def _check(self, prompt_ids: Sequence[int], version: PolicyVersion) -> AdapterWeights | None:
         """Return the weights of `version`. Raises if the prompt cannot be run or the version is not there."""
@@ -568,6 +572,8 @@ class LocalEngine:
         return None if version.is_base else self._adapters[version]
 
     def _check_ids(self, ids: Sequence[int]) -> None:
+        if (vision := vision_of(self._model)) is not None:
+            ids = vision.placeholders(ids)
         if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
             worst = max(ids, key=lambda token: abs(token - self._vocabulary / 2))
             raise ModelError(

@@ -51,6 +51,7 @@ from groupwise.engine.prefix_cache import Kept, PrefixCache
 from groupwise.engine.rows import PendingRequest, Row, Rows
 from groupwise.model.attention import Layout, SharedPrompts
 from groupwise.model.backbone import Backbone
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.transfer import on_device
 from groupwise.types import PolicyVersion
 
@@ -81,7 +82,7 @@ class PackedDecoder(DecodedRows):
     ):
         super().__init__(shared, shared.budget.most)
         self.past = past
-        self._backbone = Backbone(shared.model, shared.bank.project)
+        self._backbone, self._vision = Backbone(shared.model, shared.bank.project), vision_of(shared.model)
         self.cache, self.lookup = KeyValueCache(shared.budget.most, cache_tokens), Lookup(draft_tokens, shared.device)
         self._since_sorted = 0  # decode steps
         self._grid: Grid | None = None  # None: rows have come or gone since it was made
@@ -98,7 +99,7 @@ class PackedDecoder(DecodedRows):
     def hidden(self, ids: Sequence[int], weights: AdapterWeights | None) -> Tensor:
         """Return the last hidden states [S, hidden] of one row of tokens."""
         layout = SharedPrompts([len(ids)], device=self.shared.device)
-        return self._forward(ids, range(len(ids)), layout, [weights] * len(ids))
+        return self._forward(ids, self._positions([(ids, range(len(ids)))]), layout, [weights] * len(ids))
 
     def hidden_before(
         self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], weights: AdapterWeights | None
@@ -106,7 +107,8 @@ class PackedDecoder(DecodedRows):
         """See `Decoder.hidden_before`; the prompt is run once, and the last token of a completion is not run."""
         rows, start = [ids[:-1] for ids in completions], len(prompt_ids)
         ids = [*prompt_ids, *(token for row in rows for token in row)]
-        positions = [*range(start), *(start + i for row in rows for i in range(len(row)))]
+        whole = [(prompt_ids, range(start)), *(((*prompt_ids, *row), range(start, start + len(row))) for row in rows)]
+        positions = self._positions(whole)
         layout = SharedPrompts([start], [len(row) for row in rows], [0] * len(rows), device=self.shared.device)
         prompt_SH, *others = self._forward(ids, positions, layout, [weights] * len(ids)).split(
             [start, *(len(row) for row in rows)]
@@ -202,7 +204,7 @@ class PackedDecoder(DecodedRows):
     def _fill(self, slots: range, prompts: Sequence[tuple[int, ...]], weights: Sequence[AdapterWeights | None]) -> None:
         """Fill the slots with these tokens, and note whose they are and what predicts their next tokens."""
         owners = [each for each, prompt in zip(weights, prompts, strict=True) for _ in prompt]
-        positions = [position for prompt in prompts for position in range(len(prompt))]
+        positions = self._positions([(prompt, range(len(prompt))) for prompt in prompts])
         layout = Prefill(self.cache, slots, self.shared.device)
         hidden_SH = self._forward(list(chain(*prompts)), positions, layout, owners)
         lengths, chosen_SLK = [len(prompt) for prompt in prompts], self.chosen_SLK
@@ -229,7 +231,8 @@ class PackedDecoder(DecodedRows):
             layout = Extend(cache, grid, at, held, [len(p) for p in pieces])
             ids = [each.job.request.prompt_ids[i] for each, piece in zip(going, pieces, strict=True) for i in piece]
             owners = [each.job.weights for each, piece in zip(going, pieces, strict=True) for _ in piece]
-            hidden_SH = self._forward(ids, list(chain(*pieces)), layout, owners)
+            asked = [(each.job.request.prompt_ids, piece) for each, piece in zip(going, pieces, strict=True)]
+            hidden_SH = self._forward(ids, self._positions(asked), layout, owners)
             for b, mine in enumerate(hidden_SH.split([len(piece) for piece in pieces])):
                 last[b] = mine[-1] if len(mine) else last[b]
             self._note_routes(rows.owners[at], pieces)
@@ -279,12 +282,15 @@ class PackedDecoder(DecodedRows):
                 pieces = [ids[first : first + EXTEND_TOKENS] for ids in own]
                 held = [min(first, len(ids)) for ids in own]
                 layout = Extend(cache, grid, part, held, list(map(len, pieces)))
-                positions = [
-                    row.shared + at_own + t
-                    for row, at_own, piece in zip(rows.owners[part], held, pieces, strict=True)
-                    for t in range(len(piece))
+                asked = [
+                    (
+                        (*row.job.prompt[1][: row.shared], *ids),
+                        range(row.shared + at_own, row.shared + at_own + len(piece)),
+                    )
+                    for row, ids, at_own, piece in zip(rows.owners[part], own, held, pieces, strict=True)
                 ]
-                self._forward(list(chain(*pieces)), positions, layout, [weights] * len(positions))
+                owners = [weights] * sum(map(len, pieces))
+                self._forward(list(chain(*pieces)), self._positions(asked), layout, owners)
 
     def _note_routes(self, owners: Sequence[Row], pieces: Sequence[range]) -> None:
         """Record the experts of what is new in conversations; those of what was kept are not known."""
@@ -364,19 +370,24 @@ class PackedDecoder(DecodedRows):
         rows.token[every] = rows.tokens[torch.arange(rows.active, device=row_S.device), rows.count[every] - 1]
         self.retire(reasons, cut)
 
+    def _positions(self, rows: Sequence[tuple[Sequence[int], range]]) -> Tensor:
+        """Return the rotary positions of parts of rows, one behind the other: [S], or [3, S]."""
+        if self._vision is None:
+            return torch.tensor([*chain(*(part for _, part in rows))], dtype=torch.long)
+        return torch.cat([self._vision.positions_of([ids])[..., part.start : part.stop] for ids, part in rows], -1)
+
     def _forward(
         self,
         token_S: Tensor | Sequence[int],
-        position_S: Tensor | Sequence[int],
+        position_S: Tensor,
         layout: Layout,
         owners: Sequence[AdapterWeights | None],
         run: Callable[[Tensor, Tensor, Layout], Tensor] | None = None,
     ) -> Tensor:
         """Last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
         device = self.shared.device
-        token_S, position_S = (
-            x if isinstance(x, Tensor) else on_device(x, device, torch.long) for x in (token_S, position_S)
-        )
+        token_S = token_S if isinstance(token_S, Tensor) else on_device(token_S, device, torch.long)
+        position_S = on_device(position_S, device)
         alone = self.shared.small and len(owners) * self.shared.flops < ONE_THREAD_FLOPS
         torch.set_num_threads(1 if alone else self._threads())  # of this thread of Python's
         self.shared.bank.select(owners)

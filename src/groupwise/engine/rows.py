@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import filterfalse
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from groupwise.engine.kv_cache import PromptKey
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.ngrams import History, Ngrams, ngrams_of
 from groupwise.engine.sampling import RowParams, completion_seed
+from groupwise.model.image_tokens import is_of_image
 from groupwise.model.load import widest_float
 from groupwise.model.transfer import on_device
 from groupwise.recorded import MaskEntry, RoutedExperts, SamplingMask
@@ -50,6 +52,7 @@ class PendingRequest:
     seed: int
     on_token: TokenSink | None = None
     grammar: LLMatcher | None = None
+    following: int = 0  # the rotary position of the first token that is sampled
     future: Future[list[Completion]] = field(default_factory=Future)
     done: dict[int, Completion] = field(default_factory=dict)
     started: int = 0  # completions that have been given a row
@@ -71,7 +74,7 @@ class PendingRequest:
     @cached_property
     def prompt_words(self) -> Tensor:
         """The distinct token ids of the prompt, sorted (for the repetition penalty)."""
-        return torch.tensor(sorted(set(self.request.prompt_ids)), dtype=torch.long)
+        return torch.tensor(sorted({*filterfalse(is_of_image, self.request.prompt_ids)}), dtype=torch.long)
 
     @cached_property
     def ngrams(self) -> Ngrams:
@@ -218,7 +221,7 @@ class Rows:
         params = job.request.params
         at = slice(self.active, self.active + n)
         known, prompt = self.on_host, len(job.request.prompt_ids)
-        self.count[at], self.ended[at], self.position[at] = 0, NEVER, prompt
+        self.count[at], self.ended[at], self.position[at] = 0, NEVER, job.following
         known.count[at], known.limit[at], known.held[at] = 0, job.max_tokens, prompt - shared
         self.temperature[at], self.top_p[at], self.min_p[at] = params.temperature, params.top_p, params.min_p
         self.top_k[at], self.watch_eos[at] = params.top_k, not params.ignore_eos

@@ -41,6 +41,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from groupwise.model.products import product
 from groupwise.model.recurrence import Segments, States, segments_of_groups
 from groupwise.model.transfer import on_device
 
@@ -59,14 +60,28 @@ class Scoring:
     softcap: float | None = None
     sinks: Tensor | None = field(default=None, compare=False)
 
+    def factors(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Return what queries of this type are multiplied with, and what their products with keys are: `scaling` and 1,
+        but for 16 bits, to which a scaled query would be rounded, 1 and `scaling`."""
+        return (1.0, self.scaling) if dtype.itemsize == 2 else (self.scaling, 1.0)
+
     def scaled(self, query: Tensor) -> Tensor:
         """Return the query as it is multiplied with keys."""
-        return query * self.scaling
+        factor, _ = self.factors(query.dtype)
+        return query if factor == 1 else query * factor
 
-    def finished(self, products: Tensor) -> Tensor:
-        """Products of scaled queries and keys -> scores, capped, not masked; float32 for 16-bit inputs."""
-        scores = products.float() if products.itemsize == 2 else products  # a softmax in 16 bits is off by a percent
-        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+    def products(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scaled queries [..., N, D] and keys as columns [..., D, T] -> products [..., N, T]; of 16 bits in float32."""
+        scores, (_, factor) = product(query, key), self.factors(query.dtype)
+        return scores if factor == 1 else scores.mul_(factor)
+
+    def capped(self, products: Tensor) -> Tensor:
+        """Return the scores, not masked."""
+        return products if self.softcap is None else self.softcap * torch.tanh(products / self.softcap)
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scaled queries [..., N, D] and keys as columns [..., D, T] -> scores [..., N, T], not masked."""
+        return self.capped(self.products(query, key))
 
     def sinks_of(self, K: int, repeats: int = 1) -> Tensor | None:
         """Return the sinks of the R heads of each key-value head, each `repeats` times -> [K, R * repeats, 1]."""
@@ -287,7 +302,7 @@ class SharedPrompts:
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         query_SHD, key_SKD = (x.to(value_SKD.dtype) for x in (query_SHD, key_SKD))  # autocast rotates in float32
-        scale, K, split, out = scoring.scaling, key_SKD.shape[1], self.split, []
+        scale, K, split, out = scoring.factors(value_SKD.dtype)[0], key_SKD.shape[1], self.split, []
         key_PKLD, value_PKLD = (self.prompts.place(x[:split], K)[:, :, 0, 0] for x in (key_SKD, value_SKD))
         if self.L:
             query, sinks = self.prompts.place(query_SHD[:split], K, scale=scale)[:, :, 0], scoring.sinks_of(K)
@@ -316,7 +331,7 @@ class SharedPrompts:
         if self.ragged or scoring.window is not None:
             mask_prompt = mask_of(self._hidden_prompt(scoring.window))
         if scoring.softcap is None:
-            inputs = (query, key, value, key_PKLD, value_PKLD, mask_own, mask_prompt, scoring.sinks)
+            inputs = (query, key, value, key_PKLD, value_PKLD, mask_own, mask_prompt, scoring.sinks, scoring)
             return _Merged.apply(*inputs)  # type: ignore[return-value]
         return _merge(query, key, value, key_PKLD, value_PKLD, mask_own, mask_prompt, scoring)[0]
 
@@ -341,9 +356,9 @@ def _merge(
     P, K, G, R, C, D = query_PKGRCD.shape
     rows, lines, wide = (P, K, G, R, C), (P, K, G, R * C), value_PKLD.shape[-1]
     sinks = None if scoring.sinks is None else scoring.sinks.view(K, 1, R, 1, 1)
-    own = scoring.finished(query_PKGRCD.view(*lines, D) @ key_PKGCD.transpose(-1, -2)).view(*rows, C)
+    own = scoring.scores(query_PKGRCD.view(*lines, D), key_PKGCD.transpose(-1, -2)).view(*rows, C)
     own.add_(mask_own)
-    shared = scoring.finished(query_PKGRCD.view(P, K, -1, D) @ key_PKLD.transpose(-1, -2))
+    shared = scoring.scores(query_PKGRCD.view(P, K, -1, D), key_PKLD.transpose(-1, -2))
     if mask_prompt is not None:
         shared.view(P, K, -1, C, shared.shape[-1]).add_(mask_prompt)
     with torch.no_grad():
@@ -362,14 +377,16 @@ class _Merged(torch.autograd.Function):
 
         dV = E^T (dO / Z)      dS = E * ((dO / Z) V^T - sum(dO * O) / Z)      dQ = dS K      dK = dS^T Q
 
-    for each of the two key sets, and -sum(dO * O) E / Z for a sink, which is in Z and has no value. (Autograd would
-    come to the same with more passes over [G*R*C, L].)
+    for each of the two key sets (dQ and dK times what products are multiplied with), and -sum(dO * O) E / Z for a sink,
+    which is in Z and has no value. (Autograd would come to the same with more passes over [G*R*C, L].)
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, *rest: Tensor | None) -> Tensor:
-        out, own, shared, total = _merge(query, *rest[:-1], Scoring(1.0, sinks=rest[-1]))  # type: ignore[arg-type]
+    def forward(ctx: Any, query: Tensor, *rest: Any) -> Tensor:
+        scoring: Scoring = rest[-1]
+        out, own, shared, total = _merge(query, *rest[:6], scoring)  # pyright: ignore[reportCallIssue]
         ctx.save_for_backward(query, *rest[:4], out, own, shared, total)
+        ctx.factor = scoring.factors(query.dtype)[1]
         return out
 
     @staticmethod
@@ -397,8 +414,11 @@ class _Merged(torch.autograd.Function):
         grad_prompt_value = shared.to(coarse).transpose(-1, -2) @ grad.view(group)
         grad_prompt_key = slope.transpose(-1, -2) @ query.view(group)
         grad_query = grad_query.view(group) + slope @ prompt_key
+        if ctx.factor != 1:
+            for each in (grad_query, grad_key, grad_prompt_key):
+                each.mul_(ctx.factor)
         grad_query, of_prompt = grad_query.view(query.shape), (grad_prompt_key, grad_prompt_value)
-        return grad_query, grad_key, grad_value, *of_prompt, None, None, grad_sinks
+        return grad_query, grad_key, grad_value, *of_prompt, None, None, grad_sinks, None
 
 
 def _causal(
@@ -413,15 +433,16 @@ def _causal(
     on the right, so causality alone hides the padding."""
     B, K, R, T, D = query_BKRTD.shape
     whole = scoring.window is None or scoring.window >= T
+    factor = scoring.factors(query_BKRTD.dtype)[1]
     plain = scoring.softcap is None and sinks is None and whole  # torch's kernels know of no sinks
     # In 16 bits the two ways differ by hundredths of a nat, so a forward without a graph takes the one of training.
     unrecorded = not torch.is_grad_enabled() and query_BKRTD.itemsize > 2
     if plain and (query_BKRTD.is_cuda or unrecorded or T > CPU_FUSED_FROM):  # gpu-aware
         out_BHTD = scaled_dot_product_attention(
-            query_BKRTD.view(B, K * R, T, D), key_BKTD, value_BKTD, is_causal=True, scale=1.0, enable_gqa=R > 1
+            query_BKRTD.view(B, K * R, T, D), key_BKTD, value_BKTD, is_causal=True, scale=factor, enable_gqa=R > 1
         )
         return out_BHTD.reshape(B, K, R, T, -1)
-    scores = scoring.finished(query_BKRTD.view(B, K, R * T, D) @ key_BKTD.transpose(-1, -2))
+    scores = scoring.scores(query_BKRTD.view(B, K, R * T, D), key_BKTD.transpose(-1, -2))
     scores = scores.view(B, K, R, T, T) + mask_of(_hidden(at_T, scoring.window))
     weights = softmax(scores, None if sinks is None else sinks[..., None])
     return (weights.reshape(B, K, R * T, T).to(value_BKTD.dtype) @ value_BKTD).view(B, K, R, T, -1)

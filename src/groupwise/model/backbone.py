@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from groupwise.errors import ConfigError
 from groupwise.model.attention import Layout, Scoring
+from groupwise.model.image_tokens import FIRST, vision_of
 
 LEAN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -50,15 +51,26 @@ def adapter_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Return the model without its LM head. Raises NotImplementedError where it cannot be told."""
+    """Return the text decoder, without its LM head. Raises NotImplementedError where it cannot be told."""
+    if vision_of(model) is not None:
+        return model.get_decoder()
     for name in (model.base_model_prefix, "model"):  # Llama 4's prefix is that of its vision model
         if isinstance(own := getattr(model, name, None), nn.Module):
             return own
     raise NotImplementedError(f"{type(model).__name__} has no module {model.base_model_prefix!r}")
 
 
+def decoder_inputs(model: PreTrainedModel, ids_BT: Tensor) -> dict[str, Any]:
+    """Return token ids as the text decoder takes them: as they are, or as embeddings where images are among them."""
+    vision = vision_of(model)
+    if vision is None or not bool((ids_BT >= FIRST).any()):
+        return {"input_ids": ids_BT}
+    return vision.embed(ids_BT, model.get_input_embeddings())
+
+
 class Backbone:
-    """`Backbone(model)(ids_S, positions_S, layout)` -> the last hidden states [S, hidden]."""
+    """`Backbone(model)(ids_S, positions_S, layout)` -> the last hidden states [S, hidden]. Positions are [3, S] where a
+    model that sees has three for each token (`Vision.positions`)."""
 
     def __init__(self, model: PreTrainedModel, project: Project = project_plainly):
         self.model = model
@@ -69,7 +81,8 @@ class Backbone:
     def __call__(self, ids_S: Tensor, positions_S: Tensor, layout: Layout) -> Tensor:
         own = self._own
         if not self.lean:
-            out = own(input_ids=ids_S[None], position_ids=positions_S[None], layout=layout, use_cache=False)
+            where = positions_S.unsqueeze(-2)
+            out = own(**decoder_inputs(self.model, ids_S[None]), position_ids=where, layout=layout, use_cache=False)
             return out.last_hidden_state[0]
         h, cos, sin = self.opening(ids_S, positions_S)
         saving = own.gradient_checkpointing and own.training and torch.is_grad_enabled()

@@ -35,10 +35,12 @@ from typing import TYPE_CHECKING, Any, cast
 from groupwise.config.chat import ChatConfig
 from groupwise.errors import ChatError, ConfigError
 from groupwise.model.chat_length import check_messages, check_text
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.pieces import encode_pieces, encode_plain, encode_text, tail_of
 from groupwise.model.reply_formats.format import THINK
 from groupwise.model.reply_formats.known import format_of
 from groupwise.model.special_text import any_of, quotable, quote, special_pattern
+from groupwise.pictures import is_picture, pictures_in
 from groupwise.types import Message, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -80,10 +82,16 @@ def encode_prompt(
     if (messages := rendered_messages(prompt, tokenizer)) is not None:
         check_messages(messages, tokenizer, context)
         text = render_prompt(
-            messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, continues=continues
+            messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, continues=continues, images=True
         )
         check_text(text, tokenizer, context)
-        ids = encode_text(text, tokenizer)
+        if pictures := pictures_in(messages):
+            vision = vision_of(tokenizer)
+            assert vision is not None  # or they had not been rendered
+            text, of_images = vision.expand(text, pictures)
+            ids = vision.in_place(encode_text(text, tokenizer), of_images)
+        else:
+            ids = encode_text(text, tokenizer)
     elif prompt.text is not None:
         check_text(prompt.text, tokenizer, context)
         ids = encode_plain(prompt.text, tokenizer)
@@ -106,10 +114,11 @@ def render_prompt(
     tools: Sequence[dict[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     continues: bool | None = None,
+    images: bool = False,
 ) -> str:
     """Return the text whose ids `encode_prompt` gives, special tokens in content as codes. For `encode_rendered` and
-    `bridge_of`. Raises ChatError as `encode_prompt` does."""
-    chat = normalised(messages, tokenizer)
+    `bridge_of`, which take no `images`. Raises ChatError as `encode_prompt` does."""
+    chat = normalised(messages, tokenizer, images=images)
     open_turn = chat[-1]["role"] == "assistant" if continues is None else continues
     text, _ = render_chat(
         chat,
@@ -239,7 +248,9 @@ class CompletionEncoder:
             ends_turn = prompt.text is None and bool(tokenizer.chat_template)  # token ids alone, of what was rendered
             before, self._end = prompt.text or "", (_turn_end_id if ends_turn else _eos_id)(tokenizer)
         else:
-            before = render_prompt(messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
+            before = render_prompt(
+                messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, images=True
+            )
             self._end = _turn_end_id(tokenizer)
         self._tail = tail_of(before, encode_text(before, tokenizer), tokenizer)
 
@@ -261,7 +272,8 @@ def decode(
     `ends`: `closing_ids(tokenizer)`, from who decodes much.
     """
     ends = closing_ids(tokenizer) if ends is None else ends
-    length = len(token_ids)
+    length, vision = len(token_ids), vision_of(tokenizer)
+    token_ids = token_ids if vision is None else vision.placeholders(token_ids)
     while length and token_ids[length - 1] in ends:
         length -= 1
     text = tokenizer.decode(list(token_ids[:length]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -498,11 +510,21 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 # ---- messages as the templates want them ----
-def normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def normalised(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, images: bool = False
+) -> list[dict[str, Any]]:
     """Return messages as plain dicts without None values, text parts joined, tool arguments and thoughts where the
-    family's template takes them, special tokens' texts quoted."""
+    family's template takes them, special tokens' texts quoted.
+
+    With `images` a message may have images, if the model sees; they become parts {"type": "image"}.
+
+    Raises:
+        ChatError: there are no messages, or one of them has what the model does not read.
+    """
     if not messages:
         raise ChatError("the list of messages is empty", hint="give at least one user message")
+    if pictures_in(messages):
+        _check_images(tokenizer, images=images)
     texts = quotable(tokenizer)
     chat = list[dict[str, Any]]()
     for i, message in enumerate(messages):
@@ -552,13 +574,31 @@ def normalised_tools(
     return quote(list(tools), quotable(tokenizer)) if tools else None
 
 
-def _joined(content: Any, index: int) -> str:
+def _check_images(tokenizer: PreTrainedTokenizerBase, *, images: bool) -> None:
+    """Raise ChatError where the model, or what is made of the conversation, takes no images."""
+    if vision_of(tokenizer) is None:
+        name = tokenizer.name_or_path or "this model"
+        raise ChatError(
+            f"a message has an image, and {name} reads text alone", hint="use a model that sees: docs/images.md"
+        )
+    if not images:
+        raise ChatError(
+            "a message has an image, and only prompts of runs without an environment may have one",
+            hint="leave images out of environments, of examples and pairs to imitate, and of posted groups",
+        )
+
+
+def _joined(content: Any, index: int) -> str | list[dict[str, Any]]:
+    """Return the text of parts, or the parts where images are among them, without their bytes."""
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else [content]
     for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not (text or is_picture(part)):
             raise ChatError(f"message {index} has content {part!r}; this model reads text: a string or text parts")
+    if any(map(is_picture, parts)):
+        return [{"type": "image"} if is_picture(part) else {"type": "text", "text": part["text"]} for part in parts]
     return "".join(part["text"] for part in parts)
 
 

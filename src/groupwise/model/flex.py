@@ -123,14 +123,15 @@ class Forest:
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         query, key, value = (  # [1, heads, T, D]; autocast rotates in float32
             pad(x.to(value_SKD.dtype), (0, 0, 0, 0, 0, self.T - self.S)).transpose(0, 1).unsqueeze(0)
-            for x in (scoring.scaled(query_SHD), key_SKD, value_SKD)
+            for x in (query_SHD, key_SKD, value_SKD)
         )
         cap = None if scoring.softcap is None else _capped(scoring.softcap, value.device, value.dtype)
-        kernel = partial(_kernel(value.device.type), score_mod=cap, block_mask=self.blocks(scoring.window))
+        told = {"score_mod": cap, "block_mask": self.blocks(scoring.window), "scale": scoring.scaling}
+        kernel = partial(_kernel(value.device.type), **told)
         if scoring.sinks is None:
-            out = kernel(query, key, value, scale=1.0, enable_gqa=True)
+            out = kernel(query, key, value, enable_gqa=True)
         else:
-            out, aux = kernel(query, key, value, scale=1.0, enable_gqa=True, return_aux=_log_sums())
+            out, aux = kernel(query, key, value, enable_gqa=True, return_aux=_log_sums())
             seen = torch.sigmoid(aux.lse - scoring.sinks[:, None])  # the part of the softmax that is not the sink's
             out = (out * seen[..., None]).to(value.dtype)
         return out[0].transpose(0, 1)[: self.S]

@@ -20,8 +20,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -36,6 +39,7 @@ from groupwise.errors import FieldError, ModelError
 from groupwise.model.attention import ATTENTION
 from groupwise.model.chat import configure_chat, remember_ends, stop_ids
 from groupwise.model.mixture import fused_parameters, is_router, routing_shape
+from groupwise.model.products import product
 from groupwise.model.quantized import (
     PACKAGE,
     QuantizedLinear,
@@ -45,6 +49,8 @@ from groupwise.model.quantized import (
     take_over,
 )
 from groupwise.model.recurrent_layers import pack_recurrent_layers
+from groupwise.model.vision import open_eyes
+from groupwise.platform import no_such_gpu
 from groupwise.recorded import RoutingShape
 
 _CAST_HEAD = "_groupwise_cast_lm_head"  # an attribute of a model: `cast_lm_head`
@@ -136,7 +142,7 @@ def resolve_device(device: str = "auto") -> torch.device:
         return torch.device(next(kind for kind, is_there in there.items() if is_there()))
     chosen = torch.device(device)
     if not there[chosen.type]():
-        raise ModelError(f"device is {device!r} but torch sees no such GPU", hint="set device: cpu or auto")
+        raise no_such_gpu(device)
     return chosen
 
 
@@ -213,7 +219,8 @@ def load_model(
             config = AutoConfig.from_pretrained(path)
             options = _quantization_options(config, name, quantization, where, kind)
             tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
+            model = auto_class(config).from_pretrained(path, config=config, dtype=kind, **options)
+            open_eyes(model, tokenizer, path)
     except _UNREADABLE as error:
         raise _not_loaded("model", name, error) from error
     if options:
@@ -259,7 +266,14 @@ def _quantization_options(
 def empty_model(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return a model of this configuration without weights (on torch's meta device): its modules, and their shapes."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **({} if dtype is None else {"dtype": dtype}))
+        return auto_class(config).from_config(copy.deepcopy(config), **({} if dtype is None else {"dtype": dtype}))
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class by which a model of this configuration is made: that of models of images and text
+    where it is no causal language model by itself (Qwen2.5-VL, Qwen3-VL, SmolVLM, ...)."""
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
 def not_quantised(config: PreTrainedConfig) -> list[str]:
@@ -535,9 +549,8 @@ class Head:
             return nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V)
         bias_V = None if self.bias_V is None else self.bias_V.float()
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            half = hidden_NH.dtype == self.weight_VH.dtype == torch.bfloat16
-            if half and hidden_NH.is_cuda:  # gpu-seen: logits of bfloat16 in float32
-                logits_NV = torch.mm(hidden_NH, self.weight_VH.T, out_dtype=torch.float32)  # tensor cores sum in it
+            if hidden_NH.dtype == self.weight_VH.dtype == torch.bfloat16:
+                logits_NV = product(hidden_NH, self.weight_VH.T)
                 return logits_NV if bias_V is None else logits_NV.add_(bias_V)
             return nn.functional.linear(hidden_NH.float(), self.weight_VH.float(), bias_V)
 

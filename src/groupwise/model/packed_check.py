@@ -23,20 +23,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from groupwise.errors import ModelError
 from groupwise.model.attention import Layout, SharedPrompts
 from groupwise.model.backbone import Backbone, decoder_of
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import (
     AdaptableModules,
     Head,
+    auto_class,
     empty_model,
     longest_row,
     plain_attention,
     plain_implementation,
     share_weights,
 )
+from groupwise.model.vision import Vision, sample_picture
 
 # What the plain path costs beside the packed one, by benchmarks/plain.py; of prompts it depends on their share.
 PLAIN_COST = "about twice as slow as packed"
@@ -141,13 +144,76 @@ def packed_forward_gap(
     with plain_attention(model):
         for b, (p, n) in enumerate(completions):
             row = torch.tensor([lines[p] + lines[len(prompts) + b]], device=model.device)
-            plain = model(input_ids=row, use_cache=False).logits[0, prompts[p] :]
-            plain = plain if plain.dtype == torch.float64 else plain.float()
-            plain_NV = plain.log_softmax(-1)
-            gaps.append((plain_NV.exp() * (plain_NV - packed_SV[start : start + n]).abs()).sum(-1))
+            plain_NV = _logprobs(model(input_ids=row, use_cache=False).logits[0, prompts[p] :])
+            gaps.append(_gaps(plain_NV, packed_SV[start : start + n]))
             start += n
-    gap = float(torch.cat(gaps).mean())
+    return _mean(gaps)
+
+
+def _logprobs(logits: Tensor) -> Tensor:
+    """Return log-probabilities, in float32 at least."""
+    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+
+
+def _gaps(expected_NV: Tensor, found_NV: Tensor) -> Tensor:
+    """Return how far log-probabilities are from those that are expected, [N]: the mean over tokens as likely as they
+    are expected to be."""
+    return (expected_NV.exp() * (expected_NV - found_NV).abs()).sum(-1)
+
+
+def _mean(gaps: Sequence[Tensor]) -> float:
+    """Return the mean of all; infinite where one is not finite."""
+    gap = float(torch.cat(list(gaps)).mean())
     return gap if math.isfinite(gap) else math.inf
+
+
+def look(model: PreTrainedModel, why_not_packed: str | None) -> None:
+    """Find out, once, whether a model that sees can be given images: `Vision.blind`. They are computed in packed rows
+    only."""
+    if (vision := vision_of(model)) is not None and not vision.looked:
+        vision.blind, vision.looked = why_not_packed or why_blind(model), True
+
+
+def why_blind(model: PreTrainedModel) -> str | None:
+    """Return why images cannot be given to this model, made by `model.load.share_weights`, which runs packed; None if
+    they can, or if it reads text alone. Its packed forward of an image is compared with its own."""
+    vision = vision_of(model)
+    if vision is None:
+        return None
+    try:
+        gap, tolerance = image_forward_gap(model, vision), packed_tolerance(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a model's code, or of its processor's
+        return f"its packed forward of an image fails: {_said(error)}"
+    if gap <= tolerance:
+        return None
+    return f"its packed forward of an image differs from its own by {gap:.3g} nats (tolerance {tolerance:g})"
+
+
+@torch.no_grad()
+def image_forward_gap(model: PreTrainedModel, vision: Vision) -> float:
+    """Return the mean difference in log-probability between the packed forward and the model's own, for two completions
+    of a prompt that begins with an image, as `packed_forward_gap` has it."""
+    picture = sample_picture()
+    text, ids = vision.expand(vision.token, [picture])
+    shown = vision.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    words = [each for each in ((37 * i + 11) % vocabulary for i in range(16)) if each != vision.token_id]
+    prompt, ends = [*vision.in_place(shown, ids), *words[:5]], (words[5:9], words[9:12])
+    layout = SharedPrompts([len(prompt)], [len(each) for each in ends], [0, 0], device=model.device)
+    where = vision.positions_of([prompt])
+    after = [vision.positions_of([[*prompt, *each]])[..., len(prompt) :] for each in ends]
+    flat = torch.tensor([*prompt, *ends[0], *ends[1]], device=model.device)
+    positions = torch.cat([where, *after], -1).to(model.device)
+    packed_SV = Head.of(model).logits(Backbone(model)(flat, positions, layout)).log_softmax(-1)
+    gaps, start = list[Tensor](), len(prompt)
+    for each in ends:
+        plain_NV = _logprobs(vision.own_logits([*prompt, *each], picture)[len(prompt) :])
+        gaps.append(_gaps(plain_NV, packed_SV[start : start + len(each)]))
+        start += len(each)
+    vision.forget(picture)
+    return _mean(gaps)
 
 
 def why_not_cached(model: PreTrainedModel) -> str | None:
@@ -187,9 +253,8 @@ def cached_forward_gap(model: PreTrainedModel) -> float:
             whole_BV, step_BV = (
                 head.logits(x).log_softmax(-1) for x in (hidden_2TH[rows, at], out.last_hidden_state[:, -1])
             )
-            gaps.append((whole_BV.exp() * (whole_BV - step_BV).abs()).sum(-1).mean()[None])
-    gap = float(torch.cat(gaps).mean())
-    return gap if math.isfinite(gap) else math.inf
+            gaps.append(_gaps(whole_BV, step_BV).mean()[None])
+    return _mean(gaps)
 
 
 @torch.no_grad()
@@ -276,10 +341,7 @@ def plain_forward_gap(model: PreTrainedModel) -> float:
         longer_2TH = own(input_ids=rows, use_cache=False).last_hidden_state[:, :short]
         alone_TH = own(input_ids=rows[:1, :short], use_cache=False).last_hidden_state[0]
     alone_TV = head.logits(alone_TH).log_softmax(-1)
-    gap = max(
-        float((alone_TV.exp() * (alone_TV - head.logits(longer_TH).log_softmax(-1)).abs()).sum(-1).mean())
-        for longer_TH in longer_2TH
-    )
+    gap = max(float(_gaps(alone_TV, head.logits(longer_TH).log_softmax(-1)).mean()) for longer_TH in longer_2TH)
     return gap if math.isfinite(gap) else math.inf
 
 
@@ -295,8 +357,7 @@ def head_gap(model: PreTrainedModel) -> float:
     if logits_TV.shape != own_TV.shape:
         return math.inf
     own_TV = own_TV.to(logits_TV.dtype).log_softmax(-1)
-    gap = float((own_TV.exp() * (own_TV - logits_TV.log_softmax(-1)).abs()).sum(-1).mean())
-    return gap if math.isfinite(gap) else math.inf
+    return _mean([_gaps(own_TV, logits_TV.log_softmax(-1))])
 
 
 # -- from a configuration alone ----------------------------------------------------------------------------------------
@@ -350,7 +411,7 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
         small = _small_config(config, narrow=narrow)
         try:
             _check_size(small)
-            model = _random_model(AutoModelForCausalLM.from_config, small, CPU)
+            model = _random_model(auto_class(small).from_config, small, CPU)
             head_gap(model)  # whether it runs
         except Exception:
             if not narrow:

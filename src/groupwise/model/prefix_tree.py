@@ -78,7 +78,7 @@ class _Tiles:
 
     def weigh(self, query_BKND: Tensor, key_BKTD: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """Scaled queries -> (scores, with a softcap as they are before masking; their softmax), both [B, K, R*N, T]."""
-        scores = scoring.finished(query_BKND @ key_BKTD.transpose(-1, -2))
+        scores = scoring.scores(query_BKND, key_BKTD.transpose(-1, -2))
         query_BN1, key_B1T = self.query_positions_BN[:, :, None], self.key_positions_BT[:, None]
         hidden_BNT = key_B1T > query_BN1
         if scoring.window is not None:
@@ -108,6 +108,7 @@ class PrefixTree:
         self.states = Segments(partial(segments_of_tree, paths, own), device=device)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
+        query_SHD, key_SKD = (x.to(value_SKD.dtype) for x in (query_SHD, key_SKD))  # autocast rotates in float32
         inputs = (scoring.scaled(query_SHD), key_SKD, value_SKD, scoring.sinks, self.tiles, scoring)
         return _TreeAttention.apply(*inputs)  # type: ignore[return-value]
 
@@ -129,18 +130,12 @@ class _TreeAttention(torch.autograd.Function):
             tile.put(out, (weights.to(value.dtype) @ tile.keys(value)).to(value.dtype))
         ctx.save_for_backward(query, key, value)
         ctx.tiles, ctx.scoring = tiles, scoring
-        device = query.device.type
-        ctx.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         query, key, value = ctx.saved_tensors
-        device = grads[0].device.type
-        with torch.autocast(device, dtype=ctx.autocast, enabled=ctx.autocast is not None):  # rounded as they were
-            grad_query, grad_key, grad_value, grad_sinks = _gradients(
-                grads[0], query, key, value, ctx.tiles, ctx.scoring
-            )
+        grad_query, grad_key, grad_value, grad_sinks = _gradients(grads[0], query, key, value, ctx.tiles, ctx.scoring)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None, None
 
 
@@ -170,6 +165,9 @@ def _gradients(
         slope = slope.to(value.dtype)
         tile.put(grad_query, (slope @ key).to(grad_query.dtype))
         tile.add(grad_key, slope.transpose(-1, -2) @ query)
+    if (factor := scoring.factors(query_SHD.dtype)[1]) != 1:
+        for each in (grad_query, grad_key):
+            each.mul_(factor)
     return grad_query, grad_key, grad_value, grad_sinks
 
 

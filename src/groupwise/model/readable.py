@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import compress
 
 from groupwise.errors import ContextLengthError, DataError
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel
 from groupwise.types import Sample
 
@@ -44,8 +45,10 @@ def check_routing(samples: Sequence[Sample], base: LoadedModel) -> None:
 
 def check_ids(samples: Sequence[Sample], base: LoadedModel) -> None:
     """Raise DataError unless the model has every token id, and every target that is read."""
+    vision = vision_of(base.model)
     for sample in samples:
-        if (largest := max((*sample.prompt_ids, *sample.completion_ids))) >= base.vocabulary:
+        prompt_ids = sample.prompt_ids if vision is None else vision.placeholders(sample.prompt_ids)
+        if (largest := max((*prompt_ids, *sample.completion_ids))) >= base.vocabulary:
             raise DataError(f"token id {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")
         if (largest := max(compress(sample.targets or (), sample.mask), default=0)) >= base.vocabulary:
             raise DataError(f"target {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")

@@ -21,9 +21,11 @@ from functools import cached_property
 from typing import Any
 
 from groupwise.config.rewards import RewardConfig
+from groupwise.pictures import COLUMNS, Picture
 from groupwise.types import MAX_REWARD
 
 OFFERED = ("completions", "prompts", "completion_ids")  # besides the dataset's columns
+PICTURED = ("prompts", *COLUMNS)  # what may have pictures
 
 EXTRAS = ("log_metric", "trainer_state")  # given only to a function whose signature names them
 
@@ -147,8 +149,10 @@ class FunctionCall:
         }
 
     def begin(self) -> Any:
-        """Call the function: what it returns, an awaitable where it is async. Raises what it raises."""
-        return self.function.function(**self._arguments)
+        """Call the function: what it returns, an awaitable where it is async. Raises what it raises. Pictures are PIL
+        images to it, as in TRL."""
+        pictured = {name: _decoded(value) for name, value in self._arguments.items() if name in PICTURED}
+        return self.function.function(**{**self._arguments, **pictured})
 
     def answer(self, returned: Any) -> GroupScores:
         """Return one value per completion, in order: a finite number, None, or why it is neither."""
@@ -243,3 +247,20 @@ def _shown(value: Any) -> str:
         return repr(value)
     except Exception:
         return f"<{type(value).__name__}>"
+
+
+def _decoded(value: Any) -> Any:
+    """Return pictures as PIL images, also inside lists and objects; what has none is returned as it is."""
+    if isinstance(value, Picture):
+        return value.pixels()
+    if isinstance(value, list) and any(_has_pictures(each) for each in value):
+        return [_decoded(each) for each in value]
+    if isinstance(value, dict) and _has_pictures(value):
+        return {name: _decoded(each) for name, each in value.items()}
+    return value
+
+
+def _has_pictures(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_pictures, value.values()))
+    return isinstance(value, Picture) or (isinstance(value, list) and any(map(_has_pictures, value)))

@@ -30,7 +30,7 @@ from groupwise.run.batches import Batches, Pace
 from groupwise.run.collect import Score
 from groupwise.run.curriculum import Curriculum
 from groupwise.run.evaluate import prepare_all
-from groupwise.run.memory_budget import load_of, longest_prompt
+from groupwise.run.memory_budget import load_of, longest_prompt, within_context
 from groupwise.run.open_teacher import open_teacher
 from groupwise.run.plan import RunPlan
 from groupwise.run.replay import ReplayBuffer, RerollQueue, total_reward
@@ -252,9 +252,10 @@ def _fitted(
     """Give the learner micro-batches for which `train.memory_gb`, or what a GPU has free, suffices. Raises ConfigError
     where `train.memory_gb` suffices for none."""
     prompts = plan.source.known
-    longest = longest_prompt(plan.config, prompts, play, context=base.context_length)
+    config = within_context(plan.config, context=base.context_length)
+    longest = longest_prompt(config, prompts, play, context=base.context_length)
     load = load_of(
-        plan.config,
+        config,
         base,
         learner,
         longest_prompt=longest,
@@ -262,7 +263,7 @@ def _fitted(
         teacher=teacher,
         engine=engine,
     )
-    learner.set_micro_tokens(fitting_tokens(plan.config, load))
+    learner.set_micro_tokens(fitting_tokens(config, load))
     return load
 
 

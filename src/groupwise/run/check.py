@@ -41,12 +41,13 @@ from groupwise.model.load import load_config, load_tokenizer
 from groupwise.model.memory import Memory, StepSize, memory, step_size
 from groupwise.model.packed_check import PLAIN_COST, Ways, ways_of
 from groupwise.model.reply_formats.known import format_of, shown_format
+from groupwise.pictures import text_of
 from groupwise.platform import run_coroutine
 from groupwise.rewards.base import refuse_failed, summarize
 from groupwise.rewards.check import PAID
 from groupwise.rewards.probes import COMPARED_LENGTH, GOLD, ProbePrompt, answers, junk
 from groupwise.run.assemble import Components, open_components
-from groupwise.run.memory_budget import device_memory, load_of, longest_allowed
+from groupwise.run.memory_budget import device_memory, load_of, longest_allowed, within_context
 from groupwise.run.plan import RunPlan, plan_or_all_problems
 from groupwise.run.policy import Policy
 from groupwise.run.teacher import taught
@@ -402,7 +403,7 @@ async def _try_junk(groups: Sequence[RolloutGroup], plan: RunPlan, parts: Compon
         wrong = next((other for each in groups if str(other := each.prompt.columns[column]) != str(gold)), None)
         if wrong is None:
             continue
-        question = prompt.text or str((prompt.messages or ({},))[-1].get("content", ""))
+        question = prompt.text or text_of((prompt.messages or ({},))[-1].get("content"))
         row = ProbePrompt(prompt=question, gold=gold, wrong=wrong)
         tried = {name: text for name, text in junk(row).items() if len(text) <= COMPARED_LENGTH}
         right, mistaken, paid = [
@@ -461,6 +462,7 @@ def _report(
     )
     tried_tokens = sum(len(group.prompt.token_ids) for group in groups) + sum(completions)
     pace = StepPace.of(config, step, sampled_s=sampled_s, trained_s=tried.seconds, tokens=tried_tokens)
+    config = within_context(config, context=parts.base.context_length)
     load = parts.load or load_of(
         config,
         parts.base,

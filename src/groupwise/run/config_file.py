@@ -79,10 +79,15 @@ def read_run(path: str | Path, overrides: Sequence[str] = (), *, system: str | N
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the run that a file in any of the spellings describes; warns of what comes out otherwise than in its
-    system.
+    """Return the run that a file of ours, or of another installed format, describes; warns of what comes out otherwise
+    than in its system.
 
-    Raises ConfigError as `read_run` and `runnable` do.
+    Args:
+        path: the file; relative paths in it begin at its folder.
+        overrides: `train.steps=80` and the like, in the words of the file, applied before it is read.
+
+    Raises:
+        ConfigError: a key that is not there or has no valid value, or something that has no counterpart here.
     """
     loaded = read_run(path, overrides)
     config = loaded.runnable()

@@ -456,8 +456,9 @@ def _mean(values: Iterable[float]) -> float:
     return math.fsum(known) / len(known) if known else math.nan
 
 
-def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluation]) -> None:
-    """Write down what was evaluated at `step`, by mode; done again it replaces what was there. Raises StorageError."""
+def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluation], *, again: bool = False) -> None:
+    """Write down what was evaluated at `step`, by mode; done again it replaces what was there. `again`: of the version
+    that was chosen, by other seeds, beside what chose it. Raises StorageError."""
     directory = run_dir / EVALUATIONS
     with files.writing(f"writing the evaluation at step {step}"):
         directory.mkdir(exist_ok=True)
@@ -468,13 +469,17 @@ def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluat
                 for line, values in zip(lines[1:], of_groups, strict=False):
                     line[name] = values
             text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-            files.replace(directory / f"step_{step:06d}.{mode}.jsonl", text)
+            files.replace(directory / f"{_named(step, again)}.{mode}.jsonl", text)
 
 
-def load_evaluations(run_dir: Path, step: int) -> dict[str, Evaluation]:
+def _named(step: int, again: bool) -> str:
+    return f"{'again' if again else 'step'}_{step:06d}"
+
+
+def load_evaluations(run_dir: Path, step: int, *, again: bool = False) -> dict[str, Evaluation]:
     """Return the inverse of `save_evaluations`. Raises DataError for a file that is none."""
     found = {}
-    for path in sorted((run_dir / EVALUATIONS).glob(f"step_{step:06d}.*.jsonl")):
+    for path in sorted((run_dir / EVALUATIONS).glob(f"{_named(step, again)}.*.jsonl")):
         mode = path.name.split(".")[1]
         head, *groups = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         found[mode] = Evaluation(

@@ -183,11 +183,11 @@ class HealthMonitor:
 
     def _severity(self, rule: Rule, metric: str) -> Severity | None:
         """Return how bad it is now; None where the rule does not hold."""
-        values = self._of(metric)
+        values, errors = self._of(metric), self._errors(rule, metric)
         measured: Severity | None = None
         for severity in ("warn", "error"):
             condition = rule.condition(severity)
-            if condition is not None and condition.holds(values):
+            if condition is not None and condition.holds(values, errors):
                 measured = severity
         if measured is None or any(id in rule.unless for id, _ in self._open):
             return None
@@ -204,10 +204,16 @@ class HealthMonitor:
         series = self._series[metric]
         return [] if series is None else list(series.values)
 
+    def _errors(self, rule: Rule, metric: str) -> list[float]:
+        """Return the standard errors of the metric's values; nothing where the rule asks for none, or there are
+        none."""
+        its = "" if rule.errors is None else rule.errors.replace("*", _name(rule.metric, metric))
+        return self._of(its) if its in self._series else []
+
     def _finding(self, rule: Rule, metric: str, severity: Severity, step: int) -> Finding:
         condition = rule.condition(severity)
         assert condition is not None
-        value = condition.measure(self._of(metric))
+        value = condition.measure(self._of(metric), self._errors(rule, metric))
         assert value is not None
         name = _name(rule.metric, metric)
         return Finding(
@@ -249,5 +255,6 @@ def _name(pattern: str, metric: str) -> str:
 
 def _series(rules: Sequence[Rule], metric: str) -> _Series | None:
     windows = [each.window for rule in rules for each in (rule, *rule.also) if _fits(each.metric, metric)]
+    windows += [rule.window for rule in rules if rule.errors is not None and _fits(rule.errors, metric)]
     judged_by = tuple(place for place, rule in enumerate(rules) if _fits(rule.metric, metric))
     return _Series(deque(maxlen=max(windows)), judged_by) if windows else None

@@ -20,6 +20,8 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Literal
 
+from groupwise.algo.evidence import drop_bound
+
 Aggregate = Literal[
     "mean",
     "median",
@@ -30,6 +32,7 @@ Aggregate = Literal[
     "zeros",
     "gain",
     "growth",
+    "decline",
     "rise",
     "drop",
     "fall",
@@ -49,6 +52,7 @@ COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
 }
 
+ALPHA = 0.1  # the most that the chance can be that a run is said to have dropped of which nothing is wrong
 ENDS = 5  # values at either end of a window whose means are compared
 
 
@@ -71,7 +75,8 @@ RUN_KEYS = KeyNames()
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """`of` the last `window` values of `metric`, `op` the threshold. It needs `least` values (None: a full window)."""
+    """`of` the last `window` values of `metric`, `op` the threshold. It needs `least` values (None: a full window).
+    `errors` is the metric that has their standard errors: a drop that they explain is none."""
 
     metric: str
     of: Aggregate = "mean"
@@ -79,17 +84,24 @@ class Condition:
     least: int | None = None
     op: Op
     threshold: float
+    errors: str | None = None
 
-    def measure(self, values: Sequence[float]) -> float | None:
-        """Return the aggregate of a metric's values, oldest first; None where there are too few."""
+    def measure(self, values: Sequence[float], errors: Sequence[float] = ()) -> float | None:
+        """Return the aggregate of a metric's values, oldest first; None where there are too few. `errors` are those of
+        the same values; where they are not as many, as in records that have none, the values count as they are."""
         recent = values[-self.window :]
         counted = recent if self.of == "not_finite" else [value for value in recent if math.isfinite(value)]
         if len(counted) < (self.window if self.least is None else self.least):
             return None
+        if len(errors) == len(values):
+            known = [(value, error) for value, error in zip(values, errors, strict=True) if math.isfinite(value)]
+            means, its = zip(*known[-self.window :], strict=True)
+            if not all(map(math.isfinite, its)) or drop_bound(means, its, alpha=ALPHA) == 0:
+                return 0.0
         return aggregate(counted, self.of)
 
-    def holds(self, values: Sequence[float]) -> bool:
-        measured = self.measure(values)
+    def holds(self, values: Sequence[float], errors: Sequence[float] = ()) -> bool:
+        measured = self.measure(values, errors)
         return measured is not None and COMPARE[self.op](measured, self.threshold)
 
 
@@ -135,6 +147,7 @@ class Rule:
     window: int = 10
     least: int | None = None
     op: Op
+    errors: str | None = None
     warn: float | None = None
     error: float | None = None
     also: tuple[Condition, ...] = ()
@@ -150,7 +163,13 @@ class Rule:
         if threshold is None:
             return None
         return Condition(
-            metric=self.metric, of=self.of, window=self.window, least=self.least, op=self.op, threshold=threshold
+            metric=self.metric,
+            of=self.of,
+            window=self.window,
+            least=self.least,
+            op=self.op,
+            threshold=threshold,
+            errors=self.errors,
         )
 
 
@@ -160,8 +179,11 @@ def aggregate(values: Sequence[float], of: Aggregate) -> float:
         zeros        share of them that are 0
         gain         mean of the last few minus mean of the first few (five, or a third of them where that is fewer)
         growth       the same as a quotient; 1 where the first few are 0
+        decline      the same, and 1 where noise explains it: where the last few are not below the first few by more
+                     than four standard errors of that difference
         rise         mean of the last third minus mean of the first, less three standard errors of that difference
-        drop         how far the last is below the largest, as a share of the largest magnitude
+        drop         how far the last is below the largest, as a share of the largest magnitude; of values with standard
+                     errors 0 where these explain it (`algo.evidence.drop_bound`)
         fall         how far the mean of the last few is below the best mean of as many in a row, less four standard
                      errors of such a mean, as a share of that best; 0 where noise explains it
         lost         how far the largest of the last three is below the largest before them, as a share of that
@@ -192,6 +214,10 @@ def aggregate(values: Sequence[float], of: Aggregate) -> float:
         case "growth":
             before = fmean(values[:few])
             return fmean(values[-few:]) / before if before else 1.0
+        case "decline":
+            before, after = fmean(values[:few]), fmean(values[-few:])
+            sunk = before - after > 4 * _noise(values) * math.sqrt(2 / few)
+            return after / before if before and sunk else 1.0
         case "rise":
             third = max(1, len(values) // 3)
             noise = 3 * _noise(values) * math.sqrt(2 / third)

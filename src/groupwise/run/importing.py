@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,11 +10,13 @@ from groupwise.config.formats.format import ConfigFormat, config_formats, format
 from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.other_names import OTHER_NAMES
 from groupwise.config.run import RunConfig
-from groupwise.config.yaml import key_paths, parse_keys, suggest_key
-from groupwise.errors import ConfigError
+from groupwise.config.yaml import key_paths, names_file, parse_keys, suggest_key
+from groupwise.errors import ConfigError, DataError
 from groupwise.run.config_file import GROUPWISE, LoadedRun, read_run, understand
 from groupwise.run.native_yaml import native_yaml
 from groupwise.store import files
+from groupwise.store.locate import find_run
+from groupwise.store.rundir import CONFIG
 
 
 def import_run(arguments: Sequence[str], *, system: str | None = None) -> LoadedRun:
@@ -39,14 +42,31 @@ def read_words(words: Sequence[str]) -> LoadedRun:
                 return _of_flags(each, words)
     if options:
         name, _, value = options[0].lstrip("-").partition("=")
+        behind = words[words.index(options[0]) + 1 :]
+        if not value and behind and not behind[0].startswith("-") and "=" not in behind[0]:
+            value = behind[0]  # as in --seed 3
         key = name.replace("-", "_")
         keys = parse_keys(key) or (key,)
         hint = f"an override of a file is written {key}={value or 'VALUE'}; aitraining's flags stand without a file"
         if tuple(each for each in keys if isinstance(each, str)) not in set(key_paths(RunConfig)):
-            meant = suggest_key(keys, model=RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere)
+            meant = suggest_key(
+                keys, f"={value or 'VALUE'}", model=RunConfig, other_names=OTHER_NAMES, elsewhere=known_elsewhere
+            )
             hint = f"an override of a file is written KEY=VALUE (aitraining's flags stand without a file): {meant}"
         raise ConfigError(f"there is no option {options[0]}", hint=hint)
-    return read_run(words[0], words[1:])
+    return read_run(_file(words[0]), words[1:])
+
+
+def _file(text: str) -> Path:
+    """Return the file that is meant; where `text` names a run, its configuration."""
+    if names_file(text):
+        return Path(text)
+    try:
+        run = find_run(text)
+    except DataError:
+        return Path(text)
+    warnings.warn(f"{text} is no file: this is by the configuration of the run {run}", stacklevel=2)
+    return run / CONFIG
 
 
 def _of_flags(written: ConfigFormat, words: Sequence[str]) -> LoadedRun:

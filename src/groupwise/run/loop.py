@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groupwise.config.run import RunConfig
+from groupwise.model.load import auto_class
 from groupwise.platform import run_coroutine
 from groupwise.rewards.call import RewardFunction
 from groupwise.run.assemble import RemoteBackends, open_components
@@ -49,7 +50,7 @@ class RunResult:
     """What a run leaves: its directory, its policy (the best version where `eval.best` asks for it, else the last), the
     evaluations before it and of that policy (empty without `eval`), and what `promote` made active, if anything.
     `newest` is the last version, `trained` whether a step changed the policy, and `out_of_patience` whether
-    `eval.patience` ended the run."""
+    `eval.patience` ended the run. `loaded_by` is the class of transformers that loads the base model."""
 
     run_dir: Path
     version: PolicyVersion
@@ -61,6 +62,7 @@ class RunResult:
     newest: PolicyVersion
     trained: bool
     out_of_patience: bool = False
+    loaded_by: str
 
 
 def run_loop(
@@ -79,6 +81,12 @@ def run_loop(
     Ctrl-C finishes the step, publishes it and returns with `interrupted`; a second one stops at once, and so does one
     before the first step. What `config.stages` names is run first, in the run's directory (`run/stages.py`). Under
     torchrun each process calls this, and rank 0 does it (`cluster.learners`).
+
+    Raises:
+        ConfigError, DataError, ModelError, LoadError: the run cannot begin; nothing was trained.
+        RewardError, EnvError: nothing can be scored any more.
+        TrainingError, EngineError: the numbers are not finite any more, or the sampler is lost.
+        StorageError: the run's directory cannot be written, or another process trains in it.
     """
 
     if config.stages:
@@ -146,7 +154,7 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
                 run.save_checkpoint(step, finished=last and not stop.requested)
     finally:
         await batches.close()
-    version, before, after = run.conclude(step)
+    version, before, after = await run.conclude(step)
     return RunResult(
         run_dir=run.run_dir,
         version=version,
@@ -158,6 +166,7 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
         newest=run.policy.newest,
         trained=run.updates.changed > 0,
         out_of_patience=run.out_of_patience,
+        loaded_by=auto_class(run.parts.base.model.config).__name__,
     )
 
 

@@ -100,6 +100,17 @@ def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
     return int((config.vllm.gpu_memory_utilization or OWN_SHARE) * device_memory(device))
 
 
+def within_context(config: RunConfig, *, context: int) -> RunConfig:
+    """Return the configuration with `max_tokens`, of the run and of its evaluations, no more than the model's context
+    leaves after a prompt of one token: completions end there whatever was asked for."""
+    changed: dict[str, object] = {}
+    if config.rollout.max_tokens >= context:
+        changed["rollout"] = config.rollout.model_copy(update={"max_tokens": context - 1})
+    if config.eval is not None and (config.eval.max_tokens or 0) >= context:
+        changed["eval"] = config.eval.model_copy(update={"max_tokens": context - 1})
+    return config.model_copy(update=changed) if changed else config
+
+
 def longest_allowed(config: RunConfig, *, context: int) -> int:
     """Return tokens of the longest prompt that is not passed over: a completion needs room for one at least."""
     return min(context - 1, config.rollout.max_prompt_tokens or context)

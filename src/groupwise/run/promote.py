@@ -3,20 +3,24 @@
 Each version that is evaluated is judged by that evaluation (`run.verdict`): against the base model, another version, or
 the one promoted before, and against the best one promoted so far. One that passes becomes active, which is what the
 run's name means from then on; one that does not is refused, and stays in the store with the reason.
+
+All looks share one error: each has an equal part of what is left of it. A version that was promoted was chosen by its
+draws, which were perhaps lucky ones; so that they are not what later versions are measured by for ever, both are
+evaluated with other seeds where such a version is what one is compared with (in mode sampled).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from groupwise.config.promote import PromoteConfig
 from groupwise.model.load import LoadedModel
 from groupwise.run.evaluate import Evaluation
 from groupwise.run.policy import Policy
-from groupwise.run.verdict import Measured, Verdict, divergence, judge, measured
+from groupwise.run.verdict import Beside, Look, Measured, Start, Verdict, divergence, judge, measured, too_few
 from groupwise.sampler import Sampler, Scores
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.locate import find_adapter
@@ -24,15 +28,21 @@ from groupwise.types import PolicyVersion
 
 OWN = ("base", "active")  # of `against`: what needs no other adapter
 
-Evaluate = Callable[[PolicyVersion], Awaitable[Mapping[str, Evaluation]]]
+
+class Evaluate(Protocol):
+    """Evaluates a version, which is in the engine, on the run's held-out prompts, as the run's own evaluations; with
+    another `draw` than 0 by other seeds."""
+
+    async def __call__(self, version: PolicyVersion, *, draw: int = 0) -> Mapping[str, Evaluation]: ...
 
 
 class Promotion:
     """Judges the versions of one run. `promoted` is the last one that passed.
 
     Args:
-        evaluate: evaluates a version on the run's held-out prompts, as the run's own evaluations.
         temperature: at which mode sampled samples.
+        looks: how many versions are to be evaluated.
+        prompts: on how many prompts.
     """
 
     def __init__(
@@ -45,14 +55,28 @@ class Promotion:
         *,
         base: LoadedModel,
         temperature: float,
+        looks: int,
+        prompts: int,
     ):
         self._config, self._policy, self._store, self._engine = config, policy, store, engine
         self._evaluate, self._base = evaluate, base
         self._temperature = temperature if config.mode == "sampled" else 1.0
         self.promoted: PolicyVersion | None = None
         self._start = self._against = PolicyVersion.base()
+        self._looks, self._prompts, self._looked, self._spent = looks, prompts, 0, 0.0
         self._old: Measured | None = None  # what `against` did
-        self._best: tuple[str, Measured] | None = None
+        self._start_length = 0.0
+        self._best: PolicyVersion | None = None
+
+    @property
+    def warning(self) -> str | None:
+        """Return that the prompts are too few for any version to pass that is not clearly better; None if not."""
+        return too_few(self._prompts, self._config, self._look(), key="promote")
+
+    def _look(self) -> Look:
+        """Return the next look: an equal part of the error that is left."""
+        left = 1 - self._config.confidence - self._spent
+        return Look(number=self._looked + 1, alpha=left / max(1, self._looks - self._looked))
 
     def open(self) -> None:
         """Load the version that `against` names. Raises AdapterNotFoundError, AdapterError."""
@@ -72,6 +96,7 @@ class Promotion:
             self._policy.activate(start)
         if self._config.against == "active":
             self._against = start
+        self._start_length = measured(evaluations[self._config.mode]).length
         found = evaluations if self._against == start else await self._evaluate(self._against)
         self._old = measured(found[self._config.mode])
 
@@ -79,32 +104,54 @@ class Promotion:
         """Judge an evaluated version; what is said of it, None for what was judged before."""
         if version in (self._start, self.promoted) or self._store.refused(version) is not None:
             return None
-        new, name = measured(evaluations[self._config.mode]), self._name()
-        verdict = await self._verdict(version, new, evaluations[self._config.mode], name)
+        verdict = await self._verdict(version, evaluations[self._config.mode])
         if not verdict.passed:
             self._store.refuse(version, f"it was not promoted: {verdict.reason}")
             return f"{version} is not promoted: {verdict.reason}"
+        name, numbers = self._name(), verdict.numbers
         self._policy.activate(version)
         self.promoted = version
+        if self._best is None or numbers["reward"] >= numbers.get("reward_best", numbers["reward_active"]):
+            self._best = version
         if self._config.against == "active":
-            self._against, self._old = version, new
-        if self._best is None or new.reward >= self._best[1].reward:
-            self._best = str(version), new
-        before = verdict.numbers["reward_active"]
-        return f"{version} is promoted: its held-out reward is {new.reward:.3f}, that of {name} {before:.3f}"
+            self._against, self._old = version, measured(evaluations[self._config.mode])
+        before = numbers["reward_active"]
+        return f"{version} is promoted: its held-out reward is {numbers['reward']:.3f}, that of {name} {before:.3f}"
 
-    async def _verdict(self, version: PolicyVersion, new: Measured, said: Evaluation, name: str) -> Verdict:
+    async def _verdict(self, version: PolicyVersion, said: Evaluation) -> Verdict:
         assert self._old is not None
-        kl = None if self._config.max_kl is None else await asyncio.to_thread(self._kl, said, version)
-        best = None if self._best is None or self._best[0] == str(self._against) else self._best
-        return judge(new, self._old, kl=kl, bounds=self._config, best=best, key="promote", other=name)
+        look, config = self._look(), self._config
+        self._looked, self._spent = self._looked + 1, self._spent + look.alpha
+        new, old, best = measured(said), self._old, None
+        if self._best is not None:  # one was promoted, by its draws
+            again = await self._drawn(version)
+            if config.against == "active":
+                new, old = again, await self._yardstick(self._against)
+            if self._best != self._against:
+                best = Beside(name=str(self._best), new=again, old=await self._yardstick(self._best))
+        kl = None if config.max_kl is None else await asyncio.to_thread(self._kl, said, version, self._against)
+        total = None if config.max_kl_total is None else await asyncio.to_thread(self._kl, said, version, self._start)
+        begun = "the base model" if self._start.is_base else str(self._start)
+        start = Start(name=f"{begun}, from which the run started,", length=self._start_length, kl=total)
+        words = {"key": "promote", "other": self._name()}
+        return judge(new, old, kl=kl, bounds=config, look=look, best=best, start=start, **words)
 
-    def _kl(self, said: Evaluation, version: PolicyVersion) -> float:
+    async def _yardstick(self, version: PolicyVersion) -> Measured:
+        """Return what a version that was promoted does, by draws that did not choose it."""
+        with self._policy.held(version):
+            return await self._drawn(version)
+
+    async def _drawn(self, version: PolicyVersion) -> Measured:
+        """Return what a version does by the draws of this look; greedily nothing is drawn."""
+        draw = self._looked if self._config.mode == "sampled" else 0
+        return measured((await self._evaluate(version, draw=draw))[self._config.mode])
+
+    def _kl(self, said: Evaluation, version: PolicyVersion, other: PolicyVersion) -> float:
         with ExitStack() as stack:
-            if self._config.against in OWN:
-                stack.enter_context(self._policy.held(self._against))
+            if self._config.against in OWN or other == self._start:
+                stack.enter_context(self._policy.held(other))
             engine = cast(Scores, self._engine)  # the configuration asks it of the local one only
-            return divergence(engine, said, version, self._against, temperature=self._temperature)
+            return divergence(engine, said, version, other, temperature=self._temperature)
 
     def _name(self) -> str:
         """Return what versions are compared with, in words."""
@@ -121,17 +168,22 @@ class Promotion:
     def state_dict(self) -> dict[str, Any]:
         """Return what is for `load_state_dict`; goes through JSON."""
         assert self._old is not None
-        best = None if self._best is None else {"version": self._best[0], **self._best[1].as_dict()}
-        promoted = None if self.promoted is None else str(self.promoted)
-        versions = {"start": str(self._start), "against": str(self._against), "promoted": promoted}
-        return {**versions, "old": self._old.as_dict(), "best": best}
+        versions = {"start": self._start, "against": self._against, "promoted": self.promoted, "best": self._best}
+        return {
+            **{name: None if version is None else str(version) for name, version in versions.items()},
+            "old": self._old.as_dict(),
+            "start_length": self._start_length,
+            "looked": self._looked,
+            "spent": self._spent,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a checkpoint was taken: versions that were promoted after it are not there any more."""
         self._start, self._against = PolicyVersion.parse(state["start"]), PolicyVersion.parse(state["against"])
-        self._old = Measured.from_dict(state["old"])
-        best = state["best"]
-        self._best = None if best is None else (best["version"], Measured.from_dict(best))
-        self.promoted = None if state["promoted"] is None else PolicyVersion.parse(state["promoted"])
+        self._old, self._start_length = Measured.from_dict(state["old"]), state["start_length"]
+        self._looked, self._spent = state["looked"], state["spent"]
+        self.promoted, self._best = (
+            None if state[name] is None else PolicyVersion.parse(state[name]) for name in ("promoted", "best")
+        )
         if self.promoted is not None:
             self._policy.activate(self.promoted)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from groupwise.algo.metrics import Metrics, rollout_metrics, time_metrics
 from groupwise.config.stages import STAGES, stage_names
+from groupwise.model.image_tokens import vision_of
 from groupwise.run.assemble import Components
 from groupwise.run.display import Display
 from groupwise.run.evaluate import (
@@ -25,11 +27,12 @@ from groupwise.run.policy import Policy
 from groupwise.run.promote import Promotion
 from groupwise.run.update import PolicyUpdates
 from groupwise.sampler import GivesMemoryBack
+from groupwise.seeds import seed_of
 from groupwise.store import checkpoint
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import RunState
 from groupwise.store.locate import find_adapter
-from groupwise.store.rundir import ADAPTERS, METRICS
+from groupwise.store.rundir import ADAPTERS, IMAGES, METRICS
 from groupwise.store.tracking import Tracking, read_metrics
 from groupwise.types import PolicyVersion, RolloutGroup, Sample
 
@@ -42,6 +45,8 @@ class TrainingRun:
     def __init__(self, plan: RunPlan, parts: Components, run_dir: Path, *, tracking: Tracking, display: Display):
         self.plan, self.parts, self.run_dir = plan, parts, run_dir
         self.tracking, self.display, self.health = tracking, display, HealthMonitor(plan.config)
+        if (vision := vision_of(parts.base.model)) is not None:
+            vision.keep_in(run_dir / IMAGES)
         self.updates, store = PolicyUpdates(plan, parts.learner), AdapterStore(run_dir / ADAPTERS)
         self.policy = Policy(
             parts.learner,
@@ -66,8 +71,10 @@ class TrainingRun:
         if config.promote is None:
             return None
         temperature = config.eval_sampling().temperature
-        others = {"base": parts.base, "temperature": temperature}
-        return Promotion(config.promote, self.policy, store, parts.engine, self._evaluation, **others)
+        others = {"base": parts.base, "temperature": temperature, "prompts": len(parts.eval_prompts)}
+        every, steps = 0 if config.eval is None else config.eval.every, config.train.steps
+        looks = math.ceil(steps / every) if every else 1
+        return Promotion(config.promote, self.policy, store, parts.engine, self._evaluation, looks=looks, **others)
 
     # -- the state of the run ------------------------------------------------------------------------------------------
 
@@ -75,6 +82,8 @@ class TrainingRun:
         """Before the first step: the adapter to start from, the evaluation before. Returns 0, the steps done."""
         if self.promotion is not None:
             self.promotion.open()
+            if (warning := self.promotion.warning) is not None:
+                self.display.note(f"warning: promote: {warning}")
         start = self.plan.config.adapters.start
         if names := stage_names(self.plan.config):
             start = str(self.run_dir / STAGES / names[-1])
@@ -239,9 +248,10 @@ class TrainingRun:
         """Return whether `eval.patience` evaluations in a row were no better than the best, so that the run ends."""
         return self._best.stop
 
-    async def _evaluation(self, version: PolicyVersion) -> Evaluations:
-        """`version` on the held-out prompts."""
-        config, parts = self.plan.config.eval, self.parts
+    async def _evaluation(self, version: PolicyVersion, *, draw: int = 0) -> Evaluations:
+        """`version` on the held-out prompts; with another `draw` than 0, which all evaluations of the run have, by
+        other seeds."""
+        config, parts, seed = self.plan.config.eval, self.parts, self.plan.config.seed
         assert config is not None
         return await evaluate(
             parts.play,
@@ -250,7 +260,7 @@ class TrainingRun:
             version=version,
             params=self.plan.config.eval_sampling(),
             modes=config.modes,
-            seed=self.plan.config.seed,
+            seed=seed if draw == 0 else seed_of("evaluation", seed, draw) >> 20,
             k=config.k,
             success=config.success,
             answer=self.plan.answer,
@@ -278,9 +288,10 @@ class TrainingRun:
             self.tracking.health([event])
             self.display.health([event], self.health.standing)
 
-    def conclude(self, step: int) -> tuple[PolicyVersion, Evaluations, Evaluations]:
+    async def conclude(self, step: int) -> tuple[PolicyVersion, Evaluations, Evaluations]:
         """Return the run's policy after `step`, which is made active unless `promote` decides what is, the evaluations
-        before the run and of that policy; the trackers are told."""
+        before the run and of that policy: where it was chosen among several by the evaluations (`eval.best`) one by
+        other seeds, as the draws that made it the best were lucky ones. The trackers are told."""
         version = self._best.version or self.policy.newest
         if self.parts.learner.lora is None:
             self.parts.learner.save_adapter(self._model_dir())
@@ -291,8 +302,26 @@ class TrainingRun:
         before, after = {}, {}
         if self.plan.config.eval is not None:
             before, after = (load_evaluations(self.run_dir, at) for at in (0, self._evaluated[version]))
+            after = await self._evaluated_again(version) or after
         self.tracking.summary(step, {"version": str(version), "steps": step, **run_summary(before, after)})
         return version, before, after
+
+    async def _evaluated_again(self, version: PolicyVersion) -> Evaluations:
+        """Return the evaluation of the version that was chosen by its evaluation, by seeds that did not choose it;
+        nothing where there was no choice, or by the loss of held-out rows."""
+        config = self.plan.config.eval
+        chosen = config is not None and config.best in config.modes and len(self._evaluated) > 1
+        if config is None or not chosen or (self.parts.learner.lora is None and version != self.policy.newest):
+            return {}
+        step = self._evaluated[version]
+        if not (result := load_evaluations(self.run_dir, step, again=True)):
+            self.display.phase("evaluating")
+            with self.policy.held(version):
+                result = await self._evaluation(version, draw=1)
+            save_evaluations(self.run_dir, step, result, again=True)
+        means = "  ".join(f"{mode} {each.said()}" for mode, each in result.items())
+        self.display.note(f"{version} was the best of {len(self._evaluated)}; evaluated again, by other seeds: {means}")
+        return result
 
     def _watch(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say what is wrong, when it begins and when it ends, and write it down."""

@@ -5,14 +5,15 @@
     judge       two of these, and a KL -> a Verdict; within_bounds: what of it needs no reward
     divergence  the KL of one version from the other, on what the first sampled
 
-With d_p the difference of the mean rewards of prompt p, the lower bound of a one-sided bootstrap interval of the mean
-of d (resampled over prompts, Efron 1979) must be at least -margin: non-inferiority. `evaluate.paired` asks another
-question, and neither answers the other's: flipping signs tests exactly, with any number of prompts, that two policies
-are equally good, but its null hypothesis is symmetric around 0, and cannot be moved to -margin where the differences
-are 0, 1 and -1.
+With d_p the difference of the mean rewards of prompt p, the lower confidence bound of the mean of d must be at least
+-margin: non-inferiority, by a bound that holds with few prompts and rare losses, too (`algo.evidence`). Versions that
+are judged on the same prompts share one error (`Look`): were each judged at the full one, the best of twenty lucky
+versions would pass. `evaluate.paired` asks another question, and neither answers the other's: flipping signs tests
+exactly, with any number of prompts, that two policies are equally good, but its null hypothesis is symmetric around 0,
+and cannot be moved to -margin where the differences are 0, 1 and -1.
 
 Losses within the margin would add up over versions that are each compared with the one before, so `judge` compares with
-the best one so far, too.
+the best one so far, too; and lengths and divergences, so that these have a second bound, from where it all began.
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from groupwise.config.promote import Bounds
+from groupwise.algo.evidence import lower_bound, p_at_most, sample_needed, share_of_error
+from groupwise.config.promote import Bounds, LastingBounds
 from groupwise.run.evaluate import Evaluation
 from groupwise.sampler import Scores
 from groupwise.types import PolicyVersion
 
-if TYPE_CHECKING:
-    import numpy as np
+SLACK = 1e-6  # by which rounding may take a reward out of its range
 
-RESAMPLES = 2000
-SEED = 0
+Limit = tuple[str, float | None]  # a key of the configuration, and its value; None does not limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,46 +78,101 @@ class Verdict:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-def resampled_means(values: Sequence[float], *, seed: int = SEED) -> np.ndarray:
-    """Return the means of RESAMPLES samples, each as many as `values` drawn from them with replacement; [RESAMPLES]."""
-    import numpy as np
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """A look at held-out prompts: the `number` of it, 1 first, and the chance `alpha` at which it may let a version
+    pass that is too bad."""
 
-    known = np.asarray(values, dtype=np.float64)
-    drawn = np.random.default_rng(seed).integers(0, len(known), size=(RESAMPLES, len(known)))
-    return known[drawn].mean(axis=1)
+    number: int
+    alpha: float
+
+    @classmethod
+    def of(cls, bounds: Bounds, number: int) -> Look:
+        """Return the look of this number where nobody knows how many there will be."""
+        return cls(number=number, alpha=share_of_error(1 - bounds.confidence, number))
+
+    @classmethod
+    def only(cls, bounds: Bounds) -> Look:
+        """Return the only look that there will be at these prompts."""
+        return cls(number=1, alpha=1 - bounds.confidence)
+
+    @property
+    def told(self) -> str:
+        several = f"look {self.number} at these prompts, " if self.number > 1 else ""
+        return f"{several}confidence {1 - self.alpha:.6g}"
 
 
-def lower_bound(differences: Sequence[float], *, confidence: float, seed: int = SEED) -> float:
-    """Return the one-sided lower confidence bound of the mean of paired differences, by the percentile bootstrap."""
-    import numpy as np
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Two versions' results on the same prompts with the same draws, and the `name` of the `old` one in messages."""
 
-    return float(np.quantile(resampled_means(differences, seed=seed), 1.0 - confidence))
+    name: str
+    new: Measured
+    old: Measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A version that another one came from: its name in messages, the mean length of its completions, and the KL of the
+    new version from it in nats a token; None was not measured."""
+
+    name: str
+    length: float
+    kl: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Margin:
     """How two versions compare on the prompts that were scored for both: the mean rewards, the mean of the paired
-    differences, and its lower confidence bound."""
+    differences, its lower confidence bound, and how many prompts with such differences would let the new one pass; None
+    if no number would."""
 
     prompts: int
     new: float
     old: float
     difference: float
     bound: float
+    passed: bool
+    needed: int | None
 
 
-def margin_between(new: Measured, old: Measured, *, confidence: float) -> Margin | None:
+def margin_between(new: Measured, old: Measured, *, bounds: Bounds, look: Look) -> Margin | None:
     """None if no prompt was scored for both."""
     both = [(n, o) for n, o in zip(new.rewards, old.rewards, strict=True) if math.isfinite(n) and math.isfinite(o)]
     if not both:
         return None
-    differences = [n - o for n, o in both]
+    differences, worst = [n - o for n, o in both], bounds.worst
+    passed = p_at_most(differences, -bounds.margin, worst=worst) <= look.alpha
     return Margin(
         prompts=len(both),
         new=fmean(n for n, _ in both),
         old=fmean(o for _, o in both),
         difference=fmean(differences),
-        bound=lower_bound(differences, confidence=confidence),
+        bound=lower_bound(differences, alpha=look.alpha, worst=worst),
+        passed=passed,
+        needed=len(both) if passed else sample_needed(differences, -bounds.margin, alpha=look.alpha, worst=worst),
+    )
+
+
+def outside(measures: Sequence[Measured], bounds: Bounds) -> float | None:
+    """Return a reward that is not within `reward_range`; None if all are."""
+    low, high = bounds.reward_range
+    found = (each for measured in measures for each in measured.rewards)
+    return next((each for each in found if math.isfinite(each) and not low - SLACK <= each <= high + SLACK), None)
+
+
+def too_few(prompts: int, bounds: Bounds, look: Look, *, key: str) -> str | None:
+    """Return that even a version that answers every prompt as before could not pass this look, and what would help;
+    None if it could."""
+    alike = [0.0] * max(1, prompts)
+    if p_at_most(alike, -bounds.margin, worst=bounds.worst) <= look.alpha:
+        return None
+    needed = sample_needed(alike, -bounds.margin, alpha=look.alpha, worst=bounds.worst)
+    margin = -lower_bound(alike, alpha=look.alpha, worst=bounds.worst)
+    return (
+        f"with {prompts} held-out prompts ({look.told}) no version passes that is not clearly better: one that answers "
+        f"all as before may still be {margin:.3f} worse, and {key}.margin is {bounds.margin:g}; give "
+        f"{'more' if needed is None else needed} prompts, or {key}.margin {math.ceil(1000 * margin) / 1000:g}"
     )
 
 
@@ -127,41 +182,61 @@ def judge(
     *,
     kl: float | None,
     bounds: Bounds,
-    best: tuple[str, Measured] | None = None,
+    look: Look | None = None,
+    best: Beside | None = None,
+    start: Start | None = None,
     key: str = "gate",
     other: str = "the active version",
     prompts: str = "held-out",
 ) -> Verdict:
     """Return whether `new` may take the place of `old`, which messages call `other`, on what they call `prompts`. `kl`
-    is in nats a token; None was not measured. `best` is the best version that ever passed, by its name, if that is not
-    `old`: `new` must be non-inferior to both. `key` is where the bounds stand in the configuration."""
-    found = margin_between(new, old, confidence=bounds.confidence)
-    beside = margin_between(new, best[1], confidence=bounds.confidence) if best else None
+    is in nats a token; None was not measured. `look` is how often the prompts have been looked at; None is the only
+    time. `best` is the best version that ever passed, if that is not `old`: `new` must be non-inferior to both, each at
+    the error of the look, which as a whole does not grow by it. `start` has the bounds' totals. `key` is where the
+    bounds stand in the configuration."""
+    look = look or Look.only(bounds)
+    measures = [new, old, *([] if best is None else [best.new, best.old])]
+    if (beyond_range := outside(measures, bounds)) is not None:
+        words = f"a {prompts} reward is {beyond_range:g}, outside {key}.reward_range {list(bounds.reward_range)}"
+        return Verdict(passed=False, reason=f"{words}; give the range that rewards can have")
+    found = margin_between(new, old, bounds=bounds, look=look)
+    beside = margin_between(best.new, best.old, bounds=bounds, look=look) if best else None
     if found is None or (best is not None and beside is None):
         return Verdict(passed=False, reason=f"no {prompts} prompt could be scored for both versions")
-    beyond, bounded = within_bounds(new, old, kl=kl, bounds=bounds, key=key, other=other)
+    beyond, bounded = within_bounds(new, old, kl=kl, bounds=bounds, start=start, key=key, other=other)
     numbers = {
         "prompts": float(found.prompts),
         "reward": found.new,
         "reward_active": found.old,
         "difference": found.difference,
         "lower_bound": found.bound,
+        "look": float(look.number),
+        "error": look.alpha,
         **bounded,
         **({} if beside is None else {"reward_best": beside.old, "lower_bound_best": beside.bound}),
     }
     problems = []
     margins = [(other, found)]
     if best is not None and beside is not None:
-        margins.append((f"{best[0]}, the best that went live,", beside))
+        margins.append((f"{best.name}, the best that went live,", beside))
     for name, margin in margins:
-        if margin.bound < -bounds.margin:
+        if not margin.passed:
             problems.append(
                 f"its {prompts} reward is {margin.new:.3f}, that of {name} {margin.old:.3f}; it may be "
-                f"{-margin.bound:.3f} lower (confidence {bounds.confidence:.0%}), and {key}.margin is {bounds.margin:g}"
+                f"{-margin.bound:.3f} lower ({look.told}), and {key}.margin is {bounds.margin:g}: "
+                f"{_would_decide(margin, prompts, key)}"
             )
     problems += beyond
     passed = f"{prompts} reward {found.new:.3f}, before {found.old:.3f}"
     return Verdict(passed=not problems, reason="; ".join(problems) or passed, numbers=numbers)
+
+
+def _would_decide(margin: Margin, prompts: str, key: str) -> str:
+    """Return what would let such a version pass."""
+    wider = f"{key}.margin {math.ceil(-1000 * margin.bound) / 1000:g}"
+    if margin.needed is None:
+        return f"no number of {prompts} prompts like these would do, as it is lower by more; {wider} would"
+    return f"{margin.needed} {prompts} prompts like these {margin.prompts} would do, or {wider}"
 
 
 def within_bounds(
@@ -170,19 +245,37 @@ def within_bounds(
     *,
     kl: float | None,
     bounds: Bounds,
+    start: Start | None = None,
     key: str = "gate",
     other: str = "the active version",
 ) -> tuple[list[str], dict[str, float]]:
     """Return what is wrong with `new` that needs no reward, its KL and its length, and the numbers; arguments as
     `judge`."""
-    ratio, problems = new.length / old.length if old.length else 1.0, list[str]()
-    if kl is not None and bounds.max_kl is not None and not kl <= bounds.max_kl:
-        problems.append(f"its KL from {other} is {kl:.4f} nats a token; {key}.max_kl is {bounds.max_kl:g}")
-    most = bounds.max_length_ratio
+    before = Start(name=other, length=old.length, kl=kl)
+    most = (f"{key}.max_kl", bounds.max_kl), (f"{key}.max_length_ratio", bounds.max_length_ratio)
+    problems, numbers = drifted(new, before, *most)
+    if start is not None and isinstance(bounds, LastingBounds):
+        most = (
+            (f"{key}.max_kl_total", bounds.max_kl_total),
+            (f"{key}.max_length_ratio_total", bounds.max_length_ratio_total),
+        )
+        more, its = drifted(new, start, *most)
+        problems += more
+        numbers |= {f"{name}_total": value for name, value in its.items()}
+    return problems, numbers
+
+
+def drifted(new: Measured, before: Start, max_kl: Limit, max_length_ratio: Limit) -> tuple[list[str], dict[str, float]]:
+    """Return what is wrong with how far `new` is from what was before it, and the numbers."""
+    ratio, problems = new.length / before.length if before.length else 1.0, list[str]()
+    name, most = max_kl
+    if most is not None and before.kl is not None and not before.kl <= most:
+        problems.append(f"its KL from {before.name} is {before.kl:.4f} nats a token; {name} is {most:g}")
+    name, most = max_length_ratio
     if most is not None and not 1 / most <= ratio <= most:
-        words = f"its completions are {ratio:.2f} times as long as those of {other}"
-        problems.append(f"{words}; {key}.max_length_ratio is {most:g}")
-    return problems, {"length_ratio": ratio, **({} if kl is None else {"kl": kl})}
+        words = f"its completions are {ratio:.2f} times as long as those of {before.name}"
+        problems.append(f"{words}; {name} is {most:g}")
+    return problems, {"length_ratio": ratio, **({} if before.kl is None else {"kl": before.kl})}
 
 
 def divergence(

@@ -68,6 +68,8 @@ from groupwise.sdk.types import (
     JobEvent,
     JobMetrics,
     KeptAnswers,
+    LearnAnswer,
+    LearnVerb,
     ModelCard,
     ModelList,
     SampledGroup,
@@ -236,6 +238,17 @@ class _Calls(Flows):
         """Return the prompt of an answer that the server keeps, and what else was sampled for it then. Raises
         RemoteError (404) for one that it has forgotten."""
         return self.ask(KeptAnswers, f"/v1/rollouts/{quote(rollout_id, safe='')}", timeout=timeout)
+
+    @ClientMethod
+    def learning(self, *, timeout: float = ASK_S) -> Flow[LearnAnswer]:
+        """Return what automatic training from ratings does, or why it does nothing, and what it did lately."""
+        return self.ask(LearnAnswer, "/v1/learn", timeout=timeout)
+
+    @ClientMethod
+    def steer_learning(self, verb: LearnVerb, *, timeout: float = ASK_S) -> Flow[LearnAnswer]:
+        """Pause automatic training or resume it; promote or reject the version that is on trial. Raises RemoteError
+        where there is nothing of that to do: no `learn` in the server's configuration, no version on trial."""
+        return self.tell(LearnAnswer, f"/v1/learn/{verb}", timeout=timeout)
 
     # ---- training ----
 

@@ -235,7 +235,16 @@ def make_loss_fn(
 def grpo_loss(
     *, kl_beta: float = 0.001, eps_clip: float = 0.2, eps_clip_high: float | None = None, tis_cap: float = 5.0
 ) -> LossSpec:
-    """Clipped ratio, truncated importance sampling, and a KL (k3) whose weight 0 leaves it out."""
+    """Return GRPO's loss: a clipped ratio, truncated importance sampling, and a KL (k3), summed over trained tokens.
+
+    Args:
+        kl_beta: weight of the KL to the reference; 0 leaves it out.
+        eps_clip: how far the ratio may go from 1, downwards; and upwards, unless `eps_clip_high` says otherwise.
+        tis_cap: the largest weight for the gap between sampler and trainer.
+
+    Raises:
+        FieldError: a number out of range.
+    """
     high = eps_clip if eps_clip_high is None else eps_clip_high
     return _recipe("grpo", tis_cap, clip_low=eps_clip, clip_high=high, **_kl(kl_beta))
 
@@ -282,7 +291,20 @@ def _kl(beta: float) -> dict[str, Any]:
 
 
 class MakeLossFn(Protocol):
-    """A recipe's loss as a function for `forward_backward_custom`; `knobs` are those of the loss."""
+    """Makes a recipe's loss a function for `forward_backward_custom`.
+
+    Args:
+        advantages: one a sequence.
+        ref_logprobs: the reference's, [sequences][tokens], or None without a KL.
+        prompt_len: tokens of each prompt, or of all.
+        inf_logprobs: the sampler's, in any order of `sdk.alignment`.
+        prox_logprobs: the trainer's before the batch's first step; None: those of the call.
+        knobs: those of the loss, as `kl_beta` of `grpo_loss`.
+
+    Raises:
+        DataError: lengths that disagree.
+        FieldError: a knob that the loss has not, or a value that it cannot have.
+    """
 
     def __call__(
         self,
@@ -296,9 +318,17 @@ class MakeLossFn(Protocol):
 
 
 def _maker(loss: Callable[..., LossSpec]) -> MakeLossFn:
-    def make(advantages, ref_logprobs, prompt_len, inf_logprobs, prox_logprobs=None, **knobs):  # type: ignore[no-untyped-def]
+    def make(
+        advantages: Sequence[float],
+        ref_logprobs: Logprobs | None,
+        prompt_len: int | Sequence[int],
+        inf_logprobs: Logprobs,
+        prox_logprobs: Logprobs | None = None,
+        **knobs: Any,
+    ) -> LossFn:
         return make_loss_fn(loss(**knobs), advantages, ref_logprobs, prompt_len, inf_logprobs, prox_logprobs)
 
+    make.__doc__ = MakeLossFn.__doc__
     return make
 
 

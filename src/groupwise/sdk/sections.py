@@ -32,7 +32,8 @@ class WeightSyncConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InfraConfig:
-    """Machines. `setup_infra` knows hardware profiles by these names; the recipe's run is in this process."""
+    """The machine that trains: `training_shape_id` and `ref_training_shape_id` are profiles of `groupwise profiles`,
+    None the largest that this machine holds. The other fields name machines of a service, and change nothing here."""
 
     training_shape_id: str | None = None
     ref_training_shape_id: str | None = None
@@ -50,7 +51,7 @@ class InfraConfig:
 
 
 class WeightSyncScope(StrEnum):
-    """Whose the engine is."""
+    """Whose the engine is: `per_trainer`, opened and closed with the loop, or `per_deployment`, which outlives it."""
 
     PER_TRAINER = "per_trainer"  # the run's: opened and closed with it
     PER_DEPLOYMENT = "per_deployment"  # long-lived: successive trainers push into it, and none restarts it

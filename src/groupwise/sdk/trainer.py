@@ -48,7 +48,8 @@ BUILDING = threading.Lock()  # models and adapters are made with the process's g
 
 @dataclass(frozen=True, kw_only=True)
 class AdamParams:
-    """One AdamW step (arXiv 1711.05101). `grad_clip_norm` 0 does not clip."""
+    """One AdamW step (arXiv 1711.05101): its rate, the decay rates of both moments, the decoupled weight decay, and the
+    norm to which the whole gradient is clipped, 0 for not at all. Raises ConfigError for a number out of range."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9

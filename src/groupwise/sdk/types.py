@@ -28,6 +28,7 @@ T = TypeVar("T")
 State = Literal["queued", "running", "completed", "failed", "cancelled"]
 Kind = Literal["grpo", "sft"]
 Finish = Literal["stop", "length", "tool_calls"]
+LearnVerb = Literal["pause", "resume", "promote", "reject"]
 FINISHED = ("completed", "failed", "cancelled")
 
 

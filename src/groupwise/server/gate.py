@@ -1,14 +1,18 @@
 """The gate: which versions that jobs made go live (`gate` of the configuration), and the trials after it.
 
-    judge_trial   of a canary: ratings and errors under two versions -> go on, promote or roll back: pure
-    judge_shadow  of a shadow (`server.shadow`): pairs of answers and errors -> the same: pure
-    Gatekeeper    asked by the supervisor about each published version; watches the trial while `watch` runs
+    Gatekeeper    asked by the supervisor about each published version; watches the trial while `watch` runs, which
+                  ends as `server.trials` says
 
 The gate evaluates the new version and the active one on the held-out prompts (`run.evaluate`), and lets the new one
-pass only if it is not worse than that and than the best one that ever went live through the gate (`run.verdict`). What
-the best one did on the held-out prompts is a setting beside the feedback (BEST): nothing is sampled for it again. It is
-forgotten when prompts, rewards or sampling of the gate change, and when somebody activates a version by hand: from then
-on that version is the best.
+pass only if it is not worse than that and than the best one that ever went live through the gate (`run.verdict`). All
+are evaluated anew for each version that is judged, with seeds of that look: what was chosen by lucky draws is not the
+measure for ever. Where the best one is not in the store any more, what it did when it was judged stands in for it.
+Which one is the best (BEST), and where it all began (START), are settings beside the feedback; both are forgotten
+when somebody activates a version by hand: from then on that version is the best and the beginning. The best is
+forgotten, too, when prompts, rewards or sampling of the gate change.
+
+How often the prompts were looked at is kept, too (LOOKS), as all versions share the error of one decision
+(`algo.evidence.share_of_error`). With prompts to `confirm` only those count that got as far.
 
 A refused version stays in the store with the reason and is not continued by its name; it can be activated by hand. A
 trial (a shadow, then a canary) survives restarts and kills: what is on trial, for how long a server has answered by it,
@@ -22,114 +26,57 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 from groupwise.config.learn import CanaryConfig, GateConfig, ShadowConfig
-from groupwise.errors import GroupwiseError, RequestError
+from groupwise.errors import AdapterNotFoundError, ConfigError, GroupwiseError, RequestError
 from groupwise.model.chat import encode_prompt
 from groupwise.rewards.scorer import Scorer
 from groupwise.run.evaluate import Evaluation, evaluate
-from groupwise.run.verdict import Measured, Verdict, divergence, judge, measured, resampled_means, within_bounds
+from groupwise.run.verdict import (
+    Beside,
+    Look,
+    Measured,
+    Start,
+    Verdict,
+    divergence,
+    drifted,
+    judge,
+    measured,
+    too_few,
+)
+from groupwise.seeds import seed_of
 from groupwise.server.learn import open_scorer
 from groupwise.server.policies import Trial
 from groupwise.server.shadow import Shadow
 from groupwise.server.state import Parts
+from groupwise.server.trials import Outcome, judge_canary, judge_shadow, ratings_needed
 from groupwise.store.ledger import Job
 from groupwise.tasks.prompts import open_prompts
-from groupwise.tasks.rollout_sources import SingleTurnRollouts
-from groupwise.types import PolicyVersion, SamplingParams
+from groupwise.tasks.rollout_sources import SingleTurnRollouts, play_all
+from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 WATCH_S = 2.0
-LEAST_RATINGS = 5  # of each version, before ratings alone roll a trial back, or decide it when its time is over
 TRIAL = "gate.trial"  # the setting: what is on trial
 COUNTS = "gate.trial.counts"  # the setting: `Trial.counts`
 BEST = "gate.best"  # the setting: what the best version that went live did on the held-out prompts
-SEED = 0  # both versions answer with the same draws, so that equal versions give equal answers
+START = "gate.start"  # the setting: the version from which lengths and divergence have totals
+LOOKS = "gate.looks"  # the setting: how often each set of prompts was looked at
+RATED = 64  # prompts whose ratings made a version, on which its lengths and divergence are measured
+WORN = "gate.worn"  # the setting: the sets of prompts of which it was said that they are worn out
 
-Outcome = Literal["go on", "promote", "roll back"]
 Decision = Literal["activate", "refused", "trial", "wait"]
 
 log = logging.getLogger(__name__)
 clock = time.monotonic
 
 
-# ---- the trials ----
-def failing(requests: tuple[int, int], errors: tuple[int, int], *, max_errors: int) -> str | None:
-    """Return why a version on trial fails too often, (under the new, under the old); None if it does not."""
-    shares = [failed / asked if asked else 0.0 for failed, asked in zip(errors, requests, strict=True)]
-    if errors[0] < max_errors or shares[0] <= shares[1]:
-        return None
-    return f"{errors[0]} of {requests[0]} requests failed under it, {shares[1]:.1%} under the active one"
-
-
-def judge_shadow(trial: Trial, *, config: ShadowConfig, scored: bool) -> tuple[Outcome, Verdict]:
-    """Return what becomes of a shadow, and why. `scored`: its pairs have rewards."""
-    requests, errors = ((each[True], each[False]) for each in (trial.requests, trial.errors))
-    if why := failing(requests, errors, max_errors=config.max_errors):
-        return "roll back", Verdict(passed=False, reason=why)
-    pairs = trial.pairs
-    if len(pairs) < config.requests:
-        told = f"{len(pairs)} of {config.requests} pairs of answers are compared"
-        if trial.seconds < 60 * config.minutes:
-            return "go on", Verdict(passed=False, reason=told)
-        passed = config.undecided == "promote"
-        reason = f"{trial.seconds / 60:.0f} minutes were over, and {told} (shadow.undecided is {config.undecided})"
-        return "promote" if passed else "roll back", Verdict(passed=passed, reason=reason)
-    new, old = (
-        Measured(
-            rewards=[math.nan if pair.rewards is None else pair.rewards[side] for pair in pairs],
-            length=fmean(pair.tokens[side] for pair in pairs),
-        )
-        for side in (0, 1)
-    )
-    gaps = [(pair.gap, pair.tokens[0]) for pair in pairs if pair.gap is not None]
-    kl = sum(gap for gap, _ in gaps) / max(1, sum(tokens for _, tokens in gaps)) if gaps else None
-    if scored:
-        verdict = judge(new, old, kl=kl, bounds=config, key="gate.shadow", prompts="shadowed")
-    else:
-        problems, numbers = within_bounds(new, old, kl=kl, bounds=config, key="gate.shadow")
-        passed = f"{len(pairs)} answers are within the bounds of gate.shadow"
-        numbers = {"prompts": float(len(pairs)), **numbers}
-        verdict = Verdict(passed=not problems, reason="; ".join(problems) or passed, numbers=numbers)
-    return "promote" if verdict.passed else "roll back", verdict
-
-
-def judge_trial(
-    new: Sequence[float],
-    old: Sequence[float],
-    *,
-    config: CanaryConfig,
-    minutes: float,
-    requests: tuple[int, int] = (0, 0),
-    errors: tuple[int, int] = (0, 0),
-) -> tuple[Outcome, str]:
-    """Return what becomes of a canary, and why. `new` and `old` are the ratings that both versions got since it began;
-    `requests` and `errors` are (under the new, under the old)."""
-    if why := failing(requests, errors, max_errors=config.max_errors):
-        return "roll back", why
-    means = (fmean(new) if new else math.nan, fmean(old) if old else math.nan)
-    told = f"mean rating {means[0]:.3f} of {len(new)}, that of the active version {means[1]:.3f} of {len(old)}"
-    if min(len(new), len(old)) >= LEAST_RATINGS:
-        drawn = [resampled_means(each, seed=SEED + i) for i, each in enumerate((new, old))]
-        if float((drawn[0] - drawn[1] < -config.margin).mean()) >= config.confidence:
-            return "roll back", told
-    over, compared = minutes >= config.minutes, min(len(new), len(old)) >= LEAST_RATINGS
-    if (len(new) >= config.ratings and len(old) >= 2) or (over and compared):
-        return ("roll back" if means[0] < means[1] - config.margin else "promote"), told
-    if over:
-        words = f"{minutes:.0f} minutes were over with {len(new)} ratings of it and {len(old)} of the active version"
-        outcome: Outcome = "promote" if config.undecided == "promote" else "roll back"
-        return outcome, f"{words} (canary.undecided is {config.undecided})"
-    return "go on", told
-
-
-# ---- the gate of a server ----
 class Gatekeeper:
     """Decides about the versions of one server. Reads the prompts and loads the rewards when it is made.
 
@@ -143,13 +90,27 @@ class Gatekeeper:
         self._shadow_scorer: Scorer | None = None
         self.shadow = None if config.shadow is None else self._open_shadow(config.shadow)
         context = parts.engine.context_length
-        source = open_prompts(config.prompts, folder=folder)
-        self._prompts = [encode_prompt(prompt, tokenizer, context=context) for prompt in source.known]
+        sets = {"prompts": config.prompts, **({} if config.confirm is None else {"confirm": config.confirm})}
+        self._sets = {
+            name: [encode_prompt(each, tokenizer, context=context) for each in open_prompts(data, folder=folder).known]
+            for name, data in sets.items()
+        }
+        self._refuse_shared()
         self._play = SingleTurnRollouts(parts.engine, tokenizer)
         self._fingerprint = self._hash_of_measuring()
         self._looked = clock()  # when the clock of the trial was last read
         self._noted: Trial | None = None  # the shadow that has passed, and was told of
         self._restore()
+
+    def _refuse_shared(self) -> None:
+        """Raise ConfigError for a prompt that confirms what it has let pass."""
+        first, *others = ({prompt.token_ids for prompt in each} for each in self._sets.values())
+        if shared := sum(len(first & other) for other in others):
+            raise ConfigError(
+                f"gate.confirm: {shared} of its prompts are in gate.prompts, too",
+                hint="split the held-out prompts in two: what confirms must not be what was passed on",
+                field="gate.confirm",
+            )
 
     def _open_shadow(self, config: ShadowConfig) -> Shadow:
         self._shadow_scorer = self._scorer
@@ -180,7 +141,7 @@ class Gatekeeper:
 
     def _config_of(self, kept: Mapping[str, Any]) -> ShadowConfig | CanaryConfig | None:
         """Return the configuration of what is on trial."""
-        return self._config.shadow if kept.get("stage") == "shadow" else self._config.canary
+        return self._config.shadowing if kept.get("stage") == "shadow" else self._config.canary
 
     def _begin(self, kept: Mapping[str, Any]) -> None:
         config = self._config_of(kept)
@@ -207,7 +168,7 @@ class Gatekeeper:
         config = self._config
         told = config.model_dump(mode="json", include={"rewards", "samples", "temperature", "max_tokens"})
         digest = hashlib.sha256(json.dumps([told, self._parts.base.hash], sort_keys=True).encode())
-        for prompt in self._prompts:
+        for prompt in self._sets["prompts"]:
             digest.update(repr((prompt.token_ids, sorted(prompt.columns.items()))).encode())
         for module in sorted({each.function.__module__ for each in self._scorer.functions}):
             if source := getattr(sys.modules.get(module), "__file__", None):
@@ -240,6 +201,59 @@ class Gatekeeper:
         if kept is not None and len(kept["live"]) > 1 and kept["live"][-1] == str(self._parts.policies.active):
             await asyncio.to_thread(self._parts.feedback.set, BEST, {**kept, "live": kept["live"][-1:]})
 
+    # --- looks at the prompts ---
+
+    def _hash_of(self, name: str) -> str:
+        """Another value for other prompts."""
+        told = sorted(repr(prompt.token_ids) for prompt in self._sets[name])
+        return hashlib.sha256("\n".join(told).encode()).hexdigest()
+
+    async def _next_look(self, name: str) -> Look:
+        """Return the look at this set of prompts that comes next; a sieve has the full error each time."""
+        kept = await asyncio.to_thread(self._parts.feedback.setting, LOOKS, {})
+        number = kept.get(self._hash_of(name), 0) + 1
+        if name == "prompts" and "confirm" in self._sets:
+            return Look(number=number, alpha=1 - self._config.confidence)
+        return Look.of(self._config, number)
+
+    async def _count_look(self, name: str, look: Look) -> None:
+        """Count a look."""
+        book = self._parts.feedback
+        kept = await asyncio.to_thread(book.setting, LOOKS, {})
+        await asyncio.to_thread(book.set, LOOKS, {**kept, self._hash_of(name): look.number})
+
+    async def _note_worn(self) -> None:
+        """Say once of a set of prompts that no version can pass any more that is not clearly better."""
+        book = self._parts.feedback
+        for name, prompts in self._sets.items():
+            look, told = await self._next_look(name), await asyncio.to_thread(book.setting, WORN, [])
+            message = too_few(len(prompts), self._config, look, key="gate")
+            if message is not None and (its := self._hash_of(name)) not in told:
+                data = {"prompts": len(prompts), "look": look.number, "set": name}
+                await self._note("prompts_worn", f"gate.{name}: {message}", data, {WORN: [*told, its]})
+
+    # --- where it began ---
+
+    async def _start(self, active: PolicyVersion, old: Measured) -> tuple[PolicyVersion, Start]:
+        """Return the version that totals are counted from, and the length of its answers: the active one at first, and
+        where somebody activated it by hand. `old` is what that did."""
+        book = self._parts.feedback
+        kept, best = await asyncio.to_thread(book.setting, START), await asyncio.to_thread(book.setting, BEST)
+        live = best["live"] if best is not None else [] if kept is None else [kept["version"]]
+        by_hand = str(active) not in live
+        if kept is not None and not by_hand and kept["fingerprint"] != self._fingerprint:
+            try:  # it has to answer other prompts
+                version = PolicyVersion.parse(kept["version"])
+                length = measured(await self._evaluated(version, "prompts", seed=0)).length
+                kept = {**kept, "fingerprint": self._fingerprint, "length": length}
+            except AdapterNotFoundError:
+                kept = None
+        if kept is None or by_hand:
+            kept = {"version": str(active), "fingerprint": self._fingerprint, "length": old.length}
+        await asyncio.to_thread(book.set, START, kept)
+        name = f"{kept['version']}, from which it all began,"
+        return PolicyVersion.parse(kept["version"]), Start(name=name, length=kept["length"])
+
     @property
     def trial(self) -> Trial | None:
         """Return what is on trial."""
@@ -265,6 +279,8 @@ class Gatekeeper:
             return "activate", "is active already"
         await self._settle_best()
         verdict, new, best = await self.judge(version, active)
+        if verdict.passed:
+            verdict = await self._on_rated(job, version, active, verdict)
         data = {"version": str(version), "against": str(active), "job_id": job.id, **verdict.numbers}
         if not verdict.passed:
             reason = f"the gate refused it: {verdict.reason}"
@@ -288,6 +304,12 @@ class Gatekeeper:
         config = self._config_of(kept)
         assert config is not None
         does = f"answers {config.share:.0%} of the requests{' once more, unseen' if stage == 'shadow' else ''}"
+        if isinstance(config, CanaryConfig):
+            needed = ratings_needed(config)
+            does += f", until its ratings say enough, or there are {config.ratings or needed} of them"
+            if config.ratings is not None and config.ratings < needed:
+                does += f"; one that is rated as {kept['against']} needs about {needed}, or a wider canary.margin"
+            data = {**data, "ratings": config.ratings or needed, "ratings_needed": needed}
         await self._note(f"{stage}_began", f"{kept['version']} {does}", data, {TRIAL: kept})
         self._begin(kept)
         return does
@@ -295,37 +317,95 @@ class Gatekeeper:
     async def judge(
         self, version: PolicyVersion, active: PolicyVersion
     ) -> tuple[Verdict, dict[str, Any], dict[str, Any]]:
-        """Both versions on the held-out prompts: the verdict, what the new one did, and what the best one so far did.
-        Raises RewardError, EngineError, AdapterError, DeadlineError."""
-        evaluated = await self._evaluated(version)
-        new, old = measured(evaluated), measured(await self._evaluated(active))
-        best = await self._best(active)
-        kl = None if self._config.max_kl is None else await asyncio.to_thread(self._kl, evaluated, version, active)
-        verdict = judge(new, old, kl=kl, bounds=self._config, best=best)
-        name, best_so_far = best or (str(active), old)
-        return verdict, {"version": str(version), **new.as_dict()}, {"version": name, **best_so_far.as_dict()}
+        """Return the verdict on the version beside the active one, what it did on the held-out prompts, and what the
+        best one so far did. Raises RewardError, EngineError, AdapterError, DeadlineError."""
+        verdict, new, best = await self._judged("prompts", version, active)
+        if verdict.passed and "confirm" in self._sets:
+            again, _, _ = await self._judged("confirm", version, active)
+            numbers = {**verdict.numbers, **{f"confirm_{name}": value for name, value in again.numbers.items()}}
+            verdict = replace(again, numbers=numbers)
+        await self._note_worn()
+        return verdict, new, best
 
-    async def _evaluated(self, version: PolicyVersion) -> Evaluation:
+    async def _judged(
+        self, name: str, version: PolicyVersion, active: PolicyVersion
+    ) -> tuple[Verdict, dict[str, Any], dict[str, Any]]:
+        """Return `judge` on one set of prompts, which is a look at it."""
+        look = await self._next_look(name)
+        drawn = {"seed": look.number}  # the same for all that are compared, so that equal versions give equal answers
+        evaluated = await self._evaluated(version, name, **drawn)
+        new, old = measured(evaluated), measured(await self._evaluated(active, name, **drawn))
+        best, known = None, await self._best(active)
+        if known is not None:
+            try:
+                did = measured(await self._evaluated(PolicyVersion.parse(known[0]), name, **drawn))
+                best = Beside(name=known[0], new=new, old=did)
+            except AdapterNotFoundError:  # it is not kept any more
+                best = Beside(name=known[0], new=new, old=known[1]) if name == "prompts" else None
+        begun, start = await self._start(active, old) if name == "prompts" else (active, None)
+        if start is not None and self._config.max_kl_total is not None:
+            start = replace(start, kl=await self._kl(evaluated, version, begun))
+        kl = None if self._config.max_kl is None else await self._kl(evaluated, version, active)
+        words = {"prompts": "held-out" if name == "prompts" else "confirming"}
+        verdict = judge(new, old, kl=kl, bounds=self._config, look=look, best=best, start=start, **words)
+        await self._count_look(name, look)
+        its_best = (str(active), old) if best is None else (best.name, best.old)
+        return verdict, {"version": str(version), **new.as_dict()}, {"version": its_best[0], **its_best[1].as_dict()}
+
+    async def _on_rated(self, job: Job, version: PolicyVersion, active: PolicyVersion, verdict: Verdict) -> Verdict:
+        """Return the verdict, refused where lengths or divergence are out of bounds on what the job was rated for."""
+        config, look = self._config, int(verdict.numbers["look"])
+        ids = await asyncio.to_thread(self._parts.feedback.prompts_of, job.id, limit=RATED)
+        if not ids:
+            return verdict
+        prompts = [Prompt(id=str(place), text="", token_ids=each) for place, each in enumerate(ids)]
+        new, old = [
+            Evaluation(mode="sampled", version=each, groups=tuple(await self._answers(prompts, each, seed=look)))
+            for each in (version, active)
+        ]
+        wanted = config.max_kl is not None or config.max_kl_rated is not None
+        kl = await self._kl(new, version, active) if wanted else None
+        before = Start(name="the active version on prompts that were rated", length=measured(old).length, kl=kl)
+        most = ("gate.max_kl_rated", config.max_kl_rated), ("gate.max_length_ratio", config.max_length_ratio)
+        problems, numbers = drifted(measured(new), before, *most)
+        told = {**verdict.numbers, **{f"{name}_rated": value for name, value in numbers.items()}}
+        reason = "; ".join(problems) or verdict.reason
+        return Verdict(passed=not problems, reason=reason, numbers=told)
+
+    async def _answers(self, prompts: Sequence[Prompt], version: PolicyVersion, *, seed: int) -> list[RolloutGroup]:
+        """Return a completion of each prompt, unscored."""
+        patience_s, config = self._parts.config.request_timeout_s, self._config
+        params = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens)
+        seeds = [seed_of("rated", seed, place) >> 2 for place in range(len(prompts))]
+        async with self._parts.policies.lease(adapter=str(version), patience_s=patience_s) as leased:
+            return await play_all(self._play, prompts, seeds=seeds, n=1, params=params, version=leased)
+
+    async def _evaluated(self, version: PolicyVersion, name: str, *, seed: int) -> Evaluation:
         """Raise RewardError if nothing could be scored."""
         parts, config = self._parts, self._config
         params = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens)
         async with parts.policies.lease(adapter=str(version), patience_s=parts.config.request_timeout_s) as leased:
             found = await evaluate(
                 self._play,
-                self._prompts,
+                self._sets[name],
                 self._scorer,
                 version=leased,
                 params=params,
                 modes=("sampled",),
-                seed=SEED,
+                seed=seed,
                 k=config.samples,
                 answer=lambda text: None,  # nothing is voted on
             )
         return found["sampled"]
 
-    def _kl(self, evaluated: Evaluation, new: PolicyVersion, old: PolicyVersion) -> float:
-        """Return the divergence. In a thread; where the sampling is greedy, at temperature 1."""
-        return divergence(self._parts.engine, evaluated, new, old, temperature=self._config.temperature or 1.0)
+    async def _kl(self, evaluated: Evaluation, new: PolicyVersion, old: PolicyVersion) -> float:
+        """Return the divergence; where the sampling is greedy, at temperature 1."""
+        policies, patience_s = self._parts.policies, self._parts.config.request_timeout_s
+        temperature = self._config.temperature or 1.0
+        async with AsyncExitStack() as held:
+            for version in (new, old):
+                await held.enter_async_context(policies.lease(adapter=str(version), patience_s=patience_s))
+            return await asyncio.to_thread(divergence, self._parts.engine, evaluated, new, old, temperature=temperature)
 
     # --- the trial ---
 
@@ -354,9 +434,12 @@ class Gatekeeper:
             return await self._look_at_shadow(trial)
         book = self._parts.feedback
         new, old = await asyncio.to_thread(
-            lambda: [book.rated(str(version), after=trial.after) for version in (trial.version, trial.against)]
+            lambda: [
+                book.rated(str(version), after=trial.after, of_one=canary.ratings_of_one)
+                for version in (trial.version, trial.against)
+            ]
         )
-        outcome, reason = judge_trial(
+        outcome, reason = judge_canary(
             new,
             old,
             config=canary,
@@ -372,7 +455,7 @@ class Gatekeeper:
 
     async def _look_at_shadow(self, trial: Trial) -> Outcome:
         """Judge it; one that passes goes on to the canary, or live."""
-        shadow = self._config.shadow
+        shadow = self._config.shadowing
         assert shadow is not None
         outcome, verdict = judge_shadow(trial, config=shadow, scored=self._shadow_scorer is not None)
         data = {"version": str(trial.version), "against": str(trial.against), **verdict.numbers}

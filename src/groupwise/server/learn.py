@@ -51,6 +51,7 @@ from groupwise.sdk.types import LearnAnswer, LearnTransition
 from groupwise.server.generate import Generation
 from groupwise.server.reader import TextModel
 from groupwise.server.schema_train import GrpoRequest
+from groupwise.server.shares import within_shares
 from groupwise.server.state import Parts, given
 from groupwise.server.submit import prepare_grpo
 from groupwise.server.train import pending, submit
@@ -217,7 +218,7 @@ class FeedbackTrainer:
         self._done_for: PolicyVersion | None = None  # under this version
         rewards = config.rewards or (SIMILARITY,)
         self._scorer = open_scorer(rewards, config.scoring, folder=parts.config.folder)
-        self._again_at = 0.0
+        self._again_at, self._bounded = 0.0, ""  # what is said of groups that were left out
         self._seen: object = None  # the revision of the feedback, and the version, that were last looked at
         self._text_model = TextModel.of(parts.base)
 
@@ -261,7 +262,9 @@ class FeedbackTrainer:
             self._seen, self.trainable = seen, len(ratings_in(groups))
         why_not = await asyncio.to_thread(self._why_not)
         if why_not is None and self.trainable < self._config.after:
-            why_not = f"{self.trainable} of {self._config.after} ratings that can be trained on are there"
+            why_not = (
+                f"{self.trainable} of {self._config.after} ratings that can be trained on are there{self._bounded}"
+            )
         if why_not is not None:
             self.reason = why_not
             return None
@@ -289,7 +292,20 @@ class FeedbackTrainer:
         groups, lost = rated_groups(ratings, book.rollouts(list(ids)), scored=bool(self._config.rewards))
         if lost:
             book.failed(lost, for_good=True)
-        return groups
+        return self._shared(groups, {each.seq: each.author for each in ratings})
+
+    def _shared(self, groups: list[RatedGroup], authors: Mapping[int, str | None]) -> list[RatedGroup]:
+        """Return what a job may take of the groups that no author and no phrase has too much of (`max_share`)."""
+        self._bounded = ""
+        if self._config.max_share is None:
+            return groups
+        asked, most = self._parts.feedback.asked(), self._config.max_groups
+        found = within_shares(groups, authors, asked, share=self._config.max_share, most=most)
+        if left := min(len(groups), most) - len(found):
+            self._bounded = (
+                f"; {left} groups wait, as others of their rater, or with their phrases, are enough (max_share)"
+            )
+        return found
 
     def _drop_outdated(self, ratings: Sequence[Feedback]) -> list[Feedback]:
         """Return those of the ratings that are not about answers of versions long replaced; drops the others."""

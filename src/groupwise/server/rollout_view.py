@@ -18,6 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from groupwise.pictures import text_of
 from groupwise.server.token_texts import token_texts
 
 MAX_CHARS = 4000  # of a prompt, a completion without tokens, or an error
@@ -204,7 +205,7 @@ def _who(message: Mapping[str, Any]) -> str:
 def _said(message: Mapping[str, Any]) -> str:
     """Return a message's text, its tool calls behind it."""
     content = message.get("content")
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    text = text_of(content)
     if message.get("tool_calls"):
         text = f"{text if content else ''}\n{json.dumps(message['tool_calls'], ensure_ascii=False)}".strip()
     return text

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 EVENTS_POLL_S = 0.25
 PAGE = 500  # events read at once
 MOST_JOBS = 1024  # that have ended, in one answer
-LOSSES = ("loss/total", "loss/policy", "loss/cross_entropy")  # what a step reports; the first that is there
+LOSSES = ("loss/policy", "loss/cross_entropy")  # what a step reports; the first that is there
 
 router = APIRouter(prefix="/v1/train", tags=["training"])
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]

@@ -22,15 +22,14 @@ import torch
 from transformers import PreTrainedModel
 
 from groupwise.errors import AdapterError, ModelError
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel, load_config, load_model, weights_hash
 from groupwise.model.quantized import dequantize
-from groupwise.store import files
-from groupwise.store.gguf import DTYPES as GGUF_DTYPES
+from groupwise.store import dtypes, files
 from groupwise.store.gguf import check_gguf, write_gguf
 from groupwise.store.locate import Located, TrainedPolicy
 
 MERGED, GGUF = "merged", "gguf"
-MERGED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ def export_model(policy: TrainedPolicy, dest: Path, *, format: str, dtype: str =
     config = load_config(policy.model)
     saved = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     chosen = saved if dtype == "auto" else dtype
-    allowed = GGUF_DTYPES if format == GGUF else MERGED_DTYPES
+    allowed = dtypes.BY_FORMAT[format]
     if chosen not in allowed:
         raise ModelError(f"a {format} model cannot be of type {chosen!r}", hint=f"use one of {', '.join(allowed)}")
     if format == GGUF:
@@ -69,7 +68,7 @@ def export_model(policy: TrainedPolicy, dest: Path, *, format: str, dtype: str =
     if format == GGUF:
         write_gguf(base, dest, dtype=chosen)
     else:
-        _save(base, dest, MERGED_DTYPES[chosen])
+        _save(base, dest, getattr(torch, chosen))
     return Exported(path=dest, dtype=chosen, note=_note(policy))
 
 
@@ -131,6 +130,8 @@ def _save(base: LoadedModel, dest: Path, dtype: torch.dtype) -> None:
         try:
             model.save_pretrained(staged)
             base.tokenizer.save_pretrained(staged)
+            if (vision := vision_of(base.model)) is not None:
+                vision.save(staged)
             if dest.exists():
                 dest.rmdir()
             staged.rename(dest)

@@ -18,6 +18,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -137,9 +139,10 @@ class FeedbackLog:
             rows = db.execute(f"SELECT state, count(*) AS n FROM ({_ROWS}) GROUP BY state").fetchall()
         return {"waiting": 0, "training": 0, "trained": 0, "dropped": 0} | {row["state"]: row["n"] for row in rows}
 
-    def rated(self, version: str, *, after: int) -> list[float]:
-        """Return the votes that answers of a version got behind the rating of number `after`: one of each author for
-        each answer (`votes`), however often it was rated and whatever the clock says."""
+    def rated(self, version: str, *, after: int, of_one: int | None = None) -> list[tuple[int, float]]:
+        """Return the votes that answers of a version got behind the rating of number `after`, and the numbers under
+        which they came, in that order: one of each author for each answer (`votes`), however often it was rated and
+        whatever the clock says; of one author the first `of_one`, None is all."""
         query = f"""
             {_ROWS} LEFT JOIN rollout AS lost ON lost.id = feedback.worse
             WHERE feedback.seq > ? AND (feedback.version = ? OR lost.version = ?)
@@ -149,7 +152,17 @@ class FeedbackLog:
             ratings = [_read(row) for row in db.execute(query, (after, version, version))]
             lost = {row["id"] for row in db.execute(its, (version, after))}
         mine = lost | {rating.rollout for rating in ratings if rating.version == version}
-        return [vote for (rollout, _), vote in votes(ratings).items() if rollout in mine]
+        came = dict[tuple[str, str | None], int]()
+        for rating in sorted(ratings, key=lambda each: each.seq):
+            for rollout in filter(None, (rating.rollout, rating.worse)):
+                came.setdefault((rollout, rating.author), rating.seq)
+        its_votes = sorted((came[key], key[1], vote) for key, vote in votes(ratings).items() if key[0] in mine)
+        counted, heard = list[tuple[int, float]](), Counter[str | None]()
+        for seq, author, vote in its_votes:
+            heard[author] += 1
+            if of_one is None or heard[author] <= of_one:
+                counted.append((seq, vote))
+        return counted
 
     # --- what jobs take ---
 
@@ -189,6 +202,22 @@ class FeedbackLog:
         """Return those of the rollouts that are still kept, read without making anybody wait."""
         with self._ledger.reader("reading rated rollouts") as db:
             return read_rollouts(db, ids)
+
+    def asked(self, *, limit: int = 2000) -> list[tuple[int, ...]]:
+        """Return the prompts of the newest `limit` rollouts that are kept, each once, in token ids."""
+        query = "SELECT DISTINCT prompt_ids FROM (SELECT prompt_ids FROM rollout ORDER BY seq DESC LIMIT ?)"
+        with self._ledger.reader("reading what was asked") as db:
+            return [tuple(array("i", row["prompt_ids"])) for row in db.execute(query, (limit,))]
+
+    def prompts_of(self, job: str, *, limit: int) -> list[tuple[int, ...]]:
+        """Return prompts whose ratings a job took, newest first, each once, in token ids: at most `limit`, of answers
+        that are kept."""
+        query = """
+            SELECT rollout.prompt_ids FROM feedback JOIN rollout ON rollout.id = feedback.rollout
+            WHERE feedback.trained_by = ? GROUP BY rollout.prompt_ids ORDER BY max(feedback.seq) DESC LIMIT ?
+        """
+        with self._ledger.reader("reading what was rated") as db:
+            return [tuple(array("i", row["prompt_ids"])) for row in db.execute(query, (job, limit))]
 
     def claim(self, db: sqlite3.Connection, seqs: Sequence[int], job: str) -> None:
         """These ratings are the job's; in the transaction that queues it. Raises FeedbackTakenError unless all of them

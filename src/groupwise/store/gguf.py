@@ -24,10 +24,9 @@ from torch import Tensor
 
 from groupwise.errors import ModelError
 from groupwise.model.load import LoadedModel
-from groupwise.store import files
+from groupwise.store import dtypes, files
 
 ARCHITECTURES = {"LlamaForCausalLM": "LLAMA", "Qwen2ForCausalLM": "QWEN2", "Qwen3ForCausalLM": "QWEN3"}
-DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PRE_TOKENIZERS = {
@@ -46,8 +45,8 @@ def check_gguf(architecture: str, dtype: str) -> None:
             f"{architecture} cannot be written as GGUF; these can: {', '.join(ARCHITECTURES)}",
             hint="export it merged, and convert that with llama.cpp's convert_hf_to_gguf.py",
         )
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r} is none of GGUF's here", hint=f"use one of {', '.join(DTYPES)}")
+    if dtype not in dtypes.GGUF:
+        raise ModelError(f"dtype {dtype!r} is none of GGUF's here", hint=f"use one of {', '.join(dtypes.GGUF)}")
 
 
 def write_gguf(base: LoadedModel, path: Path, *, dtype: str) -> Path:
@@ -191,7 +190,7 @@ def _kind(shape: torch.Size, dtype: str) -> Any:
     if len(shape) == 1:
         return kinds.F32
     whole = shape[-1] % gguf.GGML_QUANT_SIZES[kinds.Q8_0][0] == 0
-    return kinds[DTYPES[dtype]] if dtype != "q8_0" or whole else kinds.F16
+    return kinds[dtypes.GGUF[dtype]] if dtype != "q8_0" or whole else kinds.F16
 
 
 def _tensors(base: LoadedModel, arch: Any) -> Iterator[tuple[str, Tensor]]:

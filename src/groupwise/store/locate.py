@@ -248,11 +248,24 @@ def _trained_run(text: str, *patterns: str) -> Path | None:
         return next(iter(runs), None)
     finished = [path for path in runs if _was_finished(path)]
     chosen = (finished or runs)[0]
-    others = [f"{path}{'' if path in finished else ' (not finished)'}" for path in runs if path != chosen]
+    others = [path for path in runs if path != chosen]
     which = "the newest that was finished" if finished else "the newest"
-    message = f"{text} is {chosen}, {which}; of this name there are also {', '.join(others[:5])}"
+    message = f"{text} is {chosen} ({_how_far(chosen, chosen in finished)}), {which}; of this name there are also "
+    message += ", ".join(f"{path} ({_how_far(path, path in finished)})" for path in others[:5])
+    message += f" and {len(others) - 5} more" if len(others) > 5 else ""
     warnings.warn(message, SeveralRunsWarning, stacklevel=2)
     return chosen
+
+
+def _how_far(run_dir: Path, finished: bool) -> str:
+    """Return how many steps a run made and its newest version, as far as they are known."""
+    versions = [PolicyVersion(path.parent.name, int(path.name[1:])) for path in run_dir.glob(_VERSIONS)]
+    newest = f", {max(versions, key=lambda each: each.number)}" if versions else ""
+    with suppress(StorageError):
+        state = checkpoint.standing(run_dir)
+        if state is not None:
+            return f"{state.step} steps{'' if finished else ', not finished'}{newest}"
+    return f"not finished{newest}"
 
 
 def _was_finished(run_dir: Path) -> bool:

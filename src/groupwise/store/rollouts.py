@@ -32,7 +32,7 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
     return {
         "prompt": {
             "id": prompt.id,
-            "messages": prompt.messages,
+            "messages": None if prompt.messages is None else plain(prompt.messages),
             "text": prompt.text,
             "tools": prompt.tools,
             "columns": plain(prompt.columns),

@@ -5,6 +5,7 @@ runs/<name>-<time>/
     metrics.jsonl, health.jsonl    a line a step and an evaluation; what was found wrong
     rollouts/step_000001.jsonl     a line a group
     evaluations/step_000000.greedy.jsonl
+    images/<sha256>.png            of prompts, each once
     adapters/<name>/v000001/       the versions
     checkpoints/step-000025/       where to go on from
 """
@@ -24,7 +25,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from groupwise.config.run import RunConfig, dump_resolved, identity, resolved
+from groupwise.config.run import RunConfig, TrainConfig, dump_resolved, identity, resolved
 from groupwise.errors import ConfigError, InUseError
 from groupwise.platform import is_locked, try_lock
 from groupwise.store import checkpoint, files
@@ -33,7 +34,7 @@ from groupwise.types import PolicyVersion
 
 CONFIG, METRICS, HEALTH, LOCK = "config.yaml", "metrics.jsonl", "health.jsonl", ".lock"
 
-ROLLOUTS, EVALUATIONS, ADAPTERS = "rollouts", "evaluations", "adapters"
+ROLLOUTS, EVALUATIONS, ADAPTERS, IMAGES = "rollouts", "evaluations", "adapters", "images"
 
 
 @contextmanager
@@ -75,7 +76,8 @@ def reserve_run_dir(config: RunConfig, *, note: Callable[[str], None] = lambda t
             note(f"resume=auto begins a new run: {why_anew}")
     check_place(config)
     path = config.run_path(now=datetime.now(UTC))
-    _check_free(path, config)
+    if config.run_dir is not None:
+        _check_free(path, config)
     with files.writing(f"making the run directory {path}"):
         if config.run_dir is not None:
             path.mkdir(parents=True, exist_ok=True)
@@ -158,9 +160,13 @@ def _entered(run_dir: Path, config: RunConfig) -> checkpoint.RunState | None:
 
 
 def _is_longer(changed: Mapping[str, object], config: RunConfig) -> bool:
-    """Return whether the configuration asks for more steps of a run, and for nothing else."""
+    """Return whether the configuration asks for more steps of a run, and for nothing else; a warm-up that is shorter
+    because a short run has no room for a longer one was not asked for."""
     steps = changed.get("train.steps")
-    return len(changed) == 1 and isinstance(steps, int) and steps < config.train.steps
+    if not isinstance(steps, int) or steps >= config.train.steps:
+        return False
+    derived = {"train.steps": steps, "train.warmup_steps": TrainConfig(steps=steps).warmup_steps}
+    return all(key in derived and value == derived[key] for key, value in changed.items())
 
 
 def _check_free(run_dir: Path, config: RunConfig) -> None:
@@ -172,12 +178,14 @@ def _check_free(run_dir: Path, config: RunConfig) -> None:
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
-    """Return the newest run of this configuration in `output_dir` that was not finished, or that has fewer steps than
-    are asked for; else why the newest of this name does not go on, which is "" where there is none."""
+    """Return the run in `output_dir` that goes on: the newest of this configuration that was not finished; else, of
+    those that have fewer steps than are asked for and differ in nothing else, the one that made most, so that no trial
+    of a step takes the place of a run. Without one: why the newest of this name does not go on, "" where there is
+    none."""
     pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
     matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]
     begun = [(match[1], int(match[2] or 1), path) for match, path in matches if match]
-    why = ""
+    why, shorter = "", list[tuple[int, Path]]()
     for _, _, run_dir in sorted(begun, reverse=True):
         if not (run_dir / CONFIG).exists():
             continue
@@ -185,10 +193,15 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         standing = checkpoint.standing(run_dir) if not changed or _is_longer(changed, config) else None
         if changed and standing is None:
             why = why or f"{run_dir} has another {', '.join(changed)}"
-        elif changed or standing is None or not standing.finished:
+        elif changed and standing is not None:
+            shorter.append((standing.step, run_dir))
+        elif standing is None or not standing.finished:
             return run_dir, ""
         else:
-            why = why or f"{run_dir} was finished after step {standing.step}; with more train.steps it goes on"
+            more = f"train.steps={2 * standing.step}"
+            why = why or f"{run_dir} was finished after step {standing.step}; with more, as in {more}, it goes on"
+    if shorter:
+        return max(shorter, key=lambda each: each[0])[1], ""  # the first of equals, which is the newest
     return None, why
 
 
@@ -230,8 +243,8 @@ def _wind_back(run_dir: Path, name: str, standing: checkpoint.RunState | None) -
         for record in filter(Path.exists, (run_dir / METRICS, run_dir / HEALTH)):
             kept = [line for line in record.read_text(encoding="utf-8").splitlines() if _is_of(line, step)]
             files.replace(record, "".join(f"{line}\n" for line in kept))
-        for path in (*run_dir.glob(f"{ROLLOUTS}/step_*"), *run_dir.glob(f"{EVALUATIONS}/step_*")):
-            if int(path.name.removeprefix("step_").partition(".")[0]) > step:
+        for path in (*run_dir.glob(f"{ROLLOUTS}/step_*"), *run_dir.glob(f"{EVALUATIONS}/*_*")):
+            if int(path.name.partition(".")[0].partition("_")[2]) > step:
                 path.unlink()
         shutil.rmtree(run_dir / "model", ignore_errors=True)
     if (run_dir / ADAPTERS).is_dir():

@@ -1,7 +1,7 @@
 """What trackers are shown of a step's rollouts: every reward, for a picture of how they are spread, and a table of
 completions under the names of the columns that TRL's has.
 
-    rewards_of   reward/distribution, reward/<name>/distribution -> the values of all completions of the step
+    rewards_of   distribution/reward, distribution/reward/<name> -> the values of all completions of the step
     rows_of      step, prompt, completion, a column a reward function, reward, advantage
 """
 
@@ -21,8 +21,8 @@ def rewards_of(groups: Sequence[RolloutGroup]) -> dict[str, list[float]]:
     out."""
     values: dict[str, list[float]] = {}
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        named = {f"reward/{name}/distribution": reward for name, reward in rollout.rewards.items()}
-        for name, reward in {"reward/distribution": rollout.reward, **named}.items():
+        named = {f"distribution/reward/{name}": reward for name, reward in rollout.rewards.items()}
+        for name, reward in {"distribution/reward": rollout.reward, **named}.items():
             if reward is not None and math.isfinite(reward):
                 values.setdefault(name, []).append(reward)
     return values

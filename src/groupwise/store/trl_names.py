@@ -27,7 +27,6 @@ TRL_NAMES: tuple[tuple[str, str], ...] = (
     ("rollout/len_terminated_min", "completions/min_terminated_length"),
     ("rollout/len_terminated_max", "completions/max_terminated_length"),
     ("rollout/truncated_frac", "completions/clipped_ratio"),
-    ("loss/total", "loss"),
     ("loss/policy", "loss"),
     ("loss/policy", "policy_loss"),
     ("loss/cross_entropy", "loss"),

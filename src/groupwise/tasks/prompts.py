@@ -20,9 +20,11 @@ from typing import Any
 
 from groupwise.config.data import BUFFER, DataConfig, DatasetConfig, RowsConfig, RunKind
 from groupwise.errors import DataError
+from groupwise.pictures import pictures_in
 from groupwise.tasks.mixture import MixedOrder
 from groupwise.tasks.prompt_stream import PromptSource
 from groupwise.tasks.row_formats import message_of
+from groupwise.tasks.row_images import with_images
 from groupwise.tasks.rows import RowCount, Rows
 from groupwise.tasks.streamed_prompts import StreamedPrompts
 from groupwise.types import Message, Prompt
@@ -45,7 +47,7 @@ def open_prompts(
     Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
     """
     parts = [Rows(part, folder=folder, streaming=config.streaming) for part in config.parts]
-    to_prompt = partial(_read, cases=cases, kind=kind)
+    to_prompt = partial(_read, cases=cases, kind=kind, folder=Path(folder))
     shuffle = isinstance(config, DataConfig) and config.shuffle
     if isinstance(config, DataConfig) and config.streaming:
         buffer = (config.shuffle_buffer or BUFFER) if shuffle else 1
@@ -64,7 +66,7 @@ def open_prompts(
     return PromptSource(prompts, seed=seed, shuffle=shuffle, order=order, counts=counts)
 
 
-def _read(config: RowsConfig, id: str, row: Any, *, cases: bool, kind: RunKind) -> Prompt:
+def _read(config: RowsConfig, id: str, row: Any, *, cases: bool, kind: RunKind, folder: Path) -> Prompt:
     """Return a row in our words as a prompt."""
     if kind == "dpo":
         from groupwise.tasks.pairs import to_pair  # which reads prompts as this does
@@ -80,6 +82,7 @@ def _read(config: RowsConfig, id: str, row: Any, *, cases: bool, kind: RunKind) 
         system=config.system,
         case=cases,
         completion_only=config.completion_only,
+        folder=folder,
     )
 
 
@@ -92,12 +95,16 @@ def to_prompt(
     system: str | None = None,
     case: bool = False,
     completion_only: bool = True,
+    folder: Path = Path(),
 ) -> Prompt:
-    """Return a row as a Prompt; a `case` without a prompt of its own has columns alone. Where a prompt ends with the
-    assistant's words, `completion_only` says whether rewards see what continues them without them.
+    """Return a row as a Prompt, with its images (`tasks.row_images`; relative paths are from `folder`).
 
-    A string is a message of the user, and plain text for a model without a chat template; `raw` makes it plain text for
-    every model. Raises DataError naming `id` and the key that is wrong.
+    A `case` without a prompt of its own has columns alone. Where a prompt ends with the assistant's words,
+    `completion_only` says whether rewards see what continues them without them. A string is a message of the user, and
+    plain text for a model without a chat template; `raw` makes it plain text for every model.
+
+    Raises:
+        DataError: names `id` and the key that is wrong.
     """
     row = row_at(row, id)
     if case and prompt_key is None and all(row.get(key) is None for key in PROMPT_KEYS):
@@ -124,7 +131,10 @@ def to_prompt(
         if messages[0]["role"] in ("system", "developer"):
             raise DataError(f"{id}: {key}[0] is a system message already; remove it or data.system")
         messages = (Message(role="system", content=system), *messages)
-    text = None if len(messages) > 1 or tools else text  # without a template these would be lost
+    messages, columns = with_images(messages, columns, folder=folder, id=id)
+    text = (
+        None if len(messages) > 1 or tools or pictures_in(messages) else text
+    )  # they would be lost without a template
     prompt = Prompt(id=id, messages=messages, text=text, tools=_tools(tools, id), columns=columns)
     return replace(prompt, shows_opening=not completion_only and bool(prompt.opening))
 

@@ -264,6 +264,11 @@ def _dataset_rows(config: RowsConfig, folder: Path, *, streaming: bool) -> Itera
                 dataset = datasets.load_dataset(source, split=split, streaming=streaming, **config.args)
     except Exception as error:
         hint = "a name on the Hugging Face hub, a directory, or a builder such as csv with args.data_files"
+        if isinstance(error, ConnectionError):
+            hint = (
+                "let this machine reach the hub (HTTPS_PROXY, HF_ENDPOINT, HF_HUB_OFFLINE); or where there is a "
+                f"network `hf download --repo-type dataset {config.origin} --local-dir DIR`, and name DIR, brought here"
+            )
         message = f"cannot load the dataset {config.origin!r}: {type(error).__name__}: {error}"
         raise DataError(message, hint=hint) from error
     split = (config.split or "train").partition("[")[0] if config.slice else config.split or "train"

@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.model.backbone import Backbone, decoder_of
+from groupwise.model.backbone import Backbone, decoder_inputs, decoder_of
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import Head, plain_attention
 from groupwise.model.packing import KeptRanges, MicroBatch, Padded
 from groupwise.train.lora import project_with_lora
@@ -195,10 +196,23 @@ def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: f
     assert not isinstance(batch.layout, Padded)
     # The last token of the longest row is a target only: nothing reads it, and there may be no position for it.
     longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in batch.samples), default=0)  # none: an idle rank
-    positions_S = batch.positions_S.clamp(max=max(longest - 2, 0))
+    positions_S = _rotary_positions(model, batch).clamp(max=max(longest - 2, 0))
     hidden_SH = Backbone(model, project_with_lora)(batch.input_ids_S, positions_S, batch.layout)
     hidden_NH = hidden_SH.index_select(0, batch.source_N)
     return _logprobs(hidden_NH, model, batch, temperature)
+
+
+def _rotary_positions(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """Return where each token of a micro-batch stands: [S], or [3, S] of a model that sees with M-RoPE."""
+    vision = vision_of(model)
+    if vision is None or vision.axes == 1:
+        return batch.positions_S
+    where_AS = batch.positions_S.repeat(vision.axes, 1)
+    for sample, parts in zip(batch.samples, batch.places, strict=True):
+        places = torch.cat([torch.as_tensor(part, dtype=torch.long) for part in parts])
+        mine = vision.positions_of([(*sample.prompt_ids, *sample.completion_ids)])
+        where_AS[:, places] = mine.to(where_AS.device)
+    return where_AS
 
 
 def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -206,7 +220,10 @@ def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: fl
     assert isinstance(batch.layout, Padded)
     width = batch.layout.width
     ids_BT = batch.input_ids_S.view(-1, width)[:, :-1]  # the last token of the longest row is a target only
+    told = decoder_inputs(model, ids_BT)
+    if (vision := vision_of(model)) is not None and vision.axes > 1:
+        told["position_ids"] = _rotary_positions(model, batch).view(vision.axes, -1, width)[..., :-1]
     with plain_attention(model):  # causal: nothing looks at the padding
-        hidden_BTH = decoder_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
+        hidden_BTH = decoder_of(model)(**told, use_cache=False).last_hidden_state
     hidden_NH = hidden_BTH[batch.source_N // width, batch.source_N % width]
     return _logprobs(hidden_NH, model, batch, temperature)

@@ -49,10 +49,11 @@ from groupwise.config.run import Attention, OptimizerConfig
 from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import checkpoint_layers, is_lean
 from groupwise.model.flex_trial import why_not_flex
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.layouts import FLEX, MERGED, Layouts
 from groupwise.model.load import LoadedModel, longest_row, share_weights
 from groupwise.model.mixture import RouterOutput, Routers, balancing_coefficient, load_balancing
-from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_packed
+from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_not_packed
 from groupwise.model.packing import (
     MicroBatch,
     count_loss_tokens,
@@ -63,6 +64,7 @@ from groupwise.model.packing import (
     sequence_lengths,
     side_by_side,
 )
+from groupwise.model.vision import freeze_eyes
 from groupwise.train.accumulated_step import AccumulatedStep
 from groupwise.train.forward import of_tokens_alone
 from groupwise.train.lanes import ThreadedMicroBatches
@@ -161,6 +163,8 @@ class Learner:
         self.lora = None if lora is None else add_lora(self.model, lora, seed=seed)
         if lora is None:
             self.model.requires_grad_(True)
+            if vision_of(self.model) is not None:
+                freeze_eyes(self.model)
         self._routers = Routers(self.model)
         train = any(parameter.requires_grad for parameter in router_parameters(self.model))
         self._balances = balancing_coefficient(self.model) if train else 0.0
@@ -512,6 +516,8 @@ class Learner:
         if self.lora is None:
             (model or self.model).save_pretrained(directory)
             self.base.tokenizer.save_pretrained(directory)
+            if (vision := vision_of(self.model)) is not None:
+                vision.save(Path(directory))
         else:
             save_lora(self.model, self.lora, directory, base_name=self.base.name)
 
@@ -561,6 +567,7 @@ class Learner:
 
     def _verify_packed(self) -> bool:
         why = why_not_packed(self.model)
+        look(self.model, why)
         if why is None:
             return True
         warnings.warn(

@@ -28,6 +28,7 @@ from groupwise.errors import AdapterError, ConfigError
 from groupwise.model.backbone import adapter_dtype, project_plainly
 from groupwise.model.load import adapted_modules
 from groupwise.model.mixture import Routed, experts_forward, is_router, low_rank, router_forward
+from groupwise.model.products import product
 from groupwise.model.quantized import QuantizedLinear, quantization_of
 from groupwise.model.transfer import on_host
 from groupwise.store.adapter_config import ExpertTargets, adapted, check_config
@@ -435,11 +436,11 @@ class _Projection(torch.autograd.Function):
                 continue
             beside = grad.to(A.dtype)
             torch.mm(beside, b.to(A.dtype), out=out).mul_(ctx.scales[i])
-            grad_b.append(_summed_exactly(beside.T, mine).mul_(ctx.scales[i]))
+            grad_b.append(product(beside.T, mine).mul_(ctx.scales[i]))
             del beside  # before the next one's is made
         if grad_x is not None and A.shape[0]:
             _add_product(grad_x, grad_z, A)
-        grad_a = _summed_exactly(grad_z.T, x.to(A.dtype)).split(ctx.ranks)
+        grad_a = product(grad_z.T, x.to(A.dtype)).split(ctx.ranks)
         terms = zip(grad_a, grad_b, strict=True)
         return grad_x, None, None, *(g for a, b in terms for g in (None, None if b is None else a, b))
 
@@ -450,12 +451,3 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -
         out.addmm_(left, right, alpha=scale)
     else:
         out.copy_((left @ right).mul_(scale).add_(out))
-
-
-def _summed_exactly(left: Tensor, right: Tensor) -> Tensor:
-    """left right, in float32 at least."""
-    if left.dtype.itemsize > 2:
-        return left @ right
-    if left.is_cuda:  # gpu-seen: gradients of an adapter in float32, from factors of 16 bits
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()

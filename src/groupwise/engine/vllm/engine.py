@@ -52,6 +52,7 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.chat import closing_ids, decode, stopped_text
+from groupwise.model.image_tokens import is_of_image
 from groupwise.model.load import LoadedModel
 from groupwise.model.packed_check import packed_tolerance
 from groupwise.sampler import TokenSink
@@ -281,6 +282,8 @@ class VllmEngine:
             raise ConfigError(f"n is {request.n}; a request is for at least 1 completion", field="n")
         if not length:
             raise ContextLengthError("the prompt has no tokens", hint="give at least one token id", kind="empty")
+        if is_of_image(max(prompt)):
+            raise ConfigError("engine vllm is given no images", hint="set engine: local", field="engine")
         if not 0 <= min(prompt) <= max(prompt) < self._base.vocabulary:
             raise ModelError(
                 f"the prompt has token ids from {min(prompt)} to {max(prompt)}; this model has the ids 0 to "

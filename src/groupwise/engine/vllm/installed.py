@@ -10,14 +10,16 @@ from pathlib import Path
 
 from groupwise.config.engine import VllmConfig
 from groupwise.config.run import RunConfig
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConfigError
 
 _LOOK = "import sys; from importlib.util import find_spec; sys.exit(find_spec('vllm') is None)"
 _LOOK_S = 60.0
 
 
-def check_installed(config: RunConfig) -> None:
-    """Raise ConfigError where a run would start vLLM, or have it in its process, and it is not installed there."""
+def check_installed(config: RunConfig | ServeConfig) -> None:
+    """Raise ConfigError where a run or a server would start vLLM, or have it in its process, and it is not installed
+    there."""
     if config.engine != "vllm" or config.vllm.urls:
         return
     if config.vllm.mode == "colocate":

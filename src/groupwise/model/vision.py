@@ -1,0 +1,364 @@
+"""Images as tokens: what lets a model that sees run in packed rows, shared prompts and caches like any other.
+
+An image takes places among a prompt's tokens, as many as its features. Each place has a token id of its own, beyond
+every vocabulary, made of the image's content and the number of the place:
+
+    (ids: `image_tokens`)
+
+    Vision.expand           a rendered prompt and its images -> its text with every image token written out, their ids
+    Vision.in_place         token ids, with those ids in the place of the tokenizer's one
+    Vision.embed            token ids -> embeddings, an image's from the vision tower, which runs once for each image
+    Vision.positions        token ids -> rotary positions: one a token, or three (M-RoPE, arXiv 2409.12191, section 2.1)
+
+The tower is frozen: its features are computed without a graph, and kept for the next sampling or training of the same
+image, up to a number of bytes.
+
+Shapes: S packed tokens, n tokens of an image, H hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+from groupwise.errors import ChatError, DataError, ModelError
+from groupwise.model.image_tokens import FIRST, PLACES, VISION, key_of
+from groupwise.pictures import Picture, read_picture
+
+KEPT_BYTES = 1 << 30  # of features
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An image as the model takes it: what stands in the text for it, how many tokens of that are its own, and, with
+    M-RoPE, their extent in time, rows and columns. `alone`: in a prompt with other images it would be cut otherwise."""
+
+    picture: Picture
+    written: str
+    tokens: int
+    grid: tuple[int, int, int] | None
+    alone: bool
+
+
+@dataclass(frozen=True)
+class Features:
+    """The tower's output for an image: `rows` [n, H], and `deep`, one [n, H] for each of the first layers (Qwen3-VL's
+    deepstack, arXiv 2406.04334)."""
+
+    rows: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.rows, *self.deep))
+
+
+class Vision:
+    """The eyes of one loaded model.
+
+    Args:
+        model: transformers' model of images and text.
+        processor: its processor.
+        settings: what the processor was made of, as processor_config.json has it.
+    """
+
+    shelf: Path | None = None  # see `keep_in`
+    blind: str | None = None  # why no images can be given (`packed_check.look`)
+    looked = False
+
+    def __init__(self, model: PreTrainedModel, processor: Any, *, settings: Mapping[str, Any] | None = None):
+        config: Any = model.config
+        self.processor, self._model, self._settings = processor, model, dict(settings or {})
+        self.token_id = int(getattr(config, "image_token_id", None) or processor.image_token_id)
+        self.token = str(processor.image_token)
+        self.axes = 3 if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}) else 1
+        self._merge = int(getattr(config.vision_config, "spatial_merge_size", 1))
+        self._seen: dict[int, Seen] = {}
+        self._features: OrderedDict[int, Features] = OrderedDict()
+        self._lock = RLock()
+
+    def __deepcopy__(self, memo: Any) -> Vision:
+        return self  # second module trees over the same weights see with the same eyes
+
+    # -- token ids ----------------------------------------------------------------------------------------------------
+
+    def expand(self, text: str, pictures: Sequence[Picture]) -> tuple[str, list[int]]:
+        """Return a rendered prompt with each image's placeholder written out as the processor does, and the ids that
+        the image tokens in it stand for, in order.
+
+        Raises:
+            ChatError: the template did not render as many images as there are.
+            DataError: an image cannot be decoded, or has too many tokens.
+            ModelError: what is computed of images is not what the model itself computes.
+        """
+        if self.blind is not None:
+            raise ModelError(f"{type(self._model).__name__} cannot be given images: {self.blind}")
+        parts = text.split(self.token)
+        if len(parts) - 1 != len(pictures):
+            raise ChatError(
+                f"the chat template renders {len(parts) - 1} images, and the messages have {len(pictures)}",
+                hint='use {"type": "image"} parts in messages whose role the template takes images from',
+            )
+        written, ids = [parts[0]], list[int]()
+        for picture, after in zip(pictures, parts[1:], strict=True):
+            key, seen = key_of(picture.digest), self._note(picture)
+            if seen.alone and len(pictures) > 1:
+                message = f"the prompt has {len(pictures)} images, and {type(self._model).__name__} cuts several"
+                raise ModelError(f"{message} otherwise than one, which is not supported", hint="give one image")
+            ids += (FIRST + key * PLACES + place for place in range(seen.tokens))
+            written += [seen.written, after]
+        return "".join(written), ids
+
+    def in_place(self, ids: Sequence[int], of_images: Sequence[int]) -> list[int]:
+        """Return token ids with the ids of image tokens in the place of the tokenizer's one for them all."""
+        following = iter(of_images)
+        placed = [next(following) if token == self.token_id else token for token in ids]
+        assert next(following, None) is None
+        return placed
+
+    def placeholders(self, ids: Sequence[int]) -> list[int]:
+        """Return token ids as the tokenizer knows them: its own image token for each token of an image."""
+        return [self.token_id if token >= FIRST else token for token in ids]
+
+    def pictures(self, ids: Sequence[int]) -> list[Picture]:
+        """Return the images of a row of tokens, in order."""
+        return [self._known(token).picture for token in ids if token >= FIRST and token % PLACES == 0]
+
+    def forget(self, picture: Picture) -> None:
+        """Drop what is known of an image."""
+        with self._lock:
+            for known in (self._seen, self._features):
+                known.pop(key_of(picture.digest), None)
+
+    def _note(self, picture: Picture) -> Seen:
+        """Return an image as the model takes it, which is worked out once, and keep its file."""
+        key = key_of(picture.digest)
+        with self._lock:
+            if (seen := self._seen.get(key)) is None:
+                seen = self._seen[key] = self._looked_at(picture)
+                if self.shelf is not None:
+                    picture.keep(self.shelf)
+            if seen.picture != picture:
+                raise DataError("two images have the same first 46 bits of their SHA-256", kind="image")
+        return seen
+
+    def _looked_at(self, picture: Picture) -> Seen:
+        inputs, written = self._prepared(picture)
+        tokens, grid = written.count(self.token), inputs.get("image_grid_thw")
+        if tokens > PLACES:
+            message = f"an image has {tokens} tokens; at most {PLACES} are supported"
+            raise DataError(message, hint="make it smaller", kind="image")
+        extent = None if grid is None else _extent(grid[0].tolist(), self._merge)
+        return Seen(picture, written, tokens, extent, alone="batch_num_images" in inputs)
+
+    def _known(self, token: int) -> Seen:
+        key = (token - FIRST) // PLACES
+        if key not in self._seen:
+            names = [] if self.shelf is None else self.shelf.glob(f"{key << 2:012x}"[:11] + "*")
+            found = [path for path in names if key_of(path.stem) == key and path.suffix != ".tmp"]
+            if not found:
+                raise DataError(
+                    f"token id {token} is of an image that is not known here (looked for in {self.shelf})", kind="image"
+                )
+            self._note(read_picture(found[0]))
+        return self._seen[key]
+
+    def _prepared(self, picture: Picture) -> tuple[Any, str]:
+        """Return what the processor makes of an image: the tensors, and what stands in the text for it."""
+        told = self.processor._merge_kwargs(
+            tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs, return_tensors="pt"
+        )
+        inputs, (replacement,) = self.processor._process_images([[picture.pixels()]], **told["images_kwargs"])
+        return inputs, replacement
+
+    def save(self, folder: Path) -> None:
+        """Write how images are prepared, as transformers reads it, into a model's folder."""
+        self.processor.image_processor.save_pretrained(folder)
+        (folder / "processor_config.json").write_text(json.dumps(self._settings, indent=2), encoding="utf-8")
+
+    def keep_in(self, folder: Path) -> None:
+        """Keep each image that is encoded, also those that were, as a file in `folder`, named by its SHA-256.
+
+        The images of token ids that another process encoded are looked for there.
+        """
+        with self._lock:
+            self.shelf = folder
+            for seen in self._seen.values():
+                seen.picture.keep(folder)
+
+    # -- embeddings ---------------------------------------------------------------------------------------------------
+
+    def embed(self, ids_BT: Tensor, embeddings: torch.nn.Module) -> dict[str, Any]:
+        """Return the inputs of the text decoder for rows of tokens: `inputs_embeds` [B, T, H], and what deepstack adds.
+
+        Raises:
+            DataError: an image is not known here.
+        """
+        image_BT = ids_BT >= FIRST
+        embeds_BTH, tokens = embeddings(ids_BT.masked_fill(image_BT, self.token_id)), ids_BT[image_BT].tolist()
+        of_image = {token // PLACES: token for token in tokens}  # one of its tokens
+        every = {image: self.features(token) for image, token in of_image.items()}
+        starts = dict(zip(every, accumulate((len(each.rows) for each in every.values()), initial=0), strict=False))
+        at_n = torch.tensor([starts[token // PLACES] + token % PLACES for token in tokens], device=ids_BT.device)
+        rows_nH = torch.cat([each.rows for each in every.values()])[at_n].to(embeds_BTH)
+        told: dict[str, Any] = {"inputs_embeds": embeds_BTH.index_put((image_BT,), rows_nH)}
+        if levels := list(zip(*(each.deep for each in every.values()), strict=True)):
+            told["visual_pos_masks"] = image_BT
+            told["deepstack_visual_embeds"] = [torch.cat(level)[at_n] for level in levels]
+        return told
+
+    def features(self, token: int) -> Features:
+        """Return what the tower makes of the image that a token is of."""
+        key = (token - FIRST) // PLACES
+        with self._lock:
+            if (found := self._features.get(key)) is None:
+                seen = self._known(token)
+                found = self._features[key] = self._computed(seen)
+                if len(found.rows) != seen.tokens:
+                    raise DataError(f"an image has {seen.tokens} tokens and {len(found.rows)} features", kind="image")
+                while len(self._features) > 1 and sum(each.nbytes for each in self._features.values()) > KEPT_BYTES:
+                    self._features.popitem(last=False)
+            self._features.move_to_end(key)
+        return found
+
+    def _computed(self, seen: Seen) -> Features:
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = _accepted(_inner(self._model).get_image_features, self._on_device(seen.picture))
+            out = _inner(self._model).get_image_features(**inputs, return_dict=True)
+        deep = getattr(out, "deepstack_features", None) or ()
+        return Features(_flat(out.pooler_output), tuple(_flat(each) for each in deep))
+
+    def _on_device(self, picture: Picture) -> dict[str, Any]:
+        inputs = self._prepared(picture)[0].to(self._model.device)
+        return {**inputs, "pixel_values": inputs["pixel_values"].to(self._model.dtype)}
+
+    def own_logits(self, ids: Sequence[int], picture: Picture) -> Tensor:
+        """Return the logits [S, V] of a row with one image, by the model's own forward."""
+        row = torch.tensor([self.placeholders(ids)], device=self._model.device)
+        told = {**self._on_device(picture), "input_ids": row, "mm_token_type_ids": (row == self.token_id).int()}
+        with torch.no_grad():
+            return self._model(**_accepted(self._model.forward, told), use_cache=False).logits[0]
+
+    # -- positions ----------------------------------------------------------------------------------------------------
+
+    def positions(self, ids: Sequence[int]) -> np.ndarray:
+        """Return the rotary positions of one row's tokens: [S], or [3, S] (time, height, width)."""
+        if self.axes == 1:
+            return np.arange(len(ids))
+        parts, at, following = list[np.ndarray](), 0, 0
+        while at < len(ids):
+            if ids[at] < FIRST:
+                end = next((i for i in range(at, len(ids)) if ids[i] >= FIRST), len(ids))
+                parts.append(np.broadcast_to(following + np.arange(end - at), (3, end - at)))
+                following += end - at
+            else:
+                seen = self._known(ids[at])
+                assert seen.grid is not None
+                t, h, w = seen.grid
+                end = at + seen.tokens
+                where = np.stack(np.meshgrid(np.arange(t), np.arange(h), np.arange(w), indexing="ij")).reshape(3, -1)
+                parts.append(following + where[:, : len(ids) - at])
+                following += max(h, w)
+            at = min(end, len(ids))
+        return np.concatenate(parts, -1) if parts else np.zeros((3, 0), int)
+
+    def positions_of(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Return the positions of several rows' tokens, one row behind the other: [S], or [3, S]."""
+        return torch.from_numpy(np.concatenate([self.positions(row) for row in rows], -1))
+
+    def following(self, ids: Sequence[int]) -> int:
+        """Return the position of the text token that follows a row."""
+        where = self.positions(ids)
+        return int(where.max()) + 1 if where.size else 0
+
+
+def sample_picture() -> Picture:
+    """Return a small picture, of which no two parts are alike."""
+    from PIL import Image
+
+    pixels = (np.arange(96 * 64 * 3, dtype=np.uint32) * 2654435761 >> 13).astype(np.uint8).reshape(64, 96, 3)
+    return read_picture(Image.fromarray(pixels))
+
+
+def freeze_eyes(model: PreTrainedModel) -> None:
+    """Let nothing of a model be trained but its text decoder and its LM head."""
+    head: Any = model.get_output_embeddings()
+    ours = {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in ours:
+            parameter.requires_grad_(False)
+
+
+def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Let a model, and its tokenizer, see with what is in its folder (or repository): nothing happens where the model
+    has no vision tower, or there is no configuration of how images are prepared.
+
+    Raises:
+        ModelError: images need a package that is not installed.
+    """
+    kind: Any = PROCESSOR_MAPPING.get(type(model.config), None)
+    if not hasattr(_inner(model), "get_image_features") or kind is None:
+        return
+    try:
+        images = AutoImageProcessor.from_pretrained(path)
+    except OSError:
+        return  # no preprocessor_config.json, no processor_config.json
+    processor = _of_images_alone(kind)
+    told, _ = processor.get_processor_dict(path)
+    known = inspect.signature(kind.__init__).parameters
+    options = {name: value for name, value in told.items() if name in known and not isinstance(value, dict)}
+    parts = dict.fromkeys((name for name in kind.get_attributes()), None)
+    parts |= {"image_processor": images, "tokenizer": tokenizer}
+    try:
+        vision = Vision(model, processor(**{**options, **parts}), settings=told)
+    except ImportError as error:
+        raise ModelError(
+            f"images of {path} cannot be prepared: {error}", hint="pip install 'groupwise[images]'"
+        ) from None
+    for each in (model, tokenizer):
+        setattr(each, VISION, vision)
+
+
+def _of_images_alone(kind: Any) -> Any:
+    """Return a processor's class that does without a processor of videos, which needs torchvision."""
+
+    class OfImages(kind):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+
+    OfImages.__name__ = OfImages.__qualname__ = kind.__name__
+    return OfImages
+
+
+def _inner(model: PreTrainedModel) -> Any:
+    """Return the part of a model that has `get_image_features` and no LM head."""
+    return getattr(model, "model", model)
+
+
+def _accepted(function: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a processor's inputs that a family's function takes."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in inputs.items() if name in known}
+
+
+def _extent(grid: Sequence[int], merge: int) -> tuple[int, int, int]:
+    time, height, width = grid
+    return int(time), int(height) // merge, int(width) // merge
+
+
+def _flat(features: Any) -> Tensor:
+    """[n, H] of what families give: a tensor with any number of leading dimensions, or one for each part."""
+    parts = [features] if isinstance(features, Tensor) else list(features)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

@@ -1,0 +1,217 @@
+"""Reads images: from files, bytes and data URLs to bounded, content-addressed pictures.
+
+    read_picture    whatever a dataset's cell or a message's part has -> Picture
+    Picture         the bytes of an image file, known by their SHA-256; `pixels` decodes them
+    pictures_in     the pictures of a conversation
+    text_of         a message's content as people read it, images or not
+
+A picture is checked before it is decoded: its bytes, its format, its pixels and that it is one frame. Decoding turns it
+as its EXIF tag says, as people see it, and gives RGB. Formats that run code or hold documents (SVG, PDF, EPS) are not
+read.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.request import url2pathname
+
+from groupwise.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+COLUMNS = ("images", "image")  # of rows, and of what rewards get
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+MOST_BYTES = 32 << 20
+MOST_PIXELS = 50_000_000  # 150 MB once decoded
+HINT = "give a path, a file: or data: URL, the file's bytes, or a PIL image, of PNG, JPEG, WebP, GIF, BMP or TIFF"
+
+
+class Picture:
+    """An image file, known by the SHA-256 of its bytes, in hexadecimal digits: its `digest`. Two are equal where these
+    are. The bytes of one that has a `path` are read again where they are needed, so that a set of many images takes no
+    memory; `data` raises DataError where the file is not there any more, or is another one."""
+
+    def __init__(self, data: bytes, *, path: Path | None = None):
+        self.digest = hashlib.sha256(data).hexdigest()
+        self.path = None if path is None else path.absolute()
+        self._held = data if path is None else None
+
+    @property
+    def data(self) -> bytes:
+        """The bytes of the file."""
+        if self._held is not None:
+            return self._held
+        assert self.path is not None
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise DataError(f"an image cannot be read again: {error}", kind="image") from error
+        if hashlib.sha256(data).hexdigest() != self.digest:
+            message = f"{self.path} is another image than the one that was read before"
+            raise DataError(message, hint="leave the files of a dataset as they are while it is used", kind="image")
+        return data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Picture) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Picture({self})"
+
+    def __str__(self) -> str:
+        """Return the picture as records name it."""
+        return f"sha256:{self.digest}"
+
+    def keep(self, folder: Path) -> None:
+        """Write the file `<digest>.<format>` into `folder`, unless it is there."""
+        with _opened(data := self.data) as image:
+            path = folder / f"{self.digest}.{str(image.format).lower()}"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            (draft := path.with_suffix(".tmp")).write_bytes(data)
+            draft.replace(path)
+
+    def pixels(self) -> Image:
+        """Return the decoded image, RGB, upright.
+
+        Raises:
+            DataError: it cannot be decoded, as where the file was cut off.
+        """
+        from PIL import ImageOps
+
+        data = self.data
+        try:
+            with _opened(data) as image:
+                return ImageOps.exif_transpose(image).convert("RGB")
+        except Exception as error:  # PIL's readers raise anything
+            raise DataError(f"an image cannot be decoded: {error}", hint=HINT, kind="image") from error
+
+
+def read_picture(given: Any, *, folder: Path = Path(), where: str = "an image") -> Picture:
+    """Return the picture that a cell or a part holds: a Picture, a PIL image, bytes, Hugging Face's {"bytes", "path"},
+    a path (relative ones from `folder`), or a `file:` or `data:` URL.
+
+    Raises:
+        DataError: `where` is not an image, cannot be read, or is beyond the bounds. Nothing of it was decoded.
+    """
+    if isinstance(given, Picture):
+        return given
+    try:
+        path = _path_of(given, folder)
+        data = _bytes_of(given) if path is None else _of_file(path)
+        _check(data)
+    except Exception as error:  # PIL's readers raise anything, and a file may be hostile
+        raise DataError(
+            f"{where} is {_shown(given)}, which cannot be read as an image: {error}", hint=HINT, kind="image"
+        ) from error
+    return Picture(data, path=path)
+
+
+def _path_of(given: Any, folder: Path) -> Path | None:
+    """Return the file that is named; None where the image itself is given."""
+    if isinstance(given, Mapping) and given.get("bytes") is None and given.get("path") is not None:
+        return _path_of(given["path"], folder)
+    if isinstance(given, str) and not given.startswith("data:"):
+        parts = urlsplit(given)
+        if parts.scheme in ("http", "https", "ftp", "s3", "gs"):
+            raise ValueError(f"{parts.scheme} addresses are not fetched; download it first")
+        return Path(url2pathname(unquote(parts.path))) if parts.scheme == "file" else folder / Path(given).expanduser()
+    return folder / given.expanduser() if isinstance(given, Path) else None
+
+
+def _bytes_of(given: Any) -> bytes:
+    if isinstance(given, bytes | bytearray | memoryview):
+        return bytes(given)
+    if isinstance(given, Mapping) and given.get("bytes") is not None:
+        return _bytes_of(given["bytes"])
+    if isinstance(given, str):
+        return _of_data_url(given)
+    if hasattr(given, "save") and hasattr(given, "size"):
+        return _of_pil(given)
+    raise ValueError(f"it is a {type(given).__name__}")
+
+
+def _of_file(path: Path) -> bytes:
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"the file has {size:,} bytes; at most {MOST_BYTES:,} are read")
+    return path.read_bytes()
+
+
+def _of_data_url(url: str) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise ValueError("a data: URL has a comma in front of its content")
+    if not head.endswith(";base64"):
+        return unquote_to_bytes(body)
+    try:
+        return base64.b64decode(unquote(body), validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"its base64 is wrong: {error}") from error
+
+
+def _of_pil(image: Any) -> bytes:
+    """Return a PNG of the image."""
+    written = io.BytesIO()
+    image.convert("RGB").save(written, format="PNG")
+    return written.getvalue()
+
+
+def _check(data: bytes) -> None:
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it has {len(data):,} bytes; at most {MOST_BYTES:,} are read")
+    with _opened(data) as image:
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise ValueError(f"it has {width} x {height} pixels; at most {MOST_PIXELS:,} are read")
+        if (frames := getattr(image, "n_frames", 1)) > 1:
+            raise ValueError(f"it has {frames} frames; a still image has one")
+
+
+def _opened(data: bytes) -> Image:
+    """Return the image with its header read, and nothing decoded."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data), formats=FORMATS)
+
+
+def _shown(given: Any) -> str:
+    if isinstance(given, bytes | bytearray | memoryview):
+        return f"{len(given)} bytes"
+    text = repr(given)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
+    """Return the pictures of a conversation, in order: those of its image parts."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = chain.from_iterable(content for content in contents if isinstance(content, list | tuple))
+    return [part["image"] for part in parts if is_picture(part)]
+
+
+def is_picture(part: Any) -> bool:
+    """Return whether a message's part is an image whose bytes are here."""
+    return isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("image"), Picture)
+
+
+def text_of(content: Any) -> str:
+    """Return a message's content as people read it: its text, and [image] in the place of each image."""
+    if isinstance(content, list | tuple):
+        return " ".join(map(_text_of_part, content))
+    return content if isinstance(content, str) else "" if content is None else str(content)
+
+
+def _text_of_part(part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "image":
+        return "[image]"
+    return str(part["text"]) if isinstance(part, Mapping) and isinstance(part.get("text"), str) else str(part)

@@ -1,0 +1,76 @@
+"""Bounds the part of a job that one rater, or one phrase, may have (`learn.max_share`).
+
+    within_shares   the groups that could be trained on -> those that one job may take
+
+Whoever rates much, or rates one thing under many names, decides what a job teaches. So of the groups of a job
+
+    one author      is in a share of `max_share` at most; ratings without a `user` are one author's
+    one phrase      (one to three tokens in a row of the prompt) is in that share at most beyond its share of the
+                    prompts that were asked lately: what every prompt has, as a template's words, is not bounded
+
+so that a phrase that is rated far more often than it is asked, under whatever names, teaches no more than that. What is
+left out waits for a job with more of the others. Of a phrase that an attacker also has a like share of the requests in
+nothing is known: then it is what the server is used for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+LONGEST = 3  # tokens of a phrase
+
+
+class Rated(Protocol):
+    """A group of rated answers: its prompt, and the numbers of the ratings about it."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def seqs(self) -> tuple[int, ...]: ...
+
+
+Group = TypeVar("Group", bound=Rated)
+
+
+def phrases_of(prompt_ids: Sequence[int]) -> set[tuple[int, ...]]:
+    """Return the runs of one to LONGEST tokens of a prompt."""
+    runs = range(1, LONGEST + 1)
+    return {tuple(prompt_ids[at : at + run]) for run in runs for at in range(len(prompt_ids) - run + 1)}
+
+
+def within_shares(
+    groups: Sequence[Group],
+    authors: Mapping[int, str | None],
+    asked: Sequence[Sequence[int]],
+    *,
+    share: float,
+    most: int,
+) -> list[Group]:
+    """Return what a job of at most `most` groups may take of these, the first of them first.
+
+    Args:
+        authors: of each rating, by its number.
+        asked: prompts that were asked lately, each once.
+        share: `learn.max_share`.
+    """
+    usual = Counter(phrase for prompt in asked for phrase in phrases_of(prompt))
+    names = [{("author", authors.get(seq)) for seq in group.seqs} for group in groups]
+    phrases = [phrases_of(group.prompt_ids) for group in groups]
+    size = min(len(groups), most)
+    while True:  # where a job comes out smaller, less of each may be in it
+        taken, count = list[Group](), Counter[Hashable]()
+        for group, its_names, its_phrases in zip(groups, names, phrases, strict=True):
+            if len(taken) == size:
+                break
+            bounds = [(name, share) for name in its_names]
+            bounds += [(phrase, share + usual[phrase] / max(1, len(asked))) for phrase in its_phrases]
+            if all(count[mark] < max(1, math.floor(bound * size)) for mark, bound in bounds):
+                taken.append(group)
+                count.update(mark for mark, _ in bounds)
+        if len(taken) == size:
+            return taken
+        size = len(taken)

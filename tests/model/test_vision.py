@@ -1,0 +1,256 @@
+"""Models that see: sampled and trained in packed rows as their own forward has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from groupwise.config.lora import LoraSpec
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import ChatError, DataError, ModelError
+from groupwise.model.chat import decode, encode_prompt
+from groupwise.model.image_tokens import FIRST, is_of_image, vision_of
+from groupwise.model.load import LoadedModel, share_weights
+from groupwise.model.packed_check import look, packed_tolerance, why_blind
+from groupwise.model.packing import micro_batches, padded_batches
+from groupwise.model.vision import Features, Vision
+from groupwise.pictures import Picture, read_picture
+from groupwise.train.forward import packed_logprobs, plain_logprobs
+from groupwise.train.lora import add_lora
+from groupwise.types import Completion, Message, Prompt, Sample, SamplingParams, SamplingRequest
+from seeing_models import FAMILIES, drawn, load_seeing
+from wording import raises
+
+ONE, TWO = read_picture(drawn(90, 60)), read_picture(drawn(40, 80, seed=1))
+Load = Callable[..., LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    kept: dict[tuple[str, str], LoadedModel] = {}
+
+    def loaded(name: str, dtype: str = "float64") -> LoadedModel:
+        if (name, dtype) not in kept:
+            kept[name, dtype] = load_seeing(name, tmp_path_factory.mktemp(name), dtype=dtype)
+        return kept[name, dtype]
+
+    return loaded
+
+
+def user(*parts: Picture | str) -> Message:
+    content = [
+        {"type": "image", "image": each} if isinstance(each, Picture) else {"type": "text", "text": each}
+        for each in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+def asked(base: LoadedModel, *messages: Message) -> tuple[int, ...]:
+    return encode_prompt(Prompt(id="1", messages=messages), base.tokenizer).token_ids
+
+
+def eyes(base: LoadedModel) -> Vision:
+    vision = vision_of(base.model)
+    assert vision is not None
+    return vision
+
+
+def own_logits(base: LoadedModel, ids: Sequence[int], pictures: Sequence[Picture], model: Any = None) -> Tensor:
+    """Of a row, by transformers' processor and forward alone."""
+    vision = eyes(base)
+    inputs, _ = vision.processor._process_images(
+        [[each.pixels() for each in pictures]],
+        **vision.processor._merge_kwargs(
+            tokenizer_init_kwargs=vision.processor.tokenizer.init_kwargs, return_tensors="pt"
+        )["images_kwargs"],
+    )
+    row = torch.tensor([vision.placeholders(ids)])
+    told = {"pixel_values": inputs["pixel_values"].to(base.model.dtype)}
+    told |= {name: inputs[name] for name in ("image_grid_thw", "image_sizes", "pixel_attention_mask") if name in inputs}
+    if "image_grid_thw" in inputs:
+        told["mm_token_type_ids"] = (row == vision.token_id).int()
+    return (model or base.model)(input_ids=row, use_cache=False, **told).logits[0]
+
+
+def sampled(base: LoadedModel, prompt: Sequence[int], n: int = 4) -> list[Completion]:
+    with closing(LocalEngine(base, max_rows=8)) as engine:
+        params = SamplingParams(max_tokens=9, seed=3, ignore_eos=True)
+        return engine.generate([SamplingRequest(prompt_ids=tuple(prompt), n=n, params=params)])[0]
+
+
+def samples_of(prompt: Sequence[int], said: Sequence[Completion]) -> list[Sample]:
+    return [
+        Sample(
+            prompt_ids=tuple(prompt),
+            completion_ids=each.token_ids,
+            mask=(1,) * len(each.token_ids),
+            behaviour_logprobs=each.logprobs,
+            advantage=i - 1.5,
+        )
+        for i, each in enumerate(said)
+    ]
+
+
+def trained(model: Any, samples: Sequence[Sample], *, packed: bool = True) -> list[list[float]]:
+    rows: list[list[float]] = [[] for _ in samples]
+    cut, logprobs = (micro_batches, packed_logprobs) if packed else (padded_batches, plain_logprobs)
+    for batch in cut(samples, token_budget=10_000):
+        for row, value in zip(batch.row_N.tolist(), logprobs(model, batch)[0].tolist(), strict=True):
+            rows[batch.rows[row]].append(value)
+    return rows
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sampler_and_trainer_are_the_models_own_forward(load: Load, name: str) -> None:
+    base = load(name)
+    pictures = [ONE] if name == "llava_onevision" else [ONE, TWO]  # which cuts several otherwise
+    prompt = asked(base, user(*pictures, "Same?"))
+    said = sampled(base, prompt)
+    found = trained(share_weights(base.model), samples_of(prompt, said))
+    padded = trained(share_weights(base.model), samples_of(prompt, said), packed=False)
+    for each, packed, plain in zip(said, found, padded, strict=True):
+        with torch.no_grad():
+            own = own_logits(base, (*prompt, *each.token_ids), pictures).log_softmax(-1)
+        expected = [float(own[len(prompt) - 1 + i, token]) for i, token in enumerate(each.token_ids)]
+        assert each.logprobs == pytest.approx(expected, abs=1e-9)
+        assert packed == pytest.approx(expected, abs=1e-9) and plain == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_gradients_of_an_adapter_are_those_of_the_plain_forward(load: Load, name: str, turns: int) -> None:
+    """A group of four over one image, and of four over two images in two turns."""
+    base = load(name)
+    messages = [user(ONE, "How many?")]
+    messages += [{"role": "assistant", "content": "2"}, user(TWO, "And here?")] if turns == 2 else []
+    prompt = asked(base, *messages)
+    samples = samples_of(prompt, sampled(base, prompt))
+    gradients = list[dict[str, Tensor]]()
+    for packed in (True, False):
+        model = share_weights(base.model)
+        add_lora(model, LoraSpec(rank=4), seed=0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = torch.sin(torch.arange(parameter.numel(), dtype=torch.float64)).view_as(parameter) / 9
+        total = torch.zeros((), dtype=torch.float64)
+        if packed:
+            for batch in micro_batches(samples, token_budget=10_000):
+                total = total + (packed_logprobs(model, batch)[0] * batch.advantages_N).sum()
+        else:
+            for sample in samples:
+                row = (*prompt, *sample.completion_ids)
+                own = _own_of_twin(base, model, row).log_softmax(-1)
+                at = torch.arange(len(prompt) - 1, len(row) - 1)
+                total = total + own[at, torch.tensor(sample.completion_ids)].sum() * sample.advantage
+        total.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    ours, own = gradients
+    assert ours and ours.keys() == own.keys()
+    for name_of, gradient in ours.items():  # norms are computed in float32, whatever the model is in
+        assert float((gradient - own[name_of]).norm() / own[name_of].norm()) < 1e-6, name_of
+
+
+def _own_of_twin(base: LoadedModel, model: Any, row: Sequence[int]) -> Tensor:
+    from groupwise.model.load import plain_attention
+
+    with plain_attention(model):
+        return own_logits(base, row, eyes(base).pictures(row), model)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
+def test_prompts_without_images_are_as_without_eyes(load: Load, name: str) -> None:
+    base = load(name)
+    prompt = asked(base, {"role": "user", "content": "2+2?"})
+    (said,) = sampled(base, prompt, n=1)
+    with torch.no_grad():
+        own = (
+            base.model(input_ids=torch.tensor([[*prompt, *said.token_ids]]), use_cache=False).logits[0].log_softmax(-1)
+        )
+    assert said.logprobs == pytest.approx(
+        [float(own[len(prompt) - 1 + i, token]) for i, token in enumerate(said.token_ids)], abs=1e-9
+    )
+
+
+def test_prompts_are_equal_if_their_images_are(load: Load) -> None:
+    base = load("qwen2_5_vl")
+    one, again, other = (asked(base, user(each, "?")) for each in (ONE, Picture(ONE.data), TWO))
+    assert one == again != other
+    assert eyes(base).pictures(one) == [ONE] and eyes(base).pictures(other) == [TWO]
+    shown = decode(one, base.tokenizer)
+    assert shown.count("<|image_pad|>") == sum(map(is_of_image, one)) and not any(map(is_of_image, one[:3]))
+
+
+def test_text_cannot_pass_for_an_image(load: Load) -> None:
+    base = load("qwen2_5_vl")
+    forged = asked(base, user(ONE, "<|vision_start|><|image_pad|><|vision_end|>"))
+    assert eyes(base).pictures(forged) == [ONE]
+    assert not any(map(is_of_image, asked(base, {"role": "user", "content": "<|image_pad|>"})))
+
+
+def test_a_template_that_leaves_an_image_out_is_told(load: Load) -> None:
+    base = load("smolvlm")
+    with raises(ChatError):
+        eyes(base).expand("no place", [ONE])
+
+
+def test_a_model_that_reads_text_refuses_images(tiny: LoadedModel) -> None:
+    with raises(ChatError):
+        encode_prompt(Prompt(id="1", messages=(user(ONE, "?"),)), tiny.tokenizer)
+
+
+def test_images_are_encoded_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, runs = load("qwen3_vl"), list[Any]()
+    vision = eyes(base)
+    vision._features.clear()
+    computed = vision._computed
+    monkeypatch.setattr(vision, "_computed", lambda seen: runs.append(seen.picture) or computed(seen))
+    prompt = asked(base, user(ONE, TWO, ONE, "Which?"))
+    said = sampled(base, prompt)
+    trained(share_weights(base.model), samples_of(prompt, said))
+    assert [each for each in runs if each in (ONE, TWO)] == [ONE, TWO] and len(runs) <= 3  # one tries it out
+
+
+def test_a_conversation_goes_on_with_what_was_kept(load: Load) -> None:
+    base = load("qwen2_5_vl")
+    first = asked(base, user(ONE, "How many?"))
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with closing(LocalEngine(base, max_rows=4)) as engine:
+        (said,) = engine.generate([SamplingRequest(prompt_ids=first, params=params, cache=True)])[0]
+        second = (*first, *said.token_ids, *asked(base, user(TWO, "And here?")))
+        (kept,) = engine.generate([SamplingRequest(prompt_ids=second, params=params, cache=True)])[0]
+        (anew,) = engine.generate([SamplingRequest(prompt_ids=second, params=params)])[0]
+    assert kept.token_ids == anew.token_ids and kept.logprobs == pytest.approx(anew.logprobs, abs=1e-9)
+
+
+def test_what_another_process_encoded_is_found_on_the_shelf(tmp_path: Path) -> None:
+    here, there = (load_seeing("qwen2_5_vl", tmp_path / name) for name in ("here", "there"))
+    prompt = asked(here, user(ONE, "?"))
+    with raises(DataError, kind="image", words=False):
+        sampled(there, prompt)
+    eyes(here).keep_in(tmp_path / "images")
+    eyes(there).keep_in(tmp_path / "images")
+    assert [each.logprobs for each in sampled(there, prompt)] == [each.logprobs for each in sampled(here, prompt)]
+
+
+def test_a_model_that_is_not_computed_as_its_own_is_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = load_seeing("qwen2_5_vl", tmp_path)
+    assert why_blind(share_weights(base.model)) is None
+    features = Vision.features
+    monkeypatch.setattr(Vision, "features", lambda self, token: Features(features(self, token).rows * 1.2))
+    look(share_weights(base.model), None)
+    assert eyes(base).blind is not None and packed_tolerance(base.model) < 1e-3
+    with raises(ModelError):
+        asked(base, user(ONE, "?"))
+    assert asked(base, {"role": "user", "content": "2+2?"})  # text is read as before
+
+
+def test_ids_of_images_are_beyond_every_vocabulary(load: Load) -> None:
+    base = load("qwen2_5_vl")
+    ids = [token for token in asked(base, user(ONE, "?")) if is_of_image(token)]
+    assert ids == list(range(ids[0], ids[0] + len(ids))) and ids[0] >= FIRST and ids[-1] < 2**63

@@ -1,0 +1,130 @@
+"""Runs on prompts with images, from a file of rows to an adapter that PEFT loads."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from PIL import Image, ImageDraw
+
+from groupwise.config.run import RunConfig, parse_config
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import ChatError
+from groupwise.model.chat import encode_prompt
+from groupwise.model.image_tokens import vision_of
+from groupwise.model.load import load_model
+from groupwise.pictures import read_picture
+from groupwise.run.loop import run_loop
+from groupwise.store.adapters import AdapterStore
+from groupwise.types import Prompt
+from running_jobs import Dies, adapter_bytes, metrics_of
+from seeing_models import save_seeing
+from wording import raises
+
+REWARDS = """
+def sees(completions, image, prompts, **columns):
+    assert all(each.size == (84, 56) and each.getpixel((1, 1)) == (255, 255, 255) for each in image)
+    assert all(prompt[0]["content"][0]["image"].size == (84, 56) for prompt in prompts)
+    return [len(said[-1]["content"]) % 7 / 7 for said in completions]
+"""
+
+
+def dots(count: int) -> Image.Image:
+    """Return a white picture with so many red dots."""
+    image = Image.new("RGB", (84, 56), "white")
+    for i in range(count):
+        ImageDraw.Draw(image).ellipse((5 + 15 * i, 10, 15 + 15 * i, 20), fill="red")
+    return image
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_seeing("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+
+
+def place(folder: Path, model: Path, **sections: Any) -> RunConfig:
+    """A folder with a run's rows, images and rewards; six prompts over five images."""
+    for count in range(1, 6):
+        dots(count).save(folder / f"{count}.png")
+    rows = [{"prompt": "How many?", "image": f"{1 + i % 5}.png", "answer": str(1 + i % 5)} for i in range(6)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "rewards_that_see.py").write_text(REWARDS)
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "device": "cpu",
+        "output_dir": str(folder / "runs"),
+        "data": {"source": "rows.jsonl"},
+        "rewards": ["rewards_that_see.sees"],
+        "rollout": {"prompts_per_step": 3, "group_size": 4, "max_tokens": 8},
+        "train": {"steps": 2, "learning_rate": 1e-3},
+        "scoring": {"workers": 0},
+    }
+    return parse_config(settings | {"folder": str(folder)} | sections)
+
+
+def test_it_trains_what_it_sees(tmp_path: Path, model: Path) -> None:
+    ran = run_loop(place(tmp_path, model))
+    assert ran.trained
+    measured = metrics_of(ran.run_dir)
+    assert all(line["train/grad_norm"] > 0 for line in measured if "train/grad_norm" in line)
+    assert all(line["mismatch/logprob_gap"] < 1e-4 for line in measured if "mismatch/logprob_gap" in line)
+    kept = sorted(path.name for path in (ran.run_dir / "images").iterdir())
+    pictures = [read_picture(f"{count}.png", folder=tmp_path) for count in range(1, 6)]
+    assert kept == sorted(f"{each.digest}.png" for each in pictures)
+    lines = [
+        json.loads(line) for path in (ran.run_dir / "rollouts").iterdir() for line in path.read_text().splitlines()
+    ]
+    (part, text) = lines[0]["prompt"]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "How many?"}
+    assert part["type"] == "image" and part["image"] in [f"sha256:{each.digest}" for each in pictures]
+
+
+def test_the_adapter_answers_the_same_with_peft(tmp_path: Path, model: Path) -> None:
+    ran = run_loop(place(tmp_path, model))
+    base = load_model(str(model), device="cpu", dtype="float32")
+    vision = vision_of(base.model)
+    assert vision is not None
+    picture = read_picture(dots(3))
+    said = {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "How many?"}]}
+    ids = encode_prompt(Prompt(id="1", messages=(said,)), base.tokenizer).token_ids  # type: ignore[arg-type]
+    adapter = AdapterStore(ran.run_dir / "adapters").path(ran.version)
+    before = vision.own_logits(ids, picture)
+    PeftModel.from_pretrained(base.model, str(adapter))
+    after = vision.own_logits(ids, picture)
+    fresh = load_model(str(model), device="cpu", dtype="float32")
+    encode_prompt(Prompt(id="1", messages=(said,)), fresh.tokenizer)  # type: ignore[arg-type]
+    engine = LocalEngine(fresh, max_rows=4)
+    try:
+        engine.load(ran.version, adapter)
+        scores = engine.score(ids, [9], ran.version)
+    finally:
+        engine.close()
+    assert scores[0] == pytest.approx(float(after.log_softmax(-1)[-1, 9]), abs=1e-4)
+    assert not torch.allclose(before, after, atol=1e-4)
+
+
+def test_it_goes_on_bit_for_bit(tmp_path: Path, model: Path) -> None:
+    """Groups that wait in the buffer have images that are only on the run's shelf."""
+    sections: dict[str, Any] = {
+        "rollout": {"prompts_per_step": 3, "group_size": 4, "max_tokens": 8, "replay": {"size": 8, "share": 0.5}},
+        "train": {"steps": 4, "learning_rate": 1e-3},
+        "checkpoint": {"every": 1},
+    }
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = run_loop(place(tmp_path / "whole", model, **sections))
+    cut = place(tmp_path / "cut", model, resume="auto", **sections)
+    with pytest.raises(Dies.Now):
+        run_loop(cut, display=Dies(3, total=4, stream=io.StringIO()))
+    assert adapter_bytes(run_loop(cut).run_dir) == adapter_bytes(whole.run_dir)
+
+
+def test_a_model_that_reads_text_is_told_before_a_step(tmp_path: Path) -> None:
+    with raises(ChatError):
+        run_loop(place(tmp_path, Path("starter")))

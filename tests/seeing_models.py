@@ -1,0 +1,198 @@
+"""Tiny random models of images and text, saved as their families save them and loaded as any model is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerBase
+
+from groupwise.model.load import LoadedModel, load_model
+from tiny_tokenizer import starter_tokenizer
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+}
+SIGLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """A family: `kind` of its configuration, the tokens that stand for images, what is of its text decoder and tower,
+    and its processor's files."""
+
+    kind: str
+    placeholder: str  # as the chat template writes an image
+    special: tuple[str, ...]
+    text: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    image_processor: Mapping[str, Any]
+    processor: Mapping[str, Any]
+    tokens: Callable[[PreTrainedTokenizerBase], Mapping[str, Any]]
+    more: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, str] = field(default_factory=dict)  # tokens that the processor asks its tokenizer for
+
+
+def _qwen(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+
+
+def _one(name: str, token: str) -> Callable[[PreTrainedTokenizerBase], Mapping[str, Any]]:
+    return lambda tokenizer: {name: tokenizer.convert_tokens_to_ids(token)}
+
+
+QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SMOL = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+INTERN = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
+FAMILIES = {
+    "qwen2_5_vl": Seeing(
+        kind="qwen2_5_vl",
+        placeholder="<|vision_start|><|image_pad|><|vision_end|>",
+        special=QWEN,
+        text={**TEXT, "rope_parameters": ROPE},
+        vision={**TOWER, "depth": 2, "patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56},
+        image_processor={"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784, "max_pixels": 12544},
+        processor={"processor_class": "Qwen2_5_VLProcessor"},
+        tokens=_qwen,
+    ),
+    "qwen3_vl": Seeing(
+        kind="qwen3_vl",
+        placeholder="<|vision_start|><|image_pad|><|vision_end|>",
+        special=QWEN,
+        text={**TEXT, "head_dim": 8, "rope_parameters": {**ROPE, "mrope_interleaved": True}},
+        vision={
+            **TOWER,
+            "depth": 3,
+            "patch_size": 16,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        image_processor={
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "min_pixels": 784,
+            "max_pixels": 12544,
+            "patch_size": 16,
+        },
+        processor={"processor_class": "Qwen3VLProcessor"},
+        tokens=_qwen,
+    ),
+    "smolvlm": Seeing(
+        kind="smolvlm",
+        placeholder="<image>",
+        special=SMOL,
+        text={**TEXT, "model_type": "llama"},
+        vision={**SIGLIP, "image_size": 28, "patch_size": 7},
+        image_processor={
+            "image_processor_type": "SmolVLMImageProcessor",
+            "size": {"longest_edge": 56},
+            "max_image_size": {"longest_edge": 28},
+        },
+        processor={"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
+        tokens=_one("image_token_id", "<image>"),
+        more={"scale_factor": 2},
+    ),
+    "llava_onevision": Seeing(
+        kind="llava_onevision",
+        placeholder="<image>",
+        special=("<image>", "<video>"),
+        text={**TEXT, "model_type": "qwen2"},
+        vision={**SIGLIP, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+        image_processor={
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "size": {"height": 28, "width": 28},
+            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        },
+        processor={
+            "processor_class": "LlavaOnevisionProcessor",
+            "num_image_tokens": 4,
+            "vision_feature_select_strategy": "full",
+        },
+        tokens=_one("image_token_id", "<image>"),
+        more={"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]], "vision_feature_select_strategy": "full"},
+    ),
+    "internvl": Seeing(
+        kind="internvl",
+        placeholder="<IMG_CONTEXT>",
+        special=INTERN,
+        text={**TEXT, "model_type": "qwen2"},
+        vision={**SIGLIP, "image_size": [28, 28], "patch_size": [7, 7]},
+        image_processor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 28, "width": 28},
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 3,
+        },
+        processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        tokens=_one("image_token_id", "<IMG_CONTEXT>"),
+        named={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+    ),
+}
+
+
+def template(placeholder: str) -> str:
+    """Return a chat template of the starter's form that writes images."""
+    part = f"{{% if p.type == 'image' %}}{placeholder}{{% else %}}{{{{ p.text }}}}{{% endif %}}"
+    content = (
+        f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{{% for p in m.content %}}{part}{{% endfor %}}"
+    )
+    turn = f"<|im_start|>{{{{ m.role }}}}\n{content}{{% endif %}}<|im_end|>\n"
+    opening = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    return f"{{% for m in messages %}}{turn}{{% endfor %}}{opening}"
+
+
+def save_seeing(name: str, folder: Path, *, seed: int = 0) -> Path:
+    """Save a model of a family into `folder`, with its tokenizer and the files of its processor."""
+    family, tokenizer = FAMILIES[name], copy.deepcopy(starter_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": list(family.special)})
+    text = {**family.text, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    options = {"text_config": text, "vision_config": dict(family.vision), **family.tokens(tokenizer), **family.more}
+    config = CONFIG_MAPPING[family.kind](**options)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config)
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.data.normal_(0.0, 1.5 * min(parameter.shape[-2:]) ** -0.5)
+    model.save_pretrained(folder)
+    tokenizer.chat_template = template(family.placeholder)
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(dict(family.image_processor)))
+    (folder / "processor_config.json").write_text(json.dumps(dict(family.processor)))
+    if family.named:
+        told = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**told, "extra_special_tokens": dict(family.named)}))
+    return folder
+
+
+def load_seeing(name: str, folder: Path, *, dtype: str = "float64", seed: int = 0) -> LoadedModel:
+    """Return a tiny random model of a family that sees."""
+    return load_model(str(save_seeing(name, folder, seed=seed)), device="cpu", dtype=dtype)
+
+
+def drawn(width: int, height: int, *, seed: int = 0) -> Image.Image:
+    """Return a picture of which no two parts are alike."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
