@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from huggingface_hub import ModelCard, metadata_load
+from transformers import Qwen2_5_VLConfig
 
 from cli_project import Project, cli
 from fake_hub import TOKEN, FakeHub, Refusal, asked_here, fake_hub
@@ -98,7 +100,7 @@ def test_a_dry_run_prints_cards_and_files_and_asks_nobody(made, hub, monkeypatch
 
 def test_the_card_has_the_numbers_of_the_run(made):
     facts = read_facts(find_policy(str(made)))
-    card = model_card(facts, repo="me/sums", format="peft", masking=Masking({}), license="mit")
+    card = model_card(facts, repo="me/sums", format="peft", masking=Masking({}))
     before, after = (load_evaluations(made, step) for step in (0, 3))
     assert str(after["greedy"].version) == facts.version == "sums@3"
     for mode, measure in (("greedy", "reward"), ("sampled", "reward"), ("sampled", "pass@2")):
@@ -116,7 +118,7 @@ def test_the_card_has_the_numbers_of_the_run(made):
     )
     assert "hf://me/sums" in card and OPENING in card
     head = ModelCard(card).data.to_dict()
-    assert (head["library_name"], head["license"], head["pipeline_tag"]) == ("peft", "mit", "text-generation")
+    assert (head["library_name"], head["license"], head["pipeline_tag"]) == ("peft", "apache-2.0", "text-generation")
     assert "base_model" not in head  # the starter is not on the hub
     code = card.partition("```python\n")[2].partition("```")[0]
     ast.parse(code)
@@ -125,16 +127,14 @@ def test_the_card_has_the_numbers_of_the_run(made):
 def test_what_was_not_measured_is_said_to_be_so(made, tmp_path):
     shutil.copytree(made, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "evaluations")
-    card = model_card(
-        read_facts(find_policy(str(tmp_path / "run"))), repo="a/b", format="peft", masking=Masking({}), license=None
-    )
+    card = model_card(read_facts(find_policy(str(tmp_path / "run"))), repo="a/b", format="peft", masking=Masking({}))
     assert "Nothing was measured" in card and "| before |" not in card
 
 
 def test_a_base_on_the_hub_and_one_from_a_directory(made, tmp_path):
     facts = read_facts(find_policy(str(made)), base_model="Qwen/Qwen3-0.6B")
     assert facts.base == Base(name="Qwen/Qwen3-0.6B", hub="Qwen/Qwen3-0.6B", license=None)
-    card = model_card(facts, repo="a/b", format="peft", masking=Masking({}), license=None)
+    card = model_card(facts, repo="a/b", format="peft", masking=Masking({}))
     head = ModelCard(card).data.to_dict()
     assert head["base_model"] == "Qwen/Qwen3-0.6B" and head["base_model_relation"] == "adapter"
     model = tmp_path / "my-model"
@@ -151,6 +151,38 @@ def test_a_base_on_the_hub_and_one_from_a_directory(made, tmp_path):
     [model_repo] = contents(read_facts(policy), Wanted(repo="a/b"), scratch=tmp_path, masking=Masking({}), note=print)
     told = json.loads(bytes(model_repo.files["adapter_config.json"]))  # pyright: ignore[reportArgumentType]
     assert told["base_model_name_or_path"] == "my-model"  # not where it lies on this machine
+
+
+def test_a_model_of_images_is_loaded_by_its_class(made, tmp_path):
+    model = tmp_path / "sees"
+    Qwen2_5_VLConfig().save_pretrained(model)
+    shutil.copytree(made, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("model: starter", f"model: {model}"))
+    facts = read_facts(find_policy(str(tmp_path / "run")), base_model="some/base")
+    assert facts.loaded_by == "AutoModelForImageTextToText"
+    card = model_card(facts, repo="a/b", format="peft", masking=Masking({}))
+    assert 'base = AutoModelForImageTextToText.from_pretrained("some/base")' in card and "Causal" not in card
+    settings = json.loads(space_files(facts, repo="a/b", format="peft")["settings.json"])
+    assert settings["loaded_by"] == "AutoModelForImageTextToText"
+
+
+def test_what_was_chosen_by_the_measure_has_the_numbers_of_other_seeds(made, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(made, run)
+    config = run / "config.yaml"
+    config.write_text(re.sub(r"(?m)^  best: .*$", "  best: sampled", config.read_text()))
+    chosen = read_facts(find_policy(str(run)))
+    assert not chosen.again and "flatters" in model_card(chosen, repo="a/b", format="peft", masking=Masking({}))
+    for path in (run / "evaluations").glob("step_000000.*"):  # other numbers: those before training
+        version = (run / "evaluations" / path.name.replace("000000", "000003")).read_text().partition("\n")[0]
+        told = "\n".join((version, path.read_text().partition("\n")[2]))
+        (run / "evaluations" / path.name.replace("step_000000", "again_000003")).write_text(told)
+    facts = read_facts(find_policy(str(run)))
+    before, after = (facts.__dict__[when]["sampled"].measured("reward") for when in ("before", "after"))
+    assert facts.again and before == after != chosen.after["sampled"].measured("reward")
+    card = model_card(facts, repo="a/b", format="peft", masking=Masking({}))
+    assert "other seeds" in card and "flatters" not in card
 
 
 # ---- what must not go up ----
@@ -363,6 +395,8 @@ def test_a_name_as_it_is_copied(made, hub, to):
     ("words", "field"),
     [
         (["--dtype", "float16"], "--dtype"),
+        (["--format", "merged", "--dtype", "q8_0"], "--dtype"),
+        (["--format", "gguf", "--dtype", "q4_k_m"], "--dtype"),
         (["--space"], "--space"),
         (["--format", "gguf", "--space"], "--space"),
         (["--base-model", "somewhere"], "--base-model"),

@@ -22,7 +22,8 @@ MANNER = (
     "groupwise_chat.json"  # beside an adapter that `groupwise push` uploaded: what `locate.manner_of` says of its run
 )
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_NAMED = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^@\s]+))?")
+REPOSITORY = re.compile(rf"{_PART}/{_PART}")  # OWNER/NAME
+_NAMED = re.compile(rf"(?P<repo>{REPOSITORY.pattern})(?:@(?P<revision>[^@\s]+))?")
 _VALID = "write hf://OWNER/NAME, or hf://OWNER/NAME@REVISION for a branch, a tag or a commit"
 
 
@@ -85,7 +86,10 @@ def _copy(snapshot: Path, place: Path) -> None:
             files.copy_file(snapshot / files.WEIGHTS, staged / files.WEIGHTS, limit=files.MAX_WEIGHTS_BYTES)
             if (snapshot / MANNER).is_file():
                 files.copy_file(snapshot / MANNER, staged / MANNER, limit=files.MAX_CONFIG_BYTES)
-            if not place.is_dir():
+            try:
                 staged.rename(place)
+            except OSError:
+                if not place.is_dir():  # else another process of the same run was quicker
+                    raise
         finally:
             shutil.rmtree(staged, ignore_errors=True)

@@ -17,7 +17,7 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from groupwise.config.run import TrackingConfig
+from groupwise.config.yaml import leaves
 from groupwise.errors import ConfigError
 from groupwise.store.shown_rollouts import Row
 
@@ -206,7 +207,7 @@ class MlflowTracker:
         self._mlflow = mlflow
         mlflow.set_experiment(experiment)
         mlflow.start_run(run_name=run_name)
-        mlflow.log_params({key: str(value)[: self.MAX_PARAM_CHARS] for key, value in _leaves(config)})
+        mlflow.log_params({key: str(value)[: self.MAX_PARAM_CHARS] for key, value in leaves(config)})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics({_mlflow_name(name): value for name, value in metrics.items()}, step=step)
@@ -253,14 +254,6 @@ def _import(name: str) -> ModuleType:
             f"tracking.{name} is set but the package {name!r} cannot be imported: {error}",
             hint=f"pip install 'groupwise[{name}]', or leave tracking.{name} out",
         ) from error
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 # ---- in words and pictures ----

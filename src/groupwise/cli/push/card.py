@@ -21,16 +21,7 @@ from groupwise.run.evaluate import Evaluation
 
 PEFT, MERGED, GGUF = "peft", "merged", "gguf"  # what a version is uploaded as
 _LIBRARY = {PEFT: "peft", MERGED: "transformers", GGUF: "gguf"}
-_WHERE = {
-    "folder",
-    "output_dir",
-    "run_dir",
-    "resume",
-    "tracking",
-    "name",
-    "model",
-    "seed",
-}  # told elsewhere, or private
+_WHERE = {"folder", "output_dir", "run_dir", "resume", "tracking", "name", "model", "seed"}  # told above, or private
 _PACKAGES = ("groupwise", "torch", "transformers", "peft")
 _LEARNS = {
     "grpo": "GRPO (group-relative policy optimization, [arXiv 2402.03300](https://arxiv.org/abs/2402.03300))",
@@ -39,27 +30,27 @@ _LEARNS = {
 }
 
 
-def model_card(facts: Facts, *, repo: str, format: str, masking: Masking, license: str | None, file: str = "") -> str:
+def model_card(facts: Facts, *, repo: str, format: str, masking: Masking, file: str = "") -> str:
     """Return the README.md of the repository `repo`, into which the version goes as `format` (peft, merged, gguf; the
-    GGUF's name is `file`). `license` is the base's."""
+    GGUF's name is `file`)."""
     parts = [
-        _head(facts, format=format, license=license),
+        _head(facts, format=format),
         f"# {repo.rpartition('/')[2]}",
         _what(facts, format=format),
         _measured(facts),
         _training(facts, masking),
         _use(facts, repo=repo, format=format, file=file),
-        _terms(facts, license),
+        _terms(facts.base.license),
     ]
     return masking.text("\n\n".join(parts) + "\n")
 
 
-def _head(facts: Facts, *, format: str, license: str | None) -> str:
+def _head(facts: Facts, *, format: str) -> str:
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
         base_model=facts.base.hub,
-        license=license,
+        license=facts.base.license,
         library_name=_LIBRARY[format],
         pipeline_tag="text-generation",
         tags=["groupwise", facts.kind, *(["lora"] if format == PEFT else []), "reinforcement-learning"],
@@ -70,10 +61,10 @@ def _head(facts: Facts, *, format: str, license: str | None) -> str:
 
 
 def _what(facts: Facts, *, format: str) -> str:
-    adapter, lora = facts.policy.adapter is not None, _at(facts.values, "train.lora") or {}
+    lora = facts.lora or {}
     what = {
-        PEFT: f"A LoRA adapter (rank {lora.get('rank')}, alpha {lora.get('alpha'):g}) for" if adapter else "",
-        MERGED: "A LoRA adapter merged into" if adapter else "All weights, trained from",
+        PEFT: f"A LoRA adapter (rank {lora.get('r')}, alpha {lora.get('lora_alpha')}) for",
+        MERGED: "A LoRA adapter merged into" if lora else "All weights, trained from",
         GGUF: "The GGUF file (llama.cpp, Ollama, LM Studio) of what was trained from",
     }[format]
     base = f"[`{facts.base.name}`](https://huggingface.co/{facts.base.hub})" if facts.base.hub else _unlisted(facts)
@@ -134,7 +125,8 @@ def _evaluated(facts: Facts) -> Iterator[str]:
     )
     yield ""
     if best := _at(facts.values, "eval.best"):
-        yield f"The version was chosen for its `{best}` result on these prompts, which flatters that number."
+        chosen = f"The version was chosen for its `{best}` result on these prompts"
+        yield f"{chosen}; the numbers are of other seeds." if facts.again else f"{chosen}, which flatters that number."
         yield ""
 
 
@@ -242,17 +234,17 @@ def _use(facts: Facts, *, repo: str, format: str, file: str) -> str:
         ]
     elif format == PEFT:
         loaded = [
-            f'base = AutoModelForCausalLM.from_pretrained("{facts.base.name}")',
+            f'base = {facts.loaded_by}.from_pretrained("{facts.base.name}")',
             f'tokenizer = AutoTokenizer.from_pretrained("{facts.base.name}")',
             f'model = PeftModel.from_pretrained(base, "{repo}")',
         ]
     else:
         loaded = [
-            f'model = AutoModelForCausalLM.from_pretrained("{repo}")',
+            f'model = {facts.loaded_by}.from_pretrained("{repo}")',
             f'tokenizer = AutoTokenizer.from_pretrained("{repo}")',
         ]
     lines += ["```python", *(["from peft import PeftModel"] if format == PEFT else [])]
-    lines += ["from transformers import AutoModelForCausalLM, AutoTokenizer", "", *loaded]
+    lines += [f"from transformers import {facts.loaded_by}, AutoTokenizer", "", *loaded]
     lines += [
         f"messages = {json.dumps(messages, ensure_ascii=False)}",
         f'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", '
@@ -270,7 +262,7 @@ def _use(facts: Facts, *, repo: str, format: str, file: str) -> str:
     return "\n".join(lines)
 
 
-def _terms(facts: Facts, license: str | None) -> str:
+def _terms(license: str | None) -> str:
     if license is None:
         return "## Licence\n\nThat of the base model, which is not known here."
     return f"## Licence\n\n`{license}`, that of the base model."

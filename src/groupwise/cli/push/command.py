@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -95,18 +96,17 @@ def push(
     asked = Wanted(
         repo=repo, format=None if format_ is None else str(format_), dtype=dtype, dataset=dataset, space=space
     )
-    checked_format(facts, asked)
+    checked_format(facts, asked)  # before anything is asked of the hub or loaded
     with ExitStack() as stack:
         if policy.adapter is not None:
             stack.enter_context(policy.adapter.held())
         hub = None if dry_run else Hub()
-        license = facts.base.license
         if hub is not None:
             hub.check_owner(repo)
-            license = license or (hub.license_of(facts.base.hub) if facts.base.hub else None)
+            if facts.base.hub and not facts.base.license:
+                facts = replace(facts, base=replace(facts.base, license=hub.license_of(facts.base.hub)))
         quiet_libraries()
         scratch = Path(stack.enter_context(TemporaryDirectory()))
-        asked = Wanted(**{**vars(asked), "license": license})
         repositories = contents(facts, asked, scratch=scratch, masking=masking, note=say)
         if masking.count:
             say(f"masked {masking.count} places that look like a key, a token or a password")

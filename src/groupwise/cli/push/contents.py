@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.cli.adapters import check_dtype
 from groupwise.cli.push.card import GGUF, MERGED, PEFT, model_card
 from groupwise.cli.push.facts import Facts
 from groupwise.cli.push.masking import Masking
@@ -52,15 +53,14 @@ class Repository:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is asked for: the name there, as what the version goes up (None: an adapter, or else the whole model), and
-    whether the run's rollouts and a Space go up too. `license` is the base's; `note` is told what is to be known."""
+    """What is asked for: the name there, as what the version goes up (None: an adapter, or else the whole model), in
+    which number type, and whether the run's rollouts and a Space go up too."""
 
     repo: str
     format: str | None = None
     dtype: str | None = None
     dataset: bool = False
     space: bool = False
-    license: str | None = None
 
 
 def checked_format(facts: Facts, wanted: Wanted) -> str:
@@ -77,6 +77,8 @@ def checked_format(facts: Facts, wanted: Wanted) -> str:
         raise ConfigError(
             f"--dtype {wanted.dtype} acts with --format merged and gguf only", hint="leave it out", field="--dtype"
         )
+    if format != PEFT:
+        check_dtype(format, wanted.dtype or "auto")
     if wanted.space:
         check_space(facts, format=format)
     return format
@@ -85,7 +87,8 @@ def checked_format(facts: Facts, wanted: Wanted) -> str:
 def contents(
     facts: Facts, wanted: Wanted, *, scratch: Path, masking: Masking, note: Callable[[str], None]
 ) -> Sequence[Repository]:
-    """Return the repositories with their files, of which those that are made are in `scratch`."""
+    """Return the repositories with their files, of which those that are made are in `scratch`; `note` is told what is
+    to be known of them. Raises as `checked_format`, and where a model cannot be written or the rollouts not be read."""
     format = checked_format(facts, wanted)
     message = f"{facts.version}, by groupwise push"
     model = dict(_adapter(facts) if format == PEFT else _whole(facts, wanted, format, scratch, note))
@@ -95,9 +98,8 @@ def contents(
     template = str(manner.get("chat", {}).get("template") or "")
     if format == MERGED and "{" in template:  # else it is the name of one that the tokenizer has
         model[TEMPLATE] = template.encode()
-    license = wanted.license or facts.base.license
     file = next((name for name in model if name.endswith(".gguf")), "")
-    card = model_card(facts, repo=wanted.repo, format=format, masking=masking, license=license, file=file)
+    card = model_card(facts, repo=wanted.repo, format=format, masking=masking, file=file)
     model[CARD] = card.encode()
     found = [Repository(name=wanted.repo, kind="model", files=model, message=message)]
     if wanted.dataset:

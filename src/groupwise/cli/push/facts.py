@@ -11,13 +11,14 @@ from typing import Any
 
 from groupwise.config.run import STARTER, RunConfig, load_config
 from groupwise.config.yaml import Document
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, ModelError
 from groupwise.run.evaluate import Evaluation, PairedTest, load_evaluations, paired_tests
+from groupwise.store import files
+from groupwise.store.hub_adapters import REPOSITORY
 from groupwise.store.locate import TrainedPolicy
 from groupwise.store.rundir import CONFIG, EVALUATIONS, METRICS
 from groupwise.store.tracking import read_metrics
 
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".yaml", ".yml")
 
 
@@ -33,10 +34,16 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """One version of a run. `before` and `after` are its evaluations on the held-out prompts by mode, `tests` their
-    differences prompt by prompt; `losses` those of held-out rows; `suites` what benchmarks of others said. `rewards`
-    are the mean rewards of the first and of the last step in training. `config` is None where this version of the
-    package cannot read it; `values` are its values as they stand in the file."""
+    """One version of a run.
+
+    before, after   its evaluations on the held-out prompts by mode, `tests` their differences prompt by prompt; `again`
+                    says that `after` is by other seeds than those by which the version was chosen
+    losses          those of held-out rows; `suites`: what benchmarks of others said; `rewards`: the mean rewards of the
+                    first and of the last step in training
+    lora            the adapter's configuration by PEFT's names, None where all parameters were trained
+    loaded_by       the class of transformers that loads the model
+    config          None where this version of the package cannot read it; `values`: its values as the file has them
+    """
 
     name: str
     version: str
@@ -45,11 +52,14 @@ class Facts:
     base: Base
     values: Mapping[str, Any]
     config: RunConfig | None
+    lora: Mapping[str, Any] | None
+    loaded_by: str
     steps: int
     tokens: float
     seconds: float
     before: Mapping[str, Evaluation]
     after: Mapping[str, Evaluation]
+    again: bool
     tests: Mapping[str, PairedTest]
     losses: Mapping[str, tuple[float, float]]
     suites: Sequence[Mapping[str, Any]]
@@ -69,7 +79,7 @@ class Facts:
         """Return the repository that a section with a `source` is read from; None for what is not on the hub."""
         source = str((data or {}).get("source") or "")
         here = Path(self.values.get("folder") or ".", source).exists() or source.endswith(_FILES)
-        return source if REPO_ID.fullmatch(source) and not here else None
+        return source if REPOSITORY.fullmatch(source) and not here else None
 
 
 def read_facts(policy: TrainedPolicy, *, base_model: str | None = None) -> Facts:
@@ -89,7 +99,11 @@ def read_facts(policy: TrainedPolicy, *, base_model: str | None = None) -> Facts
     if policy.adapter is not None:
         version = str(policy.adapter.version)
     at = _evaluated_step(run_dir, version)
-    before, after = ({}, {}) if at is None else (load_evaluations(run_dir, 0), load_evaluations(run_dir, at))
+    before, after, again = {}, {}, {}
+    if at is not None:
+        before, after = load_evaluations(run_dir, 0), load_evaluations(run_dir, at)
+        again = load_evaluations(run_dir, at, again=True)
+        after = again or after
     store = None if policy.adapter is None else policy.adapter.store
     info = None if store is None or policy.adapter is None else store.info(policy.adapter.version)
     means = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
@@ -100,17 +114,34 @@ def read_facts(policy: TrainedPolicy, *, base_model: str | None = None) -> Facts
         run_dir=run_dir,
         base=_base(str(values.get("model", STARTER)), base_model),
         values=values,
+        loaded_by=_loaded_by(policy.model),
         config=_config(run_dir),
+        lora=None if policy.adapter is None else json.loads((policy.adapter.directory / files.CONFIG).read_bytes()),
         steps=steps if info is None else info.step,
         tokens=sum(line.get("rollout/total_tokens") or 0.0 for line in lines),
         seconds=sum(line.get("time/step_s") or 0.0 for line in lines),
         before=before,
         after=after,
+        again=bool(again),
         tests=paired_tests(after, before) if before and after else {},
         losses=_losses(lines, steps if at is None else at),
         suites=() if store is None or policy.adapter is None else store.evaluations(policy.adapter.version),
         rewards=(means[0], means[-1]) if means and values.get("kind", "grpo") == "grpo" else None,
     )
+
+
+def _loaded_by(model: str) -> str:
+    """Return the class of transformers that loads a model, by its configuration as it is on this machine; where that is
+    not here, the class of causal language models."""
+    from transformers import AutoConfig
+
+    from groupwise.model.load import auto_class, model_path
+
+    try:
+        config = AutoConfig.from_pretrained(model_path(model), local_files_only=True)
+    except (OSError, ValueError, ModelError):
+        return "AutoModelForCausalLM"
+    return auto_class(config).__name__
 
 
 def _config(run_dir: Path) -> RunConfig | None:
@@ -121,7 +152,7 @@ def _config(run_dir: Path) -> RunConfig | None:
 
 
 def _base(model: str, base_model: str | None) -> Base:
-    if base_model is not None and not REPO_ID.fullmatch(base_model):
+    if base_model is not None and not REPOSITORY.fullmatch(base_model):
         raise ConfigError(
             f"--base-model {base_model!r} is no repository on the hub",
             hint="write OWNER/NAME, such as Qwen/Qwen3-0.6B",
@@ -133,7 +164,7 @@ def _base(model: str, base_model: str | None) -> Base:
     if directory.is_dir():
         return Base(name=base_model or directory.name, hub=base_model, license=_license(directory / "README.md"))
     named = base_model or model
-    if REPO_ID.fullmatch(named):
+    if REPOSITORY.fullmatch(named):
         return Base(name=named, hub=named, license=None)
     return Base(name=Path(named).name, hub=None, license=None)
 

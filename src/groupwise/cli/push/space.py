@@ -41,6 +41,7 @@ def space_files(facts: Facts, *, repo: str, format: str) -> dict[str, bytes]:
     rollout: dict[str, Any] = dict(facts.values.get("rollout") or {})
     settings = {
         "model": repo,
+        "loaded_by": facts.loaded_by,
         "base": facts.base.hub if format == PEFT else None,
         "system": manner.get("system"),
         "template_kwargs": manner.get("chat", {}).get("template_kwargs") or {},

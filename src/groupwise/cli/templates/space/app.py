@@ -1,7 +1,8 @@
 """A chat with the model that settings.json names, for a Space of the Hugging Face hub or any machine: `python app.py`.
 
-settings.json   model: the repository; base: the base model where that holds a LoRA adapter, else null; system: the
-                system message, or null; template_kwargs: what the chat template is told; max_tokens; temperature
+settings.json   model: the repository; base: the base model where that holds a LoRA adapter, else null; loaded_by: the
+                class of transformers that loads the one or the other; system: the system message, or null;
+                template_kwargs: what the chat template is told; max_tokens; temperature
 A private model needs a secret HF_TOKEN in the Space's settings.
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 SETTINGS = json.loads(Path(__file__).with_name("settings.json").read_text(encoding="utf-8"))
 
@@ -22,8 +23,8 @@ SETTINGS = json.loads(Path(__file__).with_name("settings.json").read_text(encodi
 def load() -> tuple[Any, Any]:
     """Return the tokenizer and the model, on a GPU if there is one."""
     source = SETTINGS["base"] or SETTINGS["model"]
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model: Any = AutoModelForCausalLM.from_pretrained(source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    model: Any = getattr(transformers, SETTINGS["loaded_by"]).from_pretrained(source)
     if SETTINGS["base"]:
         from peft import PeftModel
 
