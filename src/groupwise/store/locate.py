@@ -29,7 +29,7 @@ from ruamel.yaml.error import YAMLError
 from groupwise.errors import AdapterError, AdapterNotFoundError, DataError, StorageError
 from groupwise.store import checkpoint, files
 from groupwise.store.adapters import AdapterStore
-from groupwise.store.hub_adapters import base_of, download_adapter, is_on_hub, pushed_manner
+from groupwise.store.hub_adapters import REPOSITORY, SCHEME, base_of, download_adapter, is_on_hub, pushed_manner
 from groupwise.store.rundir import CONFIG, METRICS
 from groupwise.types import BASE, PolicyVersion
 
@@ -184,9 +184,11 @@ def find_adapter(text: str) -> Located:
         return _directory(path)
     names = sorted({path.name for path in RUNS.glob(f"*/{STORE}/*") if path.is_dir() and files.is_name(path.name)})
     known = f"; adapters of the runs in {RUNS.resolve()}: {', '.join(names[:8])}" if names else ""
+    owned = REPOSITORY.fullmatch(where) and not Path(where).parent.is_dir()
+    on_hub = f"; one on the Hugging Face hub is {SCHEME}{text}" if owned else ""
     raise AdapterNotFoundError(
         f"there is no run and no adapter {text!r}, and no such directory",
-        hint=f"name a run (its directory or its name), RUN@N, or a directory with {files.CONFIG}{known}",
+        hint=f"name a run (its directory or its name), RUN@N, or a directory with {files.CONFIG}{on_hub}{known}",
     )
 
 

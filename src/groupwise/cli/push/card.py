@@ -63,7 +63,7 @@ def _head(facts: Facts, *, format: str) -> str:
 def _what(facts: Facts, *, format: str) -> str:
     lora = facts.lora or {}
     what = {
-        PEFT: f"A LoRA adapter (rank {lora.get('r')}, alpha {lora.get('lora_alpha')}) for",
+        PEFT: f"A LoRA adapter (rank {lora.get('r')}, alpha {lora.get('lora_alpha', 0):g}) for",
         MERGED: "A LoRA adapter merged into" if lora else "All weights, trained from",
         GGUF: "The GGUF file (llama.cpp, Ollama, LM Studio) of what was trained from",
     }[format]
@@ -165,7 +165,8 @@ def _training(facts: Facts, masking: Masking) -> str:
     size += f", {rollout.get('group_size')} completions of each" if facts.kind == "grpo" else ""
     lines.append(f"- {size}, at most {rollout.get('max_tokens')} tokens; {facts.tokens:,.0f} tokens in all")
     lines.append(f"- Learning rate {_at(values, 'train.learning_rate'):g}; seed {values.get('seed')}")
-    lines.append(f"- {facts.seconds / 60:.1f} minutes of steps, without loading and evaluation")
+    lasted = f"{facts.seconds / 60:.1f} minutes" if facts.seconds >= 60 else f"{facts.seconds:.0f} seconds"
+    lines.append(f"- {lasted} of steps, without loading and evaluation")
     lines.append(f"- Uploaded with {', '.join(_versions())}")
     if changed := _changed(facts, masking):
         lines += ["", "<details><summary>Every key that differs from its default</summary>", "", "```yaml"]
