@@ -13,15 +13,15 @@ Every error a user can cause is a `GroupwiseError` with the facts that each surf
 Messages are for people: what happened, the offending value, what would be valid. No code reads them.
 
 Exit codes: 1 the run failed, 2 the configuration or the command line is wrong, 3 something that start-up needs is
-missing, 4 the server refused the key, 5 a job failed or was cancelled, 75 temporary (try again), 130 interrupted after
-a clean save.
+missing, 4 the server refused the key, or the hub the token, 5 a job failed or was cancelled, 75 temporary (try again),
+130 interrupted after a clean save.
 """
 
 from __future__ import annotations
 
 import errno
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from typing import Self  # an older Python gets as far as being told so
@@ -152,6 +152,25 @@ class EngineError(GroupwiseError):
     back."""
 
     code, status, exit_code = "engine_failed", 502, 1
+
+
+class HubError(GroupwiseError):
+    """The Hugging Face hub cannot be asked, or refuses; nothing on this machine was changed. `kind` says how:
+
+    no_token   nobody is logged in                             exit code 4
+    refused    the token is wrong, or may not do this          4
+    not_found  no such repository or revision, or a private one   2
+    taken      the repository is there, and public             2
+    away       nobody answers, or the connection was cut       75
+    None       all else, such as an answer that the client does not understand   1
+    """
+
+    code, status = "hub_failed", 502
+    EXIT_CODES: ClassVar[dict[str, int]] = {"no_token": 4, "refused": 4, "not_found": 2, "taken": 2, "away": 75}
+
+    def __init__(self, message: str, *, hint: str | None = None, field: str | None = None, kind: str | None = None):
+        super().__init__(message, hint=hint, field=field, kind=kind)
+        self.exit_code = self.EXIT_CODES.get(kind or "", 1)
 
 
 class AdapterNotFoundError(GroupwiseError, LookupError):

@@ -12,7 +12,7 @@ from groupwise.config.formats import translation as importers
 from groupwise.config.formats.format import format_named
 from groupwise.config.load import load_object
 from groupwise.config.loss import loss_of
-from groupwise.config.run import RunConfig
+from groupwise.config.run import RunConfig, TrackingConfig
 from groupwise.errors import ConfigError, LoadError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.loop import run_loop
@@ -272,6 +272,10 @@ def test_evaluation_and_trackers(read):
     ).runnable()
     assert config.eval is not None and (config.eval.every, config.eval.k) == (4, 4)
     assert config.tracking.wandb == "p" and config.tracking.tensorboard
+    assert config.tracking.completions == 0  # as there, where log_completions asks for them
+    shown = read(FILE + "report_to: wandb\nlog_completions: true\n").runnable()
+    assert shown.tracking.completions == TrackingConfig().completions > 0
+    assert read(FILE).runnable().tracking == TrackingConfig()
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,13 @@ def test_as_an_option_with_its_section(option: str, hint: str) -> None:
     assert hint in str(caught.value.hint)
 
 
+@pytest.mark.parametrize("name", ["push_to_hub", "hub_model_id", "hub_private_repo", "hub_token", "repo_id"])
+def test_a_command_that_does_it_is_named(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(RUN | {name: "x"})
+    assert "groupwise push RUN --to OWNER/NAME" in caught.value.message
+
+
 def test_what_is_not_here_is_said_to_be_so() -> None:
     said = known_elsewhere("push_to_hub")
     assert said and not any(key.here for each in config_formats() for key in each.keys if key.name == "push_to_hub")

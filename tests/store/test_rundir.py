@@ -353,7 +353,7 @@ def test_a_directory_of_the_same_name_is_not_in_the_way_unless_it_is_an_adapter(
 
 
 @several
-@pytest.mark.parametrize("text", ["maths", "math@9", "runs/none", "base", "", "math@", "../x@1"])
+@pytest.mark.parametrize("text", ["maths", "math@9", "runs/none", "base", "", "math@", "../x@1", "me/policy"])
 def test_what_is_no_adapter_is_told_what_there_is(runs, text):
     with raises(AdapterNotFoundError):
         find_adapter(text)

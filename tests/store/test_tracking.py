@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 
@@ -10,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from groupwise.config.run import TrackingConfig
-from groupwise.errors import ConfigError, DataError, StorageError
+from groupwise.errors import DataError, StorageError
 from groupwise.run.health import Event
 from groupwise.store.tracking import Tracking, open_trackers, read_metrics, read_rollouts
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+from run_place import group, scored
 from wording import raises
 
 
@@ -25,6 +24,7 @@ class Recorder:
 
     def __init__(self, *, failing: bool = False):
         self.failing, self.logged, self.closed = failing, [], False
+        self.shown = []
         self.calls = 0
 
     def log(self, step, metrics):
@@ -32,6 +32,15 @@ class Recorder:
         if self.failing:
             raise ConnectionError("no route to host")
         self.logged.append((step, dict(metrics)))
+
+    def distributions(self, step, values):
+        self.shown.append(("distributions", step, values))
+
+    def table(self, step, rows):
+        self.shown.append(("table", step, rows))
+
+    def summary(self, step, values):
+        self.shown.append(("summary", step, values))
 
     def close(self):
         self.closed = True
@@ -154,6 +163,43 @@ def test_whatever_a_tracker_does_the_record_and_the_other_trackers_are_whole(tmp
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["reward/mean"] == 0.5
 
 
+def shown_groups() -> list[RolloutGroup]:
+    """Two prompts with two completions each, of which one could not be scored."""
+    first = group(scored("4", 1.0, parts={"exact": 1.0, "short": 0.5}), scored("5 | <b>", 0.0))
+    return [first, group(scored("four", None), scored("4", 2.0), id="p:2")]
+
+
+def test_trackers_get_every_reward_some_completions_and_what_came_of_the_run(tmp_path):
+    recorder = Recorder()
+    with Tracking(tmp_path, trackers={"recorder": recorder}, completions=2) as tracking:
+        path = tracking.rollouts(3, shown_groups())
+        tracking.summary(4, {"version": "toy@4", "after/greedy/reward": 0.5})
+    assert len(read_rollouts(path)) == 2  # the record has all
+    (first, second, third) = recorder.shown
+    values = {
+        "distribution/reward": [1.0, 0.0, 2.0],
+        "distribution/reward/exact": [1.0, 0.0, 2.0],
+        "distribution/reward/short": [0.5],
+    }
+    assert first == ("distributions", 3, values)
+    kind, step, rows = second
+    assert (kind, step) == ("table", 3)
+    asked = {"step": 3.0, "prompt": "user: 2+2?"}
+    assert rows == [
+        asked | {"completion": "4", "exact": 1.0, "short": 0.5, "reward": 1.0, "advantage": 0.5},
+        asked | {"completion": "5 | <b>", "exact": 0.0, "short": None, "reward": 0.0, "advantage": -0.5},
+    ]
+    assert third == ("summary", 4, {"version": "toy@4", "after/greedy/reward": 0.5})
+
+
+def test_without_completions_and_without_rewards_nothing_is_shown(tmp_path):
+    recorder = Recorder()
+    with Tracking(tmp_path, trackers={"recorder": recorder}) as tracking:
+        tracking.rollouts(1, [group(scored("4", None))])
+        tracking.rollouts(2, shown_groups())
+    assert [kind for kind, *_ in recorder.shown] == ["distributions"]
+
+
 # --- TRL's names ---
 
 
@@ -221,141 +267,10 @@ def test_health_that_cannot_be_written_is_a_storage_error(tmp_path):
             tracking.health(events("one"))
 
 
-# --- the trackers' packages ---
-
-
-def test_tensorboard_event_files_read_back(tmp_path):
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    config = TrackingConfig(tensorboard=True)
-    with open_trackers(config, run_dir=tmp_path, run_name="r", resolved_config={}) as tracking:
-        tracking.log(1, {"reward/mean": 0.25, "loss/kl": math.nan})
-        tracking.log(2, {"reward/mean": 0.5})
-    assert not tracking.failures
-    [path] = (tmp_path / "tensorboard").iterdir()
-    points = [
-        (event.step, value.tag, value.tensor.float_val[0])
-        for event in EventFileLoader(str(path)).Load()
-        for value in event.summary.value
-    ]
-    assert (1, "reward/mean", 0.25) in points and (2, "reward/mean", 0.5) in points
-    assert math.isnan(next(value for _, tag, value in points if tag == "loss/kl"))
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
-def test_a_missing_package_names_the_extra_before_anything_is_written(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, name, None)  # what an import of a missing package finds
-    config = TrackingConfig.model_validate({"tensorboard": True, name: "my-project"})
-    with raises(ConfigError):
-        open_trackers(config, run_dir=tmp_path / "run", run_name="r", resolved_config={})
-    assert not (tmp_path / "run").exists()
-
-
-class WandbWithoutKey:
-    """W&B's functions as they act where nobody logged in, since 0.31 or before; `init` without a mode would ask."""
-
-    class Run:
-        def log(self, metrics, step): ...
-
-        def finish(self): ...
-
-    def __init__(self, *, since_031: bool, key: str | None = None):
-        self.inits: list[dict] = []
-        self.api = type("api", (), {"api_key": key})
-        self._since_031, self._key = since_031, key
-
-    def login(self, **options):
-        if "prompt" in options and not self._since_031:
-            raise TypeError("login() got an unexpected keyword argument 'prompt'")
-        assert options == {"prompt": False, "verify": False}
-        return self._key is not None
-
-    def init(self, **options):
-        self.inits.append(options)
-        return self.Run()
-
-
-@pytest.mark.parametrize("since_031", [True, False])
-@pytest.mark.parametrize(
-    ("key", "mode", "offline"),
-    [(None, None, True), ("k" * 40, None, False), (None, "disabled", False), (None, "online", False)],
-)
-def test_without_a_key_wandb_records_offline_with_one_warning(
-    since_031, key, mode, offline, tmp_path, monkeypatch, caplog
-):
-    """Only where WANDB_MODE does not say what to do."""
-    wandb = WandbWithoutKey(since_031=since_031, key=key)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    if mode is not None:
-        monkeypatch.setenv("WANDB_MODE", mode)
-    config = TrackingConfig(wandb="my-project", wandb_entity="my-team", wandb_name="first try")
-    with open_trackers(config, run_dir=tmp_path / "run", run_name="r", resolved_config={"seed": 1}) as tracking:
-        tracking.log(1, {"reward/mean": 0.25})
-    (given,) = wandb.inits
-    assert (given["project"], given["entity"], given["id"]) == ("my-project", "my-team", "run")
-    assert given["name"] == "first try"
-    assert given.get("mode") == ("offline" if offline else None)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == offline and all("no W&B key" in each and "wandb sync" in each for each in said)
-
-
-@pytest.mark.slow
-def test_wandb_itself_without_a_key(tmp_path, monkeypatch):
-    """The package as it is installed: an offline run lies in the run directory, and nothing was asked."""
-    pytest.importorskip("wandb")
-    code = (
-        "import sys, pathlib\n"
-        "from groupwise.config.run import TrackingConfig\n"
-        "from groupwise.store.tracking import open_trackers\n"
-        "where = pathlib.Path(sys.argv[1])\n"
-        "config = TrackingConfig(wandb='p')\n"
-        "with open_trackers(config, run_dir=where, run_name='r', resolved_config={'seed': 1}) as tracking:\n"
-        "    tracking.log(1, {'reward/mean': 0.25})\n"
-        "assert not tracking.failures, tracking.failures\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {"HOME": str(tmp_path / "home")}
-    ran = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("there is no W&B key") == 1
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*-run"))
-
-
-@pytest.mark.slow
-def test_mlflow_itself_with_its_default_database(tmp_path, monkeypatch):
-    """What the extra installs is enough for the local store that MLflow takes where none is named."""
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    config = TrackingConfig(mlflow="my-experiment")
-    with open_trackers(config, run_dir=tmp_path / "run", run_name="r", resolved_config={"train": {"x": 1}}) as tracking:
-        tracking.log(1, {"reward/mean": 0.25})
-    assert not tracking.failures
-    (run,) = mlflow.search_runs(experiment_names=["my-experiment"], output_format="list")
-    assert run.data.metrics["reward/mean"] == 0.25 and run.data.params["train.x"] == "1"
-
-
-def test_an_entity_needs_a_project():
-    with raises(ValidationError):
-        TrackingConfig(wandb_entity="my-team")
-
-
-def test_a_tracker_that_cannot_start_is_a_config_error(tmp_path):
-    (tmp_path / "tensorboard").write_text("in the way")
-    with raises(ConfigError):
-        open_trackers(TrackingConfig(tensorboard=True), run_dir=tmp_path, run_name="r", resolved_config={})
-
-
 def test_no_torch():
     code = (
-        "import sys, groupwise.store.tracking as t, groupwise.store.adapters, groupwise.run.display, pathlib, tempfile;"
+        "import sys, pathlib, tempfile, groupwise.store.trackers as t;"
+        "import groupwise.store.tracking, groupwise.store.adapters, groupwise.run.display;"
         "t.TensorBoardTracker(pathlib.Path(tempfile.mkdtemp())).close();"
         "assert 'torch' not in sys.modules"
     )

@@ -55,7 +55,8 @@ def chat(
         str | None,
         typer.Argument(
             metavar="[RUN]",
-            help="A run (directory, name, RUN@N) or a PEFT directory, asked here; without one a server is asked.",
+            help="A run (directory, name, RUN@N), a PEFT directory or hf://OWNER/NAME, asked here; without one a "
+            "server is asked.",
             show_default=False,
         ),
     ] = None,
@@ -78,10 +79,8 @@ def chat(
     policy, text = _meant(run_or_message, message, url=url, adapter=adapter)
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     rendered: dict[str, Any] = {}
-    if policy is not None and policy.run_dir is not None:
-        from groupwise.store.locate import manner_of
-
-        manner = manner_of(policy.run_dir)
+    if policy is not None:
+        manner = policy.manner
         system = manner.get("system") if system is None else system
         options["grammar"] = _grammar(manner.get("structured_outputs"))
         rendered = manner.get("chat", {})

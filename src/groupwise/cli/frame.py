@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the run failed; 2 the configuration or the command line is wrong; 3 the model or something "
-    "else that start-up needs is missing; 4 the server refuses the API key; 5 the job failed or was cancelled; "
-    "75 temporary, such as a full disk or a server that is away: try again; 130 interrupted, with everything saved."
+    "else that start-up needs is missing; 4 the server refuses the API key, or the hub the token; 5 the job failed "
+    "or was cancelled; 75 temporary, such as a full disk or a server that is away: try again; 130 interrupted, with "
+    "everything saved."
 )
 
 
@@ -35,7 +36,7 @@ ELSEWHERE = {
     "compare": "groupwise report RUN --compare RUN, or groupwise eval FILE --adapter A --against B",
     "status": "groupwise health RUN of a run, groupwise health of a server, groupwise train status JOB of a job",
     "logs": "groupwise health RUN says what is wrong; the run's directory has metrics.jsonl and rollouts/",
-    "push": "nothing is uploaded; groupwise adapters export NAME DIR --run RUN writes a directory for `hf upload`",
+    "upload": "groupwise push RUN --to OWNER/NAME",
     "export": "groupwise adapters export NAME DIR --run RUN",
     "merge": "groupwise adapters export NAME DIR --run RUN --format merged",
     "generate": "groupwise chat RUN, or groupwise rollouts sample on a server",
@@ -49,7 +50,8 @@ ELSEWHERE = {
     "score": "groupwise rewards lint MODULE:FUNCTION, or groupwise check FILE",
 }  # commands of others, and what does the same here
 _SAME = {
-    "list": "runs", "ls": "runs", "upload": "push", "inference": "generate", "infer": "generate", "predict": "generate",
+    "list": "runs", "ls": "runs", "publish": "upload", "push-to-hub": "upload", "hub": "upload",
+    "inference": "generate", "infer": "generate", "predict": "generate",
     "test": "evaluate", "create": "new", "continue": "resume", "rl": "grpo", "fine-tune": "finetune", "diff": "compare",
     "ps": "runs", "reward": "score", "test-reward": "score",
 }  # fmt: skip

@@ -33,6 +33,7 @@ from groupwise.cli.frame import EXIT_CODES, OPTIONS, AsJson, CommandGroup, Debug
 from groupwise.cli.launch import add_launch
 from groupwise.cli.output import json_alone, print_json, say, stdout
 from groupwise.cli.profiles import add_profiles
+from groupwise.cli.push import command as cli_push
 from groupwise.cli.ui import add_ui
 from groupwise.cli.vllm import add_vllm
 from groupwise.config.world import world
@@ -63,7 +64,7 @@ FLAGS = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True} 
 
 PANELS = {
     "Begin": ("demo", "init", "run", "check"),
-    "Look at a run, and use it": ("chat", "serve", "ui", "report", "health", "eval"),
+    "Look at a run, and use it": ("chat", "serve", "ui", "report", "health", "eval", "push"),
     "Rewards and environments of your own": ("rewards", "env"),
     "A live server": ("rollouts", "train", "feedback", "learn", "adapters"),
     "More machines, other systems, this machine": (
@@ -106,6 +107,8 @@ cli_chat.add_to(app)
 add_launch(app)
 
 cli_runs.add_to(app)
+
+cli_push.add_to(app)
 
 add_ui(app)
 
@@ -322,8 +325,8 @@ def eval_(
         str | None,
         typer.Option(
             metavar="ADAPTER",
-            help="RUN_DIR/NAME@N, RUN_DIR (its active version), NAME@N of the newest run, or a PEFT directory; "
-            "default: the policy of RUN, or with a file the base model.",
+            help="RUN_DIR/NAME@N, RUN_DIR (its active version), NAME@N of the newest run, a PEFT directory, or "
+            "hf://OWNER/NAME; default: the policy of RUN, or with a file the base model.",
             show_default=False,
         ),
     ] = None,

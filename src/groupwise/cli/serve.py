@@ -4,6 +4,7 @@
     groupwise serve arithmetic                     # what the newest run of this name trained, and the run's pages
     groupwise serve runs/arithmetic-1@80           # version 80 of a run
     groupwise serve Qwen/Qwen3-0.6B --adapter DIR  # a model and an adapter in PEFT's layout
+    groupwise serve hf://me/arithmetic             # an adapter on the Hugging Face hub, over the model that it names
 
 A run is only read: its adapter is copied into the server's state directory, where jobs add to it.
 """
@@ -66,7 +67,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="ADAPTER",
-            help="Begin with this adapter active: a run, RUN@N, or a PEFT directory.",
+            help="Begin with this adapter active: a run, RUN@N, a PEFT directory, or hf://OWNER/NAME.",
             show_default=False,
         ),
     ] = None,
@@ -115,7 +116,8 @@ def serve(
         state_dir = state_dir or STATE / policy.run_dir.name
         if policy.adapter is None:  # the model's directory is called `model`
             served_model_name = served_model_name or re.sub(r"[^\w.:-]", "-", policy.run_dir.name)[:128]
-        _ask_as_trained(document, policy.run_dir)
+    if policy is not None:
+        _ask_as_trained(document, policy)
     flags = {
         "host": host,
         "port": port,
@@ -167,12 +169,11 @@ def _read_settings(path: Path | None) -> Document:
     return document
 
 
-def _ask_as_trained(document: Document, run_dir: Path) -> None:
-    """Settings that are not given are those of the run's prompts and completions."""
+def _ask_as_trained(document: Document, policy: TrainedPolicy) -> None:
+    """Settings that are not given are those of the prompts and completions that it was trained on."""
     from groupwise.config.yaml import inline
-    from groupwise.store.locate import manner_of
 
-    for key, value in manner_of(run_dir).items():
+    for key, value in policy.manner.items():
         if key not in document.data:
             document.data[key] = value
             say(f"as in the run: {key} {inline(value)}")

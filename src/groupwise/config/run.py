@@ -383,7 +383,8 @@ class AdaptersConfig(Section):
     keep: int = Field(default=3, ge=1)
     """Newest versions kept on disk, besides the evaluated, the active and the final ones."""
     start: Text | None = None
-    """The adapter that training starts from, as `--adapter` of `groupwise eval` names it; null is a fresh one."""
+    """The adapter that training starts from, as `--adapter` of `groupwise eval` names it: a run's, a directory, or
+    `hf://OWNER/NAME`; null is a fresh one."""
 
 
 class CheckpointConfig(Section):
@@ -398,6 +399,8 @@ class TrackingConfig(Section):
 
     trl_names: bool = True
     """Give these trackers the metrics under TRL's names too."""
+    completions: int = Field(default=16, ge=0)
+    """Completions of each step that they get in a table, with their rewards; 0 is none."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run directory."""
     wandb: Text | None = None

@@ -386,6 +386,15 @@ def key_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[
             yield from key_paths(inner, (*prefix, name))
 
 
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of a configuration that is not a section, under its dotted name."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the models in a field's annotation, such as the T of `tuple[T, ...] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -383,6 +383,22 @@ def paired_tests(first: Mapping[str, Evaluation], second: Mapping[str, Evaluatio
     return tests
 
 
+def run_summary(before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]) -> dict[str, float]:
+    """Return what a run changed on its held-out prompts, by mode and measure: `before/greedy/reward`, `after/...` and
+    `change/...`, each with its standard error (`_stderr`), and the p value of the change (`_p`)."""
+    summary: dict[str, float] = {}
+    for when, evaluations in (("before", before), ("after", after)):
+        for mode, each in evaluations.items():
+            for measure in each.measures:
+                summary[f"{when}/{mode}/{measure}"] = each.measured(measure)
+                summary[f"{when}/{mode}/{measure}_stderr"] = each.standard_error(measure)
+    for name, test in paired_tests(after, before).items():
+        summary[f"change/{name}"] = test.difference
+        summary[f"change/{name}_stderr"] = test.standard_error
+        summary[f"change/{name}_p"] = test.p_value
+    return {name: value for name, value in summary.items() if not math.isnan(value)}
+
+
 def _sign_flips(differences: Sequence[float], *, seed: int) -> float:
     """Return the p value of the sign-flip test, of differences that are not 0."""
     count = len(differences)

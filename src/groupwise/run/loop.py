@@ -154,7 +154,7 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
                 run.save_checkpoint(step, finished=last and not stop.requested)
     finally:
         await batches.close()
-    version, before, after = await run.conclude()
+    version, before, after = await run.conclude(step)
     return RunResult(
         run_dir=run.run_dir,
         version=version,

@@ -24,7 +24,7 @@ from groupwise.errors import ConfigError, DataError, GrammarError, GroupwiseErro
 from groupwise.rewards.base import check_columns, load_rewards, reward_names
 from groupwise.rewards.call import RewardFunction
 from groupwise.rewards.math import final_answer, final_number
-from groupwise.store.tracking import check_installed
+from groupwise.store.trackers import check_installed
 from groupwise.tasks.env_kind import EnvKind
 from groupwise.tasks.load_env_kind import load_env_kind
 from groupwise.tasks.prompt_stream import PromptSource

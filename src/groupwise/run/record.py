@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,15 +55,6 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
     return [
         read_run(given, label="/".join(path.parts[-depth:])) for given, path in zip(directories, paths, strict=True)
     ]
-
-
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a configuration that is not a section, under its dotted name."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _step_files(directory: Path) -> dict[int, Path]:

@@ -12,7 +12,14 @@ from groupwise.config.stages import STAGES, stage_names
 from groupwise.model.image_tokens import vision_of
 from groupwise.run.assemble import Components
 from groupwise.run.display import Display
-from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
+from groupwise.run.evaluate import (
+    BestVersion,
+    Evaluation,
+    evaluate,
+    load_evaluations,
+    run_summary,
+    save_evaluations,
+)
 from groupwise.run.health import Event, HealthMonitor
 from groupwise.run.held_out_loss import held_out_loss, held_out_samples
 from groupwise.run.plan import RunPlan
@@ -281,10 +288,10 @@ class TrainingRun:
             self.tracking.health([event])
             self.display.health([event], self.health.standing)
 
-    async def conclude(self) -> tuple[PolicyVersion, Evaluations, Evaluations]:
-        """Return the run's policy, which is made active unless `promote` decides what is, the evaluations before the
-        run and of that policy: where it was chosen among several by the evaluations (`eval.best`) one by other seeds,
-        as the draws that made it the best were lucky ones."""
+    async def conclude(self, step: int) -> tuple[PolicyVersion, Evaluations, Evaluations]:
+        """Return the run's policy after `step`, which is made active unless `promote` decides what is, the evaluations
+        before the run and of that policy: where it was chosen among several by the evaluations (`eval.best`) one by
+        other seeds, as the draws that made it the best were lucky ones. The trackers are told."""
         version = self._best.version or self.policy.newest
         if self.parts.learner.lora is None:
             self.parts.learner.save_adapter(self._model_dir())
@@ -292,10 +299,12 @@ class TrainingRun:
             self.policy.activate(version)
         else:
             self.promotion.conclude()
-        if self.plan.config.eval is None:
-            return version, {}, {}
-        before, after = (load_evaluations(self.run_dir, at) for at in (0, self._evaluated[version]))
-        return version, before, await self._evaluated_again(version) or after
+        before, after = {}, {}
+        if self.plan.config.eval is not None:
+            before, after = (load_evaluations(self.run_dir, at) for at in (0, self._evaluated[version]))
+            after = await self._evaluated_again(version) or after
+        self.tracking.summary(step, {"version": str(version), "steps": step, **run_summary(before, after)})
+        return version, before, after
 
     async def _evaluated_again(self, version: PolicyVersion) -> Evaluations:
         """Return the evaluation of the version that was chosen by its evaluation, by seeds that did not choose it;

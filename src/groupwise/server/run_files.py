@@ -25,11 +25,10 @@ from typing import Any
 
 from groupwise.config.run import parse_config
 from groupwise.config.stages import STAGES
-from groupwise.config.yaml import Document
+from groupwise.config.yaml import Document, leaves
 from groupwise.errors import ConfigError, RequestError, StorageError
 from groupwise.platform import is_locked
 from groupwise.run.health_report import Report, examine
-from groupwise.run.record import leaves
 from groupwise.server.schema_runs import RunDetail, RunState, RunSummary
 from groupwise.store.rollouts import plain
 from groupwise.store.rundir import CONFIG

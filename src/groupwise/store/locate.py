@@ -7,6 +7,7 @@ an adapter  RUN                                the run's policy: its active vers
             RUN/NAME@N or RUN/NAME             a version in a run's store, by the adapter's name
             NAME@N or NAME                     in the newest run that has an adapter of this name
             DIR                                a directory in PEFT's layout, from anywhere
+            hf://OWNER/NAME[@REVISION]         one on the Hugging Face hub (`hub_adapters`)
 a policy    an adapter with its base model; or a RUN that trained all parameters, whose model is in RUN/model
 """
 
@@ -18,7 +19,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ruamel.yaml.error import YAMLError
 from groupwise.errors import AdapterError, AdapterNotFoundError, DataError, StorageError
 from groupwise.store import checkpoint, files
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.hub_adapters import REPOSITORY, SCHEME, base_of, download_adapter, is_on_hub, pushed_manner
 from groupwise.store.rundir import CONFIG, METRICS
 from groupwise.types import BASE, PolicyVersion
 
@@ -101,6 +103,14 @@ class TrainedPolicy:
         """Return how the model is to be loaded."""
         return None if self.adapter is None else self.adapter.quantization
 
+    @property
+    def manner(self) -> dict[str, Any]:
+        """Return how its prompts and completions were in training (`manner_of`); of an adapter from the hub as it was
+        pushed with it, of another directory nothing."""
+        if self.run_dir is not None:
+            return manner_of(self.run_dir)
+        return {} if self.adapter is None else pushed_manner(self.adapter.directory)
+
 
 def find_run(text: str) -> Path:
     """Return the directory of the run that is meant: a path, a directory under runs/, or the newest run of a name
@@ -148,8 +158,11 @@ def open_store(*, run: Path | str | None = None, store: Path | None = None) -> A
 
 
 def find_adapter(text: str) -> Located:
-    """Return the adapter that is meant. Raises AdapterNotFoundError, or AdapterError for a damaged or unfit
-    directory."""
+    """Return the adapter that is meant. Raises AdapterNotFoundError, AdapterError for a damaged or unfit directory, or
+    HubError for one on the hub that cannot be had."""
+    if is_on_hub(text):
+        downloaded = download_adapter(text)
+        return replace(_directory(downloaded), base_model=base_of(downloaded))
     path = Path(text)
     if (path / files.CONFIG).exists():
         return _directory(path)
@@ -171,9 +184,11 @@ def find_adapter(text: str) -> Located:
         return _directory(path)
     names = sorted({path.name for path in RUNS.glob(f"*/{STORE}/*") if path.is_dir() and files.is_name(path.name)})
     known = f"; adapters of the runs in {RUNS.resolve()}: {', '.join(names[:8])}" if names else ""
+    owned = REPOSITORY.fullmatch(where) and not Path(where).parent.is_dir()
+    on_hub = f"; one on the Hugging Face hub is {SCHEME}{text}" if owned else ""
     raise AdapterNotFoundError(
         f"there is no run and no adapter {text!r}, and no such directory",
-        hint=f"name a run (its directory or its name), RUN@N, or a directory with {files.CONFIG}{known}",
+        hint=f"name a run (its directory or its name), RUN@N, or a directory with {files.CONFIG}{on_hub}{known}",
     )
 
 

@@ -1,11 +1,12 @@
-"""Writes a run's metrics, findings and rollouts to its directory, and to trackers (TensorBoard, W&B, Trackio, MLflow).
+"""Writes a run's metrics, findings and rollouts to its directory, and shows them to its trackers (`store/trackers.py`).
 
     <run>/metrics.jsonl                  always: a line per step, {"step", "time", <metric>: <number>, ...}
     <run>/health.jsonl                   a line per event: a finding began, became an error or ended; a note
     <run>/rollouts/step_000012.jsonl     a line per group: what was asked, sampled, scored; with the token ids
     <run>/tensorboard/                   and W&B, Trackio, MLflow, where the config asks for them
 
-`metrics.jsonl` has our names alone; the trackers get TRL's as well, unless the key `tracking.trl_names` is false.
+`metrics.jsonl` has our names alone; the trackers get TRL's as well, unless the key `tracking.trl_names` is false. They
+also get the rewards of a step as distributions, some of its completions as a table, and what came of the run.
 The JSON is strict: a metric that is NaN or infinite is null, and its name is in the line's "non_finite". In rollouts,
 where the value must come back exactly, such a number is the string "NaN", "Infinity" or "-Infinity".
 
@@ -14,8 +15,6 @@ JSONL must succeed (StorageError otherwise): it is the record. A remote tracker 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import logging
 import math
@@ -25,12 +24,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from groupwise.config.run import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.store.rollouts import group_from_json, group_to_json
+from groupwise.store.shown_rollouts import rewards_of, rows_of
+from groupwise.store.trackers import Tracker, trackers_of
 from groupwise.store.trl_names import TokenCount, trl_metrics
 from groupwise.types import RolloutGroup
 
@@ -48,22 +48,22 @@ ROLLOUTS = "rollouts"
 _OWN_KEYS = ("step", "time", "non_finite")
 
 
-class Tracker(Protocol):
-    """What a run writes its metrics to. `step` counts finished optimizer steps."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Tracking:
     """Everything that is written during a run; what `open_trackers` returns. A context manager.
 
+    `completions` is how many of a step the trackers get.
     `failures` counts the errors of each tracker in `trackers`; the first of each is logged as a warning.
     """
 
-    def __init__(self, run_dir: Path, *, trackers: Mapping[str, Tracker] | None = None, trl_names: bool = True):
-        self.run_dir = Path(run_dir)
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        trackers: Mapping[str, Tracker] | None = None,
+        trl_names: bool = True,
+        completions: int = 0,
+    ):
+        self.run_dir, self.completions = Path(run_dir), completions
         self.trackers = dict(trackers or {})
         self.failures: Counter[str] = Counter()
         with _recording(self.run_dir / METRICS):
@@ -100,14 +100,23 @@ class Tracking:
             file.writelines(lines)
 
     def rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> Path:
-        """Write one step's groups; a step that is done again replaces its file. Raises StorageError."""
+        """Write one step's groups and show them to the trackers; a step that is done again replaces its file. Raises
+        StorageError."""
         path = self.run_dir / ROLLOUTS / f"step_{step:06d}.jsonl"
         temporary = path.with_suffix(".tmp")
         with _recording(path):
             with temporary.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(group_to_json(group), allow_nan=False) + "\n" for group in groups)
             os.replace(temporary, path)
+        if self.trackers and (values := rewards_of(groups)):
+            self._each(lambda tracker: tracker.distributions(step, values))
+        if self.trackers and (rows := rows_of(step, groups, most=self.completions)):
+            self._each(lambda tracker: tracker.table(step, rows))
         return path
+
+    def summary(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Tell the trackers what came of the run, after its last step."""
+        self._each(lambda tracker: tracker.summary(step, dict(values)))
 
     def close(self) -> None:
         """Finish every tracker. Safe to call twice."""
@@ -136,27 +145,11 @@ def open_trackers(
     config: TrackingConfig, *, run_dir: Path, run_name: str, resolved_config: Mapping[str, Any]
 ) -> Tracking:
     """Open what the config asks for. Raises ConfigError if a package is missing or a tracker cannot start."""
-    openers: dict[str, Callable[[ModuleType], Tracker]] = {}
-    if config.tensorboard:
-        openers["tensorboard"] = lambda _: TensorBoardTracker(run_dir / "tensorboard")
-    if (project := config.wandb) is not None:
-        openers["wandb"] = lambda wandb: WandbTracker(
-            wandb,
-            run_dir,
-            config.wandb_name or run_name,
-            resolved_config,
-            project=project,
-            entity=config.wandb_entity,
-        )
-    if (trackio_project := config.trackio) is not None:
-        openers["trackio"] = lambda trackio: TrackioTracker(trackio, trackio_project, run_name, resolved_config)
-    if (experiment := config.mlflow) is not None:
-        openers["mlflow"] = lambda mlflow: MlflowTracker(mlflow, experiment, run_name, resolved_config)
-    modules = {name: _import(name) for name in openers}  # all, before any run is made anywhere
-    tracking = Tracking(run_dir, trl_names=config.trl_names)
+    openers = trackers_of(config, run_dir=run_dir, run_name=run_name, resolved_config=resolved_config)
+    tracking = Tracking(run_dir, trl_names=config.trl_names, completions=config.completions)
     for name, opener in openers.items():
         try:
-            tracking.trackers[name] = opener(modules[name])
+            tracking.trackers[name] = opener()
         except Exception as error:
             tracking.close()
             raise ConfigError(
@@ -184,136 +177,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}, line {number}: not a line of metrics: {error}") from error
     return [records[step] for step in sorted(records)]
-
-
-# --- trackers; each module is imported only when the config asks for it ---
-class TensorBoardTracker:
-    """Event files, written with tensorboard alone (its SummaryWriter in torch would import torch here)."""
-
-    def __init__(self, directory: Path):
-        self._event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
-        self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
-        writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
-        self._writer = writer.EventFileWriter(str(directory))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        now = datetime.now(UTC).timestamp()
-        self._writer.add_event(self._event(wall_time=now, step=step, summary=self._summary(value=values)))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbTracker:
-    """Weights & Biases. The run directory's name is the run's id there, so that a resumed run goes on in its own.
-
-    Where there is no key, and WANDB_MODE does not say what to do then, a warning says so once and the run is recorded
-    offline, in `<run directory>/wandb`.
-    """
-
-    def __init__(
-        self,
-        wandb: ModuleType,
-        run_dir: Path,
-        run_name: str,
-        config: Mapping[str, Any],
-        *,
-        project: str,
-        entity: str | None = None,
-    ):
-        offline = "WANDB_MODE" not in os.environ and not _has_key(wandb)
-        if offline:
-            log.warning(
-                "there is no W&B key: the run is recorded offline; `wandb login`, then `wandb sync %s`, uploads it",
-                run_dir / "wandb" / "offline-run-*",
-            )
-        self._run = wandb.init(
-            project=project,
-            entity=entity,
-            name=run_name,
-            id=run_dir.name,
-            resume="allow",
-            dir=str(run_dir),
-            config=dict(config),
-            **({"mode": "offline"} if offline else {}),
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _has_key(wandb: ModuleType) -> bool:
-    """Return whether W&B knows who runs this, without asking anybody."""
-    try:
-        return bool(wandb.login(prompt=False, verify=False))
-    except TypeError:  # before 0.31 it asks, and has this instead
-        return bool(wandb.api.api_key)
-
-
-class TrackioTracker:
-    """Trackio, which keeps runs in a local SQLite file unless it is told otherwise."""
-
-    def __init__(self, trackio: ModuleType, project: str, run_name: str, config: Mapping[str, Any]):
-        self._trackio = trackio
-        trackio.init(project=project, name=run_name, config=dict(config), resume="allow")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._trackio.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._trackio.finish()
-
-
-class MlflowTracker:
-    """MLflow at MLFLOW_TRACKING_URI. The config's leaves are its params, under dotted names."""
-
-    MAX_PARAM_CHARS = 500  # what the oldest supported servers take
-
-    def __init__(self, mlflow: ModuleType, experiment: str, run_name: str, config: Mapping[str, Any]):
-        self._mlflow = mlflow
-        mlflow.set_experiment(experiment)
-        mlflow.start_run(run_name=run_name)
-        mlflow.log_params({key: str(value)[: self.MAX_PARAM_CHARS] for key, value in _leaves(config)})
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
-
-
-def check_installed(config: TrackingConfig) -> None:
-    """Raise ConfigError for a tracker whose package is not installed; imports none."""
-    for name in ("tensorboard", "wandb", "trackio", "mlflow"):
-        if getattr(config, name) and importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"tracking.{name} is set but the package {name!r} is not installed",
-                hint=f"pip install 'groupwise[{name}]', or leave tracking.{name} out",
-                field=f"tracking.{name}",
-            )
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"tracking.{name} is set but the package {name!r} cannot be imported: {error}",
-            hint=f"pip install 'groupwise[{name}]', or leave tracking.{name} out",
-        ) from error
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 # --- rollouts as JSON ---

@@ -28,7 +28,7 @@ from groupwise.bridges.axolotl.trainer import (
     put_run,
 )
 from groupwise.bridges.trainer_args.batch_sizes import Names, put_batch
-from groupwise.bridges.trainer_args.grpo_args import put_algorithm, put_rewards, put_sampling
+from groupwise.bridges.trainer_args.grpo_args import put_algorithm, put_rewards, put_sampling, put_shown
 from groupwise.bridges.trainer_args.optimizer_args import Length, length_of, refuse_combinations
 from groupwise.bridges.trainer_args.parallel_args import put_parallel
 from groupwise.bridges.trainer_args.sources import name_apart, source_of
@@ -94,6 +94,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     put_parallel(t, folder)
     refuse_combinations(t, bits=BITS, dora="peft_use_dora", vllm="trl.use_vllm", optimizer=NAMES.optimizer)
     put_run(t, length)
+    put_shown(t, "trl.")
     _put_eval(t, length)
     return t
 

@@ -195,7 +195,7 @@ IDLE = {
 
 NOT_HERE = {
     "init_from_checkpoint": "a run goes on with resume=auto; an adapter to start from is warm_start_from_adapter",
-    "output_model_id": "nothing is uploaded",
+    "output_model_id": "a run uploads nothing; `groupwise push RUN --to OWNER/NAME` does",
     "policy_job_id": "there is no service to attach to",
     "reference_job_id": "there is no service to attach to",
     "save_final_checkpoint": "the last version is always kept",

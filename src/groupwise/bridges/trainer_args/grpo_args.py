@@ -69,6 +69,12 @@ def put_sampling(t: Translation, p: str) -> None:
                 t.put("rollout.include_stop", True, name)
 
 
+def put_shown(t: Translation, p: str) -> None:
+    """Put that the trackers get no completions, unless `log_completions` asks for them; behind where they are put."""
+    if "tracking" in t.draft.data and not t[f"{p}log_completions"]:
+        t.put("tracking.completions", 0, f"{p}log_completions")
+
+
 def put_regex(t: Translation, p: str, *, vllm: bool) -> None:
     """Put what completions must match."""
     name = f"{p}vllm_structured_outputs_regex"

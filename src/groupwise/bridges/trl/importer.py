@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.bridges.trainer_args.batch_sizes import Batch, Names, put_batch
-from groupwise.bridges.trainer_args.grpo_args import DEFAULTS_1_8, put_algorithm, put_rewards, put_sampling
+from groupwise.bridges.trainer_args.grpo_args import DEFAULTS_1_8, put_algorithm, put_rewards, put_sampling, put_shown
 from groupwise.bridges.trainer_args.optimizer_args import (
     TRANSFORMERS,
     Length,
@@ -125,6 +125,7 @@ def complete(t: Translation, *, folder: Path, count: Count) -> Translation:
     put_parallel(t, folder)
     refuse_combinations(t, bits=("load_in_4bit", "load_in_8bit"), dora="use_dora", vllm="use_vllm")
     put_run(t, length)
+    put_shown(t, "")
     _put_eval(t, length)
     return t
 
