@@ -277,3 +277,9 @@ def test_eval_of_a_run_is_of_its_policy(two_runs: Path, monkeypatch: pytest.Monk
     told = cli("eval", long, "--mode", "greedy", "eval.data.source=held_out.jsonl", "--json")
     assert told.exit_code == 0, told.stderr
     assert json.loads(told.stdout)["policy"] != "base"
+
+
+@pytest.mark.parametrize("words", ["serve starter port=x", "serve port=x", "serve --set port=x"])
+def test_a_setting_of_a_server_is_a_word_or_an_option(words: str, groupwise: LightCommands, folder: Path) -> None:
+    told = ended(groupwise, folder, words)
+    assert told.code == USAGE and "port=x" in told.stderr and not told.torch

@@ -27,13 +27,13 @@ from fake_hub import TOKEN, FakeHub, Refusal, asked_here, fake_hub
 from groupwise.cli.push.card import model_card
 from groupwise.cli.push.contents import Wanted, checked_format, contents
 from groupwise.cli.push.facts import Base, read_facts
-from groupwise.cli.push.masking import MASK, Masking
 from groupwise.cli.push.space import TEMPLATE, space_files
 from groupwise.config.run import STARTER_DIR
 from groupwise.errors import ConfigError, HubError
 from groupwise.run.evaluate import load_evaluations, paired
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.locate import find_policy
+from groupwise.store.masking import MASK, Masking
 from starter_run import starter_run
 from wording import raises, wording
 
@@ -186,40 +186,6 @@ def test_what_was_chosen_by_the_measure_has_the_numbers_of_other_seeds(made, tmp
 
 
 # ---- what must not go up ----
-
-
-@pytest.mark.parametrize(
-    "secret",
-    [
-        KEY,
-        "hf_" + "a" * 34,
-        "ghp_" + "A1" * 18,
-        "AKIA" + "Q" * 16,
-        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIx.SflKxwRJSM",
-        "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----",
-    ],
-)
-def test_what_has_the_shape_of_a_key_is_masked(secret):
-    masking = Masking({})
-    assert masking.text(f"it is {secret}, yes") == f"it is {MASK}, yes" and masking.count == 1
-
-
-def test_values_of_the_environment_and_passwords_in_addresses_are_masked():
-    masking = Masking({"MY_API_KEY": "swordfish-1", "DEBUG_TOKEN": "true", "HOME": "/home/somebody"})
-    assert masking.text("swordfish-1 true /home/somebody") == f"{MASK} true /home/somebody"
-    assert masking.text("http://me:pass@host/x") == f"http://{MASK}@host/x"
-    assert masking.count == 2
-
-
-def test_of_a_configuration_what_is_under_the_name_of_a_secret_is_masked():
-    given = {"api_key": "x", "token": "y", "max_tokens": 8, "prompt_key": "question", "api_key_env": "MY_KEY"}
-    masked = Masking({}).config({"args": [given]})
-    assert masked == {"args": [given | {"api_key": MASK, "token": MASK}]}
-
-
-def test_words_that_only_look_alike_stay():
-    text = "task-force sk-1 hf_home ghost 3:4@5 the secret is 42"
-    assert Masking({}).text(text) == text
 
 
 def test_no_secret_and_no_place_of_this_machine_goes_up(made, hub, monkeypatch):

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from groupwise.config.run import TrackingConfig
 from groupwise.errors import ConfigError
+from groupwise.store.masking import MASK
 from groupwise.store.tracking import Tracking, open_trackers
 from groupwise.types import RolloutGroup
 from run_place import group, scored
@@ -103,9 +104,11 @@ def test_without_a_key_wandb_records_offline_with_one_warning(
     if mode is not None:
         monkeypatch.setenv("WANDB_MODE", mode)
     config = TrackingConfig(wandb="my-project", wandb_entity="my-team", wandb_name="first try")
-    with open_trackers(config, run_dir=tmp_path / "run", run_name="r", resolved_config={"seed": 1}) as tracking:
+    told = {"seed": 1, "rewards": [{"args": {"api_key": "swordfish-1"}}]}
+    with open_trackers(config, run_dir=tmp_path / "run", run_name="r", resolved_config=told) as tracking:
         tracking.log(1, {"reward/mean": 0.25})
     (given,) = wandb.inits
+    assert given["config"] == {"seed": 1, "rewards": [{"args": {"api_key": MASK}}]}
     assert (given["project"], given["entity"], given["id"]) == ("my-project", "my-team", "run")
     assert given["name"] == "first try"
     assert given.get("mode") == ("offline" if offline else None)

@@ -40,7 +40,7 @@ def add_to(app: typer.Typer) -> None:
             "groupwise serve",
             "groupwise serve arithmetic",
             "groupwise serve runs/arithmetic-20260101T120000Z@80 --port 8500",
-            "groupwise serve Qwen/Qwen3-0.6B --state-dir /var/lib/groupwise --set max_queued_jobs=8",
+            "groupwise serve Qwen/Qwen3-0.6B --state-dir /var/lib/groupwise max_queued_jobs=8",
             "groupwise serve Qwen/Qwen3-4B --engine vllm --set vllm.gpus=1",
             "groupwise serve --config server.yaml",
         ),
@@ -54,6 +54,14 @@ def serve(
             metavar="MODEL|RUN",
             help="`starter`, a model's directory or Hugging Face name; or a run (its directory, its name, RUN@N): its "
             "model with its newest adapter. Default: the `model` of --config, or `starter`.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Any other setting (docs/server.md lists them); --set KEY=VALUE is the same.",
             show_default=False,
         ),
     ] = None,
@@ -95,9 +103,7 @@ def serve(
     api_key: ApiKey = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Any other setting (docs/server.md lists them); may be repeated."
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting; may be repeated."),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -106,11 +112,14 @@ def serve(
     # slower while they spun
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     document = _read_settings(config_file)
+    given = [*(overrides or ()), *(set_ or ())]
+    if model and "=" in model and not Path(model).exists():  # a setting, and no model before it
+        model, given = None, [model, *given]
     model = model or str(document.data.get("model") or "starter")
     policy = served_run(model) if adapter is None else None
     start = start_of(model, adapter, policy)
     document.data["model"] = model if policy is None else policy.model
-    for text in set_ or ():
+    for text in given:
         document.override(text, shorthand={})
     if policy is not None and policy.run_dir is not None:
         state_dir = state_dir or STATE / policy.run_dir.name

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from groupwise.config.run import TrackingConfig
 from groupwise.config.yaml import leaves
 from groupwise.errors import ConfigError
+from groupwise.store.masking import Masking
 from groupwise.store.shown_rollouts import Row
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,11 @@ def trackers_of(
     config: TrackingConfig, *, run_dir: Path, run_name: str, resolved_config: Mapping[str, Any]
 ) -> dict[str, Callable[[], Tracker]]:
     """Return by name how each tracker that the config asks for is opened. Raises ConfigError if a package is missing,
-    before any run is made anywhere."""
+    before any run is made anywhere.
+
+    They get the run's configuration without what is a secret in it: many of them are elsewhere, and people share them.
+    """
+    resolved_config = Masking().config(resolved_config)
     openers: dict[str, Callable[[ModuleType], Tracker]] = {}
     if config.tensorboard:
         openers["tensorboard"] = lambda _: TensorBoardTracker(run_dir / "tensorboard")

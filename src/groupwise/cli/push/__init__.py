@@ -1,7 +1,6 @@
 """`groupwise push RUN --to OWNER/NAME`: what a run trained, on the Hugging Face hub, with a card of what was measured.
 
 facts      a run's directory      -> what it was told and what was measured
-masking    text                   -> the same without keys and tokens
 card       the facts              -> the model card
 rows       a run's rollouts       -> a dataset with its card
 space      the facts              -> a page on which to chat with the model, for the hub's Spaces

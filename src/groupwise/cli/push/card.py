@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.cli.push.facts import Facts
-from groupwise.cli.push.masking import Masking
 from groupwise.config.run import STARTER
 from groupwise.config.yaml import to_yaml
 from groupwise.run.evaluate import Evaluation
+from groupwise.store.masking import Masking
 
 PEFT, MERGED, GGUF = "peft", "merged", "gguf"  # what a version is uploaded as
 _LIBRARY = {PEFT: "peft", MERGED: "transformers", GGUF: "gguf"}

@@ -87,9 +87,9 @@ def push(
     repo = _checked(to, run)
     from groupwise.cli.push.contents import Wanted, checked_format, contents
     from groupwise.cli.push.facts import read_facts
-    from groupwise.cli.push.masking import Masking
     from groupwise.cli.push.upload import Hub
     from groupwise.store.locate import find_policy
+    from groupwise.store.masking import Masking
 
     policy, masking = find_policy(run), Masking()
     facts = read_facts(policy, base_model=base_model)

@@ -16,12 +16,12 @@ from typing import Any
 from groupwise.cli.adapters import check_dtype
 from groupwise.cli.push.card import GGUF, MERGED, PEFT, model_card
 from groupwise.cli.push.facts import Facts
-from groupwise.cli.push.masking import Masking
 from groupwise.cli.push.rows import FILE, dataset_card, write_rows
 from groupwise.cli.push.space import check_space, space_files
 from groupwise.errors import ConfigError
 from groupwise.store import files
 from groupwise.store.hub_adapters import MANNER
+from groupwise.store.masking import Masking
 
 CARD = "README.md"
 TEMPLATE = "chat_template.jinja"  # as transformers finds it beside a model

@@ -1,7 +1,7 @@
 """A run's rollouts as a dataset: one row a completion, in a Parquet file, with a card that says what the columns are.
 
-Every text is masked (`masking`). Token ids and log-probabilities stay in the run's directory: they would say again what
-was taken out.
+Every text is masked (`store.masking`). Token ids and log-probabilities stay in the run's directory: they would say again
+what was taken out.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.push.facts import Facts
-from groupwise.cli.push.masking import Masking
 from groupwise.errors import ConfigError
 from groupwise.run.record import read_run
+from groupwise.store.masking import Masking
 from groupwise.store.rollouts import plain
 from groupwise.store.tracking import read_rollouts
 from groupwise.types import Rollout, RolloutGroup
