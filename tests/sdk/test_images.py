@@ -41,6 +41,7 @@ def test_it_samples_and_trains_what_it_sees(tmp_path: Path, family: str) -> None
     posted = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, said[0]["content"][1]]}]
     with setup_infra(config, needs_reference=False, needs_inference=True) as infra:
         sampler, policy = infra.sampler, infra.policy
+        assert sampler is not None
         completions = asyncio.run(sampler.sample_with_tokens(said, 2, max_tokens=5, seed=3))  # type: ignore[arg-type]
         other = asyncio.run(sampler.sample_with_tokens(posted, 1, max_tokens=5))  # type: ignore[arg-type]
         assert len(other[0].full_tokens[: other[0].prompt_len]) == completions[0].prompt_len
