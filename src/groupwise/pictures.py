@@ -16,9 +16,11 @@ import base64
 import binascii
 import hashlib
 import io
+import os
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
@@ -73,14 +75,25 @@ class Picture:
         """Return the picture as records name it."""
         return f"sha256:{self.digest}"
 
-    def keep(self, folder: Path) -> None:
-        """Write the file `<digest>.<format>` into `folder`, unless it is there."""
+    def keep(self, folder: Path) -> Picture:
+        """Write the file `<digest>.<format>` into `folder`. Returns the picture of that file."""
         with _opened(data := self.data) as image:
             path = folder / f"{self.digest}.{str(image.format).lower()}"
-        if not path.exists():
+        if not (kept := Picture(data, path=path)).used(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            (draft := path.with_suffix(".tmp")).write_bytes(data)
+            (draft := path.with_suffix(f".{os.getpid()}-{get_ident()}.tmp")).write_bytes(data)
             draft.replace(path)
+        return kept
+
+    def used(self, folder: Path) -> bool:
+        """Note at its file, if that is in `folder`, that it was used now. Returns whether it is there."""
+        if self.path is None or self.path.parent != folder.absolute():
+            return False
+        try:
+            os.utime(self.path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def pixels(self) -> Image:
         """Return the decoded image, RGB, upright.
@@ -197,6 +210,11 @@ def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     parts = chain.from_iterable(content for content in contents if isinstance(content, list | tuple))
     return [part["image"] for part in parts if is_picture(part)]
+
+
+def kept_pictures(folder: Path, beginning: str = "") -> list[Path]:
+    """Return the files of pictures that are kept in `folder` (`Picture.keep`) and whose digests begin so."""
+    return [path for path in folder.glob(f"{beginning}*") if path.suffix != ".tmp"]
 
 
 def is_picture(part: Any) -> bool:

@@ -197,7 +197,7 @@ def test_what_changes_nothing_is_accepted(client: Any) -> None:
 # ---- what is refused ----
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 REFUSED = {
-    "image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
+    "image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].source"),
     "document": ({"system": [{"type": "document"}]}, "system[0]"),
     "their tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
     "edits": (

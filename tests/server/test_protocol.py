@@ -409,10 +409,10 @@ def test_null_is_no_value_of_a_field_that_must_be_given() -> None:
     assert refusal(GrpoRequest, VALID[GrpoRequest] | {"config": {"lerning_rate": None}}).field == "config.lerning_rate"
 
 
-def test_images_are_refused_by_name() -> None:
+def test_addresses_of_images_are_refused_by_name() -> None:
     content = [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]
     error = refusal(ChatRequest, {"messages": [{"role": "user", "content": content}]})
-    assert (error.code, error.field) == ("unsupported_content", "messages[0].content[0].type")
+    assert (error.code, error.field) == ("invalid_image", "messages[0].content[0].image_url.url")
 
 
 @pytest.mark.parametrize(

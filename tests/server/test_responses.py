@@ -166,7 +166,7 @@ def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:
 
 IMAGE = {"type": "input_image", "image_url": "http://x"}
 REFUSED = {
-    "image": ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]"),
+    "image": ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].image_url"),
     "their tool": ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     "their item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
     "truncation": ({"truncation": "auto"}, "truncation"),

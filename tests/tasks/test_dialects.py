@@ -307,7 +307,11 @@ def test_limits_and_refusals_are_in_the_words_of_the_dialect(play_group):
             for more in (
                 {"tool_choice": {"type": "any"}},
                 {"extra_body": {"output_format": {"type": "json_schema", "schema": {"type": "strin"}}}},
-                {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+                {
+                    "messages": [
+                        {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}
+                    ]
+                },
                 {"messages": [*asked["messages"], {"role": "assistant", "content": "It"}]},
             ):
                 with pytest.raises(anthropic.BadRequestError) as refused:
@@ -330,7 +334,7 @@ def test_limits_and_refusals_are_in_the_words_of_the_dialect(play_group):
         (rollout,) = play_group(agent, takes=FOUR, params=GREEDY, max_turns=1).rollouts
     assert rollout.stop == "max_turns" and rollout.error is None
     forced, form, image, prefill, ignored, over, streamed = told
-    assert (forced["param"], image["code"], prefill["param"]) == ("tool_choice", "unsupported_content", "messages")
+    assert (forced["param"], image["code"], prefill["param"]) == ("tool_choice", "invalid_image", "messages")
     assert form["param"].startswith("output_") and form["param"].endswith("schema") and "strin" in form["message"]
     assert ignored == "temperature, thinking"
     assert over == streamed and (over["type"], over["code"]) == ("permission_error", "max_turns")

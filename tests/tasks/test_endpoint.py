@@ -80,7 +80,7 @@ REFUSED = [
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages.0.content.parts.0.type",
+        "messages.0.content.parts.0.image_url.image_url.url",
     ),
     ({"max_tokens": 0}, "max_tokens"),
 ]

@@ -112,7 +112,7 @@ class ServeConfig(Section):
     again."""
     reading_bytes: Bytes = 2 * GIB
     """Most memory that the process may take that parses and tokenises one long body; 256 MiB and 24 times the body's
-    bytes where that is less."""
+    bytes where that is less and the model reads text only."""
     max_messages: int = Field(default=2048, ge=1, le=MOST_MESSAGES)
     """Messages in one conversation."""
     max_tools: int = Field(default=128, ge=1)

@@ -29,11 +29,13 @@ few drafts checked among many rows: with fewer than `LEAST_DRAFTED` for each row
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 
 import torch
 
 from groupwise.engine.rows import Rows
 from groupwise.errors import ConfigError
+from groupwise.model.image_tokens import is_of_image
 from groupwise.types import FinishReason
 
 # (row, tokens of its completion up to here, place among what was drawn) -> the text, where this token ends it
@@ -74,7 +76,8 @@ class Lookup:
             alone = (
                 params.grammar or params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
             )
-            drafts.append([] if alone else history.draft(min(most, row.job.max_tokens - count - 1)))
+            guessed = [] if alone else history.draft(min(most, row.job.max_tokens - count - 1))
+            drafts.append([*takewhile(lambda token: not is_of_image(token), guessed)])  # nobody says an image
         drafted = sum(map(len, drafts))
         return drafts if drafted and drafted >= LEAST_DRAFTED * rows.active else None
 

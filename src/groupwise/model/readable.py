@@ -47,8 +47,10 @@ def check_ids(samples: Sequence[Sample], base: LoadedModel) -> None:
     """Raise DataError unless the model has every token id, and every target that is read."""
     vision = vision_of(base.model)
     for sample in samples:
-        prompt_ids = sample.prompt_ids if vision is None else vision.placeholders(sample.prompt_ids)
-        if (largest := max((*prompt_ids, *sample.completion_ids))) >= base.vocabulary:
+        ids = (*sample.prompt_ids, *sample.completion_ids)
+        if (largest := max(ids if vision is None else vision.placeholders(ids))) >= base.vocabulary:
             raise DataError(f"token id {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")
-        if (largest := max(compress(sample.targets or (), sample.mask), default=0)) >= base.vocabulary:
+        if (
+            largest := max(compress(sample.targets or sample.completion_ids, sample.mask), default=0)
+        ) >= base.vocabulary:
             raise DataError(f"target {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")

@@ -22,7 +22,8 @@ import inspect
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from threading import RLock
@@ -34,10 +35,11 @@ from torch import Tensor
 from transformers import PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.errors import ChatError, DataError, ModelError
-from groupwise.model.image_tokens import FIRST, PLACES, VISION, key_of
-from groupwise.pictures import Picture, read_picture
+from groupwise.model.image_tokens import FIRST, PLACES, VISION, is_first, key_of
+from groupwise.pictures import Picture, kept_pictures, read_picture
 
 KEPT_BYTES = 1 << 30  # of features
+MOST_SEEN = 1 << 14  # images that are known at once, where others can be looked at again
 
 
 @dataclass(frozen=True)
@@ -70,27 +72,43 @@ class Vision:
 
     Args:
         model: transformers' model of images and text.
-        processor: its processor.
+        make_processor: makes its processor.
         settings: what the processor was made of, as processor_config.json has it.
+
+    Without its model, as it is pickled with a tokenizer, it still makes token ids of images; one process may do that,
+    and another, with the same shelf, compute them.
     """
 
     shelf: Path | None = None  # see `keep_in`
     blind: str | None = None  # why no images can be given (`packed_check.look`)
     looked = False
 
-    def __init__(self, model: PreTrainedModel, processor: Any, *, settings: Mapping[str, Any] | None = None):
+    def __init__(self, model: PreTrainedModel, make_processor: ProcessorOf, *, settings: Mapping[str, Any]):
         config: Any = model.config
-        self.processor, self._model, self._settings = processor, model, dict(settings or {})
+        self._make_processor, self._model, self._settings = make_processor, model, dict(settings)
+        self.name, processor = type(model).__name__, self.processor
         self.token_id = int(getattr(config, "image_token_id", None) or processor.image_token_id)
         self.token = str(processor.image_token)
         self.axes = 3 if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}) else 1
         self._merge = int(getattr(config.vision_config, "spatial_merge_size", 1))
-        self._seen: dict[int, Seen] = {}
+        self._seen: OrderedDict[int, Seen] = OrderedDict()
         self._features: OrderedDict[int, Features] = OrderedDict()
         self._lock = RLock()
 
     def __deepcopy__(self, memo: Any) -> Vision:
         return self  # second module trees over the same weights see with the same eyes
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("_model", "_lock", "_features", "_seen", "processor")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=RLock(), _features=OrderedDict(), _seen=OrderedDict())
+
+    @cached_property
+    def processor(self) -> Any:
+        """What prepares images, as transformers has it."""
+        return self._make_processor()
 
     # -- token ids ----------------------------------------------------------------------------------------------------
 
@@ -104,7 +122,7 @@ class Vision:
             ModelError: what is computed of images is not what the model itself computes.
         """
         if self.blind is not None:
-            raise ModelError(f"{type(self._model).__name__} cannot be given images: {self.blind}")
+            raise ModelError(f"{self.name} cannot be given images: {self.blind}")
         parts = text.split(self.token)
         if len(parts) - 1 != len(pictures):
             raise ChatError(
@@ -115,7 +133,7 @@ class Vision:
         for picture, after in zip(pictures, parts[1:], strict=True):
             key, seen = key_of(picture.digest), self._note(picture)
             if seen.alone and len(pictures) > 1:
-                message = f"the prompt has {len(pictures)} images, and {type(self._model).__name__} cuts several"
+                message = f"the prompt has {len(pictures)} images, and {self.name} cuts several"
                 raise ModelError(f"{message} otherwise than one, which is not supported", hint="give one image")
             ids += (FIRST + key * PLACES + place for place in range(seen.tokens))
             written += [seen.written, after]
@@ -132,9 +150,39 @@ class Vision:
         """Return token ids as the tokenizer knows them: its own image token for each token of an image."""
         return [self.token_id if token >= FIRST else token for token in ids]
 
+    def in_short(self, ids: Sequence[int]) -> list[int]:
+        """Return `placeholders` of ids in which the places of an image that stand together are one."""
+        begin = [i == 0 or token < FIRST or token != ids[i - 1] + 1 for i, token in enumerate(ids)]
+        return self.placeholders([token for token, begins in zip(ids, begin, strict=True) if begins])
+
     def pictures(self, ids: Sequence[int]) -> list[Picture]:
         """Return the images of a row of tokens, in order."""
-        return [self._known(token).picture for token in ids if token >= FIRST and token % PLACES == 0]
+        return [self._known(token).picture for token in ids if token >= FIRST and is_first(token)]
+
+    def picture(self, token: int) -> Picture | None:
+        """Return the image that a token is of; None where it is not known here."""
+        try:
+            return self._known(token).picture
+        except DataError:
+            return None
+
+    def has(self, ids: Sequence[int]) -> bool:
+        """Return whether the ids of images among a row's tokens are of images that are known, each whole and in
+        order."""
+        at, places = 0, [(place, token) for place, token in enumerate(ids) if token >= FIRST]
+        while at < len(places):
+            where, token = places[at]
+            try:
+                seen = self._known(token)
+            except DataError:
+                return False
+            of_it, first = places[at : at + seen.tokens], token - token % PLACES
+            if [each for _, each in of_it] != list(range(first, first + seen.tokens)):
+                return False
+            if seen.grid is not None and of_it[-1][0] - where != seen.tokens - 1:
+                return False
+            at += seen.tokens
+        return self.blind is None
 
     def forget(self, picture: Picture) -> None:
         """Drop what is known of an image."""
@@ -142,16 +190,23 @@ class Vision:
             for known in (self._seen, self._features):
                 known.pop(key_of(picture.digest), None)
 
+    def warm_up(self) -> None:
+        """Import what prepares images."""
+        if self.blind is None:
+            self._looked_at(sample_picture())
+
     def _note(self, picture: Picture) -> Seen:
         """Return an image as the model takes it, which is worked out once, and keep its file."""
         key = key_of(picture.digest)
         with self._lock:
-            if (seen := self._seen.get(key)) is None:
-                seen = self._seen[key] = self._looked_at(picture)
-                if self.shelf is not None:
-                    picture.keep(self.shelf)
+            seen = self._seen.get(key) or self._looked_at(picture)
             if seen.picture != picture:
                 raise DataError("two images have the same first 46 bits of their SHA-256", kind="image")
+            if self.shelf is not None and not seen.picture.used(self.shelf):
+                seen = replace(seen, picture=picture.keep(self.shelf))
+            self._seen[key] = seen
+            while self.shelf is not None and len(self._seen) > MOST_SEEN:
+                self._seen.popitem(last=False)
         return seen
 
     def _looked_at(self, picture: Picture) -> Seen:
@@ -165,15 +220,14 @@ class Vision:
 
     def _known(self, token: int) -> Seen:
         key = (token - FIRST) // PLACES
-        if key not in self._seen:
-            names = [] if self.shelf is None else self.shelf.glob(f"{key << 2:012x}"[:11] + "*")
-            found = [path for path in names if key_of(path.stem) == key and path.suffix != ".tmp"]
-            if not found:
+        if (seen := self._seen.get(key)) is None:
+            names = [] if self.shelf is None else kept_pictures(self.shelf, f"{key << 2:012x}"[:11])
+            if not (found := [path for path in names if key_of(path.stem) == key]):
                 raise DataError(
                     f"token id {token} is of an image that is not known here (looked for in {self.shelf})", kind="image"
                 )
-            self._note(read_picture(found[0]))
-        return self._seen[key]
+            seen = self._note(read_picture(found[0]))
+        return seen
 
     def _prepared(self, picture: Picture) -> tuple[Any, str]:
         """Return what the processor makes of an image: the tensors, and what stands in the text for it."""
@@ -195,8 +249,8 @@ class Vision:
         """
         with self._lock:
             self.shelf = folder
-            for seen in self._seen.values():
-                seen.picture.keep(folder)
+            for key, seen in self._seen.items():
+                self._seen[key] = replace(seen, picture=seen.picture.keep(folder))
 
     # -- embeddings ---------------------------------------------------------------------------------------------------
 
@@ -315,20 +369,32 @@ def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: 
         images = AutoImageProcessor.from_pretrained(path)
     except OSError:
         return  # no preprocessor_config.json, no processor_config.json
-    processor = _of_images_alone(kind)
-    told, _ = processor.get_processor_dict(path)
+    told, _ = _of_images_alone(kind).get_processor_dict(path)
     known = inspect.signature(kind.__init__).parameters
     options = {name: value for name, value in told.items() if name in known and not isinstance(value, dict)}
-    parts = dict.fromkeys((name for name in kind.get_attributes()), None)
-    parts |= {"image_processor": images, "tokenizer": tokenizer}
     try:
-        vision = Vision(model, processor(**{**options, **parts}), settings=told)
+        vision = Vision(model, ProcessorOf(kind, options, images, tokenizer), settings=told)
     except ImportError as error:
         raise ModelError(
             f"images of {path} cannot be prepared: {error}", hint="pip install 'groupwise[images]'"
         ) from None
     for each in (model, tokenizer):
         setattr(each, VISION, vision)
+
+
+@dataclass(frozen=True)
+class ProcessorOf:
+    """Makes a processor of a class of transformers' that prepares images and does without the rest."""
+
+    kind: Any
+    options: Mapping[str, Any]
+    images: Any
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self) -> Any:
+        parts = dict.fromkeys(self.kind.get_attributes(), None)
+        parts |= {"image_processor": self.images, "tokenizer": self.tokenizer}
+        return _of_images_alone(self.kind)(**{**self.options, **parts})
 
 
 def _of_images_alone(kind: Any) -> Any:

@@ -69,9 +69,11 @@ def _work(options: argparse.Namespace, parent: int) -> None:
     gc.disable()  # modules are no garbage: looking for some takes a sixth of the time of importing them
     import torch
 
+    from groupwise.model.image_tokens import vision_of
     from groupwise.run.job import WorkerContext
     from groupwise.run.job_queue import LeaseHeartbeat, Worker
     from groupwise.store.mapped_weights import map_weights
+    from groupwise.store.rundir import IMAGES
 
     gc.enable()
     if options.threads is not None:
@@ -91,6 +93,8 @@ def _work(options: argparse.Namespace, parent: int) -> None:
         with _alone(state, heartbeat):
             files.sweep(state)  # weights that another worker died writing
             map_weights(base, state)
+            if (vision := vision_of(base.model)) is not None:
+                vision.keep_in(state / IMAGES)
             gc.freeze()  # what is here now stays; looking through it after each job would take a second
             log.info("%s is ready: %s on %s", options.worker, base.name, base.device)
             place = WorkerContext(base=base, ledger=ledger, store=store, state_dir=state)

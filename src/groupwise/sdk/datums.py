@@ -28,6 +28,7 @@ from groupwise.algo.advantage import advantages
 from groupwise.config.algo import AdvantageConfig
 from groupwise.config.yaml import Document, validate
 from groupwise.errors import DataError
+from groupwise.model.image_tokens import is_of_image
 from groupwise.recorded import RoutedExperts, SamplingMask
 from groupwise.sdk.alignment import aligned, check_known
 from groupwise.types import Sample
@@ -181,13 +182,13 @@ class Datum:
 
     def whole(self) -> Sample:
         """Return the datum as a sample whose first token is the prompt, to get log-probabilities of all N - 1
-        targets."""
+        targets. In the place of an image's, which nobody says, they are those of token 0."""
         ids = self.tokens
         return Sample(
             prompt_ids=ids[:1],
             completion_ids=ids[1:],
             mask=(1,) * (len(ids) - 1),
-            targets=self.targets,
+            targets=tuple(0 if is_of_image(target) else target for target in self.targets),
             kept=self.kept,
             routed_experts=self.routed_experts,
         )

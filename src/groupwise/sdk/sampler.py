@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from groupwise.errors import ConfigError, ContextLengthError, DataError
 from groupwise.model.chat import encode_prompt
+from groupwise.model.image_tokens import is_of_image
 from groupwise.model.load import load_tokenizer
 from groupwise.recorded import RoutedExperts, SamplingMask
 from groupwise.sdk.concurrency import AdaptiveConcurrency
@@ -33,6 +35,7 @@ from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.outbox import Outbox
 from groupwise.sdk.sections import require_tokenizer
 from groupwise.seeds import seed_of
+from groupwise.tasks.row_images import with_images
 from groupwise.tasks.structured import answer_grammars
 from groupwise.types import (
     Completion,
@@ -142,8 +145,10 @@ class DeploymentSampler:
         **options: Any,
     ) -> list[SampledCompletion]:
         """`n` replies to a chat; `options` are those of `sample`. A `grammar` is that of the answer: thoughts are free.
-        Raises ChatError as the template does."""
-        prompt = encode_prompt(Prompt(id="messages", messages=tuple(messages), tools=tuple(tools)), self.tokenizer)
+        An image part holds a path, a data URL, bytes or a PIL image, as in a dataset's row (docs/images.md). Raises
+        ChatError as the template does, DataError for what is no image."""
+        said, _ = with_images(tuple(messages), {}, folder=Path(), id="messages")
+        prompt = encode_prompt(Prompt(id="messages", messages=said, tools=tuple(tools)), self.tokenizer)
         (grammar,) = answer_grammars(options.pop("grammar", None), [prompt.token_ids], self.tokenizer)
         return await self.sample(prompt.token_ids, n, grammar=grammar, **options)
 
@@ -174,7 +179,7 @@ class DeploymentSampler:
 
         Raises:
             ConfigError: n below 1.
-            DataError: what is no token id.
+            DataError: what is no token id; `echo` of a prompt with images.
             GrammarError: the grammar cannot be compiled.
             ValueError: a sampling option out of range.
         """
@@ -186,6 +191,8 @@ class DeploymentSampler:
         if grammar is not None:
             await asyncio.shield(asyncio.wrap_future(self.deployment.engine.prepare(grammar)))
         ids = _token_ids(prompt_ids)
+        if echo and any(map(is_of_image, ids)):
+            raise DataError("echo is of texts, and the prompt has an image", hint="leave echo out")
         room = self.max_seq_len - len(ids)
         with self.deployment.holding(version) as held:
             if room < 1:

@@ -74,6 +74,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         completions,
         feedback,
         findings,
+        images,
         learn,
         live_events,
         messages,
@@ -98,6 +99,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         messages,
         rollouts,
         rollout_log,
+        images,
         feedback,
         learn,
         train,
@@ -432,12 +434,14 @@ async def _in_daemon(work: Callable[[], Server]) -> Server:
 
 
 async def _keep_house(ledger: Ledger, config: ServeConfig) -> None:
-    """Forget old jobs and rollouts, and read and back up the ledger, now and every hour."""
+    """Forget old jobs, rollouts and images, and read and back up the ledger, now and every hour."""
+    from groupwise.server.images import prune as prune_images
     from groupwise.store.feedback import FeedbackLog
 
     def prune() -> None:
         ledger.prune()
         FeedbackLog(ledger).prune()
+        prune_images(config, ledger)
 
     back_up = partial(ledger.back_up, least_free=config.min_free_bytes)
     while True:

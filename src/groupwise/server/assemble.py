@@ -8,6 +8,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel, load_configured
 from groupwise.sampler import LiveEngine
 from groupwise.server.admin import HealthParts, gauges
@@ -31,6 +32,7 @@ from groupwise.store.files import Provenance
 from groupwise.store.ledger import Ledger
 from groupwise.store.locate import Located
 from groupwise.store.mapped_weights import map_weights
+from groupwise.store.rundir import IMAGES
 from groupwise.tasks.dialects.responses import ResponseStore
 from groupwise.types import PolicyVersion
 
@@ -69,6 +71,10 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
     map_weights(base, state_dir)  # the worker maps the same file
     weights = state_dir / FILE  # or, on a GPU, opens the same memory
     engine = open_engine(config, base)
+    if (vision := vision_of(base.model)) is not None:
+        vision.keep_in(state_dir / IMAGES)
+        if config.engine == "vllm":
+            vision.blind = "vLLM samples, and is given no images"
     policies = RecordedPolicies(
         store,
         engine,

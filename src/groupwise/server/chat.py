@@ -40,11 +40,12 @@ from groupwise.server.bodies import parse_body
 from groupwise.server.encode import template_options
 from groupwise.server.event_stream import PING, EventStream, sse, while_connected
 from groupwise.server.generate import StreamedCompletion, Token, sendable, tokens_of
+from groupwise.server.images import seeing
 from groupwise.server.sampling import SAMPLING_ERRORS, Admission, Admissions
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.state import given
 from groupwise.server.wire import documented
-from groupwise.tasks.dialects.chat_form import ChatMessage, NamedTool, as_messages
+from groupwise.tasks.dialects.chat_form import ChatMessage, NamedTool, as_messages, said
 from groupwise.tasks.reply import token_text
 from groupwise.tasks.structured import reply_grammar, thoughts_of, with_thoughts
 from groupwise.types import Completion, FinishReason, Grammar, Message, Prompt
@@ -73,7 +74,13 @@ Chats = Annotated[ChatParts, given(ChatParts)]
 
 @router.post(
     "/v1/chat/completions",
-    **documented(ChatRequest, ChatCompletion, errors=SAMPLING_ERRORS, codes=["unsupported_content"], streams=True),
+    **documented(
+        ChatRequest,
+        ChatCompletion,
+        errors=SAMPLING_ERRORS,
+        codes=["unsupported_content", "invalid_image", "limit_exceeded"],
+        streams=True,
+    ),
 )
 async def chat_completions(http: Request, parts: Chats) -> Response:
     """Write the next turn of a conversation, by the active policy or the one that `model` or `adapter` names.
@@ -133,15 +140,18 @@ def chat_prompt(
 
     Raises:
         ChatError: the template refuses the messages.
+        RequestError, StorageError: as `seeing`.
         ContextLengthError: they are far longer than `context` tokens.
         GrammarError: a call that was asked for cannot be guaranteed.
     """
-    messages, tools = as_messages(body.messages), tuple(body.offered)
+    messages = told = as_messages(body.messages)
     if config.system is not None and messages[0]["role"] != "system":
         messages = (Message(role="system", content=config.system), *messages)
     options = template_options(body.chat_template_kwargs, tokenizer)
-    prompt = Prompt(id="messages", messages=messages, tools=tools)
-    ids = encode_prompt(prompt, tokenizer, template_kwargs=options, context=context, continues=body.continues).token_ids
+    prompt = Prompt(id="messages", messages=messages, tools=tuple(body.offered))
+    options = {"template_kwargs": options, "context": context, "continues": body.continues}
+    with seeing(told, tokenizer, "messages"):
+        ids = encode_prompt(prompt, tokenizer, **options).token_ids
     continued, form = said_last(body.messages) if body.continues else "", format_of(tokenizer)
     begun = form.thought.start in continued and form.thought.end not in continued
     thinks = begun or opens_thought(ids, tokenizer)
@@ -176,8 +186,7 @@ def _grammar(
 
 def said_last(messages: Sequence[ChatMessage]) -> str:
     """Return the text of the last message."""
-    content = messages[-1].content or ""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return said(messages[-1].content)
 
 
 # ---- the reply ----

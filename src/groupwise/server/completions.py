@@ -18,6 +18,7 @@ from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.chat_length import too_long
+from groupwise.model.image_tokens import is_of_image
 from groupwise.sdk.types import Usage
 from groupwise.server.bodies import parse_body
 from groupwise.server.chat import ChatParts
@@ -93,7 +94,12 @@ def read_completions(
     """Return a body and its prompts. Raises RequestError, ContextLengthError."""
     body = parse_body(raw, CompletionRequest, config)
     is_cut = body.truncate_prompt_tokens is not None
-    return body, encode_raw(body.prompt, base, context=None if is_cut else context)
+    prompts = encode_raw(body.prompt, base, context=None if is_cut else context)
+    shown = "echo" if body.echo else "prompt_logprobs" if body.prompt_logprobs is not None else None
+    if shown is not None and any(is_of_image(token) for ids in prompts for token in ids):
+        message = f"{shown} is of texts, and the prompt has the token ids of an image"
+        raise RequestError(message, hint="leave it out", field=shown)
+    return body, prompts
 
 
 def encode_raw(prompts: Sequence[Raw], base: TextModel, *, context: int | None) -> list[tuple[int, ...]]:
@@ -104,8 +110,9 @@ def encode_raw(prompts: Sequence[Raw], base: TextModel, *, context: int | None) 
         if isinstance(prompt, str):
             asked = Prompt(id=f"prompt[{i}]", text=prompt)
             prompt = encode_prompt(asked, base.tokenizer, context=context).token_ids
-        elif max(prompt) >= base.vocabulary:
+        elif not base.has(prompt):
             what = f"the prompt has the token id {max(prompt)}; this model has the ids 0 to {base.vocabulary - 1}"
+            what += ", and those of whole images that were posted here"
             raise RequestError(what, hint="encode the prompt with this model's tokenizer", field="prompt")
         elif context is not None and len(prompt) > context:
             raise too_long(f"{len(prompt)} tokens", context)

@@ -50,6 +50,8 @@ def read_form(
             prompt = replace(prompt, grammar=grammar_of(prompt.grammar, asked.names))
         return body, prompt
     except (RequestError, GrammarError) as error:
+        if error.kind == "image":  # a dialect's messages are not the chat form's, one by one
+            error.field = "messages"
         raise renamed(error, asked.names) from None
 
 

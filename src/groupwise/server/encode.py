@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from groupwise.errors import ChatError, ContextLengthError, GroupwiseError, RequestError
 from groupwise.model import chat
 from groupwise.model.chat_length import check_text
+from groupwise.model.image_tokens import is_of_image
 from groupwise.model.supervised import encode_supervised
+from groupwise.server.images import seeing
 from groupwise.server.schema_openai import TemplateOptions
 from groupwise.server.schema_train import ScoredCompletion, ScoredGroup, SftExample
 from groupwise.store import job_payload
@@ -111,8 +113,10 @@ class _Texts:
     def _prompt(self, group: ScoredGroup, at: str) -> Prompt:
         tokenizer, context = self._base.tokenizer, self._base.context_length
         try:
-            prompt = Prompt(id=at, messages=as_messages(group.messages or ()), tools=tuple(_dicts(group.tools)))
-            return chat.encode_prompt(prompt, tokenizer, template_kwargs=self._options, context=context)
+            asked = as_messages(group.messages or ())
+            prompt = Prompt(id=at, messages=asked, tools=tuple(_dicts(group.tools)))
+            with seeing(asked, tokenizer, f"{at}.messages"):
+                return chat.encode_prompt(prompt, tokenizer, template_kwargs=self._options, context=context)
         except (ChatError, ContextLengthError) as error:
             raise at_field(error, f"{at}.messages") from error
 
@@ -140,7 +144,8 @@ def _encode_completion(
     """Return the prompt's ids as this completion knows them, if it does, and the completion."""
     if completion.rollout_id is not None:
         record = records[completion.rollout_id]
-        if max((*record.prompt_ids, *record.completion_ids)) >= base.vocabulary or not _routes(record, base):
+        known = base.has(record.prompt_ids) and max(record.completion_ids, default=0) < base.vocabulary
+        if not (known and _routes(record, base)):
             message = f"{at} was sampled from another model than {base.name}"
             raise RequestError(message, hint="sample it again", field=f"{at}.rollout_id")
         return record.prompt_ids, _taught(_sampled(record, completion.reward), completion, at)
@@ -148,7 +153,7 @@ def _encode_completion(
         ids = _checked_ids(completion.token_ids, f"{at}.token_ids", base)
         logprobs = _checked_logprobs(completion.logprobs, len(ids), f"{at}.logprobs")
         own = completion.prompt_token_ids
-        prompt_ids = None if own is None else _checked_ids(own, f"{at}.prompt_token_ids", base)
+        prompt_ids = None if own is None else _checked_prompt(own, f"{at}.prompt_token_ids", base)
         return prompt_ids, _taught(_scored(ids, logprobs, completion.reward), completion, at)
     if completion.teacher_logprobs is not None:
         raise RequestError(
@@ -197,16 +202,24 @@ def _taught(
     return encoded.model_copy(update={"teacher_logprobs": teacher})
 
 
-def _checked_ids(ids: Sequence[int], at: str, base: TextModel) -> Ids:
+def _checked_ids(ids: Sequence[int], at: str, base: TextModel, *, images: bool = False) -> Ids:
     if not ids:
         raise RequestError(f"{at} is empty", hint="give at least one token", field=at)
     for t, token in enumerate(ids):
-        if not 0 <= token < base.vocabulary:
+        if not (0 <= token < base.vocabulary or (images and is_of_image(token))):
             raise RequestError(
                 f"{at}[{t}] is {token}; the vocabulary of {base.name} is 0 to {base.vocabulary - 1}",
                 hint="post the token_ids that this server sampled; other tokenizers have other ids",
                 field=f"{at}[{t}]",
             )
+    return tuple(ids)
+
+
+def _checked_prompt(ids: Sequence[int], at: str, base: TextModel) -> Ids:
+    _checked_ids(ids, at, base, images=True)
+    if not base.has(ids):
+        message = f"{at} has token ids of images that this server does not have, or parts of some"
+        raise RequestError(message, hint="post the ids as this server gave them", field=at)
     return tuple(ids)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=CountRequest)
 DIALECT = Dialect(kind="msg_", ping=PING.bytes)
-CODES = ("unsupported_content", "unsupported_parameter", "limit_exceeded")
+CODES = ("unsupported_content", "invalid_image", "unsupported_parameter", "limit_exceeded")
 
 router = APIRouter(tags=["Anthropic"])
 

@@ -31,6 +31,7 @@ from starlette.requests import Request
 from groupwise.config.serve import MIB, ServeConfig
 from groupwise.engine.forks import GO, ForkServer, frame
 from groupwise.errors import BodyTooLargeError, GroupwiseError, NotReadyError
+from groupwise.model.image_tokens import is_of_image, vision_of
 from groupwise.recorded import RoutingShape
 from groupwise.server.bodies import check_content_type
 from groupwise.server.event_stream import while_connected
@@ -78,6 +79,15 @@ class TextModel:
             adaptable=base.adaptable,
             routing=base.routing,
         )
+
+    def has(self, ids: Sequence[int]) -> bool:
+        """Return whether a prompt's token ids are of this model: of its vocabulary, and of whole images that are kept
+        here."""
+        texts = [token for token in ids if not is_of_image(token)]
+        if any(not 0 <= token < self.vocabulary for token in texts):
+            return False
+        vision = vision_of(self.tokenizer)
+        return len(texts) == len(ids) or (vision is not None and vision.has(ids))
 
 
 Read = Callable[Concatenate[bytes, TextModel, ServeConfig, P], T]

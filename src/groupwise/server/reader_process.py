@@ -29,6 +29,7 @@ from groupwise.engine.forks import GO, end_with, receive_frame, receive_setup, s
 from groupwise.errors import BodyTooLargeError, GroupwiseError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.chat_length import least_tokens
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.supervised import encode_supervised
 from groupwise.server.more_routes import more_routes
 from groupwise.server.reader import DONE, ReadResult
@@ -45,18 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Fork readers until the other end closes."""
     channel, (base, config) = receive_setup((arguments or sys.argv[1:])[0])
     _warm_up(base, config)
+    sees = vision_of(base.tokenizer) is not None
     return serve_forks(
         channel,
         3,
-        most_bytes=lambda descriptors: _most_bytes(os.fstat(descriptors[1]).st_size, config),
+        most_bytes=lambda descriptors: _most_bytes(os.fstat(descriptors[1]).st_size, config, sees=sees),
         work=lambda descriptors, most: _be_a_reader(descriptors, most, base, config),
     )
 
 
-def _most_bytes(size: int, config: ServeConfig) -> int:
+def _most_bytes(size: int, config: ServeConfig, *, sees: bool) -> int:
     """Return the memory that a body of so many bytes may take: a list of numbers, as objects, takes twenty times its
-    text."""
-    return min(config.reading_bytes, ROOM + FACTOR * size)
+    text, and an image, decoded and prepared, any number of times its file."""
+    return config.reading_bytes if sees else min(config.reading_bytes, ROOM + FACTOR * size)
 
 
 def _warm_up(base: TextModel, config: ServeConfig) -> None:
@@ -69,6 +71,8 @@ def _warm_up(base: TextModel, config: ServeConfig) -> None:
     with suppress(GroupwiseError, ValueError):  # a model without a chat template has only its tokenizer
         encode_prompt(Prompt(id="warm up", messages=(asked,)), base.tokenizer)
         encode_supervised([asked, Message(role="assistant", content="!")], base.tokenizer)
+    if (vision := vision_of(base.tokenizer)) is not None:
+        vision.warm_up()
     gc.collect()
     gc.freeze()
 

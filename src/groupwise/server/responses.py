@@ -31,7 +31,13 @@ if TYPE_CHECKING:
     from groupwise.server.schema_openai import ChatRequest
 
 DIALECT = Dialect(kind="resp_")
-CODES = ("unsupported_content", "unsupported_parameter", "limit_exceeded", "previous_response_not_found")
+CODES = (
+    "unsupported_content",
+    "invalid_image",
+    "unsupported_parameter",
+    "limit_exceeded",
+    "previous_response_not_found",
+)
 
 router = APIRouter(tags=["OpenAI"])
 

@@ -27,7 +27,9 @@ from groupwise.algo.advantage import advantages, gdpo_advantages
 from groupwise.config.job import GrpoJobConfig, parse_job_config
 from groupwise.errors import DamagedPayloadError, JobNotFoundError, RequestError
 from groupwise.model.chat import decode, stop_ids
+from groupwise.model.image_tokens import packed_ids, unpacked_ids
 from groupwise.server.generate import sendable
+from groupwise.server.images import images_of
 from groupwise.server.schema_rollouts import (
     MOST_ROWS,
     PREVIEW,
@@ -192,6 +194,7 @@ def _group(parts: LogParts, id: str) -> RolloutGroupDetail:
         group=rollouts[0].group,
         prompt=plain_text(prompt_ids, tokenizer),
         prompt_token_ids=list(prompt_ids),
+        images=images_of(prompt_ids, tokenizer),
         rollouts=best_first(rollouts),
     )
 
@@ -231,7 +234,7 @@ def _recent(parts: LogParts, wanted: _Wanted, after: int | None, since: int | No
                     break
     more = len(found) == limit or seen == looked
     prompts = {
-        blob: plain_text(array("i", blob), parts.base.tokenizer) for blob in {row["prompt_ids"] for row in found}
+        blob: plain_text(unpacked_ids(blob), parts.base.tokenizer) for blob in {row["prompt_ids"] for row in found}
     }
     rows = [RolloutRow(**_row(row, prompts[row["prompt_ids"]][-PREVIEW:], row["text"][:PREVIEW])) for row in found]
     following = None if not more else last if by_time else skip + seen
@@ -252,7 +255,7 @@ def _mentions(row: sqlite3.Row, wanted: str, tokenizer: PreTrainedTokenizerBase)
 
 @lru_cache(maxsize=20_000)  # the completions of a group share their prompt, and groups often theirs
 def _searched(prompt_ids: bytes, tokenizer: PreTrainedTokenizerBase) -> str:
-    return plain_text(array("i", prompt_ids), tokenizer).casefold()
+    return plain_text(unpacked_ids(prompt_ids), tokenizer).casefold()
 
 
 def _facets(parts: LogParts) -> RolloutFacets:
@@ -281,7 +284,7 @@ def _row(row: sqlite3.Row, prompt: str, text: str) -> dict[str, Any]:
         "reshaped": row["reshaped"].split(),
         "reward": None,
         "advantage": None,
-        "prompt_tokens": len(row["prompt_ids"]) // array("i").itemsize,
+        "prompt_tokens": len(unpacked_ids(row["prompt_ids"])),
         "completion_tokens": len(row["completion_ids"]) // array("i").itemsize,
         "created_at": str(utc(row["created_at"])),
     }
@@ -294,11 +297,11 @@ def _group_of_recent(parts: LogParts, id: str) -> tuple[list[RolloutDetail], Seq
             raise RolloutNotFoundError(f"there is no rollout {id[:64]!r}", hint="rollouts are kept for 7 days")
         query = f"SELECT {_COLUMNS} FROM rollout WHERE created_at = ? AND prompt_ids = ? ORDER BY seq LIMIT ?"
         rows = db.execute(query, (one["created_at"], one["prompt_ids"], MOST_IN_GROUP)).fetchall()
-    prompt_ids, tokenizer = array("i", one["prompt_ids"]), parts.base.tokenizer
+    prompt_ids, tokenizer = unpacked_ids(one["prompt_ids"]), parts.base.tokenizer
     prompt = plain_text(prompt_ids, tokenizer)
     return [
         RolloutDetail(
-            **_row(row, prompt, row["text"]), **_tokens(array("i", row["completion_ids"]), row["logprobs"], tokenizer)
+            **_row(row, prompt, row["text"]), **_tokens(unpacked_ids(row["completion_ids"]), row["logprobs"], tokenizer)
         )
         for row in rows
     ], prompt_ids
@@ -398,7 +401,7 @@ def _of_job(parts: LogParts, job_id: str, wanted: _Wanted, after: int | None, li
             continue
         if alike is not None and group.prompt_ids != alike:
             continue
-        prompt_ids, text = array("i", group.prompt_ids).tobytes(), posted.text(place, tokenizer)
+        prompt_ids, text = packed_ids(group.prompt_ids), posted.text(place, tokenizer)
         mentions = wanted.contains is None or wanted.contains in text.casefold()
         if mentions or (wanted.contains or "") in _searched(prompt_ids, tokenizer):
             prompt = plain_text(group.prompt_ids, tokenizer)[-PREVIEW:]

@@ -28,6 +28,7 @@ from groupwise.server.chat import said_last
 from groupwise.server.encode import template_options
 from groupwise.server.event_stream import while_connected
 from groupwise.server.generate import sendable
+from groupwise.server.images import seeing
 from groupwise.server.sampling import SAMPLING_ERRORS, Admission, Admissions, usage
 from groupwise.server.schema_completions import BatchRequest
 from groupwise.server.schema_messages import Conversation
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from groupwise.sampler import LiveEngine
     from groupwise.server.reader import Reader, TextModel
 
-_ERRORS, _CODES = (*SAMPLING_ERRORS, StorageError), ("batch_too_large", "unsupported_content")
+_ERRORS, _CODES = (*SAMPLING_ERRORS, StorageError), ("batch_too_large", "unsupported_content", "invalid_image")
 
 router = APIRouter(tags=["rollouts"])
 
@@ -115,9 +116,10 @@ def encode_conversations(
     encoded = []
     for i, messages in enumerate(conversations):
         at = f"{field}[{i}]"
-        prompt = Prompt(id=at, messages=as_messages(messages), tools=offered)
+        prompt = Prompt(id=at, messages=(asked := as_messages(messages)), tools=offered)
         try:
-            encoded.append(encode_prompt(prompt, tokenizer, template_kwargs=said, context=context).token_ids)
+            with seeing(asked, tokenizer, at):
+                encoded.append(encode_prompt(prompt, tokenizer, template_kwargs=said, context=context).token_ids)
         except (ChatError, ContextLengthError) as error:
             message = f"{at}: {error.message}"
             raise RequestError(message, hint=error.hint, field=at, kind=error.kind, code=error.code) from error

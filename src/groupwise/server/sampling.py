@@ -34,6 +34,7 @@ from groupwise.errors import (
     OverloadedError,
     RequestError,
 )
+from groupwise.model.image_tokens import is_of_image
 from groupwise.sampler import LiveEngine
 from groupwise.sdk.types import CachedTokens, Usage
 from groupwise.server.event_stream import PING_S, ClientGone
@@ -392,8 +393,12 @@ def sampling_params(
 
 
 def truncated(body: Sampling, prompt_ids: Sequence[int], *, context: int) -> Sequence[int]:
-    """Return the last of the prompt's tokens, as many as the body wants to keep."""
+    """Return the last of the prompt's tokens, as many as the body wants to keep. Raises RequestError for a prompt with
+    images, through which the cut could go."""
     most = body.truncate_prompt_tokens
+    if most is not None and any(map(is_of_image, prompt_ids)):
+        message = "truncate_prompt_tokens cuts texts, and the prompt has an image"
+        raise RequestError(message, hint="leave it out", field="truncate_prompt_tokens")
     if most == -1:
         most = max(1, context - max(1, body.most_tokens or 1))
     return prompt_ids if most is None else prompt_ids[-most:]

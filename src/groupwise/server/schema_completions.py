@@ -11,7 +11,7 @@ from groupwise.sdk.types import Answer, Usage, absent
 from groupwise.server.schema_messages import Conversation, OfferedTools
 from groupwise.server.schema_openai import (
     BOOKKEEPING,
-    MAX_TOKEN_ID,
+    MAX_PROMPT_ID,
     OTHERS,
     Sampling,
     ShapedSampling,
@@ -24,7 +24,7 @@ from groupwise.tasks.dialects.chat_form import StreamOptions
 from groupwise.tasks.dialects.form import FailFast, fault
 
 # ---- /v1/completions ----
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_PROMPT_ID}}
 _TEXT = {"type": "string", "minLength": 1}
 _PROMPT = {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _IDS]}}]}
 Raw = str | tuple[int, ...]
@@ -39,7 +39,7 @@ def _prompts(value: Any) -> tuple[Raw, ...]:
 def _prompt(value: Any) -> Raw:
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, list) and value and all(type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in value):
+    if isinstance(value, list) and value and all(type(item) is int and 0 <= item <= MAX_PROMPT_ID for item in value):
         return tuple(value)
     raise fault("invalid_value", "must be a text, a list of token ids, or a list of those, and none of them empty")
 

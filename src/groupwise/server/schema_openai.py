@@ -47,6 +47,7 @@ RENDERED = (
 )  # what the server itself tells the chat template
 
 MAX_TOKEN_ID = (1 << 31) - 1
+MAX_PROMPT_ID = (1 << 63) - 1  # those of images are beyond every vocabulary
 
 BOOKKEEPING = frozenset(
     (
@@ -67,6 +68,7 @@ Selector = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[0-9
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 TokenIds = Annotated[list[TokenId], FailFast()]
+PromptIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_PROMPT_ID)]], FailFast()]
 
 MaxTokens = Annotated[int, Field(ge=1, le=1 << 20)]
 

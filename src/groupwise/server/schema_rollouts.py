@@ -102,6 +102,8 @@ class RolloutGroupDetail(Answer):
     group: str
     prompt: str
     prompt_token_ids: list[int]
+    images: list[str | None] | None = absent()
+    """Of a prompt with images, in order: the address of each on this server; null where it is not kept any more."""
     rollouts: list[RolloutDetail]
 
 

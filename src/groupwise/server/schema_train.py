@@ -13,7 +13,7 @@ from pydantic import Field
 from groupwise.config.job import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobConfig
 from groupwise.config.section import NullIsAbsent
 from groupwise.server.schema_messages import Conversation, Tools
-from groupwise.server.schema_openai import TemplateOptions, TokenIds
+from groupwise.server.schema_openai import PromptIds, TemplateOptions, TokenIds
 from groupwise.server.wire import OwnPart, OwnRequest
 from groupwise.tasks.dialects.form import FailFast
 
@@ -52,7 +52,7 @@ class ScoredCompletion(OwnPart):
     teacher_logprobs: Annotated[list[float], FailFast()] | None = None
     """The log-probability that a teacher gives each token, of `token_ids` with their `logprobs` or of a `rollout_id`:
     what it is above the sampler's, times `config.teacher_coefficient`, is added to the token's advantage."""
-    prompt_token_ids: SampledIds | None = None
+    prompt_token_ids: Annotated[PromptIds, _at_least(1)] | None = None
     """Beside `token_ids`: the prompt they follow, where the group has no `messages`."""
 
 

@@ -58,7 +58,13 @@ LOSSES = ("loss/policy", "loss/cross_entropy")  # what a step reports; the first
 router = APIRouter(prefix="/v1/train", tags=["training"])
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 SUBMIT_ERRORS = (RequestError, ChatError, IdempotencyConflictError, QueueFullError, StorageError)
-SUBMIT_CODES = ("context_length_exceeded", "unsupported_content", "adapter_not_found", "invalid_adapter")
+SUBMIT_CODES = (
+    "context_length_exceeded",
+    "unsupported_content",
+    "invalid_image",
+    "adapter_not_found",
+    "invalid_adapter",
+)
 GRPO_CODES = (*SUBMIT_CODES, "no_signal", "rollout_not_found")
 MAX_EVENT_ID = 10**18 - 1
 

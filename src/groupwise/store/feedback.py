@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from groupwise.errors import ConflictError, IdempotencyConflictError
+from groupwise.model.image_tokens import unpacked_ids
 from groupwise.store.ledger import Ledger, RolloutRecord
 from groupwise.store.ledger_schema import dump, insert, marks, read_rollouts
 
@@ -207,7 +207,7 @@ class FeedbackLog:
         """Return the prompts of the newest `limit` rollouts that are kept, each once, in token ids."""
         query = "SELECT DISTINCT prompt_ids FROM (SELECT prompt_ids FROM rollout ORDER BY seq DESC LIMIT ?)"
         with self._ledger.reader("reading what was asked") as db:
-            return [tuple(array("i", row["prompt_ids"])) for row in db.execute(query, (limit,))]
+            return [unpacked_ids(row["prompt_ids"]) for row in db.execute(query, (limit,))]
 
     def prompts_of(self, job: str, *, limit: int) -> list[tuple[int, ...]]:
         """Return prompts whose ratings a job took, newest first, each once, in token ids: at most `limit`, of answers
@@ -217,7 +217,7 @@ class FeedbackLog:
             WHERE feedback.trained_by = ? GROUP BY rollout.prompt_ids ORDER BY max(feedback.seq) DESC LIMIT ?
         """
         with self._ledger.reader("reading what was rated") as db:
-            return [tuple(array("i", row["prompt_ids"])) for row in db.execute(query, (job, limit))]
+            return [unpacked_ids(row["prompt_ids"]) for row in db.execute(query, (job, limit))]
 
     def claim(self, db: sqlite3.Connection, seqs: Sequence[int], job: str) -> None:
         """These ratings are the job's; in the transaction that queues it. Raises FeedbackTakenError unless all of them

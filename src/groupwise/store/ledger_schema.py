@@ -35,6 +35,7 @@ from groupwise.errors import (
     NotReadyError,
     StorageError,
 )
+from groupwise.model.image_tokens import packed_ids, unpacked_ids
 from groupwise.recorded import RoutedExperts, SamplingMask
 
 BUSY_SECONDS = 5.0
@@ -103,8 +104,8 @@ SCHEMA = """
     CREATE TABLE rollout (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,
         id TEXT NOT NULL UNIQUE,
-        prompt_ids BLOB NOT NULL,               -- int32
-        completion_ids BLOB NOT NULL,           -- int32
+        prompt_ids BLOB NOT NULL,               -- int32: model.image_tokens.packed_ids
+        completion_ids BLOB NOT NULL,           -- likewise
         logprobs BLOB NOT NULL,                 -- float64: they come back exactly
         version TEXT NOT NULL,
         temperature REAL NOT NULL,
@@ -562,7 +563,7 @@ def write_rollouts(db: sqlite3.Connection, records: Iterable[RolloutRecord]) -> 
     statement = f"INSERT OR REPLACE INTO rollout ({columns}) VALUES ({marks(columns.split(','))})"
     now, upto = time.time(), db.execute("SELECT coalesce(max(upto), 0) FROM rollout").fetchone()[0]
     for record in records:
-        prompt, completion = (array("i", ids).tobytes() for ids in (record.prompt_ids, record.completion_ids))
+        prompt, completion = map(packed_ids, (record.prompt_ids, record.completion_ids))
         logprobs = array("d", record.logprobs).tobytes()
         kept = None if record.kept is None else record.kept.to_bytes()
         own = None if record.kept is None else array("d", record.kept_logprobs).tobytes()
@@ -582,8 +583,9 @@ def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, Rollo
         for row in db.execute(query, some):
             values: dict[str, Any] = dict(row)
             with _readable("rollout", values["id"]):
-                for name, kind in (("prompt_ids", "i"), ("completion_ids", "i"), ("logprobs", "d")):
-                    values[name] = tuple(array(kind, values[name]))
+                for name in ("prompt_ids", "completion_ids"):
+                    values[name] = unpacked_ids(values[name])
+                values["logprobs"] = tuple(array("d", values["logprobs"]))
                 values["reshaped"] = tuple(values["reshaped"].split())
                 values["kept"] = None if values["kept"] is None else SamplingMask.from_bytes(values["kept"])
                 values["kept_logprobs"] = tuple(array("d", values["kept_logprobs"] or b""))

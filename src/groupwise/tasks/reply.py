@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from groupwise.model.chat import closing_ids
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.reply_formats.parser import ReplyParser, ReplyPart, beginning_length, joined
 from groupwise.types import SamplingParams
 
@@ -105,6 +106,8 @@ def token_text(token_id: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, 
 
 
 def plain_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    if (vision := vision_of(tokenizer)) is not None:
+        ids = vision.in_short(ids)
     text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
 

@@ -32,16 +32,20 @@ from groupwise.tasks.dialects.form import (
     assistant,
     call,
     fault,
+    image_part,
     joined,
     merged,
+    together,
     unknown_kind,
 )
+from groupwise.tasks.dialects.images import Base64Image, as_data_url
 
 if TYPE_CHECKING:
     from groupwise.model.reply_formats.parser import ReplyPart
 
 PING = StreamEvent("ping", {"type": "ping"})
-ONLY_TEXT = "is a block of type {kind}; this model reads text only"
+ONLY_TEXT = "is a block of type {kind}; here stands text only"
+ONLY_SHOWN = "is a block of type {kind}; this server reads text and images"
 ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -60,6 +64,26 @@ class TextBlock(BodyPart):
 
     type: Literal["text"]
     text: str
+
+
+class ImageSource(BodyPart):
+    """The bytes of an image. What kind it is they say themselves."""
+
+    type: Literal["base64"]
+    media_type: str | None = None
+    data: Base64Image
+
+
+def _brought(value: Any) -> Any:
+    says, hint = "is {kind}; addresses are not fetched, and files not kept", "send its bytes, in base64"
+    return unknown_kind(value, ["base64"], says, hint, code="invalid_image")
+
+
+class ImageBlock(BodyPart):
+    """An image, for models that see."""
+
+    type: Literal["image"]
+    source: Annotated[ImageSource, BeforeValidator(_brought)]
 
 
 class ThinkingBlock(BodyPart):
@@ -97,8 +121,43 @@ Texts = Annotated[
 ]
 
 
+SHOWN = ("text", "image")
+
+
+def _shown_block(value: Any) -> Any:
+    return unknown_kind(value, SHOWN, ONLY_SHOWN, "send its text")
+
+
+Shown = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[TextBlock | ImageBlock, Field(discriminator="type")],
+                BeforeValidator(_shown_block),
+            ]
+        ],
+        Field(max_length=MOST_MESSAGES),
+        Tag("parts"),
+    ],
+    TEXT_OR_PARTS,
+]
+
+
 def _text(content: str | Sequence[TextBlock] | None) -> str:
     return content if isinstance(content, str) else joined([block.text for block in content or ()])
+
+
+def _content(content: str | Sequence[TextBlock | ImageBlock] | None) -> str | list[dict[str, Any]]:
+    """Return blocks as content of the chat form."""
+    if isinstance(content, str):
+        return content
+    return together(
+        [
+            [image_part(as_data_url(block.source.data))] if isinstance(block, ImageBlock) else block.text
+            for block in content or ()
+        ]
+    )
 
 
 class ToolResultBlock(BodyPart):
@@ -106,20 +165,20 @@ class ToolResultBlock(BodyPart):
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: Texts | None = None
+    content: Shown | None = None
     is_error: bool | None = None
 
 
-KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+KINDS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def _known_block(value: Any) -> Any:
-    return unknown_kind(value, KINDS, ONLY_TEXT, f"the blocks are {', '.join(KINDS)}")
+    return unknown_kind(value, KINDS, ONLY_SHOWN, f"the blocks are {', '.join(KINDS)}")
 
 
 Block = Annotated[
     Annotated[
-        TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+        TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
         Field(discriminator="type"),
     ],
     BeforeValidator(_known_block),
@@ -128,7 +187,7 @@ Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Block], Field(max_length=MOST_MESSAGES), Tag("parts")], TEXT_OR_PARTS
 ]
 SPEAKS = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }  # which blocks a message of a role has
@@ -163,19 +222,19 @@ class InputMessage(BodyPart):
         if self.role == "assistant":
             return [_said(self.blocks)]
         messages: list[dict[str, Any]] = []
-        texts: list[str] = []
+        shown: list[TextBlock | ImageBlock] = []
 
         def speak() -> None:
-            if texts:
-                messages.append({"role": self.role, "content": joined(texts)})
-                texts.clear()
+            if shown:
+                messages.append({"role": self.role, "content": _content(shown)})
+                shown.clear()
 
         for block in self.blocks:
-            if isinstance(block, TextBlock):
-                texts.append(block.text)
+            if isinstance(block, TextBlock | ImageBlock):
+                shown.append(block)
                 continue
             speak()
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content)})
         speak()
         return messages
 

@@ -10,25 +10,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from groupwise import types
 from groupwise.config.section import NullIsAbsent
-from groupwise.tasks.dialects.form import TEXT_OR_PARTS, BodyPart, CallId, FailFast, FunctionName, JsonObject, fault
+from groupwise.tasks.dialects.form import (
+    TEXT_OR_PARTS,
+    BodyPart,
+    CallId,
+    FailFast,
+    FunctionName,
+    JsonObject,
+    fault,
+    unknown_kind,
+)
+from groupwise.tasks.dialects.images import ImageUrl
 
 
 # ---- messages ----
-def _only_text(kind: str) -> str:
-    if kind != "text":
-        raise fault("unsupported_content", "is not 'text'; this model reads text only")
-    return kind
-
-
 class TextPart(BodyPart):
-    """A part of a message's content."""
+    """Text of a message's content."""
 
-    type: Annotated[str, AfterValidator(_only_text), WithJsonSchema({"const": "text"})]
+    type: Literal["text"]
     text: str
+
+
+class PostedImage(BodyPart):
+    """The bytes of an image. `detail` beside them changes nothing."""
+
+    url: ImageUrl
+
+
+def _as_object(value: Any) -> Any:
+    """Return a URL that stands by itself, as some clients send it, as OpenAI has it."""
+    return {"url": value} if isinstance(value, str) else value
+
+
+class ImagePart(BodyPart):
+    """An image in a message's content, for models that see."""
+
+    type: Literal["image_url"]
+    image_url: Annotated[PostedImage, BeforeValidator(_as_object)]
+
+
+PARTS = ("text", "image_url")
+
+
+def _known_part(value: Any) -> Any:
+    return unknown_kind(value, PARTS, "is a part of type {kind}; this server reads text and images", "send its text")
+
+
+Part = Annotated[
+    Annotated[TextPart | ImagePart, Field(discriminator="type")],
+    BeforeValidator(_known_part),
+]
 
 
 class CalledFunction(BodyPart):
@@ -47,7 +82,7 @@ class ToolCall(NullIsAbsent, BodyPart):
     function: CalledFunction
 
 
-Parts = Annotated[list[TextPart], FailFast(), Field(min_length=1, max_length=4096)]
+Parts = Annotated[list[Part], FailFast(), Field(min_length=1, max_length=4096)]
 
 Content = Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")], TEXT_OR_PARTS]
 
@@ -86,23 +121,48 @@ class ChatMessage(BodyPart):
             what = "content or tool_calls" if self.role == "assistant" else "content"
             message = "a message of role '{role}' needs {what}"
             raise fault("invalid_messages", message, role=self.role, what=what, param="content")
+        if self.role == "assistant" and isinstance(self.content, list):
+            for i, part in enumerate(self.content):
+                if isinstance(part, ImagePart):
+                    message = "a message of the assistant's has no images"
+                    raise fault("invalid_messages", message, param=f"content[{i}]")
         if self.tool_calls and self.role != "assistant":
             message = "only the assistant makes tool_calls; this is role '{role}'"
             raise fault("invalid_messages", message, role=self.role, param="tool_calls")
         return self
 
     def as_message(self) -> types.Message:
-        """Return it as the chat templates want it: text as one string, `system` for `developer`, no empty list of
-        calls."""
-        message: dict[str, Any] = self.model_dump(exclude_none=True)
+        """Return it as the chat templates want it: text as one string, or parts where there are images, `system` for
+        `developer`, no empty list of calls."""
+        message: dict[str, Any] = self.model_dump(exclude_none=True, exclude={"content"})
         message["role"] = "system" if self.role == "developer" else self.role
         if (refusal := message.pop("refusal", None)) is not None:
-            message.setdefault("content", refusal)
-        if isinstance(self.content, list):
-            message["content"] = "".join(part.text for part in self.content)
+            message["content"] = refusal
+        if self.content is not None:
+            message["content"] = _as_content(self.content)
         if not self.tool_calls:
             message.pop("tool_calls", None)
         return message  # pyright: ignore[reportReturnType]
+
+
+def _as_content(content: str | Sequence[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if not any(isinstance(part, ImagePart) for part in content):
+        return said(content)
+    return [
+        {"type": "image", "image": part.image_url.url}
+        if isinstance(part, ImagePart)
+        else {"type": "text", "text": part.text}
+        for part in content
+    ]
+
+
+def said(content: str | Sequence[TextPart | ImagePart] | None) -> str:
+    """Return the text of a message's content."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.text for part in content or () if isinstance(part, TextPart))
 
 
 def as_messages(messages: Sequence[ChatMessage]) -> tuple[types.Message, ...]:

@@ -219,6 +219,25 @@ def joined(texts: Sequence[str]) -> str:
     return "\n".join(texts)
 
 
+def image_part(url: str) -> dict[str, Any]:
+    """Return a part of the chat form that is an image."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def together(contents: Sequence[str | Sequence[dict[str, Any]]], *, between: str = "\n") -> str | list[dict[str, Any]]:
+    """Return contents of the chat form, each a text or parts, as one: a text, unless there are images."""
+    parts: list[dict[str, Any]] = []
+    for content in contents:
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if parts and part["type"] == parts[-1]["type"] == "text":
+                parts[-1] = {"type": "text", "text": f"{parts[-1]['text']}{between}{part['text']}"}
+            else:
+                parts.append(part)
+    if all(part["type"] == "text" for part in parts):
+        return parts[0]["text"] if parts else ""
+    return parts
+
+
 def merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages of the chat form in which neighbours that one speaker said are one, as chat templates want it."""
     said: list[dict[str, Any]] = []
@@ -227,7 +246,7 @@ def merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if before is None or before["role"] != message["role"] or message["role"] not in ("user", "assistant"):
             said.append(dict(message))
         elif message["role"] == "user":
-            before["content"] = joined([before["content"], message["content"]])
+            before["content"] = together([before["content"], message["content"]])
         else:
             said[-1] = _both(before, message)
     return said

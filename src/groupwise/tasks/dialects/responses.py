@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.tasks.dialects.form import (
@@ -31,17 +31,22 @@ from groupwise.tasks.dialects.form import (
     StreamEvent,
     assistant,
     call,
+    fault,
+    image_part,
     joined,
     merged,
+    together,
     unknown_kind,
 )
+from groupwise.tasks.dialects.images import HINT, DataUrl
 
 if TYPE_CHECKING:
     from groupwise.model.reply_formats.parser import ReplyPart
 
 MOST_STORED = 1024  # responses that are kept,
 MOST_BYTES = 64 << 20  # and of how much JSON in all; the oldest go first
-ONLY_TEXT = "is a part of type {kind}; this model reads text only"
+ONLY_TEXT = "is a part of type {kind}; here stands text only"
+ONLY_SHOWN = "is a part of type {kind}; this server reads text and images"
 STATUSES = {429: "rate_limit_exceeded"}  # HTTP statuses -> `code` of a response that failed; others are server errors
 
 
@@ -74,8 +79,37 @@ def _text_content(value: Any) -> Any:
 AnyText = Annotated[
     Annotated[TextContent | RefusalContent, Field(discriminator="type")], BeforeValidator(_text_content)
 ]
-Texts = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[AnyText], Field(max_length=MOST_MESSAGES), Tag("parts")],
+
+
+def _by_bytes(value: Any) -> Any:
+    if isinstance(value, Mapping) and value.get("file_id") is not None:
+        raise fault("invalid_image", "names a file, and this server keeps none", hint=HINT, param="file_id")
+    return value
+
+
+class ImageContent(BodyPart):
+    """An image, for models that see. `detail` beside it changes nothing."""
+
+    type: Literal["input_image"]
+    image_url: DataUrl
+
+
+def _shown_content(value: Any) -> Any:
+    return _by_bytes(unknown_kind(value, (*TEXTS, "input_image"), ONLY_SHOWN, "send its text"))
+
+
+Shown = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[TextContent | RefusalContent | ImageContent, Field(discriminator="type")],
+                BeforeValidator(_shown_content),
+            ]
+        ],
+        Field(max_length=MOST_MESSAGES),
+        Tag("parts"),
+    ],
     TEXT_OR_PARTS,
 ]
 
@@ -85,7 +119,16 @@ class MessageItem(BodyPart):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Texts
+    content: Shown
+
+    @model_validator(mode="after")
+    def _shows_what_it_may(self) -> MessageItem:
+        if self.role == "assistant" and not isinstance(self.content, str):
+            for i, part in enumerate(self.content):
+                if isinstance(part, ImageContent):
+                    message = "a message of the assistant's has no images"
+                    raise fault("invalid_messages", message, param=f"content[{i}]")
+        return self
 
 
 class FunctionCallItem(BodyPart):
@@ -102,7 +145,7 @@ class FunctionOutputItem(BodyPart):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Texts
+    output: Shown
 
 
 class ReasoningItem(BodyPart):
@@ -150,16 +193,22 @@ def _message(item: Any) -> dict[str, Any]:
     if isinstance(item, FunctionCallItem):
         return assistant("", calls=[call(item.call_id, item.name, item.arguments)])
     if isinstance(item, FunctionOutputItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
     if isinstance(item, ReasoningItem):
         return assistant("", joined([part.text for part in item.content or item.summary or ()]))
     if item.role == "assistant":
-        return assistant(_text(item.content, between=""))
-    return {"role": item.role, "content": _text(item.content)}
+        return assistant(str(_content(item.content, between="")))
+    return {"role": item.role, "content": _content(item.content)}
 
 
-def _text(content: str | Sequence[TextContent | RefusalContent], *, between: str = "\n") -> str:
-    return content if isinstance(content, str) else between.join(part.text for part in content)
+def _content(
+    content: str | Sequence[TextContent | RefusalContent | ImageContent], *, between: str = "\n"
+) -> str | list[dict[str, Any]]:
+    """Return parts as content of the chat form."""
+    if isinstance(content, str):
+        return content
+    parts = [[image_part(part.image_url)] if isinstance(part, ImageContent) else part.text for part in content]
+    return together(parts, between=between)
 
 
 # ---- requests ----

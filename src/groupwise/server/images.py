@@ -1,0 +1,161 @@
+"""Images of a server: what requests may bring, and what is kept of them, for as long as rollouts are.
+
+readable     a prompt with images as text;  images_of  where its images are
+seeing       reads a conversation with images, or refuses it with a code and the place in the body
+folder_of    where they lie: each once, named by its SHA-256
+prune        forgets those that were not used for as long as rollouts are kept
+GET /v1/images/{digest}   the file, as it was posted
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import FileResponse
+
+from groupwise.config.serve import ServeConfig
+from groupwise.errors import DataError, GroupwiseError, ModelError, RequestError
+from groupwise.model.image_tokens import is_first, is_of_image, vision_of
+from groupwise.pictures import Picture, is_picture, kept_pictures
+from groupwise.server.state import given
+from groupwise.server.wire import documented
+from groupwise.store.files import writing
+from groupwise.store.ledger_schema import KEEP_SECONDS
+from groupwise.store.rundir import IMAGES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from groupwise.store.ledger import Ledger
+
+MOST_IMAGES = 256  # of one conversation
+TYPES = {"ppm": "image/x-portable-anymap"}  # others are image/<format>
+
+router = APIRouter(prefix="/v1/images", tags=["rollouts"])
+
+
+class ImageNotFoundError(GroupwiseError, LookupError):
+    """No image of this digest is kept."""
+
+    code, status, exit_code = "image_not_found", 404, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageParts:
+    """The parts of a server that this route uses."""
+
+    config: ServeConfig
+
+
+Kept = Annotated[ImageParts, given(ImageParts)]
+
+
+# ---- what requests bring ----
+@contextmanager
+def seeing(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, at: str) -> Iterator[None]:
+    """Context manager in which the conversation is encoded that stands at the field `at` of a body.
+
+    Raises:
+        RequestError: the model cannot see (unsupported_content); there are too many images (limit_exceeded); one of
+            them cannot be decoded (invalid_image).
+        StorageError: they cannot be kept.
+    """
+    places = dict(_pictures(messages, at))
+    if not places:
+        yield
+        return
+    first, vision = next(iter(places)), vision_of(tokenizer)
+    if vision is None or vision.blind is not None:
+        message = f"{first} is an image, and the model of this server reads text only"
+        hint = "serve a model that sees"
+        raise RequestError(message, hint=hint, field=first, kind="image", code="unsupported_content")
+    if len(places) > MOST_IMAGES:
+        message = f"{at} has {len(places)} images; a conversation has at most {MOST_IMAGES}"
+        raise RequestError(message, hint="leave the oldest out", field=at, kind="image", code="limit_exceeded")
+    try:
+        with writing("keeping an image"):
+            yield
+    except DataError as error:
+        field = next((where for where, picture in places.items() if not _decodes(picture)), at)
+        raise RequestError(
+            f"{field}: {error.message}", hint=error.hint, field=field, kind="image", code="invalid_image"
+        ) from None
+    except ModelError as error:
+        raise RequestError(
+            f"{at}: {error.message}", hint=error.hint, field=at, kind="image", code="unsupported_content"
+        ) from None
+
+
+def _pictures(messages: Sequence[Mapping[str, Any]], at: str) -> Iterator[tuple[str, Picture]]:
+    """Yield the path to each image, and it."""
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            if is_picture(part):
+                yield f"{at}[{i}].content[{j}]", part["image"]
+
+
+def _decodes(picture: Picture) -> bool:
+    try:
+        picture.pixels()
+    except DataError:
+        return False
+    return True
+
+
+# ---- what is kept ----
+def images_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str | None] | None:
+    """Return the addresses of a prompt's images, None for one that is not kept; None where it has none."""
+    firsts = [token for token in ids if is_of_image(token) and is_first(token)]
+    if not firsts or (vision := vision_of(tokenizer)) is None:
+        return None
+    return [None if (picture := vision.picture(token)) is None else f"/v1/images/{picture.digest}" for token in firsts]
+
+
+def folder_of(config: ServeConfig) -> Path:
+    """Return where a server keeps images."""
+    return config.state_dir.absolute() / IMAGES
+
+
+def prune(config: ServeConfig, ledger: Ledger) -> None:
+    """Remove the images that were not used for as long as rollouts are kept, before the oldest job that the ledger has;
+    and the longest unused ones beyond `rollout_bytes`. Raises StorageError."""
+    folder = folder_of(config)
+    oldest = min((job.created_at for job in ledger.jobs()), default=time.time())
+    with writing("removing old images"):
+        used = sorted(((path.stat().st_mtime, path) for path in kept_pictures(folder)), reverse=True)
+        total = 0
+        for at, path in used:
+            total += path.stat().st_size
+            if at < oldest - KEEP_SECONDS or total > config.rollout_bytes:
+                path.unlink(missing_ok=True)
+        for draft in folder.glob("*.tmp"):
+            with suppress(FileNotFoundError):
+                if draft.stat().st_mtime < time.time() - KEEP_SECONDS:
+                    os.unlink(draft)
+
+
+@router.get("/{digest}", **documented(errors=[ImageNotFoundError]))
+async def image(digest: str, parts: Kept) -> Response:
+    """Return an image that a request brought, by the SHA-256 of its file, as a rollout names it."""
+    found = await run_in_threadpool(_file_of, parts.config, digest)
+    kind = found.suffix.removeprefix(".")
+    return FileResponse(found, media_type=TYPES.get(kind, f"image/{kind}"))
+
+
+def _file_of(config: ServeConfig, digest: str) -> Path:
+    found = []
+    if len(digest) == 64 and set(digest) <= set("0123456789abcdef"):
+        found = kept_pictures(folder_of(config), digest)
+    if not found:
+        message = f"there is no image {digest[:64]!r}"
+        raise ImageNotFoundError(message, hint="images are kept as long as rollouts: 7 days")
+    return found[0]
