@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from subjects import Shape, load, samples_of
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.tensor import DTensor
 
 from gpu.cases import Cases, Result, Setting
 from groupwise.algo.loss import resolve_loss
@@ -73,7 +74,7 @@ def trained(model: str, lora: LoraSpec | None, setting: Setting, ranks: Ranks | 
     )
     spec, samples = resolve_loss("grpo"), samples_of(shape)
     steps = [learner.step(samples, spec, learning_rate=1e-5) for _ in range(2)]
-    cut = [parameter for parameter in learner.model.parameters() if hasattr(parameter, "to_local")]
+    cut = [parameter for parameter in learner.model.parameters() if isinstance(parameter, DTensor)]
     held = sum(parameter.to_local().numel() for parameter in cut) / max(1, sum(parameter.numel() for parameter in cut))
     return {
         "steps": [{key: step[key] for key in NUMBERS} for step in steps],
