@@ -143,6 +143,8 @@ class DoubleThroughout(TorchFunctionMode):
                 args = (args[0], *(torch.float64 if x is torch.float32 else x for x in args[1:]))
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
+            if function is Tensor.matmul:  # angles of positions, which some versions of transformers cast to float32
+                args = tuple(x.to(torch.float64) for x in args)
         return function(*args, **kwargs)
 
 

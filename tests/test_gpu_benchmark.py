@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from processes import becomes
+from rank_pairs import on_ranks
 from threads import THREADS
 
 ROOT = Path(__file__).parent.parent
 STOPPED = "the case that does not end"
-PARTS = ("tests", "learner", "profile", "rollouts", "curve", "memory", "step")
+PARTS = ("tests", "learner", "profile", "rollouts", "curve", "memory", "step", "sharded", "job")
 
 
 @pytest.fixture
@@ -106,6 +107,48 @@ def test_too_little_memory_is_a_failure(part: Any) -> None:
 
     code, found = part(one=large)
     assert code == 1 and found["cases"]["one"]["why"].startswith("OutOfMemoryError: ")
+
+
+def test_generate_that_is_out_of_memory_with_small_batches_too_has_no_result(gpu: Any, monkeypatch, tmp_path) -> None:
+    rollouts, cases = gpu("rollouts"), gpu("cases")
+    tried: list[int] = []
+
+    class Peer(rollouts.Peer):
+        def run(self, *_: Any) -> Any:
+            tried.append(self.batch)
+            raise torch.cuda.OutOfMemoryError("tried to allocate 64 GiB")
+
+    monkeypatch.setattr(rollouts, "Peer", Peer)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        rollouts.generate_side("tiny", cases.Setting("cpu", True, tmp_path))
+    assert tried == [8, 2]
+
+
+def test_two_processes_with_half_of_the_weights_each_are_beside_one(gpu: Any, monkeypatch, tmp_path: Path) -> None:
+    """Forks take the place of the processes that a GPU needs; a difference is a failure."""
+    sharded, setting = gpu("sharded"), gpu("cases").Setting("cpu", True, tmp_path)
+
+    def in_forks(model: str, lora: Any, setting: Any) -> list[dict[str, Any]]:
+        return on_ranks(lambda ranks: sharded.trained(model, lora, setting, ranks))
+
+    monkeypatch.setattr(sharded, "in_processes", in_forks)
+    (case, *_) = sharded.cases(setting).values()
+    row = case()["row"]
+    assert row["off by"] < 1e-5 and row["held"] == pytest.approx(0.5, abs=0.05)
+
+    def others(model: str, lora: Any, setting: Any) -> list[dict[str, Any]]:
+        return [sharded.trained(model, None, setting, None)]
+
+    monkeypatch.setattr(sharded, "in_processes", others)
+    with pytest.raises(ValueError, match="off by"):
+        case()
+
+
+def test_a_run_with_vllm_says_that_it_is_missing(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    job, cases = gpu("job"), gpu("cases")
+    monkeypatch.setattr(cases, "find_spec", lambda name: None)
+    (run,) = [case for name, case in job.cases(cases.Setting("cuda", False, tmp_path)).items() if "vLLM" in name]
+    assert "vllm not installed" in run()["row"]["note"]
 
 
 def test_what_was_stopped_comes_last_and_not_for_ever(gpu: Any) -> None:
@@ -256,7 +299,7 @@ def test_the_whole_of_it_runs_on_a_cpu(tmp_path: Path) -> None:
     done = proof("--smoke", "--device", "cpu", "--out", tmp_path, limit=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     written = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert written.keys == {f"{part}.json" for part in PARTS}
+    assert written.keys() == {f"{part}.json" for part in PARTS}
     results = {part: json.loads((tmp_path / f"{part}.json").read_text())["cases"] for part in PARTS}
     assert all("result" in entry for cases in results.values() for entry in cases.values())
     assert results["step"]["groupwise"]["result"]["row"]["tokens/s"] > 0

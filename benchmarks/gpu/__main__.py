@@ -13,7 +13,8 @@
     curve      the starter and a model of 150M parameters learn arithmetic
     memory     the estimate of a micro-batch's memory beside what it took
     step       a whole step beside TRL's trainer
-    job        shipped configurations, end to end, on a card as small as the one that they name
+    sharded    two processes on this card, each with a half of the weights (FSDP2), beside one
+    job        shipped configurations, end to end, on a card as small as the one that they name; vLLM beside the learner
 
 Nothing is downloaded: weights are drawn on the spot. The project need not be installed: `PYTHONPATH=src` will do.
 Every part is a process of its own and is made of cases (`cases.py`). `--out` has a file a part; one is valid for the
@@ -33,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("tests", "learner", "profile", "rollouts", "curve", "memory", "step", "job")
+PARTS = ("tests", "learner", "profile", "rollouts", "curve", "memory", "step", "sharded", "job")
 GO_ON = 3  # exit code of a part whose process cannot go on, but another one could: after an error of CUDA
 
 

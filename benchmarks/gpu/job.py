@@ -4,8 +4,10 @@ Weights have the model's published shape and are drawn; the data is made here an
 completions are as long as they may be, which takes most memory; what they get is drawn, too, so that there is something
 to train on. A larger card is made small by a tensor that fills the rest of it.
 
-    full        told of more memory than there is, the learner runs out of it in its first micro-batch, and the run
-                goes on with smaller ones
+    full          told of more memory than there is, the learner runs out of it in its first micro-batch, and the run
+                  goes on with smaller ones
+    vLLM, ...     `engine: vllm` on the learner's own card, in what training leaves of it; versions are published
+                  between two steps
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from subjects import save_shape
 
-from gpu.cases import ROOT, Cases, Result, Setting
+from gpu.cases import ROOT, Cases, Result, Setting, missing
 from groupwise.store.tracking import read_metrics
 
 GB = 10**9
@@ -34,6 +36,12 @@ TEXTS = "groupwise.tasks.datasets:reverse_text", "texts.jsonl"
 JOBS: dict[str, tuple[str, tuple[str, str], float, list[str]]] = {
     "reverse-text-0.6b, 16 GB": ("reverse-text-0.6b", TEXTS, 16, ["train.steps=3"]),
     "gsm8k-qwen3-0.6b, 24 GB": ("gsm8k-qwen3-0.6b", SUMS, 24, ["train.steps=1", "rollout.prompts_per_step=8"]),
+    "vLLM, gsm8k-qwen3-0.6b, 24 GB": (
+        "gsm8k-qwen3-0.6b",
+        SUMS,
+        24,
+        ["engine=vllm", "train.steps=2", "rollout.prompts_per_step=8"],
+    ),
     "full": ("reverse-text-0.6b", TEXTS, 10, ["train.steps=2", "train.micro_tokens=65536", "train.memory_gb=1000"]),
 }
 REWARD = """def drawn(completions, **columns):
@@ -48,6 +56,8 @@ def cases(setting: Setting) -> Cases:
 
 def run(name: str, data: tuple[str, str], gigabytes: float, changes: list[str], setting: Setting) -> Result:
     """One run by the command line; raises RuntimeError with the end of what it says if it fails."""
+    if "engine=vllm" in changes and (absent := missing("vllm")):
+        return absent
     with TemporaryDirectory() as where:
         folder = Path(where)
         save_shape(setting.of("0.6B", "tiny"), folder / "model", device=setting.device, dtype=setting.dtype)

@@ -110,15 +110,17 @@ def generate_side(model: str, setting: Setting) -> Result:
     with TemporaryDirectory() as folder:
         save_adapter(base, Path(folder))
         peer: Any = PeftModel.from_pretrained(base.model, folder).eval()
-    for batch in (len(work.lengths), len(work.lengths) // 4):
+
+    def generated(batch: int) -> Result:
         way = Peer(batch, torch.get_num_threads())
-        try:
-            row, _ = timed(lambda seed, way=way: way.run(peer, base, work), work, setting)
-        except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
-        else:
-            return {"row": {**row, "note": f"{batch} rows at once"}}
-    return {"row": {"note": "out of memory"}}
+        row, _ = timed(lambda seed: way.run(peer, base, work), work, setting)
+        return {"row": {**row, "note": f"{batch} rows at once"}}
+
+    try:
+        return generated(len(work.lengths))
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+    return generated(len(work.lengths) // 4)
 
 
 def vllm_side(model: str, setting: Setting) -> Result:

@@ -67,7 +67,9 @@ def own_logits(base: LoadedModel, ids: Sequence[int], pictures: Sequence[Picture
     inputs, _ = vision.processor._process_images(
         [[each.pixels() for each in pictures]],
         **vision.processor._merge_kwargs(
-            tokenizer_init_kwargs=vision.processor.tokenizer.init_kwargs, return_tensors="pt"
+            vision.processor.valid_processor_kwargs,
+            tokenizer_init_kwargs=vision.processor.tokenizer.init_kwargs,
+            return_tensors="pt",
         )["images_kwargs"],
     )
     row = torch.tensor([vision.placeholders(ids)])

@@ -244,8 +244,8 @@ class RolloutConfig(Section):
     """Sampling temperature. Not 0, at which the completions of a group would all be the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: draw among the likeliest tokens that make up this probability; 1 is off. Training is of the
-    distribution that was sampled (docs/losses.md). Below 1 with the local engine only: vLLM does not tell which tokens
-    it left."""
+    distribution that was sampled (docs/losses.md). Below 1 with the local engine only: which tokens vLLM
+    left is not read (docs/vllm.md)."""
     top_k: int = Field(default=0, ge=0)
     """Sample among this many likeliest tokens; 0 is off. As top_p, with the local engine only."""
     min_p: float = Field(default=0.0, ge=0, le=1)

@@ -231,10 +231,11 @@ class Vision:
 
     def _prepared(self, picture: Picture) -> tuple[Any, str]:
         """Return what the processor makes of an image: the tensors, and what stands in the text for it."""
-        told = self.processor._merge_kwargs(
-            tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs, return_tensors="pt"
+        processor, settings = self.processor, self.processor.tokenizer.init_kwargs
+        told = processor._merge_kwargs(
+            processor.valid_processor_kwargs, tokenizer_init_kwargs=settings, return_tensors="pt"
         )
-        inputs, (replacement,) = self.processor._process_images([[picture.pixels()]], **told["images_kwargs"])
+        inputs, (replacement,) = processor._process_images([[picture.pixels()]], **told["images_kwargs"])
         return inputs, replacement
 
     def save(self, folder: Path) -> None:
