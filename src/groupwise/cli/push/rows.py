@@ -1,7 +1,7 @@
 """A run's rollouts as a dataset: one row a completion, in a Parquet file, with a card that says what the columns are.
 
-Every text is masked (`store.masking`). Token ids and log-probabilities stay in the run's directory: they would say again
-what was taken out.
+Every text is masked (`store.masking`). Token ids and log-probabilities stay in the run's directory: they would say
+again what was taken out.
 """
 
 from __future__ import annotations
