@@ -21,13 +21,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONFIGURED = {".".join(path) for path in key_paths(RunConfig)}
 
 
-pytestmark = pytest.mark.xdist_group("sources")  # all of them are read once a process
+reads_all = pytest.mark.xdist_group("sources")  # once a process
 
 
 def name(path: Path) -> str:
     return str(path.relative_to(SOURCE))
 
 
+@reads_all
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_a_file_has_800_lines_at_most_and_a_function_100(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
@@ -56,6 +57,7 @@ def counted() -> dict[str, set[str]]:
     return house.counted(trees)
 
 
+@reads_all
 @pytest.mark.parametrize(
     "what", ["core imports bridges", "isinstance on kinds", "trained elsewhere", "options nothing sets"]
 )

@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,7 +63,7 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="Any other setting (docs/server.md lists them); --set KEY=VALUE is the same.",
+            help="Settings (docs/server.md lists them); --set KEY=VALUE is the same.",
             show_default=False,
         ),
     ] = None,
@@ -101,10 +103,7 @@ def serve(
     ] = False,
     open_: Annotated[bool, typer.Option("--open", help="Open the web interface in a browser when it answers.")] = False,
     api_key: ApiKey = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting; may be repeated."),
-    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="May be repeated.")] = None,
     debug: Debug = False,
 ) -> None:
     """Serve a model, or what a run trained, over HTTP and in a browser: chat, score, train, swap adapters."""
@@ -112,9 +111,7 @@ def serve(
     # slower while they spun
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     document = _read_settings(config_file)
-    given = [*(overrides or ()), *(set_ or ())]
-    if model and "=" in model and not Path(model).exists():  # a setting, and no model before it
-        model, given = None, [model, *given]
+    model, given = _words(model, [*(overrides or ()), *(set_ or ())])
     model = model or str(document.data.get("model") or "starter")
     policy = served_run(model) if adapter is None else None
     start = start_of(model, adapter, policy)
@@ -149,12 +146,26 @@ def serve(
     config = _there(serve_config(document))
     from groupwise.server.app import serve as serve_until_stopped  # imports nothing heavy before it has the port
 
-    try:
+    with _nor_a_run(model, policy):
         serve_until_stopped(config, repair_ledger=repair_ledger, start=start, ready=open_in_browser if open_ else None)
+
+
+@contextmanager
+def _nor_a_run(model: str, policy: TrainedPolicy | None) -> Iterator[None]:
+    """Context manager in which the error about a model that is not there says that no run is called so either."""
+    try:
+        yield
     except ModelError as error:
         if policy is None and not Path(model).exists():
             error.hint = f"{error.hint or 'name a model'}; nor is there a run {model!r}"
         raise
+
+
+def _words(model: str | None, overrides: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """Return the model that is named, and the settings; the first word is one of these where it is `KEY=VALUE`."""
+    if model and "=" in model and not Path(model).exists():
+        return None, [model, *overrides]
+    return model, overrides
 
 
 def _there(config: ServeConfig) -> ServeConfig:

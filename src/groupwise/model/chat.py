@@ -583,8 +583,8 @@ def _check_images(tokenizer: PreTrainedTokenizerBase, *, images: bool) -> None:
         )
     if not images:
         raise ChatError(
-            "a message has an image, and only prompts of runs without an environment may have one",
-            hint="leave images out of environments, of examples and pairs to imitate, and of posted groups",
+            "a message has an image, which environments, examples and pairs do not take",
+            hint="prompts of runs and of a server may have images: docs/images.md",
         )
 
 
