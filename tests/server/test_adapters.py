@@ -30,6 +30,7 @@ from groupwise.server.errors import add_handlers
 from groupwise.server.policies import Policies
 from groupwise.server.storage import StorageProbe
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.feedback import FeedbackLog
 from groupwise.store.files import CONFIG, WEIGHTS, Provenance
 from groupwise.store.ledger import Ledger
 from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
@@ -49,6 +50,7 @@ class Api:
     engine: LocalEngine
     policies: Policies
     ledger: Ledger
+    feedback: FeedbackLog
     base: LoadedModel
     make_base: Any
     root: Path
@@ -113,9 +115,11 @@ def api(make_base, base: LoadedModel, engine: LocalEngine, client: TestClient, t
     state: Any = client.app
     state = state.state
     ledger = Ledger(tmp_path / "ledger.db")
+    feedback = FeedbackLog(ledger)
     parts = {"base": base, "engine": engine, "store": store, "policies": policies, "ledger": ledger}
+    parts["feedback"] = feedback
     state.server = SimpleNamespace(config=state.config, storage=StorageProbe(tmp_path), **parts)
-    yield Api(client, store, engine, policies, ledger, base, make_base, tmp_path)
+    yield Api(client, store, engine, policies, ledger, feedback, base, make_base, tmp_path)
     policies.close()
     ledger.close()
     for version in policies.in_use:
@@ -139,6 +143,18 @@ def published(api: Api, directories: list[Path]) -> list[Path]:
         )
         api.store.import_(directories[i], name, info=info)
     return directories
+
+
+def test_a_version_has_its_own_held_out_reward_as_it_was_judged_last(api: Api, published):
+    for kind, version, reward in (
+        ("gate_refused", "math@1", 0.25),
+        ("gate_passed", "math@1", 0.75),
+        ("gate_passed", "math@20", 0.5),
+        ("prompts_worn", "math@2", 1.0),
+    ):
+        api.feedback.note(kind, kind, data={"version": version, "reward": reward})
+    api.feedback.note("gate_refused", "no prompt could be scored", data={"version": "math@2"})
+    assert [each["held_out"] for each in api.json("GET", "/math")["history"]] == [0.75, None]
 
 
 def archive_of(directory: Path, *, top: str = "math", **replaced: bytes) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from groupwise.errors import RequestError
 from groupwise.run.evaluate import Evaluation, save_evaluations
 from groupwise.server import run_rollouts
 from groupwise.server.run_files import RunFiles
+from groupwise.server.run_pairs import against
 from groupwise.server.run_rollouts import (
     SampleQuery,
     change_of,
@@ -233,6 +236,25 @@ def test_held_out_prompts_before_and_after(tmp_path: Path) -> None:
     pairs = [(pair.columns["answer"], pair.before.reward, pair.after.reward) for pair in change.changed]
     assert pairs == [("0", 0.0, 1.0), ("1", 0.2, 1.0), ("2", 0.3, 0.5), ("3", 1.0, 0.0)]  # 6 is one too many
     assert change.changed[0].before.text == "0: 0.0" and change.changed[0].after.text == "3: 1.0"
+    (paired,) = [each for each in change.paired if each.measure == "greedy/reward"]
+    differences = [1.0, 0.8, 0.2, -1.0, 0.0, 0.1]  # of prompts that were scored on both sides
+    assert paired.prompts == 6 and paired.difference == pytest.approx(statistics.fmean(differences))
+    assert paired.error == pytest.approx(statistics.stdev(differences) / math.sqrt(6)) and 0 < paired.p <= 1
+
+
+def test_runs_are_compared_with_the_first_prompt_by_prompt(tmp_path: Path) -> None:
+    first = evaluated(tmp_path / "a", [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0])
+    other = replace_id(evaluated(tmp_path / "b", [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]), "b")
+    strange = replace_id(evaluated(tmp_path / "c", [0.0], [1.0]), "c")  # of other prompts
+    (beside,) = against([first, other, strange])
+    assert (beside.run, beside.against) == ("b", "r")
+    (paired,) = [each for each in beside.changes if each.measure == "greedy/reward"]
+    assert (paired.prompts, paired.difference, paired.p) == (4, 0.5, 0.5)
+    assert paired.error == pytest.approx(math.sqrt(1 / 3) / 2)
+
+
+def replace_id(run: RunFiles, id: str) -> RunFiles:
+    return RunFiles(run.directory, id=id)
 
 
 def test_the_best_version_is_what_came_of_a_run_that_keeps_it(tmp_path: Path) -> None:

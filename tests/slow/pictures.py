@@ -210,9 +210,7 @@ def run_pictures(browser: Any, root: Path, every: Path | None) -> None:
                 f"runs/{runs[0].name}",
                 compared,
                 f"rollouts?run={runs[0].name}",
-                "teach",
-                "play",
-                "adapters",
+                "serve",
             ]
             _every(browser, url, where, every / "runs")
 

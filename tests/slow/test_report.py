@@ -97,7 +97,7 @@ def test_its_completions_are_found_and_read(opened: Any) -> None:
     opened.get_by_role("link", name="Rollouts", exact=True).click()
     rows = opened.get_by_role("listbox").get_by_role("option")
     expect(rows).to_have_count(12)
-    opened.get_by_label("Step").fill("6")
+    opened.get_by_role("spinbutton", name="Step").fill("6")
     expect(rows).to_have_count(4)
     rows.first.click()
     cards = opened.get_by_role("region", name="Group").get_by_role("listitem")
@@ -124,7 +124,7 @@ def test_it_remembers_nothing_that_it_cannot_and_says_what_it_has_not(opened: An
 @pytest.mark.parametrize("opened", ["both.html"], indirect=True)
 def test_several_runs_are_compared(opened: Any) -> None:
     expect(opened.get_by_role("heading", level=1)).to_have_text("2 runs")
-    expect(opened.get_by_role("img", name="reward/mean. one: 1.2; two: 0.3")).to_be_visible()
+    expect(opened.get_by_role("img", name="Reward. one: 1.2; two: 0.3")).to_be_visible()
     expect(opened.get_by_role("row", name=re.compile("^seed"))).to_contain_text("7")
 
 

@@ -101,15 +101,17 @@ def test_runs_are_listed_and_one_is_opened(page: Any, url: str) -> None:
     assert [name.strip().split("\n")[0].split(",")[0] for name in names] == [
         "Runs",
         "Rollouts",
-        "Teach",
-        "Playground",
-        "Adapters",
+        "Serve this run",
     ]
     expect(page.get_by_role("row", name=re.compile("fast"))).to_contain_text("3/3")
     page.get_by_role("link", name="sick").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("sick")
     expect(page.get_by_text("rollout.group_size=16")).to_be_visible()
-    expect(page.get_by_role("row", name=re.compile("^train.learning_rate"))).to_be_visible()
+    keys = page.get_by_role("region", name="Configuration, a table").get_by_role("row")
+    few = keys.count()
+    page.get_by_role("button", name=re.compile("^All [0-9]+ keys$")).click()
+    expect(keys.filter(has_text="train.learning_rate")).to_be_visible()
+    assert 0 < few < keys.count()
 
 
 def test_each_reward_function_has_a_curve(page: Any, url: str) -> None:
@@ -199,6 +201,7 @@ def test_charts_share_a_cursor_a_scale_and_a_smoothing(page: Any, url: str) -> N
 def test_keys_of_the_configuration_are_cut_at_dots_only(page: Any, url: str) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     go(page, url, "runs/fast")
+    page.get_by_role("button", name=re.compile("^All [0-9]+ keys$")).click()
     key = (
         page.get_by_role("row", name=re.compile("^rollout.prefix_cache_mib|^train.gradient_checkpointing"))
         .locator("td")
@@ -244,12 +247,12 @@ def test_seeds_are_a_band_beside_other_curves(page: Any, url: str) -> None:
     for name in ("slow-s0", "slow-s1", "fast"):
         page.get_by_label(f"Compare {name}").check()
     page.get_by_role("button", name="Compare 3").click()
-    expect(page.get_by_role("img", name="reward/mean. fast: 0.3; slow (2 seeds): 0.3 (0.2 to 0.4)")).to_be_visible()
+    expect(page.get_by_role("img", name="Reward. fast: 0.3; slow (2 seeds): 0.3 (0.2 to 0.4)")).to_be_visible()
     expect(page.get_by_role("row", name=re.compile("^train.learning_rate"))).to_contain_text("0.001")
     page.get_by_label("Seeds of one configuration").select_option("std")
     expect(page.get_by_role("img", name=re.compile(r"slow \(2 seeds\): 0.3 \(0.159 to 0.441\)"))).to_be_visible()
     page.get_by_label("Seeds of one configuration").select_option("each")
-    expect(page.get_by_role("img", name="slow-s0: 0.2; slow-s1: 0.4")).to_be_visible()
+    expect(page.get_by_role("img", name="slow-s1: 0.4; slow-s0: 0.2")).to_be_visible()
 
 
 def test_a_run_grows_as_it_is_written(page: Any, url: str, place: Path) -> None:
@@ -261,9 +264,9 @@ def test_a_run_grows_as_it_is_written(page: Any, url: str, place: Path) -> None:
     expect(page.get_by_role("img", name="Reward. mean: 0.75")).to_be_visible()
     expect(page.get_by_text("3/9")).to_be_visible()
     go(page, url, "runs?compare=going&compare=fast")
-    expect(page.get_by_role("img", name="reward/mean. going: 0.75; fast: 0.3")).to_be_visible()
+    expect(page.get_by_role("img", name="Reward. going: 0.75; fast: 0.3")).to_be_visible()
     write_line(place / "going", 4, {"reward/mean": 1.0})
-    expect(page.get_by_role("img", name="reward/mean. going: 1; fast: 0.3")).to_be_visible()
+    expect(page.get_by_role("img", name="Reward. going: 1; fast: 0.3")).to_be_visible()
 
 
 def test_completions_show_the_parts_of_their_reward(page: Any, url: str) -> None:
@@ -284,11 +287,10 @@ def test_completions_show_the_parts_of_their_reward(page: Any, url: str) -> None
 
 
 def test_what_needs_a_model_says_what_to_type(page: Any, url: str, place: Path) -> None:
-    for where, title in (("teach", "Teach"), ("play", "Playground"), ("adapters", "Adapters")):
-        go(page, url, where)
-        expect(page.get_by_role("heading", level=1)).to_have_text(title)
-        page.get_by_label("Run").select_option("fast")
-        expect(page.get_by_text(f"groupwise serve {place / 'fast'}")).to_be_visible()
+    (place / "fast" / "adapters" / "toy" / "v000003").mkdir(parents=True, exist_ok=True)
+    go(page, url, "serve")
+    page.get_by_label("Run", exact=True).select_option("fast")
+    expect(page.get_by_text(f"groupwise serve {place / 'fast'}")).to_be_visible()
 
 
 def test_a_served_run_and_its_server_have_one_list_of_pages(
@@ -313,7 +315,7 @@ def test_a_served_run_and_its_server_have_one_list_of_pages(
             expect(page.get_by_role("heading", level=1)).to_have_text("Playground")
             expect(page.get_by_label("Version 1")).to_have_value("base")
             assert "/run/" not in page.url
-            page.goto(f"http://127.0.0.1:{port}/run/ui/#/teach")
+            page.goto(f"http://127.0.0.1:{port}/run/ui/#/serve")
             page.get_by_role("link", name="Teach with base").click()
             expect(page.get_by_role("heading", level=1)).to_have_text("Teach")
 
@@ -333,7 +335,7 @@ def test_nothing_yet_and_nothing_there(page: Any, url: str) -> None:
 @pytest.mark.parametrize("width", [390, 1280])
 def test_axe_finds_nothing_serious(browser: Any, url: str, scheme: str, width: int) -> None:
     compared = "runs?compare=slow-s0&compare=slow-s1&compare=fast"
-    pages = ["runs", "runs/sick", compared, "rollouts?run=slow-s0&id=1.0.0", "play", "adapters"]
+    pages = ["runs", "runs/sick", compared, "rollouts?run=slow-s0&id=1.0.0", "serve"]
     assert serious(browser, url, pages, scheme=scheme, width=width) == []
 
 

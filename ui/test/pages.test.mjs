@@ -334,7 +334,7 @@ test("the palette finds by words, by letters in order, and nothing else", async 
 });
 
 const version = (id, reward, extra = {}) => ({
-  version: id, number: Number(id.split("@")[1]), parent: "base", job_id: null, note: null, base_model: "starter", metrics: { "reward/mean": reward, "kl/mean": 0.05 },
+  version: id, number: Number(id.split("@")[1]), parent: "base", job_id: null, note: null, base_model: "starter", metrics: { "reward/mean": reward, "kl/mean": 0.05 }, held_out: null,
   created_at: `2026-01-0${id.split("@")[1]}T00:00:00Z`, ...extra,
 });
 
@@ -350,6 +350,26 @@ test("versions are found by name, note, base model and reward", async () => {
   assert.deepEqual(names("reward>0.5 kl/mean<0.1"), ["sums@2"]);
   assert.deepEqual(names("reward=0.25"), ["sums@1"]);
   assert.deepEqual(names("entropy>0"), []);
+  const judged = found([version("sums@1", 0.25, { held_out: 0.9 }), version("sums@2", 0.95)], "held_out>0.8");
+  assert.deepEqual(judged.map((each) => each.version), ["sums@1"]);
+});
+
+test("a version is judged by its own held-out reward, never by its predecessor's under its name", async () => {
+  const { headline } = await load("pages/adapters/lineage.ts");
+  assert.deepEqual(headline(version("sums@2", 0.6, { held_out: 0.7 })), { name: "held out", value: 0.7 });
+  assert.deepEqual(headline(version("sums@2", 0.6, { parent: "sums@1" })), { name: "sums@1 was posted", value: 0.6 });
+  assert.equal(headline(version("sums@2", 0.6, { metrics: {} })), null);
+});
+
+test("commands are of what a run has, and quoted for a shell", async () => {
+  const { commandsOf, quoted } = await load("state/shell.ts");
+  assert.equal(quoted("runs/a b"), "'runs/a b'");
+  assert.equal(quoted("it's"), "'it'\\''s'");
+  const run = { directory: "runs/a", state: "stopped", step: 3, steps: 9 };
+  assert.deepEqual(commandsOf({ ...run, versions: [] }).map((each) => each.label), ["Continue", "Diagnose"]);
+  const all = commandsOf({ ...run, versions: ["a@3"], step: 9, state: "finished" });
+  assert.deepEqual(all.map((each) => each.label), ["Chat", "Serve", "Export", "Compare with the base", "Diagnose"]);
+  assert.equal(all[1].command, "groupwise serve runs/a");
 });
 
 test("of each name the newest few are listed, until all are asked for", async () => {

@@ -568,6 +568,9 @@ class AdapterVersion(Answer):
     before, nor in use, nor what a job that has not ended begins from."""
     note: str | None
     """What somebody wrote about it: PUT /v1/adapters/{name}/notes."""
+    held_out: float | None
+    """Its own mean reward on the held-out prompts of the gate when it was last judged; null: it was not.
+    `metrics` are of the job that made it, whose completions its predecessor sampled."""
     metrics: dict[str, float]
 
 

@@ -57,6 +57,7 @@ from groupwise.server.webhooks import ACTIVE
 from groupwise.server.wire import documented
 from groupwise.store import files
 from groupwise.store.archive import read_archive, stream_archive
+from groupwise.store.feedback import KEEP_TRANSITIONS
 from groupwise.store.files import AdapterInfo, Provenance
 from groupwise.store.merge import DENSITY, MergeMode, MergeReport, WeightedAdapter, merge_adapters
 from groupwise.types import BASE, PolicyVersion
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from groupwise.config.serve import ServeConfig
     from groupwise.server.policies import Policies
     from groupwise.store.adapters import AdapterStore
+    from groupwise.store.feedback import FeedbackLog
     from groupwise.store.ledger import Ledger
 
 MERGE_NOTE = "merge.json"  # beside a merged version's weights: what it was made of
@@ -103,6 +105,7 @@ class AdapterParts:
     store: AdapterStore
     ledger: Ledger
     policies: Policies
+    feedback: FeedbackLog
 
 
 Adapters = Annotated[AdapterParts, given(AdapterParts)]
@@ -139,9 +142,20 @@ def show_adapter(name: str, parts: Adapters) -> AdapterDetail:
     if not infos:
         raise AdapterNotFoundError(f"there is no undamaged version of {name!r}")
     old = surplus(every, keep=parts.config.keep_versions)
-    notes = parts.store.notes()
-    history = [_history(info, active, notes.get(info.version), surplus=info.version in old) for info in infos]
+    notes, judged = parts.store.notes(), _held_out(parts.feedback)
+    history = [
+        _history(
+            info, active, notes.get(info.version), surplus=info.version in old, reward=judged.get(str(info.version))
+        )
+        for info in infos
+    ]
     return AdapterDetail(**_summary(infos, active, notes), history=history)
+
+
+def _held_out(book: FeedbackLog) -> dict[str, float]:
+    """Return the reward on the gate's held-out prompts of each version that it judged, by name and number."""
+    judged = reversed(book.transitions(limit=KEEP_TRANSITIONS, kinds=("gate_passed", "gate_refused")))
+    return {each.data["version"]: each.data["reward"] for each in judged if "reward" in each.data}
 
 
 def _summary(infos: Sequence[AdapterInfo], active: PolicyVersion, notes: Mapping[PolicyVersion, str]) -> dict[str, Any]:
@@ -159,7 +173,9 @@ def _summary(infos: Sequence[AdapterInfo], active: PolicyVersion, notes: Mapping
     }
 
 
-def _history(info: AdapterInfo, active: PolicyVersion, note: str | None, *, surplus: bool) -> AdapterVersion:
+def _history(
+    info: AdapterInfo, active: PolicyVersion, note: str | None, *, surplus: bool, reward: float | None
+) -> AdapterVersion:
     return AdapterVersion(
         version=str(info.version),
         number=info.version.number,
@@ -175,6 +191,7 @@ def _history(info: AdapterInfo, active: PolicyVersion, note: str | None, *, surp
         unhealthy=info.unhealthy,
         surplus=surplus,
         note=note,
+        held_out=reward,
         metrics={key: value for key, value in info.metrics.items() if math.isfinite(value)},
     )
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.run import parse_config
+from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.stages import STAGES
 from groupwise.config.yaml import Document, leaves
 from groupwise.errors import ConfigError, RequestError, StorageError
@@ -191,16 +191,27 @@ class RunFiles:
         notes = [problem] if problem else []
         if damaged := self.metrics.standing().damaged:
             notes.append(f"lines of {METRICS} that are no metrics, and are left out: {damaged}")
-        return RunDetail(**summary.model_dump(), config=self.values(), versions=self._versions(), notes=notes)
+        return RunDetail(
+            **summary.model_dump(),
+            config=self.values(),
+            changed=self._changed(),
+            versions=self._versions(),
+            notes=notes,
+        )
 
     def health(self) -> Report:
         """Return what is wrong, or was; with overrides for this configuration, if it is one of this version."""
-        config = self.config()[0]
+        return examine(self.metrics.by_step(), config=self._known())
+
+    def _known(self) -> RunConfig | None:
         try:
-            known = parse_config(config)
+            return parse_config(self.config()[0])
         except ConfigError:
-            known = None
-        return examine(self.metrics.by_step(), config=known)
+            return None
+
+    def _changed(self) -> list[str]:
+        known = self._known()
+        return [] if known is None else [key for key, _ in leaves(known.model_dump(mode="json", exclude_defaults=True))]
 
     def kept_step(self) -> int | None:
         """Return the step of the version that the run keeps as its best (`eval.best`); None where it keeps the last."""

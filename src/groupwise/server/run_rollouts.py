@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from groupwise.errors import RequestError
 from groupwise.server.rollout_view import Block, columns, completion, finite, messages
+from groupwise.server.run_pairs import within
 from groupwise.server.schema_rollouts import (
     PREVIEW,
     RolloutFacets,
@@ -391,7 +392,9 @@ def change_of(run: RunFiles) -> RunEvaluations:
 
     Nothing (`mode` is None) where there are not two, or where they cannot be read or are not of the same prompts.
     """
-    nothing = RunEvaluations(run=run.id, mode=None, first=None, last=None, prompts=0, better=0, worse=0, changed=[])
+    nothing = RunEvaluations(
+        run=run.id, mode=None, first=None, last=None, prompts=0, better=0, worse=0, paired=[], changed=[]
+    )
     by_mode = _evaluations(run)
     mode = "greedy" if "greedy" in by_mode else next(iter(by_mode), "")
     files = by_mode.get(mode, {})
@@ -424,6 +427,7 @@ def change_of(run: RunFiles) -> RunEvaluations:
         prompts=prompts,
         better=better.count,
         worse=worse.count,
+        paired=within(run, first, last),
         changed=pairs,
     )
 

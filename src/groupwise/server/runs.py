@@ -5,7 +5,7 @@ GET /v1/runs/{run}/metrics            its steps, or those behind a cursor
 GET /v1/runs/{run}/health             what is going wrong in it
 GET /v1/runs/{run}/evaluations        what it changed on the held-out prompts
 GET /v1/runs/{run}/rollouts[/{id}]    its completions, in pages; and the group of one
-GET /v1/diff                          where configurations differ
+GET /v1/diff                          where configurations and held-out rewards differ
 GET /v1/metrics/definitions           what each metric means (groupwise.server.findings)
 GET /v1/events, /v1/events/{run}      the list whenever it changes; a run's metrics while it goes on
 """
@@ -24,6 +24,7 @@ from groupwise.errors import GroupwiseError, RequestError
 from groupwise.server.event_stream import following, sse
 from groupwise.server.findings import told
 from groupwise.server.run_files import RecordPage, RunFiles
+from groupwise.server.run_pairs import against
 from groupwise.server.run_rollouts import SampleQuery, change_of, facets, group, page, prompt_id, sorted_page
 from groupwise.server.schema_rollouts import MOST_ROWS, RolloutFacets, RolloutNotFoundError, RolloutPage, Sort
 from groupwise.server.schema_runs import (
@@ -107,7 +108,8 @@ async def run_evaluations(request: Request, run: str) -> RunEvaluations:
 
 @router.get("/diff", **documented(answer=RunDiff, errors=[RunNotFoundError]))
 async def diff(request: Request, run: Annotated[list[str], Query(min_length=1, max_length=64)]) -> RunDiff:
-    """Compare the configurations of the named runs: all of them, and the keys in which they are not the same."""
+    """Compare the named runs: their configurations, the keys in which these are not the same, and how the last held-out
+    evaluation of each differs from that of the first, prompt by prompt."""
     return await run_in_threadpool(_differ, [_run(request, id) for id in dict.fromkeys(run)])
 
 
@@ -115,7 +117,9 @@ def _differ(runs: list[RunFiles]) -> RunDiff:
     configs = {run.id: run.values() for run in runs}
     keys = dict.fromkeys(key for config in configs.values() for key in config)
     return RunDiff(
-        configs=configs, differs=[key for key in keys if len({json.dumps(c.get(key)) for c in configs.values()}) > 1]
+        configs=configs,
+        differs=[key for key in keys if len({json.dumps(c.get(key)) for c in configs.values()}) > 1],
+        held_out=against(runs),
     )
 
 

@@ -48,6 +48,8 @@ class RunDetail(RunSummary):
 
     config: dict[str, Any]
     """Every effective value, under its dotted name."""
+    changed: list[str]
+    """The keys of `config` whose values are not the defaults; empty where it is no configuration of this version."""
     versions: list[str]
     """Adapter versions in its directory, oldest first."""
     notes: list[str]
@@ -72,11 +74,35 @@ class RunHealth(Findings):
     run: str
 
 
+class PairedChange(Answer):
+    """A measure of held-out prompts that were answered twice: the mean over prompts of the later value less the earlier
+    one."""
+
+    measure: str
+    """As `greedy/reward` or `sampled/pass@8`."""
+    prompts: int
+    difference: float
+    error: float | None
+    """The standard error of `difference`, of the prompts' differences; null of fewer than two prompts."""
+    p: float
+    """The chance of a difference as large in either direction, were both equally good (a sign-flip test)."""
+
+
+class RunBeside(Answer):
+    """The last evaluation of `run` less that of `against`, on the same held-out prompts."""
+
+    run: str
+    against: str
+    changes: list[PairedChange]
+
+
 class RunDiff(Answer):
-    """The configurations of several runs; `differs` are the keys whose values are not all the same, in order."""
+    """The configurations of several runs; `differs` are the keys whose values are not all the same, in order.
+    `held_out` is of each run that was evaluated on the same prompts as the first."""
 
     configs: dict[str, dict[str, Any]]
     differs: list[str]
+    held_out: list[RunBeside]
 
 
 class RolloutPart(Answer):
@@ -136,5 +162,7 @@ class RunEvaluations(Answer):
     prompts: int
     better: int
     worse: int
+    paired: list[PairedChange]
+    """Of each mode and measure, from `first` to `last`."""
     changed: list[RunChange]
     """Those whose reward changed most: a few that got better, then a few that got worse."""

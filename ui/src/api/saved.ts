@@ -2,7 +2,7 @@
  * The data of a report: `groupwise report` writes this page into one file, with its runs in an element of it. Requests are
  * then answered from there, as `groupwise ui` would answer them, so that no page needs to know.
  */
-import type { FacetCount, MetricDefinition, RolloutFacets, RolloutRow, RunDetail, RunDiff, RunEvaluations, RunHealth, RunMetrics, RunRollout, RunRolloutGroup } from "./types";
+import type { FacetCount, MetricDefinition, RolloutFacets, RolloutRow, RunBeside, RunDetail, RunDiff, RunEvaluations, RunHealth, RunMetrics, RunRollout, RunRolloutGroup } from "./types";
 
 /** A run in a report. `groups` are newest step first; the token ids and prompts of their completions are left out. */
 export interface SavedRun {
@@ -20,6 +20,8 @@ export interface Saved {
   /** The table of metrics. */
   definitions: MetricDefinition[];
   runs: SavedRun[];
+  /** Every run but the first beside the first. */
+  held_out: RunBeside[];
 }
 
 const PREVIEW = 400; // characters of a prompt or a completion in a row
@@ -61,7 +63,7 @@ function diff(from: Saved, ids: string[]): RunDiff {
   const configs = Object.fromEntries(from.runs.filter((run) => ids.includes(run.detail.run)).map((run) => [run.detail.run, run.detail.config]));
   const keys = new Set(Object.values(configs).flatMap((config) => Object.keys(config)));
   const values = (key: string): Set<string | undefined> => new Set(Object.values(configs).map((config) => JSON.stringify(config[key])));
-  return { configs, differs: [...keys].filter((key) => values(key).size > 1) };
+  return { configs, differs: [...keys].filter((key) => values(key).size > 1), held_out: from.held_out };
 }
 
 const ORDERS: Record<string, (a: RolloutRow, b: RolloutRow) => number> = {

@@ -1243,6 +1243,12 @@ export interface components {
              * @description What somebody wrote about it: PUT /v1/adapters/{name}/notes.
              */
             note: string | null;
+            /**
+             * Held Out
+             * @description Its own mean reward on the held-out prompts of the gate when it was last judged; null: it was not.
+             *     `metrics` are of the job that made it, whose completions its predecessor sampled.
+             */
+            held_out: number | null;
             /** Metrics */
             metrics: {
                 [key: string]: number;

@@ -39,6 +39,8 @@ export type TrainSubmitted = Schemas["TrainSubmitted"];
 
 /** Those of `groupwise ui`, which shows runs on disk. */
 type RunSchemas = run["schemas"];
+export type PairedChange = RunSchemas["PairedChange"];
+export type RunBeside = RunSchemas["RunBeside"];
 export type RunDetail = RunSchemas["RunDetail"];
 export type RunDiff = RunSchemas["RunDiff"];
 export type RunEvaluations = RunSchemas["RunEvaluations"];

@@ -22,6 +22,11 @@ export function seconds(value: number): string {
   return value < 48 * 3600 ? `${number(value / 3600, 2)} h` : `${Math.round(value / 86400)} d`;
 }
 
+/** From one time to another, in words. */
+export function lasting(from: string | null, to: string | null): string {
+  return from === null || to === null ? "–" : seconds(Math.max(0, Date.parse(to) - Date.parse(from)) / 1000);
+}
+
 export function ago(time: string | number | null): string {
   if (time === null) return "–";
   const past = (Date.now() - new Date(time).getTime()) / 1000;

@@ -19,6 +19,7 @@ from typing import Any
 
 from groupwise.server.metric_definitions import defined_metrics
 from groupwise.server.run_files import RunFiles
+from groupwise.server.run_pairs import against
 from groupwise.server.run_rollouts import change_of, groups_of, steps_of
 from groupwise.server.runs import judged
 from groupwise.server.schema_runs import RunRolloutGroup
@@ -37,7 +38,9 @@ def data_of(runs: Sequence[RunFiles], *, steps: Sequence[int] = ()) -> dict[str,
     share = len(runs)
     saved = [_run(run, steps, room=MOST_COMPLETION_BYTES // share, values=MOST_VALUES // share) for run in runs]
     definitions = defined_metrics().model_dump(mode="json")["definitions"]
-    return {"written": datetime.now(UTC).isoformat(timespec="seconds"), "definitions": definitions, "runs": saved}
+    held_out = [each.model_dump(mode="json") for each in against(runs)] if len(runs) > 1 else []
+    written = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"written": written, "definitions": definitions, "runs": saved, "held_out": held_out}
 
 
 def _run(run: RunFiles, steps: Sequence[int], *, room: int, values: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ export interface paths {
         };
         /**
          * Health
-         * @description That the server lives.
+         * @description Answer that the server lives.
          */
         get: operations["health_health_get"];
         put?: never;
@@ -33,7 +33,7 @@ export interface paths {
         };
         /**
          * List Runs
-         * @description Every run that was opened, as it is now.
+         * @description List every run that was opened, as it is now.
          */
         get: operations["list_runs_v1_runs_get"];
         put?: never;
@@ -53,7 +53,7 @@ export interface paths {
         };
         /**
          * Show Run
-         * @description One run, with its configuration and its adapter versions.
+         * @description Show one run, with its configuration and its adapter versions.
          */
         get: operations["show_run_v1_runs__run__get"];
         put?: never;
@@ -73,7 +73,7 @@ export interface paths {
         };
         /**
          * Run Metrics
-         * @description What was recorded of each step so far, or only what came behind a cursor.
+         * @description Return what was recorded of each step so far, or only what came behind a cursor.
          */
         get: operations["run_metrics_v1_runs__run__metrics_get"];
         put?: never;
@@ -93,7 +93,7 @@ export interface paths {
         };
         /**
          * Run Health
-         * @description What is going wrong in a run by its metrics, with the cause and the overrides to try.
+         * @description Say what is going wrong in a run by its metrics, with the cause and the overrides to try.
          */
         get: operations["run_health_v1_runs__run__health_get"];
         put?: never;
@@ -113,7 +113,7 @@ export interface paths {
         };
         /**
          * Run Evaluations
-         * @description How many held-out prompts got better and worse, with those whose reward changed most, before and after.
+         * @description Count the held-out prompts that got better and worse, with those whose reward changed most, before and after.
          */
         get: operations["run_evaluations_v1_runs__run__evaluations_get"];
         put?: never;
@@ -133,7 +133,8 @@ export interface paths {
         };
         /**
          * Diff
-         * @description The configurations of the named runs, and the keys in which they are not the same.
+         * @description Compare the named runs: their configurations, the keys in which these are not the same, and how the last held-out
+         *     evaluation of each differs from that of the first, prompt by prompt.
          */
         get: operations["diff_v1_diff_get"];
         put?: never;
@@ -153,7 +154,7 @@ export interface paths {
         };
         /**
          * Run Rollouts Page
-         * @description The completions that a run sampled, the newest step first.
+         * @description List the completions that a run sampled, the newest step first.
          */
         get: operations["run_rollouts_page_v1_runs__run__rollouts_get"];
         put?: never;
@@ -173,7 +174,7 @@ export interface paths {
         };
         /**
          * Count Run Rollouts
-         * @description The steps, versions, ends and tags that a run's completions can be filtered by.
+         * @description Count the steps, versions, ends and tags that a run's completions can be filtered by.
          */
         get: operations["count_run_rollouts_v1_runs__run__rollouts_facets_get"];
         put?: never;
@@ -193,7 +194,7 @@ export interface paths {
         };
         /**
          * Run Rollout
-         * @description The group of a rollout: every completion of its prompt, token by token, with the parts of its reward.
+         * @description Show the group of a rollout: every completion of its prompt, token by token, with the parts of its reward.
          */
         get: operations["run_rollout_v1_runs__run__rollouts__id__get"];
         put?: never;
@@ -213,8 +214,8 @@ export interface paths {
         };
         /**
          * Live
-         * @description The list of runs as server-sent events, at once and whenever it is another one: the `event` is `runs`, and its
-         *     data the answer of /v1/runs.
+         * @description Send the list of runs as server-sent events, at once and whenever it is another one: the `event` is `runs`, and
+         *     its data the answer of /v1/runs.
          */
         get: operations["live_v1_events_get"];
         put?: never;
@@ -234,7 +235,7 @@ export interface paths {
         };
         /**
          * Follow
-         * @description A run's metrics as they are written, as server-sent events; the stream ends when the run does.
+         * @description Send a run's metrics as they are written, as server-sent events; the stream ends when the run does.
          *
          *     Each event has the cursor behind it as its `id` and the answer of /v1/runs/{run}/metrics as its data.
          */
@@ -256,7 +257,7 @@ export interface paths {
         };
         /**
          * Metric Definitions
-         * @description What each metric means, what is good, and what to do where it is not.
+         * @description Say what each metric means, what is good, and what to do where it is not.
          */
         get: operations["metric_definitions_v1_metrics_definitions_get"];
         put?: never;
@@ -435,6 +436,32 @@ export interface components {
             remedies: string[];
         };
         /**
+         * PairedChange
+         * @description A measure of held-out prompts that were answered twice: the mean over prompts of the later value less the earlier
+         *     one.
+         */
+        PairedChange: {
+            /**
+             * Measure
+             * @description As `greedy/reward` or `sampled/pass@8`.
+             */
+            measure: string;
+            /** Prompts */
+            prompts: number;
+            /** Difference */
+            difference: number;
+            /**
+             * Error
+             * @description The standard error of `difference`, of the prompts' differences; null of fewer than two prompts.
+             */
+            error: number | null;
+            /**
+             * P
+             * @description The chance of a difference as large in either direction, were both equally good (a sign-flip test).
+             */
+            p: number;
+        };
+        /**
          * RolloutFacets
          * @description What completions can be filtered by, and how many have it; values with the most completions come first.
          */
@@ -548,6 +575,18 @@ export interface components {
             created_at: string;
         };
         /**
+         * RunBeside
+         * @description The last evaluation of `run` less that of `against`, on the same held-out prompts.
+         */
+        RunBeside: {
+            /** Run */
+            run: string;
+            /** Against */
+            against: string;
+            /** Changes */
+            changes: components["schemas"]["PairedChange"][];
+        };
+        /**
          * RunChange
          * @description A held-out prompt, answered before and after.
          */
@@ -617,6 +656,11 @@ export interface components {
                 [key: string]: unknown;
             };
             /**
+             * Changed
+             * @description The keys of `config` whose values are not the defaults; empty where it is no configuration of this version.
+             */
+            changed: string[];
+            /**
              * Versions
              * @description Adapter versions in its directory, oldest first.
              */
@@ -630,6 +674,7 @@ export interface components {
         /**
          * RunDiff
          * @description The configurations of several runs; `differs` are the keys whose values are not all the same, in order.
+         *     `held_out` is of each run that was evaluated on the same prompts as the first.
          */
         RunDiff: {
             /** Configs */
@@ -640,6 +685,8 @@ export interface components {
             };
             /** Differs */
             differs: string[];
+            /** Held Out */
+            held_out: components["schemas"]["RunBeside"][];
         };
         /**
          * RunEvaluations
@@ -663,6 +710,11 @@ export interface components {
             better: number;
             /** Worse */
             worse: number;
+            /**
+             * Paired
+             * @description Of each mode and measure, from `first` to `last`.
+             */
+            paired: components["schemas"]["PairedChange"][];
             /**
              * Changed
              * @description Those whose reward changed most: a few that got better, then a few that got worse.

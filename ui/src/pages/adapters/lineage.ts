@@ -41,10 +41,12 @@ export function nameOf(version: string): string {
   return version.split("@")[0] ?? version;
 }
 
-/** What a version is judged by at a glance. */
+/** What a version is judged by at a glance: its own held-out reward where it has one. The reward of the job that made it is of
+ * what its predecessor sampled, and is called so. */
 export function headline(version: AdapterVersion): { name: string; value: number } | null {
-  for (const name of ["reward/mean", "eval/reward/mean", "loss/total", "loss/cross_entropy"]) {
-    const value = version.metrics[name];
+  if (version.held_out !== null) return { name: "held out", value: version.held_out };
+  for (const [metric, name] of [["reward/mean", `${version.parent} was posted`], ["loss/cross_entropy", "cross-entropy"]] as const) {
+    const value = version.metrics[metric];
     if (typeof value === "number") return { name, value };
   }
   return null;

@@ -26,8 +26,8 @@ function fits(word: string): (version: AdapterVersion) => boolean {
   const [, metric = "", sign = "", bound = ""] = COMPARISON.exec(word) ?? [];
   const test = TESTS[sign];
   if (test) {
-    return ({ metrics }) => {
-      const value = metrics[metric] ?? metrics[`${metric}/mean`];
+    return ({ metrics, held_out }) => {
+      const value = metric === "held_out" ? held_out : (metrics[metric] ?? metrics[`${metric}/mean`]);
       return typeof value === "number" && test(value, Number(bound));
     };
   }
