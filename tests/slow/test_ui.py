@@ -331,7 +331,7 @@ def test_jobs_are_compared(page: Any, place: Place) -> None:
     differing = page.get_by_role("row", name=re.compile("^iterations"))
     expect(differing).to_contain_text("2")
     expect(differing).to_contain_text("3")
-    expect(page.get_by_role("img", name=re.compile("^kl.mean[.]"))).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile("^KL to the reference(, measured)?[.]"))).to_be_visible()
 
 
 # ---- rollouts ----

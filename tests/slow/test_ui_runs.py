@@ -108,6 +108,7 @@ def test_runs_are_listed_and_one_is_opened(page: Any, url: str) -> None:
     expect(page.get_by_role("heading", level=1)).to_have_text("sick")
     expect(page.get_by_text("rollout.group_size=16")).to_be_visible()
     keys = page.get_by_role("region", name="Configuration, a table").get_by_role("row")
+    expect(keys.first).to_be_visible()
     few = keys.count()
     page.get_by_role("button", name=re.compile("^All [0-9]+ keys$")).click()
     expect(keys.filter(has_text="train.learning_rate")).to_be_visible()

@@ -361,6 +361,16 @@ test("a version is judged by its own held-out reward, never by its predecessor's
   assert.equal(headline(version("sums@2", 0.6, { metrics: {} })), null);
 });
 
+test("a change between the same two evaluations is told prompt by prompt", async () => {
+  const { changeOf, outcomes, withPaired } = await load("state/outcome.ts");
+  const all = outcomes([{ step: 0, "eval/greedy/reward": 0.5, "eval/greedy/reward_stderr": 0.3 }, { step: 4, "eval/greedy/reward": 0.75, "eval/greedy/reward_stderr": 0.4 }]);
+  const paired = [{ measure: "greedy/reward", prompts: 9, difference: 0.25, error: 0.1, p: 0.02 }];
+  assert.equal(changeOf(all[0]).spread, 0.5);
+  assert.equal(changeOf(withPaired(all, { first: 0, last: 4, paired })[0]).spread, 0.1);
+  assert.match(changeOf(withPaired(all, { first: 0, last: 4, paired })[0]).says, /beyond/);
+  assert.equal(changeOf(withPaired(all, { first: 0, last: 3, paired })[0]).spread, 0.5);
+});
+
 test("commands are of what a run has, and quoted for a shell", async () => {
   const { commandsOf, quoted } = await load("state/shell.ts");
   assert.equal(quoted("runs/a b"), "'runs/a b'");

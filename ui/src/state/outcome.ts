@@ -1,4 +1,5 @@
 /** What a run or a job came to: its reward before and after, and how sure the change is. */
+import type { RunEvaluations } from "../api/types";
 import type { Step } from "./steps";
 
 export interface Measure {
@@ -15,6 +16,8 @@ export interface Outcome {
   before: Measure;
   after: Measure | null;
   note?: string;
+  /** The change prompt by prompt, with its error, where both sides answered the same prompts. */
+  paired?: { value: number; spread: number | null };
 }
 
 const EVALUATED = /^eval\/([^/]+)\/reward$/;
@@ -34,6 +37,15 @@ export function outcomes(steps: Step[]): Outcome[] {
   });
   const trained = ends(steps, "reward/mean");
   return trained ? [...evaluated, { title: "Training reward", metric: "reward/mean", ...trained }] : evaluated;
+}
+
+/** Outcomes with the changes of `found`, where these are of the same two evaluations. */
+export function withPaired(all: Outcome[], found: RunEvaluations | null): Outcome[] {
+  return all.map((outcome) => {
+    const change = found?.paired.find((each) => `eval/${each.measure}` === outcome.metric);
+    const isSame = outcome.before.what === `step ${found?.first}` && outcome.after?.what === `step ${found?.last}`;
+    return change && isSame ? { ...outcome, paired: { value: change.difference, spread: change.error } } : outcome;
+  });
 }
 
 /** The mean over the first and the last steps that have a metric, a quarter of them and ten at most. */
@@ -62,8 +74,12 @@ export interface Change {
 }
 
 /** After minus before; null where there is no after. */
-export function changeOf({ before, after }: Outcome): Change | null {
+export function changeOf({ before, after, paired }: Outcome): Change | null {
   if (!after) return null;
+  if (paired && paired.spread !== null) {
+    const isSure = Math.abs(paired.value) > SURE * paired.spread;
+    return { value: paired.value, spread: paired.spread, says: `change prompt by prompt, ${isSure ? "beyond two standard errors" : "within two standard errors: it may be chance"}` };
+  }
   const value = after.value - before.value;
   if (before.spread === null || after.spread === null) return { value, spread: null, says: "change; how sure it is, is not known" };
   const spread = Math.hypot(before.spread, after.spread);
