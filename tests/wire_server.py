@@ -464,6 +464,7 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
                 "size_bytes": 3 << 20,
                 "unhealthy": None,
                 "note": server.notes.get(f"{name}@1"),
+                "held_out": None,
             }
             entry["surplus"] = server.versions.get(name, 1) > 1
             entry |= {"base_hash": "0" * 64, "quantization": None, "job_id": None, "metrics": METRICS}

@@ -14,6 +14,7 @@ from groupwise.errors import RequestError
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.recorded import KEPT, SamplingMask
 from groupwise.server.bodies import parse_body
+from groupwise.server.reader import TextModel
 from groupwise.server.schema_train import GrpoRequest, SftRequest
 from groupwise.server.submit import Submission, prepare_grpo, prepare_sft
 from groupwise.store.adapters import AdapterStore
@@ -62,7 +63,9 @@ class Grpo:
 
     def raw(self, body: str) -> Submission:
         request = parse_body(body.encode(), GrpoRequest)
-        return prepare_grpo(request, base=self.base, store=self.store, rollouts=self._find, pending=self.pending)
+        return prepare_grpo(
+            request, base=TextModel.of(self.base), store=self.store, rollouts=self._find, pending=self.pending
+        )
 
     def _find(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
         return {id: self.records[id] for id in ids if id in self.records}
@@ -98,7 +101,7 @@ def grpo(base: LoadedModel, store: AdapterStore) -> Grpo:
 def sft(base: LoadedModel, store: AdapterStore):
     def submit(**body: Any) -> Submission:
         request = parse_body(json.dumps(body).encode(), SftRequest)
-        return prepare_sft(request, base=base, store=store)
+        return prepare_sft(request, base=TextModel.of(base), store=store)
 
     return submit
 

@@ -28,6 +28,7 @@ from groupwise.run.job_update import make_task
 from groupwise.server import rollouts
 from groupwise.server.assemble import open_engine
 from groupwise.server.bodies import parse_body
+from groupwise.server.reader import TextModel
 from groupwise.server.schema_train import GrpoRequest
 from groupwise.server.submit import Submission, prepare_grpo
 from groupwise.store.job_payload import GrpoPayload, parse_payload
@@ -247,7 +248,9 @@ def submitted(api: Served, body: dict[str, Any], base: Any = None, **config: Any
     options = {"lora_rank": 2, "learning_rate": 0.01, "base_adapter": "base", **config}
     request = parse_body(json.dumps({**body, "config": options}).encode(), GrpoRequest)
     server = api.server
-    return prepare_grpo(request, base=base or server.base, store=server.store, rollouts=server.ledger.rollouts)
+    return prepare_grpo(
+        request, base=TextModel.of(base or server.base), store=server.store, rollouts=server.ledger.rollouts
+    )
 
 
 def payload_of(submission: Submission) -> GrpoPayload:

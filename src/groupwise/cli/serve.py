@@ -62,7 +62,7 @@ def serve(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...",
+            metavar="KEY=VALUE",
             help="Settings (docs/server.md lists them); --set KEY=VALUE is the same.",
             show_default=False,
         ),

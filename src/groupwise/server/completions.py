@@ -18,7 +18,7 @@ from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.chat_length import too_long
-from groupwise.model.image_tokens import is_of_image
+from groupwise.model.image_tokens import is_of_image, vision_of
 from groupwise.sdk.types import Usage
 from groupwise.server.bodies import parse_body
 from groupwise.server.chat import ChatParts
@@ -112,7 +112,8 @@ def encode_raw(prompts: Sequence[Raw], base: TextModel, *, context: int | None) 
             prompt = encode_prompt(asked, base.tokenizer, context=context).token_ids
         elif not base.has(prompt):
             what = f"the prompt has the token id {max(prompt)}; this model has the ids 0 to {base.vocabulary - 1}"
-            what += ", and those of whole images that were posted here"
+            if vision_of(base.tokenizer) is not None:
+                what += ", and those of whole images that were posted here"
             raise RequestError(what, hint="encode the prompt with this model's tokenizer", field="prompt")
         elif context is not None and len(prompt) > context:
             raise too_long(f"{len(prompt)} tokens", context)

@@ -144,7 +144,7 @@ def prune(config: ServeConfig, ledger: Ledger) -> None:
 
 
 @router.get("/{digest}", **documented(errors=[ImageNotFoundError]))
-async def image(digest: str, parts: Kept) -> Response:
+async def show_image(digest: str, parts: Kept) -> Response:
     """Return an image that a request brought, by the SHA-256 of its file, as a rollout names it."""
     found = await run_in_threadpool(_file_of, parts.config, digest)
     kind = found.suffix.removeprefix(".")

@@ -15,7 +15,7 @@ export interface paths {
         put?: never;
         /**
          * Chat Completions
-         * @description The next turn of a conversation, by the active policy or the one that `model` or `adapter` names.
+         * @description Write the next turn of a conversation, by the active policy or the one that `model` or `adapter` names.
          *
          *     `stream: true` sends it as server-sent events while it is sampled. `system_fingerprint` and the header
          *     `x-adapter-version` say which version answered.
@@ -38,7 +38,7 @@ export interface paths {
         put?: never;
         /**
          * Completions
-         * @description What follows each prompt, by the active policy or the one that `model` or `adapter` names.
+         * @description Write what follows each prompt, by the active policy or the one that `model` or `adapter` names.
          *
          *     `prompt` is a text, token ids, or a list of either. `max_tokens: 0` with `echo` and `logprobs` only scores.
          */
@@ -60,7 +60,7 @@ export interface paths {
         put?: never;
         /**
          * Responses
-         * @description The next turn of a conversation in the form of OpenAI's Responses API, whole or streamed.
+         * @description Write the next turn of a conversation in the form of OpenAI's Responses API, whole or streamed.
          *
          *     The policy, the prompt and the reply are those of /v1/chat/completions. Answers are kept in memory for
          *     `previous_response_id`, the newest 1024 of them.
@@ -81,7 +81,7 @@ export interface paths {
         };
         /**
          * Stored Response
-         * @description A response that is kept.
+         * @description Show a response that is kept.
          */
         get: operations["stored_response_v1_responses__response_id__get"];
         put?: never;
@@ -107,7 +107,7 @@ export interface paths {
         put?: never;
         /**
          * Messages
-         * @description The next turn of a conversation in the form of Anthropic's Messages API, whole or streamed.
+         * @description Write the next turn of a conversation in the form of Anthropic's Messages API, whole or streamed.
          *
          *     The policy, the prompt and the reply are those of /v1/chat/completions. Errors are in Anthropic's envelope.
          */
@@ -129,7 +129,7 @@ export interface paths {
         put?: never;
         /**
          * Count Tokens
-         * @description How many tokens such a request has, as the chat template renders it.
+         * @description Count the tokens of such a request, as the chat template renders it.
          */
         post: operations["count_tokens_v1_messages_count_tokens_post"];
         delete?: never;
@@ -149,7 +149,7 @@ export interface paths {
         put?: never;
         /**
          * Batch
-         * @description `n` completions of each conversation, by the active policy or the one that `model` or `adapter` names.
+         * @description Sample `n` completions of each conversation, by the active policy or the one that `model` or `adapter` names.
          *
          *     The answer goes by prompt, then by completion; `prompt_index` and `completion_index` say which each one is.
          */
@@ -169,7 +169,7 @@ export interface paths {
         };
         /**
          * List Rollouts
-         * @description Completions that were sampled here, newest first; or those that a job was posted, by group.
+         * @description List completions that were sampled here, newest first; or those that a job was posted, by group.
          */
         get: operations["list_rollouts_v1_rollouts_get"];
         put?: never;
@@ -189,7 +189,7 @@ export interface paths {
         };
         /**
          * Count Rollouts
-         * @description Which versions sampled what is kept, and how it ended: what to filter the list by.
+         * @description Count what is kept by the version that sampled it and by how it ended: what to filter the list by.
          */
         get: operations["count_rollouts_v1_rollouts_facets_get"];
         put?: never;
@@ -209,9 +209,29 @@ export interface paths {
         };
         /**
          * Show Rollout
-         * @description The group of a rollout: every completion of its prompt, token by token.
+         * @description Show the group of a rollout: every completion of its prompt, token by token.
          */
         get: operations["show_rollout_v1_rollouts__id__get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/images/{digest}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Show Image
+         * @description Return an image that a request brought, by the SHA-256 of its file, as a rollout names it.
+         */
+        get: operations["show_image_v1_images__digest__get"];
         put?: never;
         post?: never;
         delete?: never;
@@ -229,7 +249,7 @@ export interface paths {
         };
         /**
          * List Feedback
-         * @description What people said, newest first, and what became of it.
+         * @description List what people said, newest first, and what became of it.
          */
         get: operations["list_feedback_v1_feedback_get"];
         put?: never;
@@ -255,7 +275,7 @@ export interface paths {
         };
         /**
          * Learning
-         * @description What automatic training does, or why it does nothing; and what it did lately, newest first.
+         * @description Say what automatic training does, or why it does nothing; and what it did lately, newest first.
          */
         get: operations["learning_v1_learn_get"];
         put?: never;
@@ -398,8 +418,8 @@ export interface paths {
         };
         /**
          * Status Of All
-         * @description The jobs: the running one, those that wait by their turn, those that have ended, newest first. Where as many have
-         *     ended as `limit` says there may be more: `before` with the last one's id asks for them.
+         * @description List the jobs: the running one, those that wait by their turn, those that have ended, newest first. Where as many
+         *     have ended as `limit` says there may be more: `before` with the last one's id asks for them.
          */
         get: operations["status_of_all_v1_train_status_get"];
         put?: never;
@@ -419,7 +439,7 @@ export interface paths {
         };
         /**
          * Status Of One
-         * @description One job.
+         * @description Show one job.
          */
         get: operations["status_of_one_v1_train_status__job_id__get"];
         put?: never;
@@ -439,7 +459,7 @@ export interface paths {
         };
         /**
          * Queue
-         * @description The running job, those that wait, and those that have ended.
+         * @description Show the running job, those that wait, and those that have ended.
          */
         get: operations["queue_v1_train_queue_get"];
         put?: never;
@@ -459,7 +479,7 @@ export interface paths {
         };
         /**
          * Metrics
-         * @description Loss, reward, KL, gradient norm, tokens per second and more, of every step so far.
+         * @description Return loss, reward, KL, gradient norm, tokens per second and more, of every step so far.
          */
         get: operations["metrics_v1_train_metrics__job_id__get"];
         put?: never;
@@ -479,7 +499,7 @@ export interface paths {
         };
         /**
          * Events
-         * @description What happens to a job, as server-sent events; the stream ends with the job.
+         * @description Send what happens to a job, as server-sent events; the stream ends with the job.
          *
          *     Each event has an `id`, and as data {"kind": "state" | "metrics" | "message", "at", "level", "message", "data"}. One
          *     who comes back with the last id misses nothing; 204 says that there is nothing more to come.
@@ -542,7 +562,7 @@ export interface paths {
         };
         /**
          * Job Health
-         * @description What is going wrong in a job by its metrics, with the cause and what to do.
+         * @description Say what is going wrong in a job by its metrics, with the cause and what to do.
          */
         get: operations["job_health_v1_train_health__job_id__get"];
         put?: never;
@@ -562,7 +582,7 @@ export interface paths {
         };
         /**
          * List Adapters
-         * @description Every adapter, its versions, and which one is active.
+         * @description List every adapter, its versions, and which one is active.
          */
         get: operations["list_adapters_v1_adapters_get"];
         put?: never;
@@ -582,7 +602,7 @@ export interface paths {
         };
         /**
          * Show Adapter
-         * @description One adapter with the provenance and metrics of its versions.
+         * @description Show one adapter with the provenance and metrics of its versions.
          */
         get: operations["show_adapter_v1_adapters__name__get"];
         put?: never;
@@ -729,7 +749,7 @@ export interface paths {
         };
         /**
          * Download Adapter
-         * @description A version as a tar.gz that `peft` loads once it is unpacked, and that `upload` takes.
+         * @description Send a version as a tar.gz that `peft` loads once it is unpacked, and that `upload` takes.
          */
         get: operations["download_adapter_v1_adapters__name__download_get"];
         put?: never;
@@ -770,7 +790,7 @@ export interface paths {
         };
         /**
          * Health
-         * @description Whether the process lives. The only route without a key.
+         * @description Say whether the process lives; 503 once its GPU is lost to it, until it ends. The only route without a key.
          */
         get: operations["health_health_get"];
         put?: never;
@@ -790,7 +810,7 @@ export interface paths {
         };
         /**
          * Health V1
-         * @description The same as /health, with everything.
+         * @description Answer as /health does, with everything.
          */
         get: operations["health_v1_v1_health_get"];
         put?: never;
@@ -810,7 +830,7 @@ export interface paths {
         };
         /**
          * Ready
-         * @description Whether the server can answer, accept jobs, keep them and publish adapters; 503 with the reason where not.
+         * @description Say whether the server can answer, accept jobs, keep them and publish adapters; 503 with the reason where not.
          */
         get: operations["ready_ready_get"];
         put?: never;
@@ -830,7 +850,7 @@ export interface paths {
         };
         /**
          * Metrics
-         * @description For Prometheus.
+         * @description Report counters, gauges and histograms to Prometheus.
          */
         get: operations["metrics_metrics_get"];
         put?: never;
@@ -850,7 +870,7 @@ export interface paths {
         };
         /**
          * Models
-         * @description The served model, the base, and every adapter by name and by version: what `model` may say.
+         * @description List the served model, the base, and every adapter by name and by version: what `model` may say.
          */
         get: operations["models_v1_models_get"];
         put?: never;
@@ -870,7 +890,7 @@ export interface paths {
         };
         /**
          * Model
-         * @description One of them.
+         * @description Show one of the models.
          */
         get: operations["model_v1_models__model__get"];
         put?: never;
@@ -890,7 +910,7 @@ export interface paths {
         };
         /**
          * Config
-         * @description Every setting with its effective value.
+         * @description Show every setting with its effective value.
          */
         get: operations["config_v1_config_get"];
         put?: never;
@@ -910,7 +930,7 @@ export interface paths {
         };
         /**
          * Decode Stats
-         * @description How fast tokens come.
+         * @description Measure how fast tokens come.
          */
         get: operations["decode_stats_v1_stats_decode_get"];
         put?: never;
@@ -930,7 +950,7 @@ export interface paths {
         };
         /**
          * Recent Requests
-         * @description The latest hundred, newest first.
+         * @description List the latest hundred requests, newest first.
          */
         get: operations["recent_requests_v1_stats_recent_requests_get"];
         put?: never;
@@ -975,7 +995,7 @@ export interface paths {
         };
         /**
          * Metric Definitions
-         * @description What each metric means, what is good, and what to do where it is not.
+         * @description Say what each metric means, what is good, and what to do where it is not.
          */
         get: operations["metric_definitions_v1_metrics_definitions_get"];
         put?: never;
@@ -1637,7 +1657,8 @@ export interface components {
         };
         /**
          * CalledFunction
-         * @description The function of a call and its arguments: JSON as a string, as OpenAI has it, or an object.
+         * @description The function of a call, by the name that the policy wrote, and its arguments: JSON as a string, as OpenAI has it,
+         *     or an object.
          */
         CalledFunction: {
             /** Name */
@@ -1717,8 +1738,11 @@ export interface components {
              */
             role: "system" | "developer" | "user" | "assistant" | "tool";
             /** Content */
-            content?: (string | components["schemas"]["TextPart"][]) | null;
-            /** Refusal */
+            content?: (string | (components["schemas"]["TextPart"] | components["schemas"]["ImagePart"])[]) | null;
+            /**
+             * Refusal
+             * @description What OpenAI's models say in place of content; it is read as that.
+             */
             refusal?: string | null;
             /** Reasoning Content */
             reasoning_content?: string | null;
@@ -2600,7 +2624,7 @@ export interface components {
             /** Call Id */
             call_id: string;
             /** Output */
-            output: string | (components["schemas"]["TextContent"] | components["schemas"]["RefusalContent"])[];
+            output: string | (components["schemas"]["TextContent"] | components["schemas"]["RefusalContent"] | components["schemas"]["ImageContent"])[];
         };
         /**
          * FunctionSchema
@@ -3009,6 +3033,58 @@ export interface components {
             checks?: components["schemas"]["Check"][] | null;
         };
         /**
+         * ImageBlock
+         * @description An image, for models that see.
+         */
+        ImageBlock: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "image";
+            source: components["schemas"]["ImageSource"];
+        };
+        /**
+         * ImageContent
+         * @description An image, for models that see. `detail` beside it changes nothing.
+         */
+        ImageContent: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "input_image";
+            /** Image Url */
+            image_url: string;
+        };
+        /**
+         * ImagePart
+         * @description An image in a message's content, for models that see.
+         */
+        ImagePart: {
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "image_url";
+            image_url: components["schemas"]["PostedImage"];
+        };
+        /**
+         * ImageSource
+         * @description The bytes of an image. What kind it is they say themselves.
+         */
+        ImageSource: {
+            /**
+             * Type
+             * @constant
+             */
+            type: "base64";
+            /** Media Type */
+            media_type?: string | null;
+            /** Data */
+            data: string;
+        };
+        /**
          * InputMessage
          * @description One message.
          */
@@ -3019,7 +3095,7 @@ export interface components {
              */
             role: "user" | "assistant" | "system";
             /** Content */
-            content: string | (components["schemas"]["TextBlock"] | components["schemas"]["ThinkingBlock"] | components["schemas"]["RedactedThinkingBlock"] | components["schemas"]["ToolUseBlock"] | components["schemas"]["ToolResultBlock"])[];
+            content: string | (components["schemas"]["TextBlock"] | components["schemas"]["ImageBlock"] | components["schemas"]["ThinkingBlock"] | components["schemas"]["RedactedThinkingBlock"] | components["schemas"]["ToolUseBlock"] | components["schemas"]["ToolResultBlock"])[];
         };
         /**
          * InputTokens
@@ -3309,7 +3385,7 @@ export interface components {
              */
             role: "user" | "assistant" | "system" | "developer";
             /** Content */
-            content: string | (components["schemas"]["TextContent"] | components["schemas"]["RefusalContent"])[];
+            content: string | (components["schemas"]["TextContent"] | components["schemas"]["RefusalContent"] | components["schemas"]["ImageContent"])[];
         };
         /**
          * MessagesRequest
@@ -3532,6 +3608,17 @@ export interface components {
             /** Effort */
             effort?: string | null;
             format?: components["schemas"]["JsonFormat"] | null;
+        };
+        /**
+         * PostedImage
+         * @description The bytes of an image. `detail` beside them changes nothing.
+         */
+        PostedImage: {
+            /**
+             * Url
+             * Format: uri
+             */
+            url: string;
         };
         /**
          * PromptLogprob
@@ -3809,6 +3896,11 @@ export interface components {
             prompt: string;
             /** Prompt Token Ids */
             prompt_token_ids: number[];
+            /**
+             * Images
+             * @description Of a prompt with images, in order: the address of each on this server; null where it is not kept any more.
+             */
+            images?: (string | null)[] | null;
             /** Rollouts */
             rollouts: components["schemas"]["RolloutDetail"][];
         };
@@ -4254,12 +4346,12 @@ export interface components {
         };
         /**
          * TextPart
-         * @description A part of a message's content.
+         * @description Text of a message's content.
          */
         TextPart: {
             /**
-             * Type
-             * @constant
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
              */
             type: "text";
             /** Text */
@@ -4364,7 +4456,7 @@ export interface components {
             /** Tool Use Id */
             tool_use_id: string;
             /** Content */
-            content?: (string | components["schemas"]["TextBlock"][]) | null;
+            content?: (string | (components["schemas"]["TextBlock"] | components["schemas"]["ImageBlock"])[]) | null;
             /** Is Error */
             is_error?: boolean | null;
         };
@@ -4624,7 +4716,7 @@ export interface operations {
                     "text/event-stream": unknown;
                 };
             };
-            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `invalid_image`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4926,7 +5018,7 @@ export interface operations {
                     "text/event-stream": unknown;
                 };
             };
-            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `unsupported_parameter`, `limit_exceeded`, `previous_response_not_found`; `invalid_json`, or `invalid_value` (`param` says where) */
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `invalid_image`, `unsupported_parameter`, `limit_exceeded`, `previous_response_not_found`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5289,7 +5381,7 @@ export interface operations {
                     "text/event-stream": unknown;
                 };
             };
-            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `unsupported_parameter`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `invalid_image`, `unsupported_parameter`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5439,7 +5531,7 @@ export interface operations {
                     "application/json": components["schemas"]["InputTokens"];
                 };
             };
-            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `unsupported_parameter`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `unsupported_content`, `invalid_image`, `unsupported_parameter`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5589,7 +5681,7 @@ export interface operations {
                     "application/json": components["schemas"]["BatchAnswer"];
                 };
             };
-            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `batch_too_large`, `unsupported_content`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_grammar`, `invalid_adapter`, `batch_too_large`, `unsupported_content`, `invalid_image`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6020,6 +6112,112 @@ export interface operations {
             };
             /** @description `payload_damaged` */
             410: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    show_image_v1_images__digest__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                digest: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `image_not_found` */
+            404: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6836,7 +7034,7 @@ export interface operations {
                     "application/json": components["schemas"]["TrainSubmitted"];
                 };
             };
-            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `unsupported_content`, `adapter_not_found`, `invalid_adapter`, `no_signal`, `rollout_not_found`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `unsupported_content`, `invalid_image`, `adapter_not_found`, `invalid_adapter`, `no_signal`, `rollout_not_found`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6990,7 +7188,7 @@ export interface operations {
                     "application/json": components["schemas"]["TrainSubmitted"];
                 };
             };
-            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `unsupported_content`, `adapter_not_found`, `invalid_adapter`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
+            /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `unsupported_content`, `invalid_image`, `adapter_not_found`, `invalid_adapter`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9520,6 +9718,17 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `device_lost` */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
         };
     };
     health_v1_v1_health_get: {
@@ -9592,7 +9801,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            /** @description `device_lost`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
