@@ -21,6 +21,7 @@ import asyncio
 import difflib
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -472,8 +473,20 @@ def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluat
             files.replace(directory / f"{_named(step, again)}.{mode}.jsonl", text)
 
 
+_FILE = re.compile(r"step_(\d+)\.(.+)\.jsonl")
+
+
 def _named(step: int, again: bool) -> str:
     return f"{'again' if again else 'step'}_{step:06d}"
+
+
+def evaluation_files(run_dir: Path) -> dict[str, dict[int, Path]]:
+    """Return the files of `save_evaluations`, by mode and then by step; those of other seeds are left out."""
+    found: dict[str, dict[int, Path]] = {}
+    for path in sorted((run_dir / EVALUATIONS).glob("step_*.jsonl")):
+        if match := _FILE.fullmatch(path.name):
+            found.setdefault(match[2], {})[int(match[1])] = path
+    return found
 
 
 def load_evaluations(run_dir: Path, step: int, *, again: bool = False) -> dict[str, Evaluation]:

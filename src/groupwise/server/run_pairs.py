@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from groupwise.errors import DataError
-from groupwise.run.evaluate import Evaluation, load_evaluations, paired_tests
+from groupwise.run.evaluate import Evaluation, evaluation_files, load_evaluations, paired_tests
 from groupwise.server.rollout_view import finite
 from groupwise.server.run_files import RunFiles
 from groupwise.server.schema_runs import PairedChange, RunBeside
-from groupwise.store.rundir import EVALUATIONS
 
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError)  # what a damaged file raises
 
@@ -60,7 +59,7 @@ def _changes(new: Mapping[str, Evaluation], old: Mapping[str, Evaluation]) -> li
 
 
 def _last(directory: Path) -> Mapping[str, Evaluation]:
-    steps = [int(path.name[5:].split(".")[0]) for path in (directory / EVALUATIONS).glob("step_[0-9]*.*.jsonl")]
+    steps = [step for files in evaluation_files(directory).values() for step in files]
     return _read(directory, max(steps)) if steps else {}
 
 

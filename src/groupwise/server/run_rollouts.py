@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from groupwise.errors import RequestError
+from groupwise.run.evaluate import evaluation_files
 from groupwise.server.rollout_view import Block, columns, completion, finite, messages
 from groupwise.server.run_pairs import within
 from groupwise.server.schema_rollouts import (
@@ -42,7 +43,6 @@ from groupwise.server.schema_rollouts import (
 )
 from groupwise.server.schema_runs import RolloutPart, RunChange, RunEvaluations, RunRollout, RunRolloutGroup
 from groupwise.server.token_texts import find_tokenizer
-from groupwise.store.rundir import EVALUATIONS
 from groupwise.store.tracking import ROLLOUTS
 from groupwise.types import SamplingParams
 
@@ -383,7 +383,6 @@ def _prompt(raw: Mapping[str, Any], tokenizer: Tokenizer | None) -> str:
 # ---- held-out prompts ----
 PAIRS = 3  # shown that got better, and as many that got worse
 PAIR_TOKENS = 1000  # of a completion that is shown
-_EVALUATION = re.compile(r"step_(\d+)\.(.+)\.jsonl")
 
 
 def change_of(run: RunFiles) -> RunEvaluations:
@@ -395,7 +394,7 @@ def change_of(run: RunFiles) -> RunEvaluations:
     nothing = RunEvaluations(
         run=run.id, mode=None, first=None, last=None, prompts=0, better=0, worse=0, paired=[], changed=[]
     )
-    by_mode = _evaluations(run)
+    by_mode = evaluation_files(run.directory)
     mode = "greedy" if "greedy" in by_mode else next(iter(by_mode), "")
     files = by_mode.get(mode, {})
     if len(files) < 2:
@@ -430,15 +429,6 @@ def change_of(run: RunFiles) -> RunEvaluations:
         paired=within(run, first, last),
         changed=pairs,
     )
-
-
-def _evaluations(run: RunFiles) -> dict[str, dict[int, Path]]:
-    """Return the file of each step, by mode."""
-    found: dict[str, dict[int, Path]] = {}
-    for path in sorted((run.directory / EVALUATIONS).glob("step_*.jsonl")):
-        if match := _EVALUATION.fullmatch(path.name):
-            found.setdefault(match[2], {})[int(match[1])] = path
-    return found
 
 
 @dataclass

@@ -12,11 +12,11 @@ from typing import Any
 from groupwise.config.run import STARTER, RunConfig, load_config
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, ModelError
-from groupwise.run.evaluate import Evaluation, PairedTest, load_evaluations, paired_tests
+from groupwise.run.evaluate import Evaluation, PairedTest, evaluation_files, load_evaluations, paired_tests
 from groupwise.store import files
 from groupwise.store.hub_adapters import REPOSITORY
 from groupwise.store.locate import TrainedPolicy
-from groupwise.store.rundir import CONFIG, EVALUATIONS, METRICS
+from groupwise.store.rundir import CONFIG, METRICS
 from groupwise.store.tracking import read_metrics
 
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".yaml", ".yml")
@@ -180,9 +180,9 @@ def _license(card: Path) -> str | None:
 def _evaluated_step(run_dir: Path, version: str) -> int | None:
     """Return the last step after which this version ("": whichever it was) was evaluated on the held-out prompts."""
     steps = dict[int, str]()
-    for path in sorted((run_dir / EVALUATIONS).glob("step_*.jsonl")):
+    for step, path in (item for each in evaluation_files(run_dir).values() for item in each.items()):
         with path.open(encoding="utf-8") as file:
-            steps[int(path.name.split(".")[0].removeprefix("step_"))] = json.loads(file.readline())["version"]
+            steps[step] = json.loads(file.readline())["version"]
     return max((step for step, measured in steps.items() if step and version in ("", measured)), default=None)
 
 
