@@ -24,6 +24,7 @@ from groupwise.cli import demo as cli_demo
 from groupwise.cli import envs as cli_envs
 from groupwise.cli import feedback as cli_feedback
 from groupwise.cli import init as cli_init
+from groupwise.cli import keys as cli_keys
 from groupwise.cli import learn as cli_learn
 from groupwise.cli import remote as cli_remote
 from groupwise.cli import rewards as cli_rewards
@@ -66,7 +67,7 @@ PANELS = {
     "Begin": ("demo", "init", "run", "check"),
     "Look at a run, and use it": ("chat", "serve", "ui", "report", "health", "eval", "push"),
     "Rewards and environments of your own": ("rewards", "env"),
-    "A live server": ("rollouts", "train", "feedback", "learn", "adapters"),
+    "A live server": ("rollouts", "train", "feedback", "learn", "adapters", "keys"),
     "More machines, other systems, this machine": (
         "launch",
         "vllm-serve",
@@ -101,6 +102,7 @@ cli_init.add_to(app)
 cli_remote.add_to(app)
 app.add_typer(cli_feedback.app, name="feedback")
 app.add_typer(cli_learn.app, name="learn")
+app.add_typer(cli_keys.app, name="keys")
 
 cli_chat.add_to(app)
 

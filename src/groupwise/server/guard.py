@@ -2,8 +2,8 @@
 
     request id      `x-request-id`, the client's where it is one, on every answer, and on its line in the log
     Host, Origin    on loopback only local names (DNS rebinding); no writing from other sites' pages (CSRF)
-    API key         `authorization: Bearer <key>`, or `x-api-key: <key>` as Anthropic's and Tinker's clients send it,
-                    but for /health and Tinker's links; compared in constant time
+    API key         on every route but /health and Tinker's links; 401 without one, 403 where its role is too small
+                    (`roles`)
     phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
     places          so many requests at once, so many waiting, then 429, and never all of one sender's (`places`); a
                     body that is still arriving takes none
@@ -20,12 +20,10 @@ and read by `read_body` (see `groupwise.server.bodies`).
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import re
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -42,6 +40,7 @@ from groupwise.errors import (
     GroupwiseError,
     MediaTypeError,
     NotReadyError,
+    StorageError,
 )
 from groupwise.server.bodies import check_content_type, parse_body, read_body
 from groupwise.server.errors import (
@@ -54,6 +53,8 @@ from groupwise.server.errors import (
 )
 from groupwise.server.metrics import Recorder
 from groupwise.server.places import Places
+from groupwise.server.roles import Caller, Keyring, may
+from groupwise.store.keys import KeyFile
 from groupwise.tasks.arriving import BodyGuard, ByteLimit, Take
 
 __all__ = ["Gate", "Guard", "check_content_type", "parse_body", "read_body"]
@@ -66,8 +67,6 @@ POLLED = "/api/v1/retrieve_future"  # many at once, and all they do is wait
 QUIET = (OPEN, "/v1/health", "/ready", "/metrics", POLLED)  # asked by the second; a line for each would hide the others
 LINKS = "/api/v1/links/"  # whose paths hold a secret of their own
 OPENAI_PREFIX = "/oai/api"  # where Tinker has OpenAI's routes
-TINKER, TINKER_OPENAI = "/api/v1/", f"{OPENAI_PREFIX}/v1/"  # routes of Tinker's clients
-TINKER_KEY = "tml-"  # how the key has to begin for them
 QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
 GRACE_S = 5.0  # routes have deadlines of their own, with better messages
@@ -112,7 +111,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, *, config: ServeConfig, gate: Gate, recorder: Recorder):
         self.app, self._config, self._gate, self._recorder = app, config, gate, recorder
-        self._key = None if config.api_key is None else _digest(config.api_key)
+        self._keyring = Keyring(config.api_key, KeyFile(config.state_dir.absolute()))
         self._checks_host = is_loopback(config.host) or bool(config.allowed_hosts)
         waiting = config.first_token_timeout_s
         self._writes = Places(config.max_concurrent, config.max_waiting, patience_s=waiting)
@@ -170,7 +169,7 @@ class Guard:
             route = OPEN if scope["path"] == OPEN else getattr(scope.get("route"), "path", "unmatched")
             status, seconds = answer.status or 500, time.monotonic() - began
             self._recorder.http(route, method, status, seconds)
-            _log_access(scope["path"], method, status, seconds, request_id)
+            _log_access(scope, method, status, seconds, request_id)
 
     async def _run(self, scope: Scope, headers: Headers, body: BodyGuard, answer: _ResponseGuard) -> None:
         """Run the application until its answer begins or its time is over."""
@@ -237,11 +236,18 @@ class Guard:
                 f"requests from pages of {echo(printable(origin))} may change nothing here",
                 hint="add the origin to cors_origins if its pages are to use this server",
             )
-        scope["state"]["trusted"] = trusted = self._has_key(headers, scope["path"])
-        if scope["path"] == OPEN:
+        path, caller = scope["path"], None
+        with suppress(*((StorageError,) if path == OPEN else ())):  # whose answer says nothing then, but answers
+            caller = self._keyring.of(headers, path)
+        scope["state"]["caller"] = caller
+        scope["state"]["trusted"] = caller is not None and may(caller.role, "GET", OPEN)
+        scope["state"]["sender"] = _sender(scope, caller)
+        if path == OPEN:
             return
-        if not trusted and not scope["path"].startswith(LINKS):
+        if caller is None and not path.startswith(LINKS):
             raise self._keyless(scope, headers)
+        if caller is not None:
+            caller.check(scope["method"], path)
         self._gate.check()
         if headers.get("content-encoding", "identity").lower() != "identity":
             encoding = echo(printable(headers["content-encoding"]))
@@ -262,15 +268,6 @@ class Guard:
         except ValueError:  # it is no URL, as "http://[bad"
             return False
 
-    def _has_key(self, headers: Headers, path: str) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if not given:
-            scheme, given = "bearer", headers.get("x-api-key", "")
-        if path.startswith((TINKER, TINKER_OPENAI)):
-            given = given.strip().removeprefix(TINKER_KEY)
-        known = self._key is None or hmac.compare_digest(_digest(given.strip()), self._key)
-        return known and (self._key is None or scheme.lower() == "bearer")
-
     def _keyless(self, scope: Scope, headers: Headers) -> AuthenticationError:
         given = "authorization" in headers or "x-api-key" in headers
         what = "the API key is wrong" if given else "this route needs an API key"
@@ -288,7 +285,7 @@ class Guard:
 
         async def take(*, long: bool) -> None:
             if scope["path"] != OPEN:
-                await held.enter_async_context(places.held(_sender(scope)))
+                await held.enter_async_context(places.held(scope["state"]["sender"]))
             if long and places is not self._uploads:  # which are as large as they may be, and few
                 await held.enter_async_context(self._long.held(size))
 
@@ -300,11 +297,14 @@ class Guard:
         return getattr(self._config, name), name
 
 
-def _log_access(path: str, method: str, status: int, seconds: float, request_id: str) -> None:
-    """Log a line for a request that was answered. Queries are left out, as there may be a key in one."""
+def _log_access(scope: Scope, method: str, status: int, seconds: float, request_id: str) -> None:
+    """Log a line for a request that was answered, with the name of its key where it has one. Queries are left out, as
+    there may be a key in one."""
+    path, caller = scope["path"], scope["state"].get("caller")
     level = logging.DEBUG if path in QUIET and status < 400 else logging.INFO
     asked = f"{printable(method)} {_shown(path)}"
-    access.log(level, "%s %d %.0f ms request %s", asked, status, 1000 * seconds, request_id)
+    whose = "" if caller is None or caller.name is None else f" key {caller.name}"
+    access.log(level, "%s %d %.0f ms request %s%s", asked, status, 1000 * seconds, request_id, whose)
 
 
 def _shown(path: str) -> str:
@@ -312,12 +312,10 @@ def _shown(path: str) -> str:
     return f"{LINKS}..." if path.startswith(LINKS) else printable(path)
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
-
-
-def _sender(scope: Scope) -> str:
-    """Return who sends a request: the address of its connection."""
+def _sender(scope: Scope, caller: Caller | None) -> str:
+    """Return who sends a request: a named key, or else the address of the connection."""
+    if caller is not None and caller.name is not None:
+        return f"key {caller.name}"
     client = scope.get("client")
     return client[0] if client else ""
 

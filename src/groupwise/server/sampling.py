@@ -237,7 +237,7 @@ class Admissions:
         """
         began = asyncio.get_running_loop().time()
         prompts, params = self._asked_of(body, prompts, grammars or [None] * len(prompts), top_logprobs=top_logprobs)
-        sender = http.client.host if http.client else ""
+        sender = http.state.sender
         await compiled(self.engine, grammars, sender=sender)
         whole_s, first_s = self.config.request_timeout_s, self.config.first_token_timeout_s
         patience_s = min(whole_s, first_s) if stream else whole_s

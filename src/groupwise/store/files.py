@@ -367,11 +367,13 @@ def check_writable(directory: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def replace(path: Path, text: str) -> None:
-    """Put `text` at `path` in one step: after a crash the file is the old one or the new one."""
+def replace(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Put `text` at `path` in one step, with this mode less the umask: after a crash the file is the old one or the new
+    one."""
     temporary = staging_path(path.parent)
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+            file.write(text)
         fsync(temporary)
         os.replace(temporary, path)
     finally:

@@ -23,6 +23,7 @@ _KEYS = re.compile(
 )
 _SHAPES = (
     r"hf_[A-Za-z0-9]{30,}",
+    r"gwk_[A-Za-z0-9_-]{40,}",  # ours
     r"sk-[A-Za-z0-9_-]{20,}",  # OpenAI, Anthropic and others
     r"gh[pousr]_[A-Za-z0-9]{30,}",
     r"github_pat_[A-Za-z0-9_]{40,}",

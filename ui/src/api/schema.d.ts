@@ -4736,7 +4736,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4887,7 +4887,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5038,7 +5038,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5186,7 +5186,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5292,7 +5292,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5401,7 +5401,7 @@ export interface operations {
                     "application/json": components["schemas"]["AnthropicEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5551,7 +5551,7 @@ export interface operations {
                     "application/json": components["schemas"]["AnthropicEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5701,7 +5701,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5880,7 +5880,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5994,7 +5994,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6090,7 +6090,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6206,7 +6206,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6320,7 +6320,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6420,7 +6420,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6578,7 +6578,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6672,7 +6672,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6766,7 +6766,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6860,7 +6860,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6954,7 +6954,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7054,7 +7054,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7208,7 +7208,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7361,7 +7361,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7467,7 +7467,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7571,7 +7571,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7667,7 +7667,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7788,7 +7788,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7894,7 +7894,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8011,7 +8011,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8128,7 +8128,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8232,7 +8232,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8328,7 +8328,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8434,7 +8434,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8555,7 +8555,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8706,7 +8706,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8874,7 +8874,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8985,7 +8985,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9153,7 +9153,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9311,7 +9311,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9462,7 +9462,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9570,7 +9570,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9708,7 +9708,7 @@ export interface operations {
                     "application/json": components["schemas"]["Health"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9770,7 +9770,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9864,7 +9864,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9958,7 +9958,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10052,7 +10052,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10148,7 +10148,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10252,7 +10252,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10346,7 +10346,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10440,7 +10440,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10535,7 +10535,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10629,7 +10629,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];

@@ -494,7 +494,7 @@ NOT_OFFERED = {
     "POST /sessions/search": ("sessions are not kept after their end", "GET /api/v1/sessions lists those that live"),
     "POST /create_custom_loss": ("losses of your own run in the client", "use forward_backward_custom"),
     "POST /auth/token": ("there are no accounts", "send the server's key as TINKER_API_KEY=tml-<key>"),
-    "GET /auth/apikey/me": ("there are no accounts", "the server has one key, GROUPWISE_API_KEY"),
+    "GET /auth/apikey/me": ("there are no accounts", "`groupwise keys list` on the server's machine shows its keys"),
 }
 
 

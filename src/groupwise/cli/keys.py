@@ -1,0 +1,92 @@
+"""`groupwise keys ...`: keys of a server that have a name and a role, made and ended without a restart.
+
+groupwise keys add phone-app --role sample     # prints the key, once
+groupwise keys list
+groupwise keys turn phone-app                  # another key of the same role; the old one is worth nothing
+groupwise keys revoke phone-app
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from groupwise.cli.frame import OPTIONS, AsJson, Debug, examples, print_table
+from groupwise.cli.output import print_json, print_line, say
+
+if TYPE_CHECKING:
+    from groupwise.store.keys import KeyFile, Role
+
+app = typer.Typer(help="Keys of a server: one for each program that uses it, with a role; no restart.", **OPTIONS)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called, as in the server's log.")]
+StateDir = Annotated[
+    Path, typer.Option("--state-dir", metavar="DIR", help="That of the server, on the server's machine.")
+]
+STATE_DIR = Path("groupwise-state")
+
+
+@app.command(epilog=examples("groupwise keys add phone-app --role sample", "groupwise keys add grafana --role read"))
+def add(
+    name: Name,
+    role: Annotated[str, typer.Option(metavar="ROLE", help="sample, read, train or admin (docs/server.md).")],
+    state_dir: StateDir = STATE_DIR,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a key and print it. It is kept nowhere: what the server has is its digest."""
+    keys = _keys(state_dir)
+    first = not keys.all()
+    _print_key(name, keys.add(name, role=_role(role)), as_json=as_json)
+    if first:
+        say("from now on the server asks every request for a key: this one, or its GROUPWISE_API_KEY")
+
+
+@app.command("list")
+def list_(state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Show the names and roles of the keys, and when they were made."""
+    keys = _keys(state_dir).all()
+    if as_json:
+        print_json([key.model_dump(exclude={"digest"}) for key in keys])
+    elif keys:
+        print_table([("name", "role", "made", "turned"), *((k.name, k.role, k.made, k.turned or "") for k in keys)])
+    else:
+        say(f"no keys in {state_dir}; make one: groupwise keys add NAME --role sample")
+
+
+@app.command()
+def turn(name: Name, state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Replace a key by a new one of its role, and print that."""
+    _print_key(name, _keys(state_dir).turn(name), as_json=as_json)
+
+
+@app.command()
+def revoke(name: Name, state_dir: StateDir = STATE_DIR, debug: Debug = False) -> None:
+    """End a key: the server's next request with it is refused. Where no key is left, GROUPWISE_API_KEY alone counts."""
+    keys = _keys(state_dir)
+    say(f"{name} ({keys.revoke(name).role}) is worth nothing from now on")
+    if not keys.all():
+        say("no named key is left: a server without GROUPWISE_API_KEY now answers everybody who reaches it")
+
+
+def _keys(state_dir: Path) -> KeyFile:
+    from groupwise.store.keys import KeyFile
+
+    return KeyFile(state_dir.absolute())
+
+
+def _role(text: str) -> Role:
+    """Return the role of this name. Raises ConfigError."""
+    from groupwise.errors import ConfigError
+    from groupwise.store.keys import ROLES
+
+    for role in ROLES:
+        if role == text:
+            return role
+    raise ConfigError(f"--role is {text[:80]!r}", field="role", hint=f"it is one of {', '.join(ROLES)}")
+
+
+def _print_key(name: str, key: str, *, as_json: bool) -> None:
+    print_json({"name": name, "key": key}) if as_json else print_line(key)

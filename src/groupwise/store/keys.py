@@ -1,0 +1,161 @@
+"""The keys of a server that have a name: made, listed, turned and revoked without a restart.
+
+    STATE_DIR/keys.json     name -> role, SHA-256 of the key, when it was made and turned; a key itself is nowhere
+
+    keys = KeyFile(state_dir)
+    key = keys.add("phone-app", role="sample")      # shown once
+    keys.find(key).name                             # "phone-app", until keys.revoke("phone-app")
+
+A key is 256 random bits, so that its digest needs no salt and cannot be guessed back. A role is what its key may do:
+
+    sample      chats, completions and batches, feedback on their answers, the names of models
+    read        all that is only shown: status, metrics, jobs, rollouts, adapters and their files
+    train       both, and jobs, adapters, and the API of Tinker's clients
+    admin       everything, as with GROUPWISE_API_KEY
+
+The keys are those of one owner: who may read sees what all of them made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from groupwise.errors import ConfigError, GroupwiseError, StorageError
+from groupwise.store import files
+
+Role = Literal["sample", "read", "train", "admin"]
+ROLES: tuple[Role, ...] = get_args(Role)
+FILE = "keys.json"
+PREFIX = "gwk_"  # by which a key in a log or a repository is recognised
+
+_NAME = re.compile(r"[a-zA-Z0-9][\w.-]{0,63}", re.ASCII)
+
+
+class Key(BaseModel):
+    """A key, without the key. Times are UTC, ISO 8601; `turned` is when the key was last replaced."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    role: Role
+    digest: str
+    made: str
+    turned: str | None = None
+
+
+_KEYS = TypeAdapter(list[Key])
+
+
+def digest(text: str) -> str:
+    """Return the SHA-256 of a key, in hexadecimal digits."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class KeyFile:
+    """The keys in a state directory. A change by another process counts from the next request on."""
+
+    def __init__(self, state_dir: Path):
+        self.path = state_dir / FILE
+        self._read: tuple[object, dict[str, Key]] | None = None
+
+    def all(self) -> list[Key]:
+        """Return the keys, in the order in which they were made.
+
+        Raises StorageError if the file is there and cannot be read: then no key is known.
+        """
+        return list(self._by_digest().values())
+
+    def find(self, text: str) -> Key | None:
+        """Return the key of this text; None if there is none, or not any more. Raises StorageError as `all`."""
+        return self._by_digest().get(digest(text))
+
+    def add(self, name: str, *, role: Role) -> str:
+        """Make a key, and return it, which cannot be shown again.
+
+        Raises ConfigError for a name that is taken or cannot be one, StorageError if the file cannot be read or
+        written.
+        """
+        if not _NAME.fullmatch(name):
+            what = "give it 1 to 64 letters, digits, hyphens, dots or underscores, a letter or digit first"
+            raise ConfigError(f"{name[:80]!r} cannot name a key", field="name", hint=what)
+        with self._changing() as keys:
+            if name in keys:
+                hint = f"choose another name, or give it a new key: groupwise keys turn {name}"
+                raise ConfigError(f"there is a key {name} already ({keys[name].role})", field="name", hint=hint)
+            text = _new()
+            keys[name] = Key(name=name, role=role, digest=digest(text), made=_now())
+        return text
+
+    def turn(self, name: str) -> str:
+        """Replace a key by a new one of its role, and return that; the old one is worth nothing from now on.
+
+        Raises ConfigError if there is none of this name, StorageError as `add`.
+        """
+        with self._changing() as keys:
+            old, text = self._named(keys, name), _new()
+            keys[name] = old.model_copy(update={"digest": digest(text), "turned": _now()})
+        return text
+
+    def revoke(self, name: str) -> Key:
+        """End a key, and return what it was. Raises as `turn`."""
+        with self._changing() as keys:
+            old = self._named(keys, name)
+            del keys[name]
+        return old
+
+    @staticmethod
+    def _named(keys: dict[str, Key], name: str) -> Key:
+        if name not in keys:
+            known = ", ".join(keys) or "none"
+            raise ConfigError(f"there is no key {name[:80]!r}", field="name", hint=f"the keys are: {known}")
+        return keys[name]
+
+    @contextmanager
+    def _changing(self) -> Iterator[dict[str, Key]]:
+        """Context manager: the keys by name, which are written at the end; nobody else changes them meanwhile."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with files.locked(self.path.parent):
+                keys = {key.name: key for key in self.all()}
+                yield keys
+                rows = [key.model_dump(exclude_none=True) for key in keys.values()]
+                files.replace(self.path, json.dumps(rows, indent=1) + "\n", mode=0o600)
+        except GroupwiseError:
+            raise
+        except OSError as error:
+            raise StorageError.of(error, f"cannot write {self.path}: {error.strerror or error}") from error
+
+    def _by_digest(self) -> dict[str, Key]:
+        """Return the keys, read again where the file is another one than before."""
+        try:
+            about = self.path.stat()
+            state = (about.st_ino, about.st_mtime_ns, about.st_size)
+            if self._read is None or self._read[0] != state:
+                keys = _KEYS.validate_json(self.path.read_bytes())
+                self._read = state, {key.digest: key for key in keys}
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise StorageError.of(error, f"cannot read {self.path}: {error.strerror or error}") from error
+        except ValidationError as error:
+            hint = "put a copy of it back, or remove it and make new keys; GROUPWISE_API_KEY is not kept there"
+            raise StorageError(f"{self.path} is damaged: {error.error_count()} errors", hint=hint) from error
+        return self._read[1]
+
+
+def _new() -> str:
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"

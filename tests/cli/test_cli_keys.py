@@ -1,0 +1,52 @@
+"""`groupwise keys`, and that the server of the state directory takes what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from groupwise.cli.main import app
+from groupwise.store.keys import ROLES, KeyFile
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`keys("list")`: a command in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: CliRunner().invoke(app, ["keys", *words])
+
+
+def test_a_key_s_life(keys, tmp_path: Path) -> None:
+    there = KeyFile(tmp_path / "groupwise-state")
+    made = keys("add", "phone-app", "--role", "sample")
+    assert made.exit_code == 0
+    key = made.stdout.strip()
+    found = there.find(key)
+    assert found is not None and (found.name, found.role) == ("phone-app", "sample")
+    listed = keys("list", "--json")
+    (row,) = json.loads(listed.stdout)
+    assert (row["name"], row["role"], "digest" in row) == ("phone-app", "sample", False)
+    assert key not in keys("list").stdout and "phone-app" in keys("list").stdout
+    turned = json.loads(keys("turn", "phone-app", "--json").stdout)
+    assert turned["name"] == "phone-app" and there.find(turned["key"]) is not None and there.find(key) is None
+    assert keys("revoke", "phone-app").exit_code == 0
+    assert there.all() == [] and json.loads(keys("list", "--json").stdout) == []
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role(keys, tmp_path: Path, role: str) -> None:
+    made = keys("add", "a", "--role", role, "--state-dir", "elsewhere")
+    found = KeyFile(tmp_path / "elsewhere").find(made.stdout.strip())
+    assert found is not None and found.role == role
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("add", "a", "--role", "king"), ("add", "a b", "--role", "read"), ("turn", "a"), ("revoke", "a"), ("add", "a")],
+)
+def test_what_is_wrong_changes_nothing(keys, tmp_path: Path, words: tuple[str, ...]) -> None:
+    assert keys(*words).exit_code == 2
+    assert KeyFile(tmp_path / "groupwise-state").all() == []
