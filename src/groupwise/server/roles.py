@@ -61,10 +61,10 @@ class Caller:
     def check(self, method: str, path: str) -> None:
         """Raise RoleError unless the role is enough for a request of this method to this path."""
         if not may(self.role, method, path):
-            enough = " or ".join(role for role, what in ENOUGH.items() if needed(method, path) in what)
+            enough = [role for role, what in ENOUGH.items() if needed(method, path) in what]
             raise RoleError(
                 f"the key {self.name} is for {self.role}, which is not enough for {method} here",
-                hint=f"use a key for {enough}: groupwise keys add NAME --role ROLE",
+                hint=f"use a key for {' or '.join(enough)}: groupwise keys add NAME --role {enough[0]}",
             )
 
 
