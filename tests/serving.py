@@ -108,7 +108,7 @@ def served(
         app.include_router(router)
     add_handlers(app)
     try:
-        with running(Guard(app, config=settings, gate=Gate("ready"), recorder=recorder)) as port:
+        with running(Guard(app, config=settings, gate=Gate("ready"), recorder=recorder, usage=server.usage)) as port:
             yield Served(port, server)
     finally:
         policies.close()

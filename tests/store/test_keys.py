@@ -64,6 +64,18 @@ def test_a_name_that_is_none(keys: KeyFile, name: str) -> None:
     assert not keys.path.exists()
 
 
+@pytest.mark.parametrize("bound", ["requests_per_minute", "tokens_per_day"])
+def test_bounds_are_kept_and_one_of_nothing_is_refused(keys: KeyFile, bound: str) -> None:
+    with raises(ConfigError, field=bound):
+        keys.add("a", role="sample", **{bound: 0})
+    assert keys.all() == []
+    text = keys.add("a", role="sample", **{bound: 7})
+    found = keys.find(text)
+    assert found is not None and getattr(found, bound) == 7
+    turned = keys.find(keys.turn("a"))
+    assert turned is not None and getattr(turned, bound) == 7
+
+
 def test_a_name_is_one_key_s(keys: KeyFile) -> None:
     key = keys.add("a", role="sample")
     with raises(ConfigError, field="name"):

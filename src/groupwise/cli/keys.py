@@ -17,7 +17,7 @@ from groupwise.cli.frame import OPTIONS, AsJson, Debug, examples, print_table
 from groupwise.cli.output import print_json, print_line, say
 
 if TYPE_CHECKING:
-    from groupwise.store.keys import KeyFile, Role
+    from groupwise.store.keys import Key, KeyFile, Role
 
 app = typer.Typer(help="Keys of a server: one for each program that uses it, with a role; no restart.", **OPTIONS)
 
@@ -28,10 +28,20 @@ StateDir = Annotated[
 STATE_DIR = Path("groupwise-state")
 
 
-@app.command(epilog=examples("groupwise keys add phone-app --role sample", "groupwise keys add grafana --role read"))
+@app.command(
+    epilog=examples(
+        "groupwise keys add phone-app --role sample --tokens-per-day 1000000", "groupwise keys add grafana --role read"
+    )
+)
 def add(
     name: Name,
     role: Annotated[str, typer.Option(metavar="ROLE", help="sample, read, train or admin (docs/server.md).")],
+    requests_per_minute: Annotated[
+        int | None, typer.Option(metavar="N", help="More are answered 429.", show_default=False)
+    ] = None,
+    tokens_per_day: Annotated[
+        int | None, typer.Option(metavar="N", help="Of prompts and completions, UTC; then 429.", show_default=False)
+    ] = None,
     state_dir: StateDir = STATE_DIR,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -39,7 +49,8 @@ def add(
     """Make a key and print it. It is kept nowhere: what the server has is its digest."""
     keys = _keys(state_dir)
     first = not keys.all()
-    _print_key(name, keys.add(name, role=_role(role)), as_json=as_json)
+    bounds = {"requests_per_minute": requests_per_minute, "tokens_per_day": tokens_per_day}
+    _print_key(name, keys.add(name, role=_role(role), **bounds), as_json=as_json)
     if first:
         say("from now on the server asks every request for a key: this one, or its GROUPWISE_API_KEY")
 
@@ -51,7 +62,8 @@ def list_(state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug
     if as_json:
         print_json([key.model_dump(exclude={"digest"}) for key in keys])
     elif keys:
-        print_table([("name", "role", "made", "turned"), *((k.name, k.role, k.made, k.turned or "") for k in keys)])
+        titles = ("name", "role", "made", "turned", "requests a minute", "tokens a day")
+        print_table([titles, *(_row(key) for key in keys)])
     else:
         say(f"no keys in {state_dir}; make one: groupwise keys add NAME --role sample")
 
@@ -69,6 +81,11 @@ def revoke(name: Name, state_dir: StateDir = STATE_DIR, debug: Debug = False) ->
     say(f"{name} ({keys.revoke(name).role}) is worth nothing from now on")
     if not keys.all():
         say("no named key is left: a server without GROUPWISE_API_KEY now answers everybody who reaches it")
+
+
+def _row(key: Key) -> tuple[str, ...]:
+    bounds = (key.requests_per_minute, key.tokens_per_day)
+    return (key.name, key.role, key.made, key.turned or "-", *("-" if each is None else str(each) for each in bounds))
 
 
 def _keys(state_dir: Path) -> KeyFile:

@@ -115,7 +115,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         routes.mount(app, server)
     add_handlers(app, without=server.paths, disk_failed=server.storage.failed)
     describe(app, config)
-    app.add_middleware(Guard, config=config, gate=gate or Gate("ready"), recorder=server.recorder)
+    app.add_middleware(Guard, config=config, gate=gate or Gate("ready"), recorder=server.recorder, usage=server.usage)
     if config.cors_origins:
         headers = ["authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id", "x-session-id"]
         app.add_middleware(
@@ -370,6 +370,7 @@ class _ServerProcess:
             self._server.reader.close()
             await asyncio.to_thread(self._server.engine.close)
             await asyncio.to_thread(self._server.answers.close)
+            await asyncio.to_thread(self._server.usage.save)
             for part in (self._server.trainer, self._server.gate):
                 if part is not None:
                     await asyncio.to_thread(part.close)

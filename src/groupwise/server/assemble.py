@@ -23,6 +23,8 @@ from groupwise.server.sampling import Admissions
 from groupwise.server.state import Parts, Server, select
 from groupwise.server.storage import StorageProbe
 from groupwise.server.supervisor import Supervisor, worker_command
+from groupwise.server.usage import FILE as USAGE
+from groupwise.server.usage import KeyUsage
 from groupwise.server.webhooks import Webhooks
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
@@ -114,6 +116,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
     server = server_over(parts, reader=Reader(TextModel.of(base), config), supervisor=supervisor)
     health = select(HealthParts, server)
     recorder.watch(lambda: gauges(health))
+    recorder.watch(server.usage.samples)
     supervisor.gate = server.gate
     return server
 
@@ -126,11 +129,13 @@ def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Serv
     prompts not be used.
     """
     config, answers = parts.config, AnswerLog(parts.ledger)
+    usage = KeyUsage(config.state_dir.absolute() / USAGE)
     gate = None if config.gate is None else Gatekeeper(parts, config.gate)
     return Server(
         **vars(parts),
         reader=reader,
         supervisor=supervisor,
+        usage=usage,
         storage=StorageProbe(config.state_dir),
         admissions=Admissions(
             config=config,
@@ -139,6 +144,7 @@ def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Serv
             policies=parts.policies,
             recorder=parts.recorder,
             answers=answers,
+            usage=usage,
             gate=gate,
         ),
         responses=ResponseStore(),

@@ -3,7 +3,7 @@
     request id      `x-request-id`, the client's where it is one, on every answer, and on its line in the log
     Host, Origin    on loopback only local names (DNS rebinding); no writing from other sites' pages (CSRF)
     API key         on every route but /health and Tinker's links; 401 without one, 403 where its role is too small
-                    (`roles`)
+                    (`roles`), 429 where it asks too often (`usage`)
     phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
     places          so many requests at once, so many waiting, then 429, and never all of one sender's (`places`); a
                     body that is still arriving takes none
@@ -54,6 +54,7 @@ from groupwise.server.errors import (
 from groupwise.server.metrics import Recorder
 from groupwise.server.places import Places
 from groupwise.server.roles import Caller, Keyring, may
+from groupwise.server.usage import KeyUsage
 from groupwise.store.keys import KeyFile
 from groupwise.tasks.arriving import BodyGuard, ByteLimit, Take
 
@@ -109,8 +110,10 @@ class Gate:
 class Guard:
     """The middleware. `gate` may change at any time; `config` does not."""
 
-    def __init__(self, app: ASGIApp, *, config: ServeConfig, gate: Gate, recorder: Recorder):
-        self.app, self._config, self._gate, self._recorder = app, config, gate, recorder
+    def __init__(
+        self, app: ASGIApp, *, config: ServeConfig, gate: Gate, recorder: Recorder, usage: KeyUsage | None = None
+    ):
+        self.app, self._config, self._gate, self._recorder, self._usage = app, config, gate, recorder, usage
         self._keyring = Keyring(config.api_key, KeyFile(config.state_dir.absolute()))
         self._checks_host = is_loopback(config.host) or bool(config.allowed_hosts)
         waiting = config.first_token_timeout_s
@@ -248,6 +251,8 @@ class Guard:
             raise self._keyless(scope, headers)
         if caller is not None:
             caller.check(scope["method"], path)
+            if caller.key is not None and self._usage is not None:
+                self._usage.check_rate(caller.key)
         self._gate.check()
         if headers.get("content-encoding", "identity").lower() != "identity":
             encoding = echo(printable(headers["content-encoding"]))
@@ -303,7 +308,7 @@ def _log_access(scope: Scope, method: str, status: int, seconds: float, request_
     path, caller = scope["path"], scope["state"].get("caller")
     level = logging.DEBUG if path in QUIET and status < 400 else logging.INFO
     asked = f"{printable(method)} {_shown(path)}"
-    whose = "" if caller is None or caller.name is None else f" key {caller.name}"
+    whose = "" if caller is None or caller.key is None else f" key {caller.key.name}"
     access.log(level, "%s %d %.0f ms request %s%s", asked, status, 1000 * seconds, request_id, whose)
 
 
@@ -314,8 +319,8 @@ def _shown(path: str) -> str:
 
 def _sender(scope: Scope, caller: Caller | None) -> str:
     """Return who sends a request: a named key, or else the address of the connection."""
-    if caller is not None and caller.name is not None:
-        return f"key {caller.name}"
+    if caller is not None and caller.key is not None:
+        return f"key {caller.key.name}"
     client = scope.get("client")
     return client[0] if client else ""
 

@@ -25,7 +25,7 @@ Adapter versions are immutable: `name@3`. What names no adapter is answered by t
 EVERYWHERE = {
     400: "`invalid_value`: a parameter or a field is wrong; `param` says which",
     403: "`forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this",
-    429: "`overloaded`: too many requests at once; see `retry-after`",
+    429: "`overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after`",
     500: "`internal_error`: a bug; the log has it under the request id",
     503: "`not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it",
     504: "`deadline_exceeded`",

@@ -53,17 +53,18 @@ class RoleError(GroupwiseError):
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request. `name` is that of the key; None stands for the owner, whose key is GROUPWISE_API_KEY."""
+    """Who sent a request. `key` is None for the owner, whose key is GROUPWISE_API_KEY."""
 
     role: Role
-    name: str | None = None
+    key: Key | None = None
 
     def check(self, method: str, path: str) -> None:
         """Raise RoleError unless the role is enough for a request of this method to this path."""
         if not may(self.role, method, path):
             enough = [role for role, what in ENOUGH.items() if needed(method, path) in what]
+            name = "owner" if self.key is None else self.key.name
             raise RoleError(
-                f"the key {self.name} is for {self.role}, which is not enough for {method} here",
+                f"the key {name} is for {self.role}, which is not enough for {method} here",
                 hint=f"use a key for {' or '.join(enough)}: groupwise keys add NAME --role {enough[0]}",
             )
 
@@ -108,4 +109,4 @@ class Keyring:
         if self._owner is None and not self._keys.all():
             return OWNER
         key: Key | None = self._keys.find(given) if bearer and given else None
-        return None if key is None else Caller(key.role, key.name)
+        return None if key is None else Caller(key.role, key)

@@ -43,6 +43,7 @@ from groupwise.server.metrics import Recorder, RequestRecord
 from groupwise.server.places import give_back
 from groupwise.server.policies import Policies
 from groupwise.server.schema_openai import Sampling
+from groupwise.server.usage import KeyUsage, QuotaError
 from groupwise.store.ledger import RolloutRecord
 from groupwise.tasks.reply import TextStream
 from groupwise.types import Completion, Grammar, PolicyVersion, SamplingParams, SamplingRequest
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from groupwise.model.load import LoadedModel
     from groupwise.server.feedback import AnswerLog
     from groupwise.server.gate import Gatekeeper
+    from groupwise.store.keys import Key
 
 COMPILE_S = 15.0  # for a grammar, with those that wait before it
 
@@ -71,6 +73,7 @@ SAMPLING_ERRORS = (
     OverloadedError,
     DeadlineError,
     EngineError,
+    QuotaError,
 )  # what every route that samples may answer
 
 
@@ -87,6 +90,7 @@ class Admission:
     generation: Generation
     record: RequestRecord
     counts: bool  # in a trial: a person asked, and named no version
+    key: Key | None  # that the request has, where it is a named one
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -162,6 +166,11 @@ class Admission:
             cached_tokens=None if used.prompt_tokens_details is None else used.prompt_tokens_details.cached_tokens,
             completion=first.text,
         )
+        self._used(used.prompt_tokens, used.completion_tokens)
+
+    def _used(self, prompt_tokens: int, completion_tokens: int) -> None:
+        if self.key is not None:
+            self.admissions.usage.sampled(self.key, prompt_tokens, completion_tokens)
 
     def failed(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """Record how a request ended that did not finish; an exit callback."""
@@ -171,6 +180,8 @@ class Admission:
         trial = self.admissions.policies.trial
         if trial is not None and self.counts and isinstance(error, Exception) and not self._is_the_clients(error):
             trial.failed(self.version)
+        if not self.record.over:
+            self._used(prompt, self.record.count)
         self.admissions.recorder.finished(self.record, finish_reason=reason, prompt_tokens=prompt)
 
     def _is_the_clients(self, error: Exception) -> bool:
@@ -195,6 +206,7 @@ class Admissions:
     """Admits the requests that sample, of one server.
 
     Args:
+        usage: counts what named keys use, and bounds it.
         gate: offers answers to a version that is on trial as a shadow; None without a gate.
         under_way: how many requests for completions each address has. For the event loop.
     """
@@ -205,6 +217,7 @@ class Admissions:
     policies: Policies
     recorder: Recorder
     answers: AnswerLog
+    usage: KeyUsage
     gate: Gatekeeper | None
     under_way: Counter[str] = field(default_factory=Counter)
 
@@ -232,12 +245,15 @@ class Admissions:
         Raises:
             GrammarError, NotReadyError: a grammar cannot be compiled, or not now.
             ContextLengthError: a prompt does not fit, together with what is asked for.
+            QuotaError: the request's key has used up its tokens of the day.
             ModelError, AdapterNotFoundError, AdapterError, DeadlineError, OverloadedError, RequestError: as
                 `Policies.lease`, which may wait for room within the deadline of the request.
         """
         began = asyncio.get_running_loop().time()
         prompts, params = self._asked_of(body, prompts, grammars or [None] * len(prompts), top_logprobs=top_logprobs)
         sender = http.state.sender
+        if (key := http.state.caller and http.state.caller.key) is not None:
+            self.usage.check_tokens(key)
         await compiled(self.engine, grammars, sender=sender)
         whole_s, first_s = self.config.request_timeout_s, self.config.first_token_timeout_s
         patience_s = min(whole_s, first_s) if stream else whole_s
@@ -288,6 +304,7 @@ class Admissions:
             model=model,
             version=version,
             counts=counts,
+            key=key,
             requests=requests,
             generation=generation,
             record=self.recorder.request_started(

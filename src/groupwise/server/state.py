@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from groupwise.server.sampling import Admissions
     from groupwise.server.storage import StorageProbe
     from groupwise.server.supervisor import Supervisor
+    from groupwise.server.usage import KeyUsage
     from groupwise.store.adapters import AdapterStore
     from groupwise.store.feedback import FeedbackLog
     from groupwise.store.ledger import Ledger
@@ -61,6 +62,7 @@ class Server(Parts):
     Args:
         reader: reads the bodies of requests, long ones in other processes.
         supervisor: starts the worker and swaps in what it trained.
+        usage: counts what each named key uses, and bounds it.
         storage: tells whether the state directory can still be written.
         admissions: admits the requests that sample.
         responses: the answers of /v1/responses that are kept.
@@ -72,6 +74,7 @@ class Server(Parts):
 
     reader: Reader
     supervisor: Supervisor
+    usage: KeyUsage
     storage: StorageProbe
     admissions: Admissions
     responses: ResponseStore

@@ -1,6 +1,6 @@
 """The keys of a server that have a name: made, listed, turned and revoked without a restart.
 
-    STATE_DIR/keys.json     name -> role, SHA-256 of the key, when it was made and turned; a key itself is nowhere
+    STATE_DIR/keys.json     name, role, SHA-256 of the key, when it was made and turned, bounds; a key itself is nowhere
 
     keys = KeyFile(state_dir)
     key = keys.add("phone-app", role="sample")      # shown once
@@ -26,9 +26,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from groupwise.errors import ConfigError, GroupwiseError, StorageError
 from groupwise.store import files
@@ -42,7 +42,8 @@ _NAME = re.compile(r"[a-zA-Z0-9][\w.-]{0,63}", re.ASCII)
 
 
 class Key(BaseModel):
-    """A key, without the key. Times are UTC, ISO 8601; `turned` is when the key was last replaced."""
+    """A key, without the key. Times are UTC, ISO 8601; `turned` is when the key was last replaced. Without a number a
+    bound does not bound."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -51,6 +52,8 @@ class Key(BaseModel):
     digest: str
     made: str
     turned: str | None = None
+    requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_day: Annotated[int, Field(ge=1)] | None = None
 
 
 _KEYS = TypeAdapter(list[Key])
@@ -79,7 +82,9 @@ class KeyFile:
         """Return the key of this text; None if there is none, or not any more. Raises StorageError as `all`."""
         return self._by_digest().get(digest(text))
 
-    def add(self, name: str, *, role: Role) -> str:
+    def add(
+        self, name: str, *, role: Role, requests_per_minute: int | None = None, tokens_per_day: int | None = None
+    ) -> str:
         """Make a key, and return it, which cannot be shown again.
 
         Raises ConfigError for a name that is taken or cannot be one, StorageError if the file cannot be read or
@@ -88,12 +93,22 @@ class KeyFile:
         if not _NAME.fullmatch(name):
             what = "give it 1 to 64 letters, digits, hyphens, dots or underscores, a letter or digit first"
             raise ConfigError(f"{name[:80]!r} cannot name a key", field="name", hint=what)
+        for field, bound in (("requests_per_minute", requests_per_minute), ("tokens_per_day", tokens_per_day)):
+            if bound is not None and bound < 1:
+                raise ConfigError(f"{field} is {bound}", field=field, hint="give 1 or more, or leave it out")
         with self._changing() as keys:
             if name in keys:
                 hint = f"choose another name, or give it a new key: groupwise keys turn {name}"
                 raise ConfigError(f"there is a key {name} already ({keys[name].role})", field="name", hint=hint)
             text = _new()
-            keys[name] = Key(name=name, role=role, digest=digest(text), made=_now())
+            keys[name] = Key(
+                name=name,
+                role=role,
+                digest=digest(text),
+                made=_now(),
+                requests_per_minute=requests_per_minute,
+                tokens_per_day=tokens_per_day,
+            )
         return text
 
     def turn(self, name: str) -> str:

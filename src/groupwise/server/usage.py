@@ -1,0 +1,169 @@
+"""What each named key used, by day, and the bounds that a key may have (`groupwise keys add NAME --tokens-per-day N`).
+
+    usage.check_rate(key)             # a request came: 429 `rate_limited` where there were too many in a minute
+    usage.check_tokens(key)           # it wants to sample: 429 `quota_exceeded` where the day's tokens are used up
+    usage.sampled(key, 35, 12)        # prompt tokens, tokens sampled
+
+Days are UTC. Tokens are those of chats, completions and batches, also of what was broken off; jobs' are not among them.
+What is under way when the bound is reached may end, so that a day can have more than its bound by what one key may have
+under way at once.
+
+    STATE_DIR/usage.json    the counts of the last 32 days: written every few seconds and when the server stops; a kill
+                            loses those seconds
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from groupwise.errors import StorageError, TryAgainError
+from groupwise.server.metrics import Sample
+from groupwise.store import files
+from groupwise.store.keys import Key
+
+FILE = "usage.json"
+DAYS = 32
+SAVE_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class RateLimitError(TryAgainError):
+    """A key sent more requests in a minute than it may."""
+
+    code, status = "rate_limited", 429
+
+
+class QuotaError(TryAgainError):
+    """A key has used up its tokens of the day."""
+
+    code, status = "quota_exceeded", 429
+
+
+class Used(BaseModel):
+    """What a key used on a day."""
+
+    requests: int = 0
+    """Requests that sampled."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+_DAYS = TypeAdapter(dict[str, dict[str, Used]])  # "2026-11-28" -> a key's name -> what it used
+
+
+@dataclass
+class _Bucket:
+    """Requests that may come at once: one more every 60 / limit seconds, up to a minute's."""
+
+    level: float
+    at: float
+
+
+class KeyUsage:
+    """The counts of one server. For the event loop; `save` may run in a thread."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._days = _read(path)
+        self._buckets: dict[str, _Bucket] = {}
+        self._saved, self._lock = time.monotonic(), threading.Lock()
+
+    def check_rate(self, key: Key) -> None:
+        """Count a request of a key, and raise RateLimitError if it is one too many."""
+        if (limit := key.requests_per_minute) is None:
+            return
+        now = time.monotonic()
+        bucket = self._buckets.setdefault(key.name, _Bucket(limit, now))
+        bucket.level, bucket.at = min(limit, bucket.level + (now - bucket.at) * limit / 60), now
+        if bucket.level < 1:
+            raise RateLimitError(
+                f"the key {key.name} may send {limit} requests a minute",
+                hint="send it again later",
+                retry_after=(1 - bucket.level) * 60 / limit,
+            )
+        bucket.level -= 1
+
+    def check_tokens(self, key: Key) -> None:
+        """Raise QuotaError if a key has used up its tokens of today."""
+        used = self._today().get(key.name, Used()).tokens
+        if key.tokens_per_day is not None and used >= key.tokens_per_day:
+            now = datetime.now(UTC)
+            midnight = (now + timedelta(days=1)).replace(hour=0, minute=0, second=0, microsecond=0)
+            raise QuotaError(
+                f"the key {key.name} has used {used} tokens today (UTC), and may use {key.tokens_per_day}",
+                hint="wait until midnight UTC, or ask the server's owner for a larger bound",
+                retry_after=math.ceil((midnight - now).total_seconds()),
+            )
+
+    def sampled(self, key: Key, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count what a request of a key took."""
+        used = self._today().setdefault(key.name, Used())
+        used.requests += 1
+        used.prompt_tokens += prompt_tokens
+        used.completion_tokens += completion_tokens
+        if time.monotonic() - self._saved > SAVE_S:
+            self._saved = time.monotonic()
+            threading.Thread(target=self.save, args=(self._text(),), name="usage").start()
+
+    def days(self) -> dict[str, dict[str, Used]]:
+        """Return what was used: day -> a key's name -> counts; the latest day last."""
+        return {day: dict(keys) for day, keys in sorted(self._days.items())}
+
+    def samples(self) -> Iterable[Sample]:
+        """Yield today's counts as gauges."""
+        for name, used in list(self._days.get(_day(), {}).items()):
+            for kind in ("requests", "prompt_tokens", "completion_tokens"):
+                yield f"key_{kind}_today", {"key": name}, getattr(used, kind)
+
+    def save(self, text: str | None = None) -> None:
+        """Write the counts. A disk that does not take them is told in the log: no request fails for it."""
+        try:
+            with self._lock:
+                files.replace(self._path, text or self._text(), mode=0o600)
+        except OSError as error:
+            log.warning("the usage of keys cannot be kept in %s: %s", self._path, error)
+
+    def _today(self) -> dict[str, Used]:
+        today = _day()
+        if today not in self._days:
+            self._days[today] = {}
+            for old in sorted(self._days)[:-DAYS]:
+                del self._days[old]
+        return self._days[today]
+
+    def _text(self) -> str:
+        return json.dumps(
+            {day: {name: used.model_dump() for name, used in keys.items()} for day, keys in self._days.items()}
+        )
+
+
+def _read(path: Path) -> dict[str, dict[str, Used]]:
+    """Return what a server before this one counted. Raises StorageError if the file is there and cannot be read."""
+    try:
+        return _DAYS.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise StorageError.of(error, f"cannot read {path}: {error.strerror or error}") from error
+    except ValidationError as error:
+        hint = "put a copy of it back, or remove it: then the counts of all keys begin at 0"
+        raise StorageError(f"{path} is damaged: {error.error_count()} errors", hint=hint) from error
+
+
+def _day() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%d}"
