@@ -941,6 +941,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/usage": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Usage
+         * @description Say what each named key used, by day.
+         */
+        get: operations["usage_v1_usage_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/stats/recent-requests": {
         parameters: {
             query?: never;
@@ -4660,6 +4680,36 @@ export interface components {
             prompt_tokens_details?: components["schemas"]["CachedTokens"] | null;
         };
         /**
+         * UsageAnswer
+         * @description What named keys used.
+         */
+        UsageAnswer: {
+            /**
+             * Days
+             * @description A day (UTC) of the last 32 -> a key's name -> its counts. Jobs' tokens are not among them.
+             */
+            days: {
+                [key: string]: {
+                    [key: string]: components["schemas"]["UsedByKey"];
+                };
+            };
+        };
+        /**
+         * UsedByKey
+         * @description What a named key used on a day.
+         */
+        UsedByKey: {
+            /**
+             * Requests
+             * @description Requests that sampled.
+             */
+            requests: number;
+            /** Prompt Tokens */
+            prompt_tokens: number;
+            /** Completion Tokens */
+            completion_tokens: number;
+        };
+        /**
          * WaitingJob
          * @description A job in the queue.
          */
@@ -4788,7 +4838,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`; `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`, `quota_exceeded`; `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4939,7 +4989,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`; `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`, `quota_exceeded`; `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5090,7 +5140,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`; `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`, `quota_exceeded`; `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5206,7 +5256,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5312,7 +5362,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5453,7 +5503,7 @@ export interface operations {
                     "application/json": components["schemas"]["AnthropicEnvelope"];
                 };
             };
-            /** @description `overloaded`; `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`, `quota_exceeded`; `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5603,7 +5653,7 @@ export interface operations {
                     "application/json": components["schemas"]["AnthropicEnvelope"];
                 };
             };
-            /** @description `overloaded`; `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`, `quota_exceeded`; `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5753,7 +5803,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`; `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`, `quota_exceeded`; `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5910,7 +5960,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6004,7 +6054,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6120,7 +6170,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6226,7 +6276,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6330,7 +6380,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6483,7 +6533,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6588,7 +6638,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6682,7 +6732,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6776,7 +6826,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6870,7 +6920,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6964,7 +7014,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7107,7 +7157,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `queue_full`; `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `queue_full`; `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7261,7 +7311,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `queue_full`; `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `queue_full`; `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7381,7 +7431,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7487,7 +7537,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7581,7 +7631,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7687,7 +7737,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7808,7 +7858,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7925,7 +7975,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8042,7 +8092,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8148,7 +8198,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8242,7 +8292,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8348,7 +8398,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8465,7 +8515,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8607,7 +8657,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8769,7 +8819,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -8884,7 +8934,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9048,7 +9098,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9184,7 +9234,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9364,7 +9414,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9482,7 +9532,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9633,7 +9683,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9780,7 +9830,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9874,7 +9924,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9968,7 +10018,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10062,7 +10112,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10168,7 +10218,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10262,7 +10312,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10356,7 +10406,101 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    usage_v1_usage_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["UsageAnswer"];
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10450,7 +10594,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10545,7 +10689,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10639,7 +10783,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];

@@ -19,6 +19,7 @@ export type ConfigAnswer = Schemas["ConfigAnswer"];
 export type DecodeStats = Schemas["DecodeStats"];
 export type ErrorEnvelope = Schemas["ErrorEnvelope"];
 export type FeedbackAnswer = Schemas["FeedbackAnswer"];
+export type FeedbackPage = Schemas["FeedbackPage"];
 export type Health = Schemas["Health"];
 export type JobHealth = Schemas["JobHealth"];
 export type JobMetrics = Schemas["JobMetrics"];

@@ -1,4 +1,6 @@
 /** Commands as they are typed in a shell. */
+const USUAL_URL = "http://127.0.0.1:8420"; // where the command line looks by itself
+
 export function quoted(text: string): string {
   return /^[\w./:@~+=-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`;
 }
@@ -6,6 +8,23 @@ export function quoted(text: string): string {
 export interface Offered {
   label: string;
   command: string;
+}
+
+/** What can be done with a job of the server at `url`; what needs a version is there once it has published one. */
+export function commandsOfJob(job: { job_id: string; adapter_version: string | null; state: string }, url: string): Offered[] {
+  const server = url === USUAL_URL ? "" : ` --url ${quoted(url)}`;
+  const version = job.adapter_version;
+  const isGoing = job.state === "running" || job.state === "queued";
+  return [
+    ...(version
+      ? [
+          { label: "Chat", command: `groupwise chat${server} --adapter ${version}` },
+          { label: "Activate", command: `groupwise adapters activate ${version}${server}` },
+          { label: "Export", command: `groupwise adapters export ${version} ./adapter${server}` },
+        ]
+      : []),
+    isGoing ? { label: "Wait for it", command: `groupwise train wait ${job.job_id}${server}` } : { label: "Status", command: `groupwise train status ${job.job_id}${server}` },
+  ];
 }
 
 /** What can be done with a run in its directory; what needs a version is there once it has published one. */
