@@ -36,6 +36,7 @@ PAGES = {
     "jobs": "Jobs",
     "rollouts": "Rollouts",
     "teach": "Teach",
+    "learn": "Learn",
     "play": "Playground",
     "adapters": "Adapters",
 }
@@ -339,6 +340,9 @@ def test_a_hundred_rollouts_and_the_group_of_one(page: Any, place: Place) -> Non
     job = submit(place, "read")
     go(page, place, f"rollouts?job={job}")
     rows = page.get_by_role("listbox").get_by_role("option")
+    expect(rows).to_have_count(1)
+    expect(rows.first).to_contain_text("× 8")
+    button(page, "A row a prompt").click()
     expect(rows).to_have_count(8)
     rows.nth(1).click()
     group = page.get_by_role("region", name="Group")

@@ -1,5 +1,5 @@
 /** Commands as they are typed in a shell. */
-const USUAL_URL = "http://127.0.0.1:8420"; // where the command line looks by itself
+const USUAL = "127.0.0.1:8420"; // where the command line looks by itself
 
 export function quoted(text: string): string {
   return /^[\w./:@~+=-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`;
@@ -12,7 +12,7 @@ export interface Offered {
 
 /** What can be done with a job of the server at `url`; what needs a version is there once it has published one. */
 export function commandsOfJob(job: { job_id: string; adapter_version: string | null; state: string }, url: string): Offered[] {
-  const server = url === USUAL_URL ? "" : ` --url ${quoted(url)}`;
+  const server = new URL(url).host === USUAL ? "" : ` --url ${quoted(url)}`;
   const version = job.adapter_version;
   const isGoing = job.state === "running" || job.state === "queued";
   return [
