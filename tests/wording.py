@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import hypothesis
 import pytest
 
 TESTS = Path(__file__).resolve().parent
@@ -102,6 +103,8 @@ def wording(said: object) -> None:
     node, process = _now
     if node is None or node.get_closest_marker("slow") or process != os.getpid():
         return  # what a process of the test's meets, the test is told of
+    if not hypothesis.settings().derandomize:
+        return  # examples that are drawn anew meet words that nobody has read
     lines = _told(said).strip().splitlines()
     text = "\n".join(line.rstrip() for line in lines if "errors.pydantic.dev" not in line)
     for pattern, name in PLACES:

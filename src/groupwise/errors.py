@@ -109,9 +109,11 @@ class ContextLengthError(GroupwiseError, ValueError):
 
 class GrammarError(GroupwiseError, ValueError):
     """A grammar of structured outputs cannot be compiled, or its text cannot be guaranteed. `field` is the path to what
-    of it is wrong, as in `response_format.json_schema.schema.properties.when`."""
+    of it is wrong, as in `response_format.json_schema.schema.properties.when`; `seconds` are those of a processor
+    that it took to find out."""
 
     code, status, exit_code = "invalid_grammar", 400, 2
+    seconds: float = 0.0
 
 
 class ModelError(GroupwiseError):

@@ -137,6 +137,23 @@ def test_who_sends_what_is_refused_waits_and_others_do_not(make_compiler, monkey
     assert compiler.prepare(Grammar.regex("a"), sender="one").result(timeout=60)  # it is compiled
 
 
+def test_a_sender_is_charged_what_a_refusal_took_of_a_processor_and_not_the_time_that_it_waited(
+    make_compiler, monkeypatch
+) -> None:
+    charged: list[float] = []
+    monkeypatch.setattr(Debts, "charge", lambda _, sender, seconds: charged.append(seconds))
+    vet = Vetting.vet
+    monkeypatch.setattr(Vetting, "vet", lambda self, grammar: time.sleep(0.3) or vet(self, grammar))
+    compiler = make_compiler()
+    endless_one = ENDLESS["remainders"]
+    for grammar, kind in ((Grammar.regex("("), None), (endless_one, "limit"), (endless_one, "limit")):
+        with pytest.raises(GrammarError) as refused:
+            compiler.prepare(grammar).result(timeout=60)
+        assert refused.value.kind == kind
+    wrong, endless, known = charged
+    assert 0 < wrong < 0.3 and endless == vetting.CPU_S and known == 0
+
+
 def test_debts_are_forgiven_with_time(monkeypatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(vetting.time, "monotonic", lambda: now[0])

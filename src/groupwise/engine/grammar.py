@@ -26,7 +26,6 @@ import json
 import math
 import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -159,11 +158,10 @@ class GrammarCompiler:
 
     def _compile_for(self, sender: str, grammar: Grammar) -> LLMatcher:
         self._start()
-        began = time.monotonic()
         try:
             return self._compile(grammar)
-        except GrammarError:
-            self._debts.charge(sender, time.monotonic() - began)
+        except GrammarError as error:
+            self._debts.charge(sender, error.seconds)
             raise
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -184,7 +182,7 @@ class GrammarCompiler:
 
     def _vet(self, grammar: Grammar) -> None:
         """Raise GrammarError, NotReadyError."""
-        key = digest(grammar)
+        key, costly = digest(grammar), too_costly(grammar)
         with self._lock:
             known, size = key in self._verdicts, self._verdicts.get(key)
         if not known:
@@ -193,6 +191,7 @@ class GrammarCompiler:
             except GrammarError as error:
                 if error.kind != "limit":
                     raise
+                costly = error
         with self._lock:
             self._verdicts[key] = size
             self._verdicts.move_to_end(key)
@@ -202,7 +201,7 @@ class GrammarCompiler:
                 self._verdicts.popitem(last=False)
             self._forget()
         if size is None:
-            raise too_costly(grammar)
+            raise costly
 
 
 def digest(grammar: Grammar) -> bytes:

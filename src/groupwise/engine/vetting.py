@@ -2,7 +2,7 @@
 
     Vetting          vet(grammar): compiles it in a process of its own (`vetting_process`), within limits
     TokenizerParts   what such a process makes llguidance's tokenizer of
-    Debts            seconds that each sender's refused grammars took, and who has to wait for them
+    Debts            processor seconds that each sender's refused grammars took, and who has to wait for them
 
 A compiled grammar cannot travel between processes. But compiling the same grammar for the same tokenizer does the same
 work again: what took little there takes little here. What does not end, needs too much memory or overflows the stack
@@ -97,7 +97,7 @@ class Vetting:
             stream, _ = self._stream(new=True)  # that process may have ended before it was asked
             outcome = self._said(stream, grammar)
         if outcome is None:
-            raise _closing() if self._closed else too_costly(grammar)
+            raise _closing() if self._closed else _charged(too_costly(grammar))
         if outcome.refused is not None:
             raise outcome.refused
         if outcome.bug is not None:
@@ -149,7 +149,8 @@ class Vetting:
                 stream.close()
         if late:
             message = f"{grammar.field} was not compiled after {WALL_S:g} seconds, beside others"
-            raise GrammarError(message, hint="make it smaller, or try again", field=grammar.field, kind="time")
+            error = GrammarError(message, hint="make it smaller, or try again", field=grammar.field, kind="time")
+            raise _charged(error)
         return outcome
 
     def close(self) -> None:
@@ -175,12 +176,19 @@ def too_costly(grammar: Grammar) -> GrammarError:
     )
 
 
+def _charged(error: GrammarError) -> GrammarError:
+    """Return the error of what used up all that a grammar may take."""
+    error.seconds = CPU_S
+    return error
+
+
 def _closing() -> NotReadyError:
     return NotReadyError("the engine is shutting down", retry_after=5)
 
 
 class Debts:
-    """How many seconds each sender's refused grammars took, less what time has forgiven. For any thread."""
+    """How many seconds of a processor each sender's refused grammars took, less what time has forgiven. For any
+    thread."""
 
     def __init__(self) -> None:
         self._owed: OrderedDict[Any, tuple[float, float]] = OrderedDict()  # seconds, as of a time
@@ -199,7 +207,7 @@ class Debts:
             )
 
     def charge(self, sender: str, seconds: float) -> None:
-        """Charge the sender of a grammar that was refused after these seconds."""
+        """Charge the sender of a grammar that was refused after these seconds of a processor."""
         with self._lock:
             now = time.monotonic()
             self._owed[sender] = (self._now_owed(sender, now) + seconds, now)

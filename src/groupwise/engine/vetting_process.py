@@ -17,6 +17,7 @@ import select
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -97,13 +98,14 @@ def _outcome(grammar: Grammar, tokenizer: LLTokenizer, stream: socket.socket) ->
 
 
 def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> Vetted:
-    before = platform.resident_bytes(os.getpid())
+    before, began = platform.resident_bytes(os.getpid()), time.thread_time()
     try:
         kept = compile_grammar(grammar, tokenizer)
         taken = platform.resident_bytes(os.getpid()) - before
         del kept
         return Vetted(size=max(0, taken))
     except GrammarError as error:
+        error.seconds = time.thread_time() - began
         return Vetted(refused=error.with_traceback(None))
     except MemoryError:
         os._exit(1)  # as if it had been killed for it
