@@ -76,9 +76,8 @@ def test_a_prompt_asked_once_is_an_episode_of_one_turn(engine, starter):
 def test_the_first_turns_of_a_group_share_their_prompt(engine, starter):
     prompts = cases({}, {"question": "2+2="})
     play(engine, starter.tokenizer, Echo, n=4, prompts=prompts, params=SamplingParams(max_tokens=24))
-    asked = sorted(
-        request.n for request in engine.requests
-    )  # a group may be in its second turn before the other's first
+    # one group may be in its second turn before the other's first
+    asked = sorted(request.n for request in engine.requests)
     assert asked[-2:] == [4, 4] and set(asked[:-2]) == {1}
 
 
