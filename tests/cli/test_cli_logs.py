@@ -9,6 +9,7 @@ import pytest
 
 from cli_project import cli
 from groupwise.store.masking import PERSONAL, SECRETS
+from judge_peer import Said, judges
 from wording import wording
 
 ROW = {
@@ -80,3 +81,53 @@ def test_the_rules_are_shown():
     assert all(rule.name in shown for rule in (*SECRETS, *PERSONAL))
     rules = json.loads(cli("logs", "rules", "--json").stdout)["rules"]
     assert [each["rule"] for each in rules] == [rule.name for rule in (*SECRETS, *PERSONAL)]
+
+
+# ---- judges ----
+@pytest.fixture
+def rated(tmp_path: Path) -> Path:
+    """What an import of 80 rated answers wrote: those that begin with "yes" are good."""
+    with (tmp_path / "rated.jsonl").open("w") as file:
+        for number in range(80):
+            said = f"{'yes' if number % 2 else 'no'} {number}"
+            response = {
+                "id": f"r{number}",
+                "model": "m",
+                "choices": [{"message": {"role": "assistant", "content": said}}],
+            }
+            asked = {"messages": [{"role": "user", "content": f"What of {number} and {number}?"}]}
+            row = {"request": asked, "response": response, "thumb": "up" if number % 2 else "down"}
+            file.write(json.dumps(row) + "\n")
+    told = cli("logs", "import", "rated.jsonl", "--to", "rated")
+    assert told.exit_code == 0, told.output
+    return tmp_path / "rated"
+
+
+def test_a_judge_over_http_is_believed_where_it_agrees(rated: Path):
+    def says(body: dict, before: int) -> Said:
+        reply = body["messages"][1]["content"].partition("--- reply")[2]
+        return Said(json.dumps({"reason": "so", "score": 9 if "yes" in reply else 2}))
+
+    with judges() as start:
+        options = {"base_url": start(says).url, "model": "m", "rubric": "Is it yes?", "api_key_env": None}
+        command = ("logs", "judge", rated, "groupwise.rewards.judge:judge", "--args", json.dumps(options))
+        told = cli(*command, "--json")
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.stdout)
+    assert found["believed"] and 0.2 < found["threshold"] < 0.9 and found["balanced"] == 1.0 and found["failed"] == 0
+
+
+def test_a_reward_that_does_not_agree_is_refused(rated: Path, tmp_path: Path):
+    (tmp_path / "my_rewards.py").write_text(
+        "def long(completions):\n    return [len(c[0]['content']) > 4 for c in completions]\n"
+    )
+    told = cli("logs", "judge", rated, "my_rewards:long")
+    assert told.exit_code == 1 and "refused" in told.stdout
+    for arguments in (
+        ("groupwise.rewards.text:exact_match",),
+        ("my_rewards:short",),
+        ("my_rewards:long", "--args", "["),
+    ):
+        told = cli("logs", "judge", rated, *arguments)
+        assert told.exit_code == 2
+        wording(told.stderr)

@@ -26,9 +26,10 @@ GOOD = 0.5  # a mean score above it is a good answer
 
 @dataclass
 class Answered:
-    """One answer to a prompt, however often it was given. `scores` are from 0 to 1."""
+    """One answer to a prompt, however often it was given. `scores` are from 0 to 1; `model` gave it first."""
 
     message: Message
+    model: str | None = None
     cut: bool = False
     times: int = 0
     scores: list[float] = field(default_factory=list)
@@ -111,6 +112,7 @@ def cut(
             said.times += 1
             if logged:
                 said.cut = said.cut or exchange.cut
+                said.model = said.model or exchange.model
                 known = outcomes.get(number, ())
                 said.scores += [outcome.value for outcome in known if outcome.value is not None]
                 said.edited += [outcome.edited for outcome in known if outcome.edited is not None]

@@ -3,6 +3,7 @@
     train.jsonl, heldout.jsonl                   prompts, for `kind: grpo`
     train_examples.jsonl, heldout_examples.jsonl good and edited answers, for `kind: sft`, where there are any
     train_pairs.jsonl, heldout_pairs.jsonl       better and worse answers, for `kind: dpo`, where there are any
+    train_scored.jsonl, heldout_scored.jsonl     all answers with a score, for a judge to be compared with
     report.json, report.md                       what is there, what was masked and left out, what can be learned
 
 The logs are only read. Everything is masked before it is compared, so that two prompts that differ in an address are
@@ -25,7 +26,7 @@ from groupwise.store import files
 from groupwise.store.masking import ENVIRONMENT, Masking
 from groupwise.tasks.logs.cases import GOOD, Case, continued, cut, ways_on
 from groupwise.tasks.logs.exchange import Belongs, Exchange, Outcome
-from groupwise.tasks.logs.learnable import Row, example_rows, pair_rows, prompt_rows, rules
+from groupwise.tasks.logs.learnable import Row, example_rows, pair_rows, prompt_rows, rules, scored_rows
 from groupwise.tasks.logs.near import alike_ones
 from groupwise.tasks.logs.outcomes import Joined, joined, read_outcomes
 from groupwise.tasks.logs.read import Logs, read_logs
@@ -108,7 +109,12 @@ def write(imported: Imported, folder: Path) -> list[str]:
     check_free(folder)
     written: dict[str, str] = {}
     for side, cases in (("train", imported.train), ("heldout", imported.heldout)):
-        for suffix, rows in (("", prompt_rows), ("_examples", example_rows), ("_pairs", pair_rows)):
+        for suffix, rows in (
+            ("", prompt_rows),
+            ("_examples", example_rows),
+            ("_pairs", pair_rows),
+            ("_scored", scored_rows),
+        ):
             if text := _jsonl(rows(cases)):
                 written[f"{side}{suffix}.jsonl"] = text
     written["report.json"] = json.dumps(imported.report, indent=1, ensure_ascii=False) + "\n"

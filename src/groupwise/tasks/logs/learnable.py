@@ -3,6 +3,7 @@
     prompt_rows    for `kind: grpo`    prompt, tools, and columns for rewards: `answer`, `logged`, `score`, `asked`, ..
     example_rows   for `kind: sft`     edited answers, and answers whose mean score is above a half
     pair_rows      for `kind: dpo`     an edited answer against what it corrects, and two answers of one prompt by score
+    scored_rows    for `groupwise logs judge`    every answer of which it is known how good it was
     rules          the rewards of `groupwise.rewards` that the log allows, and what they pay for the answers in it
 
 An answer that was cut off is never what is to be learned.
@@ -88,6 +89,21 @@ def pair_rows(cases: Sequence[Case]) -> Iterator[Row]:
             if chosen != rejected and (chosen, rejected) not in seen:
                 seen.append((chosen, rejected))
                 yield _prompt(case) | {"chosen": [chosen], "rejected": [rejected]}
+
+
+def scored_rows(cases: Sequence[Case]) -> Iterator[Row]:
+    """Yield each answer with its score, from 0 to 1: an answer that was edited is a bad one unless somebody scored it,
+    and what it was edited to a good one, of no model. `answer` is there only where the log itself had it: what raters
+    say is not to be compared with itself."""
+    for case in _with_near(cases):
+        known = gold(case)
+        more = {"answer": known[0]} if known is not None and known[1] == "log" else {}
+        for each in case.answers.values():
+            score = 0.0 if each.score is None and each.edited else each.score
+            if score is not None:
+                yield _prompt(case) | {"completion": [_said(each.message)], "score": score, "model": each.model} | more
+            for text in dict.fromkeys(each.edited):
+                yield _prompt(case) | {"completion": [_text(text)], "score": 1.0, "model": None} | more
 
 
 def _with_near(cases: Sequence[Case]) -> Iterator[Case]:

@@ -72,7 +72,9 @@ def _lacking(report: Mapping[str, Any]) -> Iterator[str]:
     for name, (low, high) in outcomes["no_scale"].items():
         yield f"outcome {name!r} has values from {low:g} to {high:g}, and no scale that is known: give it as 0 to 1"
     if not learn["rules"]:
-        judge = "a judge, which has to agree with outcomes" if outcomes["answers"] else "a judge that nothing confirms"
+        judge = "a judge that nothing confirms"
+        if outcomes["answers"]:
+            judge = "a judge that agrees with the outcomes (groupwise logs judge)"
         yield f"no ready reward applies (GRPO needs one): write it, or take {judge}"
     if outcomes["answers"] and min(scored["good"], scored["bad"]) < FEW_SCORED:
         yield (
