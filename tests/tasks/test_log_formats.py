@@ -236,6 +236,34 @@ def test_events_as_they_were_before_and_the_sdks_own_print(tmp_path: Path):
     assert (got.time, got.trace, got.answer["content"]) == (MAY, "0xt", "4")  # pyright: ignore
 
 
+def test_numbered_attributes_as_openllmetry_writes_them(tmp_path: Path):
+    told = {
+        "gen_ai.prompt.0.role": "system",
+        "gen_ai.prompt.0.content": "Be brief.",
+        "gen_ai.prompt.1.role": "user",
+        "gen_ai.prompt.1.content": "What is 2 + 2?",
+        "gen_ai.prompt.10.role": "tool",
+        "gen_ai.prompt.10.content": "4",
+        "gen_ai.prompt.10.tool_call_id": "c",
+        "gen_ai.prompt.2.role": "assistant",
+        "gen_ai.prompt.2.tool_calls.0.id": "c",
+        "gen_ai.prompt.2.tool_calls.0.name": "add",
+        "gen_ai.prompt.2.tool_calls.0.arguments": '{"a": 2}',
+        "gen_ai.completion.0.role": "assistant",
+        "gen_ai.completion.0.content": "It is 4.",
+        "gen_ai.completion.0.finish_reason": "stop",
+        "llm.request.functions.0.name": "add",
+        "llm.request.functions.0.parameters": '{"type": "object"}',
+        "traceloop.association.properties.user_id": "ann",
+    }
+    listed = [{"key": name, "value": any_value(value)} for name, value in told.items()]
+    got = only(read(tmp_path, traces({"spanId": "s", "attributes": listed})))
+    assert [dict(each) for each in got.messages[:2]] == ASKED
+    assert [each["role"] for each in got.messages[2:]] == ["assistant", "tool"]
+    assert got.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2}'}  # pyright: ignore
+    assert (got.answer.get("content"), got.user, got.tools[0]["function"]["name"]) == ("It is 4.", "ann", "add")
+
+
 def test_spans_without_content_are_no_error_and_half_of_one_is(tmp_path: Path):
     bare = {"spanId": "a", "attributes": attributes(gen_ai__operation__name="chat")}
     half = {"spanId": "b", "attributes": attributes(gen_ai__operation__name="chat", gen_ai__input__messages=PARTS)}

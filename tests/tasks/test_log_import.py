@@ -178,7 +178,7 @@ def test_what_can_be_learned(rated: Path):
     assert pairs == [("4", "5"), ("6", "7")]
     report = json.loads((rated / "report.json").read_text())
     rule = next(each for each in report["learn"]["rules"] if each["reward"].endswith("number_match"))
-    assert (rule["prompts"], rule["paid"]) == (2, 0.0)
+    assert (rule["prompts"], rule["paid"], rule["good"], rule["bad"]) == (2, 0.0, None, 0.0)
     assert {each["kind"] for each in report["says"]["can"]} == {"grpo", "sft", "dpo"} and report["says"]["lacks"]
     assert "number_match" in (rated / "report.md").read_text() and lines(report)
 
@@ -243,3 +243,13 @@ def test_wrong_options_are_refused(given: dict[str, Any], field: str):
 def test_logs_of_which_no_prompt_can_be_used_are_an_error(tmp_path: Path):
     with raises(DataError, field="SOURCE", kind="unusable"):
         imported(tmp_path, row("a", [{"role": "system", "content": "Be brief."}], "Yes."))
+
+
+def test_a_call_of_a_tool_is_no_answer_and_a_sentence_with_a_number_no_number(tmp_path: Path):
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    calls = row("a", "Warm?", "I look.", thumb="up")
+    calls["response"]["choices"][0]["message"]["tool_calls"] = [call]
+    result = imported(tmp_path, calls, row("b", "How warm?", "It is 21.", edited="It is 22 degrees."), heldout=0.0)
+    assert {each["reward"].rpartition(":")[2]: each["prompts"] for each in result.report["learn"]["rules"]} == {
+        "exact_match": 1
+    }

@@ -26,6 +26,7 @@ from groupwise.types import Message
 
 OWN = (*RESERVED, "prompt", "messages", "tools")  # names of columns that a row has already, or rewards get from us
 MOST_WORDS = 5  # of an answer that is compared as a whole
+NUMBER_WORDS = 2  # of an answer that is a number, with its unit
 NEARLY_ALL = 0.9  # of the answers must be of a form for a reward of that form
 
 Row = dict[str, Any]
@@ -33,15 +34,16 @@ Row = dict[str, Any]
 
 def gold(case: Case) -> tuple[str, str] | None:
     """Return what should have been answered, and who says so: `log`, its own column `answer`; `edited`, the last
-    correction; `good`, the best answer with a score above a half, if it is a number or a few words and was not cut off:
-    of a longer text there are many that are as good."""
+    correction; `good`, the best answer with a score above a half, if it is a few words, calls no tool and was not cut
+    off: of a longer text there are many that are as good."""
     own = case.columns.get("answer")
     if isinstance(own, str | int | float) and not isinstance(own, bool):
         return str(own), "log"
     if edited := [text for each in case.answers.values() for text in each.edited]:
         return edited[-1], "edited"
     best = shown(case)
-    if (best.score or 0) > GOOD and not best.cut and best.text.strip() and len(best.text.split()) <= MOST_WORDS:
+    whole = not best.cut and not best.message.get("tool_calls")
+    if (best.score or 0) > GOOD and whole and best.text.strip() and len(best.text.split()) <= MOST_WORDS:
         return best.text, "good"
     return None
 
@@ -128,9 +130,12 @@ def _text(text: str) -> Message:
 
 # ---- rewards that are ready ----
 class Rule(NamedTuple):
-    """A reward, how many prompts it can score, and what it pays on average for the answers in the log, from 0 to 1;
-    `good` and `bad` are the same of answers with a score above a half, and not; None without any. An answer is not
-    compared with itself: prompts whose answer is known from a good one do not count here."""
+    """A reward, how many prompts it can score, and what it pays on average for the answers in the log, from 0 to 1.
+
+    `good` and `bad` are the same of answers with a score above a half, and not (one that was edited and that nobody
+    scored is none); None without any. Answers that call tools are left out, and no answer is compared with itself:
+    prompts whose answer is known from a good one do not count.
+    """
 
     reward: str
     prompts: int
@@ -143,7 +148,7 @@ def rules(cases: Sequence[Case]) -> list[Rule]:
     """Return the rewards that apply: of a known answer, that which fits its form; of answers that are nearly all JSON,
     its form."""
     known = [(case, *found) for case in cases if (found := gold(case)) is not None]
-    numbers = [each for each in known if only_quantity(each[1]) is not None]
+    numbers = [each for each in known if len(each[1].split()) <= NUMBER_WORDS and only_quantity(each[1]) is not None]
     short = [each for each in known if each not in numbers and len(each[1].split()) <= MOST_WORDS]
     long = [each for each in known if each not in numbers and each not in short]
     found = [
@@ -165,11 +170,12 @@ def _rule(
 ) -> Rule | None:
     if not known:
         return None
-    answers = [(each, answer) for case, answer, of in known if of != "good" for each in case.answers.values()]
+    cases = [(case, answer) for case, answer, of in known if of != "good"]
+    answers = [(each, answer) for case, answer in cases for each in case.answers.values()]
+    answers = [(each, answer) for each, answer in answers if not each.message.get("tool_calls")]
     paid = [each or 0.0 for each in score([said.text for said, _ in answers], [answer for _, answer in answers])]
-    scored = [
-        (said.score > GOOD, pays) for (said, _), pays in zip(answers, paid, strict=True) if said.score is not None
-    ]
+    worth = [0.0 if said.score is None and said.edited else said.score for said, _ in answers]
+    scored = [(score > GOOD, pays) for score, pays in zip(worth, paid, strict=True) if score is not None]
     good, bad = ([pays for better, pays in scored if better is side] for side in (True, False))
     return Rule(reward, len(known), _mean(paid), _mean(good), _mean(bad))
 

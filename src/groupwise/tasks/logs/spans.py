@@ -6,12 +6,14 @@
 
 The conversation is in `gen_ai.input.messages`, `gen_ai.output.messages`, `gen_ai.system_instructions` and
 `gen_ai.tool.definitions`: on the span, or on its event `gen_ai.client.inference.operation.details`; or, as instrumented
-before 2025-08, in events `gen_ai.user.message`, .., `gen_ai.choice`. `gen_ai.evaluation.result` is an outcome. Spans of
+before 2025-08, in events `gen_ai.user.message`, .., `gen_ai.choice`, or in numbered attributes (`gen_ai.prompt.0.role`,
+`gen_ai.completion.0.content`, as OpenLLMetry writes them). `gen_ai.evaluation.result` is an outcome. Spans of
 agents and tools are passed over: what a model was asked in them has spans of its own.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +27,10 @@ DETAILS = "gen_ai.client.inference.operation.details"
 EVALUATION = "gen_ai.evaluation.result"
 CHOICE = "gen_ai.choice"
 ROLES = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
-USER = ("user.id", "enduser.id", "user.hash", "langfuse.user.id")
-CONVERSATION = ("gen_ai.conversation.id", "session.id", "langfuse.session.id")
+OPENLLMETRY = "traceloop.association.properties."
+USER = ("user.id", "enduser.id", "user.hash", "langfuse.user.id", f"{OPENLLMETRY}user_id")
+CONVERSATION = ("gen_ai.conversation.id", "session.id", "langfuse.session.id", f"{OPENLLMETRY}session_id")
+FUNCTIONS = "llm.request.functions."
 KINDS = ("stringValue", "boolValue", "doubleValue")
 
 
@@ -128,8 +132,10 @@ def _exchange(id: str, call: _Call) -> Exchange | None:
     """Return what a call came to; None where neither question nor answer was recorded: that is opt-in."""
     at = call.attributes
     asked, said = parsed(at.get("gen_ai.input.messages")), parsed(at.get("gen_ai.output.messages"))
-    if asked is None and call.said:
-        asked, said = call.said, said or call.choice
+    if asked is None:
+        asked = call.said or _numbered(at, "gen_ai.prompt.") or None
+    if said is None:
+        said = call.choice or _numbered(at, "gen_ai.completion.") or None
     if asked is None and said is None:
         return None
     if asked is None or said is None:
@@ -148,7 +154,7 @@ def _exchange(id: str, call: _Call) -> Exchange | None:
         ids=(*ids_at(at, "gen_ai.response.id"), *(() if id == call.place else (id,))) or (call.place,),
         messages=conversation(asked),
         answer=answer_in(said),
-        tools=tools_in(at.get("gen_ai.tool.definitions")),
+        tools=tools_in(at.get("gen_ai.tool.definitions") or _numbered(at, FUNCTIONS) or None),
         time=call.time,
         user=next((str(at[name]) for name in USER if at.get(name)), None),
         conversation=next((str(at[name]) for name in CONVERSATION if at.get(name)), None),
@@ -156,6 +162,29 @@ def _exchange(id: str, call: _Call) -> Exchange | None:
         model=next((str(at[n]) for n in ("gen_ai.response.model", "gen_ai.request.model") if at.get(n)), None),
         cut="length" in reasons or (isinstance(said, Mapping) and said.get("finish_reason") == "length"),
     )
+
+
+def _numbered(attributes: Mapping[str, Any], beginning: str) -> list[dict[str, Any]]:
+    """Return the objects that attributes with a number in their name are: `gen_ai.prompt.0.role`."""
+    found: dict[int, dict[str, Any]] = {}
+    calls: dict[tuple[int, int], dict[str, Any]] = {}
+    for name, value in attributes.items():
+        number, _, key = name.removeprefix(beginning).partition(".") if name.startswith(beginning) else ("", "", "")
+        if not number.isdigit() or not key:
+            continue
+        message = found.setdefault(int(number), {})
+        if (of_call := re.fullmatch(r"tool_calls\.(\d+)\.(id|name|arguments)", key)) is not None:
+            calls.setdefault((int(number), int(of_call[1])), {})[of_call[2]] = value
+        else:
+            message[key] = parsed(value) if key in ("content", "parameters") else value
+    for (number, _), told in sorted(calls.items()):
+        function = {"name": told.get("name"), "arguments": told.get("arguments") or "{}"}
+        one = {"id": str(told.get("id") or ""), "type": "function", "function": function}
+        found[number].setdefault("tool_calls", []).append(one)
+    listed = [found[number] for number in sorted(found)]
+    if beginning == FUNCTIONS:
+        return [{"type": "function", "function": each} for each in listed]
+    return [{"role": "assistant", **each} for each in listed]
 
 
 def _attributes(value: Any) -> dict[str, Any]:
