@@ -124,18 +124,21 @@ def test_outcomes_find_their_answer_and_of_a_conversation_the_last_one():
         exchange("d", user("3"), conversation="c", time=0.0),
     ]
     said = [
-        Outcome(id="b", name="thumb", value=0.0),
-        Outcome(id="b", name="thumb", value=0.0),
+        Outcome(id="b", name="thumb", value=0.0, rating="1"),
+        Outcome(id="b", name="thumb", value=0.0, rating="1"),
+        Outcome(id="b", name="thumb", value=0.0, rating="2"),
         Outcome(id="t", name="resolved", value=1.0),
         Outcome(id="c", name="edited", edited="So."),
         Outcome(id="absent", name="thumb", value=1.0),
     ]
     found = joined(asked, said)
     assert {number: [each.name for each in some] for number, some in found.of.items()} == {
-        1: ["thumb"],
+        1: ["thumb", "thumb"],
         0: ["resolved", "edited"],
     }
     assert (found.unmatched, found.unscaled) == (1, {})
+    twice = [exchange("same", user("1"), time=2.0), exchange("same", user("2"), time=1.0)]
+    assert list(joined(twice, [Outcome(id="same", name="thumb", value=1.0)]).of) == [0]
 
 
 def test_values_come_to_one_scale_or_are_named():

@@ -119,7 +119,9 @@ def test_the_two_files_of_a_batch(tmp_path: Path):
     ]
     logs = read(tmp_path, *asked, *said)
     assert [each.ids for each in logs.exchanges] == [("chatcmpl-1", "r0", "b0", "q")]
-    assert [each.place for each in logs.bad] == ["log.jsonl:5", "log.jsonl:6", "log.jsonl:2", "log.jsonl:3"]
+    assert [each.place for each in logs.bad] == ["log.jsonl:5", "log.jsonl:6", "log.jsonl:3"]
+    again = read(tmp_path, *asked, *asked[:1], *said[:1], {"request": {"messages": ASKED}, "response": CHAT})
+    assert len(again.exchanges) == 1 and {each.place for each in again.bad} == {f"log.jsonl:{n}" for n in (2, 3, 5)}
     params = {"custom_id": "a", "params": {"system": "Be brief.", "messages": ASKED[1:]}}
     message = {"role": "assistant", "type": "message", "id": "msg_2", "content": [{"type": "text", "text": "4"}]}
     anthropic = only(read(tmp_path, params, {"custom_id": "a", "result": {"type": "succeeded", "message": message}}))
@@ -294,8 +296,11 @@ def test_observations_traces_and_scores_of_langfuse(tmp_path: Path):
     got = only(logs)
     assert (got.ids, got.trace, got.time, got.model) == (("o1",), "t1", MAY, "m")
     assert logs.belongs == [Belongs(id="t1", user="ann", conversation="s1")]
-    expected = [Outcome(id="o1", name="thumb", value=1.0), Outcome(id="t1", name="resolved", value=0.0)]
-    assert logs.outcomes == [*expected, Outcome(id="t1", name="edited", edited="Four.")]
+    assert logs.outcomes == [
+        Outcome(id="o1", name="thumb", value=1.0, rating="x"),
+        Outcome(id="t1", name="resolved", value=0.0, rating="y"),
+        Outcome(id="t1", name="edited", edited="Four.", rating="w"),
+    ]
 
 
 def test_langfuses_blob_storage_writes_texts_and_snake_case(tmp_path: Path):
@@ -427,11 +432,32 @@ def test_nothing_that_is_known_is_an_error(tmp_path: Path):
         read_logs([tmp_path / "empty"])
 
 
+def test_what_is_wrong_in_a_row_with_many_is_left_out_alone(tmp_path: Path):
+    told = attributes(gen_ai__input__messages=PARTS, gen_ai__output__messages=SAYS)
+    spans = traces(
+        {"spanId": 7, "attributes": "x"}, {"spanId": "a", "attributes": told}, {"spanId": "b", "events": [1]}
+    )
+    half = {"id": "o1", "type": "GENERATION", "input": ASKED}
+    trace = {"id": "t", "userId": "u", "tags": [], "observations": [half, half | {"id": "o2", "output": "4"}]}
+    logs = read(tmp_path, spans, trace)
+    assert [each.ids for each in logs.exchanges] == [("o2",), ("a",)]
+    assert [each.place for each in logs.bad] == ["log.jsonl:1", "log.jsonl:2"]
+
+
+def test_a_line_that_is_too_deep_is_counted(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    deep = "[" * 100_000 + "]" * 100_000
+    good = {"request": {"messages": ASKED}, "response": CHAT}
+    path.write_text(f"{deep}\n{json.dumps({'messages': deep, 'response': 'x'})}\n{json.dumps(good)}\n")
+    logs = read_logs([path])
+    assert [each.place for each in logs.bad] == ["log.jsonl:1"] and len(logs.exchanges) == 2
+
+
 # ---- values ----
 def test_times_and_values_of_any_spelling():
     spelled = [MAY, str(int(MAY)), MAY * 1e3, MAY * 1e6, str(int(MAY * 1e9)), "2026-05-01T14:00:00+02:00"]
     assert {seconds(each) for each in spelled} == {MAY}
-    assert seconds("yesterday") is seconds(True) is seconds(None) is None
+    assert seconds("yesterday") is seconds(True) is seconds(None) is seconds(-5) is seconds(1e300) is None
     assert [value_of("thumb", each) for each in ("up", "👎", True, -1, 0.5, "7", "so so")] == [
         1,
         0,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from groupwise.config.data import DataConfig, RunKind
 from groupwise.errors import ConfigError, DataError
@@ -16,6 +19,7 @@ from groupwise.tasks.logs.importing import ImportConfig, Imported, import_logs, 
 from groupwise.tasks.logs.near import alike_ones
 from groupwise.tasks.logs.report import lines
 from groupwise.tasks.prompts import open_prompts
+from simulated_logs import SYSTEMS, asked
 from wording import raises
 
 HOUR = 3600
@@ -210,6 +214,10 @@ def test_outcomes_of_a_file_are_joined_and_those_of_nothing_counted(tmp_path: Pa
         "edited": 0,
         "names": None,
         "prompts": 1,
+        "raters": 0,
+        "largest_rater": 0.0,
+        "scored_again": 0,
+        "contradicted": 0,
         "no_scale": {"stars": [5.0, 5.0]},
     }
     assert len(result.report["says"]["lacks"]) >= 2
@@ -253,3 +261,64 @@ def test_a_call_of_a_tool_is_no_answer_and_a_sentence_with_a_number_no_number(tm
     assert {each["reward"].rpartition(":")[2]: each["prompts"] for each in result.report["learn"]["rules"]} == {
         "exact_match": 1
     }
+
+
+def test_who_rates_much_and_who_contradicts_is_said(tmp_path: Path):
+    def said(name: str, asks: list[tuple[str, str, str]]) -> dict[str, Any]:
+        rows = [row(f"{name}{n}", text, "yes", user=user, thumb=thumb) for n, (text, user, thumb) in enumerate(asks)]
+        return dict(imported(tmp_path, *rows, heldout=0.0).report)
+
+    fair = said("a", [(f"question {n // 2}?", f"u{n}", "up") for n in range(40)])
+    assert (fair["outcomes"]["raters"], fair["outcomes"]["scored_again"], fair["outcomes"]["contradicted"]) == (
+        40,
+        20,
+        0,
+    )
+    lone = said("b", [(f"question {n}?", "eve" if n < 20 else f"u{n}", "up") for n in range(40)])
+    assert lone["outcomes"]["largest_rater"] == 0.5
+    torn = said("c", [(f"question {n // 2}?", f"u{n}", "up" if n % 2 else "down") for n in range(40)])
+    assert (torn["outcomes"]["scored_again"], torn["outcomes"]["contradicted"]) == (20, 20)
+    assert (
+        len({*torn["says"]["lacks"]} - {*fair["says"]["lacks"]})
+        >= 1
+        <= len({*lone["says"]["lacks"]} - {*fair["says"]["lacks"]})
+    )
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+LOGGED = [row for each in asked(0, talks=4) for make in SYSTEMS.values() for row in make(each)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_row_in_which_anything_stands_ends_nothing(data: st.DataObject):
+    """Rows as systems write them, with a value in any place replaced by another: whatever comes of it, a run reads."""
+    changed = json.loads(json.dumps(data.draw(st.sampled_from(LOGGED))))
+    at: Any = changed
+    while True:
+        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(at[key], dict | list) or not at[key] or data.draw(st.integers(0, 3)) == 0:
+            break
+        at = at[key]
+    at[key] = data.draw(ANYTHING)
+    with tempfile.TemporaryDirectory() as folder:
+        result = imported(Path(folder), changed, row("whole", "Does this stand?", "It does."), heldout=0.0)
+        write(result, Path(folder) / "to")
+        found = {each["log_id"] for each in written(Path(folder) / "to", "train")}
+        assert "whole" in found
+        for name, kind in (("train", "grpo"), ("train_examples", "sft"), ("train_pairs", "dpo")):
+            if (Path(folder) / "to" / f"{name}.jsonl").exists():
+                open_prompts(DataConfig(source=f"{name}.jsonl"), folder=Path(folder) / "to", kind=kind)
+
+
+def test_half_a_character_is_replaced(tmp_path: Path):
+    write(imported(tmp_path, row("\ud83d", "cut \ud83d here", "ok \ude00"), heldout=0.0), tmp_path / "to")
+    (prompt,) = written(tmp_path / "to", "train")
+    assert (prompt["prompt"][0]["content"], prompt["logged"]) == ("cut \ufffd here", "ok \ufffd")

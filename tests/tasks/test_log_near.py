@@ -76,6 +76,12 @@ def test_a_template_around_questions_does_not_make_them_alike():
     assert kept_for.get(60) == 0 and len(kept_for) < 5
 
 
+def test_a_language_without_blanks_is_compared_by_its_signs():
+    asked = "我的包裹还没有到达里昂，商店也不接我的电话，请问什么时候可以收到"
+    kept_for, _ = alike_ones([asks(asked), asks(asked + "吗"), asks("请问如何不用酵母烤面包")], alike=0.8)
+    assert kept_for == {1: 0}
+
+
 def test_nothing_is_like_nothing():
     kept_for, together = alike_ones([], alike=0.8)
     assert not kept_for and not together.groups()

@@ -16,8 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from groupwise.errors import DataError
-from groupwise.tasks.logs.exchange import Exchange, Outcome
-from groupwise.tasks.logs.read import Bad
+from groupwise.tasks.logs.exchange import Bad, Exchange, Outcome
 from groupwise.tasks.prompts import to_prompt
 from groupwise.types import Message
 

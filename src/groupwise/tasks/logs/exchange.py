@@ -1,11 +1,10 @@
 """What all logs come to: exchanges with a model, what is known of how good an answer was, and who asked.
 
-    Exchange    the conversation before an answer, and the answer
-    Outcome     a score of an answer, or what should have been said, by the id of the answer, its trace or conversation
-    Belongs     of what stands in a row of its own: the user and the conversation of a trace
-    LogFormat   reads the rows of one system as these
-
-A row that a format knows and cannot use raises DataError, which is counted, and ends nothing.
+Exchange    the conversation before an answer, and the answer
+Outcome     a score of an answer, or what should have been said, by the id of the answer, its trace or conversation
+Belongs     of what stands in a row of its own: the user and the conversation of a trace
+Bad         something that a format knows and that cannot be used, with the reason; it ends nothing
+LogFormat   reads the rows of one system as these
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from groupwise.errors import DataError
 from groupwise.types import Message
@@ -31,6 +30,7 @@ WORDS = {
     "👎": 0.0,
 }  # what is written for a score
 BAD = ("retried", "regenerated", "escalated")  # outcomes that are good where they did not happen
+LATEST = 1e11  # seconds since 1970 that are a time: up to the year 5138
 EPOCHS = (1e17, 1e9), (1e14, 1e6), (1e11, 1e3)  # a time from here on is in nano-, micro- and milliseconds
 
 
@@ -38,12 +38,13 @@ EPOCHS = (1e17, 1e9), (1e14, 1e6), (1e11, 1e3)  # a time from here on is in nano
 class Outcome:
     """Something that is known of an answer. `id` is that of the answer, of its request, trace or conversation; of the
     last two, their last answer is meant. `value` is a score as the log has it (see `outcomes.scaled`), `edited` the
-    text that should have been said."""
+    text that should have been said, `rating` the id of the outcome itself: what has the same one is the same."""
 
     id: str
     name: str
     value: float | None = None
     edited: str | None = None
+    rating: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,32 @@ class Exchange:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
-Read = Exchange | Outcome | Belongs
+class Bad(NamedTuple):
+    """Something that cannot be used, and why."""
+
+    place: str
+    reason: str
+
+
+Read = Exchange | Outcome | Belongs | Bad
+FAULTS = (
+    KeyError,
+    IndexError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+)  # of a row that looks like another
+
+
+def attempted(found: Iterator[Read], place: str) -> Iterator[Read]:
+    """Yield what is found, up to where it cannot be used; then that, with the reason."""
+    try:
+        yield from found
+    except DataError as error:
+        yield Bad(place, error.message)
+    except FAULTS as error:
+        yield Bad(place, f"not as this format has it: {type(error).__name__}: {error}")
 
 
 class LogFormat(Protocol):
@@ -92,11 +118,12 @@ class LogFormat(Protocol):
         ...
 
     def read(self, row: Mapping[str, Any], place: str) -> Iterator[Read]:
-        """Yield what the row holds; nothing where it is none of the model's business. Raises DataError."""
+        """Yield what the row holds; nothing where it is none of the model's business. Raises DataError, or one of
+        `FAULTS`."""
         ...
 
-    def finish(self) -> Iterator[Read | DataError]:
-        """Yield what several rows came to, and what is wrong with them."""
+    def finish(self) -> Iterator[Read]:
+        """Yield what several rows came to."""
         ...
 
 
@@ -132,9 +159,18 @@ def parsed(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
+
+
+def well_formed(text: str) -> str:
+    """Return text that UTF-8 has: half of a character, where something was cut off, is a replacement character.
+
+    >>> well_formed("cut \\ud83d here")
+    'cut � here'
+    """
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def seconds(value: Any) -> float | None:
@@ -146,13 +182,14 @@ def seconds(value: Any) -> float | None:
     if isinstance(value, str) and not re.fullmatch(r"\d+(\.\d+)?", value):
         try:
             at = datetime.fromisoformat(value)
-        except ValueError:
+            return max(0.0, (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp())
+        except (ValueError, OverflowError):
             return None
-        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     number = float(value)
-    return number / next((unit for least, unit in EPOCHS if number >= least), 1.0) if math.isfinite(number) else None
+    number /= next((unit for least, unit in EPOCHS if number >= least), 1.0)
+    return number if 0 <= number < LATEST else None
 
 
 def value_of(name: str, value: Any) -> float | None:

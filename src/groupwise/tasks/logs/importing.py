@@ -25,7 +25,7 @@ from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.store import files
 from groupwise.store.masking import ENVIRONMENT, Masking
 from groupwise.tasks.logs.cases import GOOD, Case, continued, cut, ways_on
-from groupwise.tasks.logs.exchange import Belongs, Exchange, Outcome
+from groupwise.tasks.logs.exchange import Belongs, Exchange, Outcome, well_formed
 from groupwise.tasks.logs.learnable import Row, example_rows, pair_rows, prompt_rows, rules, scored_rows
 from groupwise.tasks.logs.near import alike_ones
 from groupwise.tasks.logs.outcomes import Joined, joined, read_outcomes
@@ -123,7 +123,7 @@ def write(imported: Imported, folder: Path) -> list[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in written.items():
-            files.write_new(folder / name, text, mode=0o600)
+            files.write_new(folder / name, well_formed(text), mode=0o600)
     except OSError as error:
         if made:
             shutil.rmtree(folder, ignore_errors=True)
@@ -324,9 +324,23 @@ def _outcomes(
         "answers": len(known.of),
         "answers_without": len(exchanges) - len(known.of),
         "names": {name: {"count": len(found), "mean": sum(found) / len(found)} for name, found in values.items()},
+        **_raters(exchanges, known, cases),
         "edited": edited,
         "no_scale": {name: list(ends) for name, ends in known.unscaled.items()},
         "prompts": sum(bool(each.known) for each in cases),
+    }
+
+
+def _raters(exchanges: Sequence[Exchange], known: Joined, cases: Sequence[Case]) -> dict[str, Any]:
+    """Return who stands behind the outcomes, as far as users are known, and whether they are of one mind."""
+    users = Counter(exchanges[number].user for number, found in known.of.items() for _ in found)
+    del users[None]
+    several = [each.scores for case in cases for each in case.answers.values() if len(each.scores) > 1]
+    return {
+        "raters": len(users),
+        "largest_rater": max(users.values(), default=0) / max(1, users.total()),
+        "scored_again": len(several),
+        "contradicted": sum(min(each) <= GOOD < max(each) for each in several),
     }
 
 

@@ -18,6 +18,7 @@ from groupwise.tasks.logs.exchange import (
     Exchange,
     Outcome,
     Read,
+    attempted,
     first,
     ids_at,
     parsed,
@@ -72,25 +73,21 @@ class Langfuse:
                 yield from _score({"traceId": id, **score})
         for each in row.get("observations") or ():
             if isinstance(each, Mapping):
-                yield from self._observation(each, place, id)
+                yield from attempted(self._observation(each, place, id), place)
 
     def _observation(self, row: Mapping[str, Any], place: str, trace: str) -> Iterator[Read]:
         if str(row.get("type")).upper() != "GENERATION":
             return
         self._generated.add(trace)
-        yield _exchange(row, place, trace, ids_at(row, "id"))
+        yield from _exchange(row, place, trace, ids_at(row, "id"))
 
-    def finish(self) -> Iterator[Read | DataError]:
+    def finish(self) -> Iterator[Read]:
         for id, (place, row) in self._traces.items():
-            if id in self._generated or row.get("input") is None:
-                continue
-            try:
-                yield _exchange(row, place, id, (id,))
-            except DataError as error:
-                yield DataError(f"{place}: {error.message}")
+            if id not in self._generated and row.get("input") is not None:
+                yield from attempted(_exchange(row, place, id, (id,)), place)
 
 
-def _exchange(row: Mapping[str, Any], place: str, trace: str, ids: tuple[str, ...]) -> Exchange:
+def _exchange(row: Mapping[str, Any], place: str, trace: str, ids: tuple[str, ...]) -> Iterator[Exchange]:
     asked, said = parsed(row.get("input")), parsed(row.get("output"))
     if asked is None or said is None:
         raise DataError("it has an input and no output" if said is None else "it has an output and no input")
@@ -98,7 +95,7 @@ def _exchange(row: Mapping[str, Any], place: str, trace: str, ids: tuple[str, ..
     if isinstance(asked, list) and any(isinstance(each, Mapping) and _is_tool(each) for each in asked):
         tools = [each for each in asked if _is_tool(each)]  # as Langfuse's wrapper of OpenAI's client writes them
         asked = [each for each in asked if not _is_tool(each)]
-    return Exchange(
+    yield Exchange(
         place=place,
         ids=ids or (place,),
         messages=conversation(asked),
@@ -117,14 +114,14 @@ def _is_tool(value: Any) -> bool:
 
 
 def _score(row: Mapping[str, Any]) -> Iterator[Outcome]:
-    id = text_at(row, "observationId", "observation_id", *TRACE)
+    id, rating = text_at(row, "observationId", "observation_id", *TRACE), text_at(row, "id")
     name, said = str(row.get("name") or "score"), first(row, "stringValue", "string_value")
     if id is None:
         return
     if name.lower().replace("-", " ") in EDITED and isinstance(said, str):
-        yield Outcome(id=id, name="edited", edited=said)
+        yield Outcome(id=id, name="edited", edited=said, rating=rating)
         return
     numeric = row.get("value")
     value = value_of(name, said if isinstance(said, str) and value_of(name, said) is not None else numeric)
     if value is not None:
-        yield Outcome(id=id, name=name, value=value)
+        yield Outcome(id=id, name=name, value=value, rating=rating)

@@ -61,7 +61,7 @@ class LangSmith:
             model=text_at(metadata, "ls_model_name") or text_at(invocation, "model", "model_name"),
         )
 
-    def finish(self) -> Iterator[Read | DataError]:
+    def finish(self) -> Iterator[Read]:
         return iter(())
 
 
@@ -80,11 +80,12 @@ def _said(outputs: Any) -> Message:
 
 
 def _feedback(id: str, key: str, row: Mapping[str, Any]) -> Iterator[Outcome]:
+    rating = text_at(row, "id")
     given = row.get("score") if row.get("score") is not None else row.get("value")
     if (value := value_of(key, given)) is not None:
-        yield Outcome(id=id, name=key, value=value)
+        yield Outcome(id=id, name=key, value=value, rating=rating)
     correction = row.get("correction")
     if isinstance(correction, Mapping):
         correction = first(correction, "output", "text", "content", "answer", "desired")
     if isinstance(correction, str) and correction.strip():
-        yield Outcome(id=id, name="edited", edited=correction)
+        yield Outcome(id=id, name="edited", edited=correction, rating=rating)

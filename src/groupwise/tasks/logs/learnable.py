@@ -25,7 +25,8 @@ from groupwise.tasks.prompts import RESERVED
 from groupwise.types import Message
 
 OWN = (*RESERVED, "prompt", "messages", "tools")  # names of columns that a row has already, or rewards get from us
-MOST_WORDS = 5  # of an answer that is compared as a whole
+MOST_WORDS = 5  # of an answer that is compared as a whole,
+MOST_CHARACTERS = 60  # and of one in a language that writes no blanks
 NUMBER_WORDS = 2  # of an answer that is a number, with its unit
 NEARLY_ALL = 0.9  # of the answers must be of a form for a reward of that form
 
@@ -43,9 +44,14 @@ def gold(case: Case) -> tuple[str, str] | None:
         return edited[-1], "edited"
     best = shown(case)
     whole = not best.cut and not best.message.get("tool_calls")
-    if (best.score or 0) > GOOD and whole and best.text.strip() and len(best.text.split()) <= MOST_WORDS:
+    if (best.score or 0) > GOOD and whole and best.text.strip() and is_short(best.text):
         return best.text, "good"
     return None
+
+
+def is_short(text: str) -> bool:
+    """Return whether an answer can be compared as a whole."""
+    return len(text.split()) <= MOST_WORDS and len(text) <= MOST_CHARACTERS
 
 
 def shown(case: Case) -> Answered:
@@ -149,7 +155,7 @@ def rules(cases: Sequence[Case]) -> list[Rule]:
     its form."""
     known = [(case, *found) for case in cases if (found := gold(case)) is not None]
     numbers = [each for each in known if len(each[1].split()) <= NUMBER_WORDS and only_quantity(each[1]) is not None]
-    short = [each for each in known if each not in numbers and len(each[1].split()) <= MOST_WORDS]
+    short = [each for each in known if each not in numbers and is_short(each[1])]
     long = [each for each in known if each not in numbers and each not in short]
     found = [
         _rule("groupwise.rewards.math:number_match", numbers, number_match),

@@ -21,7 +21,7 @@ from groupwise.tasks.dialects.anthropic import InputMessage, ToolDefinition
 from groupwise.tasks.dialects.chat_form import ChatMessage, Tool
 from groupwise.tasks.dialects.form import assistant, call, joined, merged, read
 from groupwise.tasks.dialects.responses import FunctionTool, ResponsesRequest
-from groupwise.tasks.logs.exchange import parsed
+from groupwise.tasks.logs.exchange import parsed, well_formed
 from groupwise.tasks.prompts import message_at
 from groupwise.tasks.row_formats import message_of
 from groupwise.types import Message
@@ -203,6 +203,6 @@ def _checked(message: Message) -> Message:
 
 def _read(value: Mapping[str, Any], model: Any) -> Any:
     try:
-        return read(json.dumps(value).encode(), model)
+        return read(well_formed(json.dumps(value, ensure_ascii=False)).encode(), model)
     except (RequestError, TypeError, ValueError) as error:
         raise DataError(error.message if isinstance(error, RequestError) else str(error)) from None

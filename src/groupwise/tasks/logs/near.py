@@ -24,7 +24,8 @@ from groupwise.types import Message
 RUN = 3  # words
 TEMPLATE_SHARE = 0.2  # of the prompts,
 FEWEST = 50  # where there are so many
-_WORD = re.compile(r"\w+|[^\w\s]")
+_SIGNS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # of languages that write no blanks: each is a word
+_WORD = re.compile(rf"[{_SIGNS}]|[^\W{_SIGNS}]+|[^\w\s]")
 
 
 def texts_of(messages: Sequence[Message]) -> tuple[str, str]:

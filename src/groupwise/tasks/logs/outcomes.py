@@ -52,13 +52,18 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def joined(exchanges: Sequence[Exchange], outcomes: Iterable[Outcome]) -> Joined:
-    """Join outcomes by id. Of a trace or conversation its last answer is meant; an outcome that stands twice counts
-    once."""
-    by_id = {id: number for number, each in enumerate(exchanges) for id in each.ids}
+    """Join outcomes by id. Of a trace or conversation, and of an id that several answers have, the last answer is
+    meant; a rating that stands twice counts once."""
+    by_id: dict[str, int] = {}
     last: dict[str, int] = {}
     for number, each in sorted(enumerate(exchanges), key=lambda one: one[1].time or 0.0):
+        by_id |= dict.fromkeys(each.ids, number)
         last |= {id: number for id in (each.trace, each.conversation) if id is not None}
-    known = list(dict.fromkeys(outcomes))
+    known, seen = list[Outcome](), set[Outcome]()
+    for each in outcomes:
+        if each.rating is None or each not in seen:
+            known.append(each)
+            seen.add(each)
     values, unscaled = scaled(known)
     of: dict[int, list[Outcome]] = defaultdict(list)
     unmatched = 0

@@ -58,5 +58,5 @@ class OwnRollouts:
             if (reward := value_of("reward", rollout.reward)) is not None:
                 yield Outcome(id=id, name="reward", value=reward)
 
-    def finish(self) -> Iterator[Read | DataError]:
+    def finish(self) -> Iterator[Read]:
         return iter(())

@@ -11,13 +11,13 @@ import gzip
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from groupwise.errors import DataError
-from groupwise.tasks.logs.exchange import Belongs, Exchange, LogFormat, Outcome, Read
+from groupwise.tasks.logs.exchange import Bad, Belongs, Exchange, LogFormat, Outcome, Read, attempted
 from groupwise.tasks.logs.langfuse import Langfuse
 from groupwise.tasks.logs.langsmith import LangSmith
 from groupwise.tasks.logs.own import OwnRollouts
@@ -29,13 +29,6 @@ FORMATS: tuple[type[LogFormat], ...] = (OwnRollouts, Spans, LangSmith, Langfuse,
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 LISTS = ("data", "feedback", "runs", "traces", "observations")  # where an object that is no row has its rows
 UNKNOWN = "no format knows it"
-
-
-class Bad(NamedTuple):
-    """A row that cannot be used, and why."""
-
-    place: str
-    reason: str
 
 
 @dataclass
@@ -50,23 +43,17 @@ class Logs:
     rows: int = 0
     files: int = 0
 
-    def add(self, found: Iterable[Read | DataError], place: str) -> None:
-        """Take in what a row holds."""
-        try:
-            for each in found:
-                if isinstance(each, Exchange):
-                    self.exchanges.append(each)
-                elif isinstance(each, Outcome):
-                    self.outcomes.append(each)
-                elif isinstance(each, Belongs):
-                    self.belongs.append(each)
-                else:
-                    at, _, reason = each.message.partition(": ")
-                    self.bad.append(Bad(at, reason))
-        except DataError as error:
-            self.bad.append(Bad(place, error.message))
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            self.bad.append(Bad(place, f"not as this format has it: {type(error).__name__}: {error}"))
+    def add(self, found: Iterator[Read], place: str) -> None:
+        """Take in what stands at a place."""
+        for each in attempted(found, place):
+            if isinstance(each, Exchange):
+                self.exchanges.append(each)
+            elif isinstance(each, Outcome):
+                self.outcomes.append(each)
+            elif isinstance(each, Belongs):
+                self.belongs.append(each)
+            else:
+                self.bad.append(each)
 
 
 def read_logs(sources: Sequence[Path]) -> Logs:
@@ -143,7 +130,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         if _suffix(path) == ".json":
             try:
                 value = json.loads(_bytes(path))
-            except ValueError:
+            except (ValueError, RecursionError):
                 yield from _lines(path)
                 return
             rows = _listed(value)
@@ -171,7 +158,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
             place = f"{path.name}:{number}"
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield place, DataError(f"no JSON: {error}")
                 continue
             yield from ((place, row) for row in _listed(value))

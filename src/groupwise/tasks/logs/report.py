@@ -15,6 +15,9 @@ from groupwise.algo.evidence import lower_bound
 FEW_HELD_OUT = 50
 FEW_PAIRS = 100
 FEW_SCORED = 40  # good and bad answers each, for a judge
+MOST_OF_ONE = 0.3  # of the outcomes, by one user
+FEW_AGAIN = 10  # answers with several scores
+MOST_CONTRADICTED = 0.2  # of those
 LARGE = 0.5  # of all exchanges, in one group
 MOST_REASONS = 10
 ALPHA = 0.05
@@ -69,6 +72,19 @@ def _lacking(report: Mapping[str, Any]) -> Iterator[str]:
         yield "no answer has an outcome: nothing says which were good. --outcomes FILE joins thumbs, resolved, edited"
     if outcomes["unmatched"]:
         yield f"{outcomes['unmatched']} outcomes have an id that no answer, trace or conversation in the logs has"
+    if outcomes["raters"] > 1 and outcomes["largest_rater"] > MOST_OF_ONE:
+        yield (
+            f"one of {outcomes['raters']} users gave {outcomes['largest_rater']:.0%} of the outcomes: what is learned "
+            "is what that one wants"
+        )
+    if (
+        outcomes["scored_again"] >= FEW_AGAIN
+        and outcomes["contradicted"] > MOST_CONTRADICTED * outcomes["scored_again"]
+    ):
+        yield (
+            f"of {outcomes['scored_again']} answers with several scores {outcomes['contradicted']} are called good and "
+            "bad: raters want different things, or somebody means harm"
+        )
     for name, (low, high) in outcomes["no_scale"].items():
         yield f"outcome {name!r} has values from {low:g} to {high:g}, and no scale that is known: give it as 0 to 1"
     if not learn["rules"]:

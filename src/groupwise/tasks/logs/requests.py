@@ -11,11 +11,24 @@ Who asked, when, and in which conversation stands beside the two or in the reque
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from groupwise.errors import DataError
-from groupwise.tasks.logs.exchange import BAD, Exchange, Read, first, ids_at, outcomes_of, parsed, seconds, text_at
+from groupwise.tasks.logs.exchange import (
+    BAD,
+    Bad,
+    Exchange,
+    Read,
+    attempted,
+    first,
+    ids_at,
+    outcomes_of,
+    parsed,
+    seconds,
+    text_at,
+)
 from groupwise.tasks.logs.messages import answer_in, conversation, tools_in
 from groupwise.types import Message
 
@@ -24,9 +37,12 @@ SAID = ("response", "response_body", "resp", "result", "completion", "output")
 TIME = ("time", "timestamp", "created_at", "created", "start_time", "startTime", "request_created_at", "ts", "date")
 USER = ("user", "user_id", "userId", "user.id", "end_user", "safety_identifier", "customer_id", "request_user_id")
 CONVERSATION = ("conversation_id", "conversationId", "session_id", "sessionId", "thread_id", "threadId", "chat_id")
-IDS = ("id", "request_id", "response_id", "custom_id", "trace_id", "rollout_id")
+IDS = ("id", "request_id", "response_id", "custom_id", "rollout_id")
 OUTCOMES = ("thumb", "thumbs", "feedback", "rating", "score", "resolved", "edited", "edited_answer", "correction", *BAD)
 FAILED = ("errored", "canceled", "expired")
+
+
+Halves = list[tuple[str, Mapping[str, Any]]]  # places and rows
 
 
 class RequestLogs:
@@ -35,8 +51,8 @@ class RequestLogs:
     name = "requests to OpenAI's and Anthropic's APIs"
 
     def __init__(self) -> None:
-        self._asked: dict[str, tuple[str, Mapping[str, Any]]] = {}  # custom_id -> place, row
-        self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        self._asked: dict[str, Halves] = defaultdict(list)  # by custom_id
+        self._said: dict[str, Halves] = defaultdict(list)
 
     def knows(self, row: Mapping[str, Any]) -> bool:
         if "custom_id" in row:
@@ -45,26 +61,32 @@ class RequestLogs:
         return asked is not None and ("messages" in asked or "input" in asked)
 
     def read(self, row: Mapping[str, Any], place: str) -> Iterator[Read]:
-        asked, said = _asked(row), _said(row)
-        if "custom_id" in row and (asked is None or said is None):
-            halves = self._asked if said is None else self._said
-            halves[str(row["custom_id"])] = place, row
-            return
-        yield from _exchange(row, asked or {}, said, place)
+        asked = _asked(row)
+        answered = any(row.get(name) is not None for name in SAID) or "choices" in row
+        if "custom_id" in row and (asked is None or not answered):
+            (self._said if asked is None else self._asked)[str(row["custom_id"])].append((place, row))
+        else:
+            yield from _exchange(row, asked or {}, _said(row), place)
 
-    def finish(self) -> Iterator[Read | DataError]:
-        for id, (place, row) in self._said.items():
-            if id not in self._asked:
-                yield DataError(f"{place}: there is no request with custom_id {id!r}; name the batch's input file, too")
+    def finish(self) -> Iterator[Read]:
+        for id, said in self._said.items():
+            asked = self._asked.pop(id, [])
+            places = [place for place, _ in said]
+            if not asked:
+                reason = f"there is no request with custom_id {id!r}; name the batch's input file, too"
+            elif len(asked) > 1 or len(said) > 1:
+                reason = f"custom_id {id!r} stands for several requests; import one batch at a time"
+            else:
+                ((place, row),) = said
+                yield from attempted(self._joined(asked[0][1], row, place), place)
                 continue
-            asked = _asked(self._asked.pop(id)[1]) or {}
-            try:
-                yield from _exchange(row, asked, _said(row), place)
-            except DataError as error:
-                yield DataError(f"{place}: {error.message}")
-        for id, (place, _) in self._asked.items():
-            if id not in self._said:
-                yield DataError(f"{place}: there is no answer with custom_id {id!r}; name the batch's output file, too")
+            yield from (Bad(place, reason) for place in places)
+        for id, asked in self._asked.items():
+            reason = f"there is no answer with custom_id {id!r}; name the batch's output file, too"
+            yield from (Bad(place, reason) for place, _ in asked)
+
+    def _joined(self, asked: Mapping[str, Any], row: Mapping[str, Any], place: str) -> Iterator[Read]:
+        yield from _exchange(row, _asked(asked) or {}, _said(row), place)
 
 
 def _asked(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -136,6 +158,7 @@ def _exchange(row: Mapping[str, Any], asked: Mapping[str, Any], said: Any, place
         time=next((at for each in (row, beside) if (at := seconds(first(each, *TIME))) is not None), None),
         user=next((who for each in told if (who := text_at(each, *USER)) is not None), None),
         conversation=next((which for each in told if (which := text_at(each, *CONVERSATION)) is not None), None),
+        trace=text_at(row, "trace_id", "traceId"),
         model=text_at(beside, "model") or text_at(asked, "model"),
         cut=_is_cut(beside),
         after=text_at(asked, "previous_response_id"),

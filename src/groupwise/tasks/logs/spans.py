@@ -19,7 +19,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.errors import DataError
-from groupwise.tasks.logs.exchange import Exchange, Outcome, Read, first, ids_at, parsed, seconds, text_at, value_of
+from groupwise.tasks.logs.exchange import (
+    Exchange,
+    Outcome,
+    Read,
+    attempted,
+    first,
+    ids_at,
+    parsed,
+    seconds,
+    text_at,
+    value_of,
+)
 from groupwise.tasks.logs.messages import answer_in, conversation, tools_in
 
 ASKS = ("chat", "text_completion", "generate_content")  # operations that ask a model for text
@@ -64,26 +75,22 @@ class Spans:
         for resource in row.get("resourceSpans") or ():
             for scope in resource.get("scopeSpans") or ():
                 for span in scope.get("spans") or ():
-                    yield from self._span(span, place)
+                    yield from attempted(self._span(span, place), place)
         for resource in row.get("resourceLogs") or ():
             for scope in resource.get("scopeLogs") or ():
                 for record in scope.get("logRecords") or ():
-                    attributes = _attributes(record.get("attributes"))
-                    name = str(record.get("eventName") or attributes.get("event.name") or "")
-                    body = _plain(record["body"]) if isinstance(record.get("body"), Mapping) else {}
-                    told = {**attributes, **(body if isinstance(body, Mapping) else {})}
-                    yield from self._event(name, told, record, place)
+                    yield from attempted(self._record(record, place), place)
 
-    def finish(self) -> Iterator[Read | DataError]:
+    def finish(self) -> Iterator[Read]:
         for id, call in self._calls.items():
-            operation = call.attributes.get("gen_ai.operation.name")
-            if operation is not None and operation not in ASKS:
-                continue
-            try:
-                if (found := _exchange(id, call)) is not None:
-                    yield found
-            except DataError as error:
-                yield DataError(f"{call.place}: {error.message}")
+            if call.attributes.get("gen_ai.operation.name") in (None, *ASKS):
+                yield from attempted(_exchange(id, call), call.place)
+
+    def _record(self, record: Mapping[str, Any], place: str) -> Iterator[Read]:
+        attributes = _attributes(record.get("attributes"))
+        name = str(record.get("eventName") or attributes.get("event.name") or "")
+        body = _plain(record["body"]) if isinstance(record.get("body"), Mapping) else {}
+        yield from self._event(name, {**attributes, **(body if isinstance(body, Mapping) else {})}, record, place)
 
     def _span(self, span: Mapping[str, Any], place: str) -> Iterator[Read]:
         attributes, id = _attributes(span.get("attributes")), str(span.get("spanId") or place)
@@ -128,8 +135,8 @@ class Spans:
         return self._calls.setdefault(id, _Call(place=place))
 
 
-def _exchange(id: str, call: _Call) -> Exchange | None:
-    """Return what a call came to; None where neither question nor answer was recorded: that is opt-in."""
+def _exchange(id: str, call: _Call) -> Iterator[Exchange]:
+    """Yield what a call came to; nothing where neither question nor answer was recorded: that is opt-in."""
     at = call.attributes
     asked, said = parsed(at.get("gen_ai.input.messages")), parsed(at.get("gen_ai.output.messages"))
     if asked is None:
@@ -137,7 +144,7 @@ def _exchange(id: str, call: _Call) -> Exchange | None:
     if said is None:
         said = call.choice or _numbered(at, "gen_ai.completion.") or None
     if asked is None and said is None:
-        return None
+        return
     if asked is None or said is None:
         raise DataError(
             "a span has a question and no answer" if said is None else "a span has an answer and no question"
@@ -149,7 +156,7 @@ def _exchange(id: str, call: _Call) -> Exchange | None:
     reasons = parsed(at.get("gen_ai.response.finish_reasons")) or []
     if isinstance(said, list):  # a choice each
         said = said[0] if said else None
-    return Exchange(
+    yield Exchange(
         place=call.place,
         ids=(*ids_at(at, "gen_ai.response.id"), *(() if id == call.place else (id,))) or (call.place,),
         messages=conversation(asked),
