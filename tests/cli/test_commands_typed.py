@@ -138,7 +138,7 @@ LATE = [
     Row("check run.yaml data.source=q.jsonl data.prompt_key=prompt", code="invalid_data"),
 ]
 WORDS = [
-    *(Row(word) for word in ("runs", "list", "ls", "status", "compare", "sft", "dpo", "resume", "logs", "export")),
+    *(Row(word) for word in ("runs", "list", "ls", "status", "compare", "sft", "dpo", "resume", "export")),
     *(Row(word) for word in ("finetune", "generate", "version", "help", "score", "rnu", "run.yaml", "train run.yaml")),
     *(Row(word) for word in ("run", "report", "init", "adapters export", "rewards test", "learn stop")),
 ]

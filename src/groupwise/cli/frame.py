@@ -35,7 +35,6 @@ ELSEWHERE = {
     "runs": "groupwise ui runs/* lists the runs of this directory; groupwise health RUN looks at one",
     "compare": "groupwise report RUN --compare RUN, or groupwise eval FILE --adapter A --against B",
     "status": "groupwise health RUN of a run, groupwise health of a server, groupwise train status JOB of a job",
-    "logs": "groupwise health RUN says what is wrong; the run's directory has metrics.jsonl and rollouts/",
     "upload": "groupwise push RUN --to OWNER/NAME",
     "export": "groupwise adapters export NAME DIR --run RUN",
     "merge": "groupwise adapters export NAME DIR --run RUN --format merged",

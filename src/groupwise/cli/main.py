@@ -26,6 +26,7 @@ from groupwise.cli import feedback as cli_feedback
 from groupwise.cli import init as cli_init
 from groupwise.cli import keys as cli_keys
 from groupwise.cli import learn as cli_learn
+from groupwise.cli import logs as cli_logs
 from groupwise.cli import remote as cli_remote
 from groupwise.cli import rewards as cli_rewards
 from groupwise.cli import runs as cli_runs
@@ -66,7 +67,7 @@ FLAGS = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True} 
 PANELS = {
     "Begin": ("demo", "init", "run", "check"),
     "Look at a run, and use it": ("chat", "serve", "ui", "report", "health", "eval", "push"),
-    "Rewards and environments of your own": ("rewards", "env"),
+    "Rewards, environments and logs of your own": ("rewards", "env", "logs"),
     "A live server": ("rollouts", "train", "feedback", "learn", "adapters", "keys"),
     "More machines, other systems, this machine": (
         "launch",
@@ -103,6 +104,8 @@ cli_remote.add_to(app)
 app.add_typer(cli_feedback.app, name="feedback")
 app.add_typer(cli_learn.app, name="learn")
 app.add_typer(cli_keys.app, name="keys")
+
+app.add_typer(cli_logs.app, name="logs")
 
 cli_chat.add_to(app)
 

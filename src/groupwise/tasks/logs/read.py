@@ -1,0 +1,175 @@
+"""Files and folders of logs, row by row, each read by the format that knows it.
+
+A file may be JSON lines, JSON (a list, an object with a list under `data`, or one object), CSV or Parquet, and gzipped;
+of a folder all such files are read, and of the directory of a run its rollouts. Formats are told apart by each row, so
+that files of several systems may be given together. What cannot be used is kept with its place and the reason.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import DataError
+from groupwise.tasks.logs.exchange import Bad, Belongs, Exchange, LogFormat, Outcome, Read, attempted
+from groupwise.tasks.logs.langfuse import Langfuse
+from groupwise.tasks.logs.langsmith import LangSmith
+from groupwise.tasks.logs.own import OwnRollouts
+from groupwise.tasks.logs.requests import RequestLogs
+from groupwise.tasks.logs.spans import Spans
+from groupwise.tasks.tables import csv_rows, parquet_rows
+
+FORMATS: tuple[type[LogFormat], ...] = (OwnRollouts, Spans, LangSmith, Langfuse, RequestLogs)
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+LISTS = ("data", "feedback", "runs", "traces", "observations")  # where an object that is no row has its rows
+UNKNOWN = "no format knows it"
+
+
+@dataclass
+class Logs:
+    """What was read. `rows` counts what stood in the files, `formats` the rows of each system."""
+
+    exchanges: list[Exchange] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    belongs: list[Belongs] = field(default_factory=list)
+    bad: list[Bad] = field(default_factory=list)
+    formats: Counter[str] = field(default_factory=Counter)
+    rows: int = 0
+    files: int = 0
+
+    def add(self, found: Iterator[Read], place: str) -> None:
+        """Take in what stands at a place."""
+        for each in attempted(found, place):
+            if isinstance(each, Exchange):
+                self.exchanges.append(each)
+            elif isinstance(each, Outcome):
+                self.outcomes.append(each)
+            elif isinstance(each, Belongs):
+                self.belongs.append(each)
+            else:
+                self.bad.append(each)
+
+
+def read_logs(sources: Sequence[Path]) -> Logs:
+    """Return what stands in files and folders.
+
+    Raises:
+        DataError: a source is not there or cannot be opened, or no row of any is a log that is known.
+    """
+    logs, formats = Logs(), [make() for make in FORMATS]
+    keys: list[str] = []
+    for path in [file for source in sources for file in _files(source)]:
+        logs.files += 1
+        for place, row in _rows(path):
+            logs.rows += 1
+            if isinstance(row, DataError):
+                logs.bad.append(Bad(place, row.message))
+                continue
+            known = next((each for each in formats if isinstance(row, Mapping) and each.knows(row)), None)
+            if known is None:
+                logs.bad.append(Bad(place, UNKNOWN))
+                keys = keys or [str(each) for each in row] if isinstance(row, Mapping) else keys
+                continue
+            logs.formats[known.name] += 1
+            logs.add(known.read(row, place), place)
+    for each in formats:
+        logs.add(each.finish(), each.name)
+    if not logs.exchanges:
+        raise _nothing(logs, keys)
+    return logs
+
+
+def _nothing(logs: Logs, keys: Sequence[str]) -> DataError:
+    if not logs.rows:
+        return DataError("there are no rows in the logs", kind="empty", field="SOURCE")
+    names = ", ".join(each.name for each in FORMATS)
+    if logs.formats:
+        first = logs.bad[0] if logs.bad else Bad("", "none holds a question with its answer")
+        message = f"of {logs.rows} rows none can be used; {first.place}: {first.reason}"
+        return DataError(message, hint="log the messages and the answer of each call", kind="unusable", field="SOURCE")
+    held = f"; the first has {', '.join(map(repr, keys[:8]))}" if keys else ""
+    message = f"none of {logs.rows} rows is a log that is known{held}"
+    hint = f"known are {names} (docs/logs.md has an example of each)"
+    return DataError(message, hint=hint, kind="unrecognised", field="SOURCE")
+
+
+# ---- files ----
+def _files(source: Path) -> list[Path]:
+    if source.is_dir():
+        inside = source / "rollouts" if (source / "rollouts").is_dir() else source
+        found = sorted(each for each in inside.rglob("*") if each.is_file() and _suffix(each) in SUFFIXES)
+        if not found:
+            message = f"in {source} there is no file of logs"
+            raise DataError(message, hint=f"their names end with {', '.join(SUFFIXES)}, or .gz behind", field="SOURCE")
+        return found
+    if not source.is_file():
+        raise DataError(f"there is no file {source}", field="SOURCE", kind="missing")
+    if _suffix(source) not in SUFFIXES:
+        message = f"{source} ends with {source.suffix or 'nothing'!r}"
+        raise DataError(message, hint=f"logs end with {', '.join(SUFFIXES)}, or .gz behind", field="SOURCE")
+    return [source]
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield each row with its place; of a line that is no JSON, the error."""
+    try:
+        if _suffix(path) in (".csv", ".parquet"):
+            rows = csv_rows(path) if path.suffix == ".csv" else parquet_rows(path)
+            yield from ((f"{path.name}:{number}", row) for number, row in enumerate(rows, start=1))
+            return
+        if _suffix(path) == ".json":
+            try:
+                value = json.loads(_bytes(path))
+            except (ValueError, RecursionError):
+                yield from _lines(path)
+                return
+            rows = _listed(value)
+            yield from (
+                (f"{path.name}:{number}" if len(rows) > 1 else path.name, row) for number, row in enumerate(rows)
+            )
+            return
+        yield from _lines(path)
+    except PermissionError as error:
+        hint = f"let user {os.geteuid()} read it (`ls -l {path}`)"
+        raise DataError(f"cannot read {path}: {error.strerror}", hint=hint, field="SOURCE") from None
+    except (OSError, EOFError, ArithmeticError) as error:
+        raise DataError(f"cannot read {path}: {error}", field="SOURCE") from error
+
+
+def _bytes(path: Path) -> bytes:
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            place = f"{path.name}:{number}"
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield place, DataError(f"no JSON: {error}")
+                continue
+            yield from ((place, row) for row in _listed(value))
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return the rows that a JSON value is."""
+    if isinstance(value, list):
+        return value
+    if isinstance(value, dict) and not any(make().knows(value) for make in FORMATS):
+        held = next((value[name] for name in LISTS if isinstance(value.get(name), list)), None)
+        if held is not None:
+            return held
+    return [value]
