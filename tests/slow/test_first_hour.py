@@ -3,10 +3,10 @@ directory with a new environment. The minutes of each stop are printed.
 
     pytest -m slow -s tests/slow/test_first_hour.py     ten minutes, twenty beside others
 
-It needs PyPI, Chromium and `pip install playwright`. What is not the README's: where it installs from a clone, the wheel
-of this clone is installed; the demo is shortened by `--steps 20`, and `serve` and `ui` get `--port 0` (docs/cli.md), as
-another server may have the usual port. torch is the one that pip finds for this machine: where its index has none for
-CPUs, that is PyPI's 5.9 GB.
+It needs PyPI, Chromium and `pip install playwright`. What is not the README's: where it installs from a clone, the
+wheel of this clone is installed; the demo is shortened by `--steps 20`, and `serve` and `ui` get `--port 0`
+(docs/cli.md), as another server may have the usual port. torch is the one that pip finds for this machine: where its
+index has none for CPUs, that is PyPI's 5.9 GB.
 """
 
 from __future__ import annotations
