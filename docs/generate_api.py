@@ -143,7 +143,7 @@ def _answer(operation: Mapping[str, Any]) -> str:
             kinds.append(_type(schema))
         elif media != "application/json":
             kinds.append(f"`{media}`")
-    return f"Answer: {' or '.join(kinds)}"
+    return f"Answer: {' or '.join(kinds or ['`application/json`'])}"
 
 
 def _errors(operation: Mapping[str, Any]) -> Iterator[str]:

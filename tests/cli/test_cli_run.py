@@ -152,8 +152,9 @@ def test_the_closing_page(project):
         "  groupwise report 'my run'",
         "  groupwise serve 'my run'",
         "  groupwise eval 'my run/config.yaml' --adapter 'my run'",
+        "  groupwise push 'my run' --to OWNER/toy --dry-run",
     ]
-    for line in (following[0] + " Hello --max-tokens 3", following[2], following[4]):  # each works as it stands
+    for line in (following[0] + " Hello --max-tokens 3", *following[2:3], *following[4:]):  # each works as it stands
         pasted = cli(*shlex.split(line)[1:])
         assert pasted.exit_code == 0, pasted.stderr
     assert "PeftModel.from_pretrained(model, 'my run/adapters/toy/v000001')" in text

@@ -95,6 +95,13 @@ OVERRIDES = [
     override("num_gpus=2", "train.devices=2"),
     override("use_vllm=true", "engine=vllm"),
     override("report_to=wandb", "tracking.wandb=PROJECT"),
+    # a section that is none
+    override("server.port=9000", field="server"),
+    override("rolout.max_tokens=8", "rollout.max_tokens=8", field="rolout"),
+    override("run.seed=3", "seed=3", field="run"),
+    override("trainer.steps=10", "train.steps=10", field="trainer"),
+    override("lora.rank=8", "train.lora.rank=8", field="lora"),
+    override("actor_rollout_ref.rollout.n=8", "rollout.group_size=8", field="actor_rollout_ref"),
     # what no single override is
     override("ref_model=x"),
     override("num_train_epochs=3"),
@@ -277,6 +284,30 @@ def test_eval_of_a_run_is_of_its_policy(two_runs: Path, monkeypatch: pytest.Monk
     told = cli("eval", long, "--mode", "greedy", "eval.data.source=held_out.jsonl", "--json")
     assert told.exit_code == 0, told.stderr
     assert json.loads(told.stdout)["policy"] != "base"
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("server.port=9000", "port=9000"),
+        ("serve.port=9000", "port=9000"),
+        ("config.port=9000", "port=9000"),
+        ("model.name=x", "model=x"),
+        ("train.steps=5", "train.steps=5"),
+        ("lr=1e-4", "train.learning_rate=1e-4"),
+    ],
+)
+def test_a_setting_in_a_section_that_a_server_has_not(
+    words: str, meant: str, groupwise: LightCommands, folder: Path
+) -> None:
+    """What is meant is said, not the list of all keys; a key of a run is said to be one."""
+    told = ended(groupwise, folder, f"serve {words}")
+    assert told.code == USAGE and f" {meant}" in told.stderr and "first_token_timeout_s" not in told.stderr
+
+
+def test_a_key_of_an_environment_in_its_section(groupwise: LightCommands, folder: Path) -> None:
+    told = ended(groupwise, folder, "env check m:E --set env.max_turns=5")
+    assert told.code == USAGE and "did you mean max_turns=5?" in told.stderr and not told.torch
 
 
 @pytest.mark.parametrize("words", ["serve starter port=x", "serve port=x", "serve --set port=x"])

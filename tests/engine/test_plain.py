@@ -9,12 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.plain import PlainDecoder
 from groupwise.errors import ModelError
 from groupwise.model.packed_check import cached_forward_gap, why_not_cached
-from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.train.learner import Learner
+from groupwise.types import Completion, FinishReason, PolicyVersion, Sample, SamplingParams, SamplingRequest
 from wording import raises, warns
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 3)
@@ -167,3 +170,16 @@ def test_what_a_recurrent_model_cannot_have_is_said_once(make_base) -> None:
     assert two.cached_tokens == 0
     assert two.logprobs == pytest.approx(engine.score(turn.prompt_ids, two.token_ids, BASE), abs=1e-9)
     engine.close()
+
+
+@pytest.mark.skipif(Version(transformers.__version__) >= Version("5.23"), reason="Gemma 2 runs packed there")
+def test_gemma_2_of_an_older_transformers_is_sampled_and_trained_in_plain_rows(make_base) -> None:
+    """As docs/start.md says: correct, slow, and with a warning."""
+    base = make_base("gemma2", dtype=torch.float64)
+    with pytest.warns(UserWarning, match="packed rows"):
+        engine, learner = LocalEngine(base), Learner(base)
+    assert not engine.packed and not learner.packed
+    (completion,) = engine.generate([request()])[0]
+    engine.close()
+    sample = Sample(prompt_ids=request().prompt_ids, completion_ids=completion.token_ids, mask=(1,) * 8)
+    assert learner.forward([sample])[0] == pytest.approx(list(completion.logprobs), abs=1e-9)

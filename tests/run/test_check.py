@@ -6,7 +6,7 @@ import doctest
 
 import pytest
 
-from groupwise.cli import print as shown
+from groupwise.cli import output as shown
 from groupwise.config.run import parse_config
 from groupwise.model.memory import step_size
 from groupwise.run.check import StepPace

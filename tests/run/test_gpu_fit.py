@@ -14,6 +14,7 @@ from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError
 from groupwise.model.memory import GIB
 from groupwise.run.gpu_fit import Cards, GpuFit, fit
+from groupwise.run.memory_budget import ASLEEP
 from groupwise.run.vllm_place import place_of, with_place
 from wording import raises
 
@@ -136,6 +137,25 @@ def test_and_is_refused_where_that_is_too_little(run):
     with raises(ConfigError) as caught:
         place_of(config, visible=["0"], first=0, gib=24)
     assert caught.value.field == "vllm.gpu_memory_utilization"
+
+
+def test_a_vllm_that_sleeps_leaves_training_its_memory_and_gets_that_of_training(run):
+    """Each has what the other does not keep: 4B fits 24 GiB so, and does not where both are there at once."""
+    colocated = {"engine": "vllm", "rollout": {"max_tokens": 512}}
+    awake, asleep = (
+        fit(run("Qwen3-4B", vllm={"mode": "colocate", "sleep": sleep}, **colocated), Cards(count=1, gib=24))
+        for sleep in (False, True)
+    )
+    assert not awake.fits and awake.vllm_share == 0 and not awake.vllm_sleeps and awake.needed.vllm == 0
+    assert asleep.fits and asleep.vllm_sleeps and asleep.needed.vllm == ASLEEP
+    assert asleep.vllm_share is not None
+    kept = asleep.needed.weights + asleep.needed.trained
+    assert kept + asleep.vllm_share * 24 * GIB < 24 * GIB and asleep.needed.total <= asleep.available
+    placed = place_of(asleep.config, visible=["0"], first=0, gib=24)
+    assert placed.gpu_memory_utilization == asleep.vllm_share
+    ahead = {"mode": "colocate", "sleep": True}
+    config = run("Qwen3-4B", engine="vllm", vllm=ahead, rollout={"max_tokens": 512, "max_staleness": 1})
+    assert not fit(config, Cards(count=1, gib=24)).vllm_sleeps  # something is sampled while it trains
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from groupwise.algo.credit import has_signal
 from groupwise.config.algo import RunAlgoConfig
 from groupwise.config.job import GrpoJobConfig
 from groupwise.config.loss import loss_of
+from groupwise.config.run import STARTER_DIR
+from groupwise.errors import ConfigError
 from groupwise.run.display import LineDisplay
 from groupwise.run.loop import run_loop
 from groupwise.run.update import learner_thread
@@ -19,6 +22,7 @@ from groupwise.store.rollouts import group_from_json
 from groupwise.store.tracking import read_metrics
 from groupwise.train.learner import Learner
 from running_jobs import config, rollouts_of
+from wording import raises
 
 
 def test_batch_std_is_the_deviation_of_all_that_was_sampled(tmp_path: Path):
@@ -38,6 +42,33 @@ def test_batch_std_is_the_deviation_of_all_that_was_sampled(tmp_path: Path):
         mean = statistics.fmean(rollout.reward for rollout in group.rollouts)
         for rollout in group.rollouts:
             assert rollout.advantage == pytest.approx((rollout.reward - mean) / (std + 1e-4))
+
+
+def test_mixed_precision_rounds_products_and_not_what_is_trained(tmp_path: Path):
+    """All parameters are trained in float32, by gradients that are near those without: the same batch, one step."""
+    changed: dict[bool, dict[str, torch.Tensor]] = {}
+    gaps: dict[bool, float] = {}
+    for mixed in (False, True):
+        given = config(
+            tmp_path / str(mixed),
+            dtype="float32",
+            train={"steps": 1, "lora": None, "learning_rate": 1e-4, "warmup_steps": 0, "mixed_precision": mixed},
+            algo={"correction": "tis_token"},
+        )
+        result = run_loop(given, display=LineDisplay(1, stream=io.StringIO()))
+        assert result.trained and given.may_be_stale == mixed
+        gaps[mixed] = read_metrics(result.run_dir / "metrics.jsonl")[0]["mismatch/logprob_diff_mean"]
+        changed[mixed] = load_file(next(result.run_dir.rglob("model.safetensors")))
+    assert gaps[False] < 1e-5 < 3e-4 < gaps[True] < 0.05
+    before = load_file(STARTER_DIR / "model.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in changed[True].values())
+    ways = [torch.cat([(new[key] - before[key].float()).flatten() for key in new]) for new in changed.values()]
+    assert 0.5 < torch.cosine_similarity(*ways, dim=0) < 0.9999
+
+
+def test_mixed_precision_is_over_float32(tmp_path: Path):
+    with raises(ConfigError, field="train.mixed_precision", kind="conflict"):
+        config(tmp_path, train={"mixed_precision": True})
 
 
 def test_training_keeps_its_threads_when_the_engine_decodes_on_one():

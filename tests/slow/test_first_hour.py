@@ -1,11 +1,12 @@
 """The first hour of someone who has only the README: every command is taken from its text, and run in an empty
 directory with a new environment. The minutes of each stop are printed.
 
-    pytest -m slow -s tests/slow/test_first_hour.py     ten minutes; needs PyPI, Chromium, `pip install playwright`
+    pytest -m slow -s tests/slow/test_first_hour.py     ten minutes, twenty beside others
 
-What is not the README's: where it installs from a clone, the wheel of this clone is installed; the demo is shortened by
-`--steps 20`, and `serve` and `ui` get `--port 0` (docs/cli.md), as another server may have the usual port. torch is the
-one that pip finds for this machine: where its index has none for CPUs, that is PyPI's 5.9 GB.
+It needs PyPI, Chromium and `pip install playwright`. What is not the README's: where it installs from a clone, the
+wheel of this clone is installed; the demo is shortened by `--steps 20`, and `serve` and `ui` get `--port 0`
+(docs/cli.md), as another server may have the usual port. torch is the one that pip finds for this machine: where its
+index has none for CPUs, that is PyPI's 5.9 GB.
 """
 
 from __future__ import annotations
@@ -199,6 +200,7 @@ def chat_in_a_browser(browser: Any, url: str) -> None:
     """One message, answered by what was trained."""
     with watched(browser, url) as page:
         page.goto(f"{url}/ui/#/play")
+        expect(page.get_by_role("combobox", name="Version 1")).to_be_visible(timeout=60_000)
         message = page.get_by_label("Message", exact=True)
         message.fill("What is 47 + 38? Reply with just the number.")
         message.press("Enter")

@@ -155,21 +155,14 @@ def _dataset(source: str) -> DatasetConfig:
 
 def _config(name: str, *, args: str, deadline: float, overrides: Sequence[str]) -> EnvConfig:
     """Return the `env` section of a run. Raises ConfigError."""
-    from pydantic import ValidationError
-
     from groupwise.config.run import EnvConfig
-    from groupwise.config.yaml import Document
+    from groupwise.config.yaml import Document, validate
 
     given = json_options(args, example='{"items": 20}')
     document = Document({"environment": name, "args": given, "step_timeout_s": deadline}, "the command line")
     for text in overrides:
         document.override(text, shorthand={})
-    try:
-        return EnvConfig.model_validate(document.data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or name
-        raise ConfigError(f"{key}: {first['msg']}", hint=f"the keys are {', '.join(EnvConfig.model_fields)}") from None
+    return validate(document, EnvConfig, other_names={})
 
 
 def _check(wanted: CheckRequest, *, episodes: int, best: float, seed: int) -> EnvReport:

@@ -51,6 +51,21 @@ def print_pairs(rows: Iterable[Sequence[str]], *, console: Console | None = None
     (console or stdout()).print(table)
 
 
+def duration(seconds: float) -> str:
+    """Return it as people say it.
+
+    >>> duration(40), duration(1300), duration(9000)
+    ('40 s', '22 min', '2.5 h')
+    """
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
 def finite(value: float | None) -> float | None:
     """`value`, or None where JSON has no number for it."""
     return value if value is not None and math.isfinite(value) else None

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.cli.output import finite, print_line, print_pairs
+from groupwise.cli.output import duration, finite, print_line, print_pairs
 from groupwise.config.algo import CreditConfig
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.config.teacher import TeacherConfig
@@ -127,6 +127,7 @@ def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
         f"  groupwise report {run}",
         f"  groupwise serve {policy}",
         f"  groupwise eval {saved} {trained}",
+        f"  groupwise push {policy} --to OWNER/{config.name} --dry-run",
     ]
     if config.train.lora is None:
         return lines
@@ -409,25 +410,10 @@ def _a_step(config: RunConfig, step: StepSize) -> str:
 
 def _time(report: CheckReport) -> str:
     """Return how long the run takes, by the trial step."""
-    low, high = (_duration(each) for each in report.pace.of_run(report.plan.config))
+    low, high = (duration(each) for each in report.pace.of_run(report.plan.config))
     sampling = " to ".join(dict.fromkeys(f"{each:.2g}" for each in report.pace.sampling))
     each = f"a step samples {sampling} s and trains {report.pace.training:.2g} s"
     return f"{low} to {high} here, as the trial goes: {each}; scoring and evaluations are not counted"
-
-
-def _duration(seconds: float) -> str:
-    """Return it as people say it.
-
-    >>> _duration(40), _duration(1300), _duration(9000)
-    ('40 s', '22 min', '2.5 h')
-    """
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 90
-        else f"{seconds / 60:.0f} min"
-        if seconds < 5400
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 def _pace(config: RunConfig) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from groupwise.cli.output import print_pairs, say
+from groupwise.cli.output import duration, print_pairs, say
 from groupwise.run.gpu_fit import GpuFit
 
 
@@ -24,6 +24,7 @@ def fit_as_json(found: GpuFit) -> dict[str, Any]:
         "micro_tokens": found.micro_tokens,
         "rows": found.rows,
         "vllm_share": found.vllm_share,
+        "vllm_sleeps": found.vllm_sleeps,
         "longest_prompt": found.prompt,
         "memory_bytes": asdict(found.needed) | {"total": found.needed.total, "available": found.available},
         "hours": [low, high],
@@ -40,11 +41,13 @@ def print_fit(console: Console, found: GpuFit) -> None:
     if config.engine == "vllm":
         share = found.vllm_share
         sampling = "vLLM" if share is None else f"vLLM on the same GPU, vllm.gpu_memory_utilization {share:g}"
+        sampling += ", asleep while it trains" if found.vllm_sleeps else ""
     sampling = "none: what the dataset says is learned" if config.never_samples else sampling
     low, high = found.hours
+    time = f"{low:,.0f} to {high:,.0f} hours" if high >= 1 else f"{duration(3600 * low)} to {duration(3600 * high)}"
     verdict = "fits" if found.fits else "does not fit"
     rows = (
-        ("model", f"{config.model}: {found.parameters / 1e9:.2f}B parameters, {found.trained / 1e6:.1f}M trained"),
+        ("model", f"{config.model}: {_counted(found.parameters)} parameters, {_counted(found.trained)} trained"),
         ("GPUs", f"{cards.count} x {cards.gib:g} GiB: {who}"),
         ("sampling", sampling),
         (
@@ -60,7 +63,7 @@ def print_fit(console: Console, found: GpuFit) -> None:
         ),
         (
             "time",
-            f"{_hours(low)} to {_hours(high)} hours for {train.steps} steps on H100s, from what was measured on one "
+            f"{time} for {train.steps} steps on H100s, from what was measured on one "
             "(docs/performance.md); the lower end is for completions of a quarter of rollout.max_tokens",
         ),
     )
@@ -69,8 +72,8 @@ def print_fit(console: Console, found: GpuFit) -> None:
         say(f"error: the run does not fit {cards.count} x {cards.gib:g} GiB: {_smaller(found)}")
 
 
-def _hours(value: float) -> str:
-    return f"{value:.1g}" if value < 1 else f"{value:,.0f}"
+def _counted(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e8 else f"{parameters / 1e6:.1f}M"
 
 
 def _smaller(found: GpuFit) -> str:

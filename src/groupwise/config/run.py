@@ -106,6 +106,9 @@ class TrainConfig(OptimizerConfig):
     Where flex cannot be used, a warning says why, and merged is: the results are the same."""
     lora: LoraSpec | None = LoraSpec()
     """null trains all parameters."""
+    mixed_precision: bool = False
+    """Multiply in bfloat16 over weights, gradients and moments in float32 (autocast), which is how all parameters are
+    trained on a GPU: bfloat16 alone has no digits for small steps. Needs `dtype: float32`, which then samples."""
     router_replay: bool | None = None
     """In a mixture of experts, train each token with the experts that it was sampled with (R3, docs/mixtures.md): null,
     where the engine records them; true, or refuse the run; false, never."""
@@ -525,7 +528,7 @@ class RunConfig(Section):
             message = "training all parameters changes the weights that sample: nothing can be sampled meanwhile"
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
         self._check_engine()
-        self._check_quantization()
+        self._check_precision()
         check_stages(self)
         if self.promote is not None:
             modes = None if self.eval is None else self.eval.modes
@@ -539,11 +542,15 @@ class RunConfig(Section):
     @property
     def may_be_stale(self) -> bool:
         """Return whether a group may be trained that another policy sampled: `rollout.may_be_stale`, or one of vLLM's
-        rounded weights."""
-        return self.rollout.may_be_stale or (self.engine == "vllm" and self.vllm.rounds(self.dtype))
+        rounded weights, or one in float32 where training rounds products."""
+        rounds = self.train.mixed_precision or (self.engine == "vllm" and self.vllm.rounds(self.dtype))
+        return self.rollout.may_be_stale or rounds
 
-    def _check_quantization(self) -> None:
-        """Refuse what cannot go with a base in few bits, or with DoRA."""
+    def _check_precision(self) -> None:
+        """Refuse a mixture of precisions without float32, what cannot go with a base in few bits, or with DoRA."""
+        if self.train.mixed_precision and self.dtype != "float32":
+            message = f"is over weights in float32, and dtype is {self.dtype}; set dtype: float32, or leave it out"
+            raise conflict("train", "mixed_precision", message)
         kind, lora = self.quantization, self.train.lora
         by_vllm = self.engine == "vllm" and self.vllm.push == "adapter"
         if lora is not None and lora.use_dora and (by_vllm or kind):

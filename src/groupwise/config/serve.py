@@ -24,7 +24,7 @@ from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.learn import GateConfig, LearnConfig
 from groupwise.config.section import Section, Text, Texts, conflict
 from groupwise.config.structured import StructuredOutputsConfig
-from groupwise.config.yaml import Document, validate
+from groupwise.config.yaml import Document, key_paths, validate
 from groupwise.errors import ConfigError
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -41,6 +41,8 @@ OTHER_NAMES = {
     "training_webhook_url": "webhook_url",
     "max_num_seqs": "batch_rows",
     "max_loras": "max_loaded_adapters",
+    "max_tokens": "max_tokens_default",
+    **{key: f"`{key}` in each request" for key in ("temperature", "top_p", "top_k")},
 }
 
 
@@ -291,4 +293,17 @@ def serve_config(data: Mapping[str, Any] | Document, *, environ: Mapping[str, st
         document = Document(dict(data), "the server's configuration")
     given = {key: environ[name] for key, name in SECRETS.items() if environ.get(name)}
     given |= {key: value for key, value in document.data.items() if key not in SECRETS or value is not None}
-    return validate(replace(document, data=given), ServeConfig, other_names=OTHER_NAMES)
+    return validate(replace(document, data=given), ServeConfig, other_names=OTHER_NAMES, elsewhere=_of_a_run)
+
+
+def _of_a_run(name: str, value: str) -> str:
+    """Return what a key of a run's configuration is to a server, or "" where no run has it either."""
+    from groupwise.config.other_names import OTHER_NAMES as OF_RUNS
+    from groupwise.config.run import RunConfig
+
+    named = {path[-1]: ".".join(path) for path in reversed(list(key_paths(RunConfig)))}
+    key = OF_RUNS.get(name, name)
+    key = key if key in named.values() else named.get(key)
+    return (
+        f"{key} is a run's (groupwise run FILE {key}{value}); what a server trains is said with each job" if key else ""
+    )

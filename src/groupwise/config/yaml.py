@@ -219,7 +219,10 @@ def _get(target: Any, key: str | int, parents: Keys, text: str) -> Any:
         return target[key] if key < len(target) else None
     held = f"a list of {len(target)}" if isinstance(target, list) else f"a {_kind(target)}"
     wanted = f"no entry [{key}]" if isinstance(key, int) else f"no key {key!r}"
-    raise ConfigError(f"cannot apply {text!r}: {dotted(parents) or 'the configuration'} is {held} and has {wanted}")
+    place = dotted(parents) or "the configuration"
+    of_value = parents and isinstance(parents[-1], str) and not isinstance(target, list | dict)
+    hint = f"did you mean {place}={text.partition('=')[2]}?" if of_value else None
+    raise ConfigError(f"cannot apply {text!r}: {place} is {held} and has {wanted}", hint=hint)
 
 
 def _set(target: Any, key: Any, value: Any) -> None:
@@ -289,7 +292,8 @@ def _explain(
     keys: Keys = details["loc"]
     place = (dotted(keys) or "the configuration") + document.where(keys)
     if details["type"] == "extra_forbidden":
-        return f"{place}: unknown; {suggest(keys, document.assigned(keys))}"
+        meant = _innermost(keys, details["input"])
+        return f"{dotted(keys)}{document.where(meant)}: unknown; {suggest(meant, document.assigned(meant))}"
     message = details["msg"]
     if details["type"] in ("value_error", "conflict"):
         return f"{place}: {message.removeprefix('Value error, ')}"
@@ -302,6 +306,15 @@ def _explain(
     message = re.sub(r"valid dictionary or instance of \w+", "mapping", message).replace("valid tuple", "list")
     message = re.sub("^[A-Z][a-z]+ should", "it must", message)
     return f"{place}: {value} is not valid; {message}{_correction(details, keys, model, document, other_values)}"
+
+
+def _innermost(keys: Keys, given: Any) -> Keys:
+    """Return the one key that an unknown section has, as in `server.port=9000`; the section's own where it has
+    several."""
+    while isinstance(given, dict) and len(given) == 1:
+        ((name, given),) = given.items()
+        keys = (*keys, name)
+    return keys
 
 
 def _correction(
@@ -352,12 +365,14 @@ def suggest_key(
     other_names: Mapping[str, str],
     elsewhere: Callable[[str, str], str],
 ) -> str:
-    """Return the key that was probably meant: one of the same name in another section, another system's key of that
-    name, a similar one beside it, a similar one anywhere. `value` is "=VALUE" where one was given in an override: it is
-    repeated behind a key that holds one value, so that what is proposed can be typed."""
+    """Return the key that was probably meant: the same in a section that is called similarly, one of the same name in
+    another section, another system's key of that name, a similar one beside it, a similar one anywhere, or one in place
+    of its section. `value` is "=VALUE" where one was given in an override: it is repeated behind a key that holds one
+    value, so that what is proposed can be typed."""
     name, section = str(keys[-1]), [key for key in keys[:-1] if isinstance(key, str)]
     everywhere = list(key_paths(model))
     beside = [path[-1] for path in everywhere if list(path[:-1]) == section]
+    inside = {".".join(path) for path in everywhere if path[-1] == name and len(path) == len(section) + 1}
     others = {path[-1]: ".".join(path) for path in reversed(everywhere)}
     sections = {".".join(path[:-1]) for path in everywhere}
 
@@ -365,6 +380,8 @@ def suggest_key(
         one_value = key not in sections and re.fullmatch(r"[\w.]+", key)
         return f"did you mean {key}{value if one_value else ''}?"
 
+    if not beside and (similar := difflib.get_close_matches(".".join((*section, name)), inside, n=1, cutoff=0.8)):
+        return meant(similar[0])
     if name in other_names:
         return meant(other_names[name])
     if name in others:
@@ -375,6 +392,8 @@ def suggest_key(
         return meant(dotted((*keys[:-1], similar[0])))
     if similar := difflib.get_close_matches(name, others, n=1, cutoff=0.75):
         return meant(others[similar[0]])
+    if not beside and section:
+        return suggest_key(keys[:-1], model=model, other_names=other_names, elsewhere=elsewhere)
     return f"the keys of {dotted(keys[:-1]) or 'the configuration'} are {', '.join(beside)}"
 
 

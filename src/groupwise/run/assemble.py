@@ -308,6 +308,7 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
         optimizer=train,
         micro_tokens=train.micro_tokens,
         gradient_checkpointing=train.gradient_checkpointing,
+        autocast=torch.bfloat16 if train.mixed_precision else None,
         attention=train.attention,
         reference=ReferenceSpec(kind=config.reference, decay=algo.reference_decay, every=algo.reference_every),
         seed=config.seed,

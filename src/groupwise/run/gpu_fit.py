@@ -35,7 +35,7 @@ from groupwise.model.memory import (
 )
 from groupwise.model.mixture import routing_shape
 from groupwise.model.packed_check import ways_of
-from groupwise.run.memory_budget import FRAGMENTED
+from groupwise.run.memory_budget import ASLEEP, FRAGMENTED, sleeps_while_training
 from groupwise.train.learner import is_light
 from groupwise.train.lora import add_lora
 
@@ -111,6 +111,11 @@ class GpuFit:
         return self.left if self.config.engine == "vllm" and not self.config.vllm.urls and not self.samplers else None
 
     @property
+    def vllm_sleeps(self) -> bool:
+        """Return whether the vLLM that shares a GPU with a learner sleeps while that trains."""
+        return self.vllm_share is not None and sleeps_while_training(self.config)
+
+    @property
     def fits(self) -> bool:
         """Return whether the worst batch has room, and so has a vLLM on the same GPU."""
         return self.needed.total <= self.available and (self.vllm_share is None or self.vllm_share > 0)
@@ -168,6 +173,7 @@ def fit(config: RunConfig, cards: Cards) -> GpuFit:
         gpu=True,
         flex=attention == "flex",
         packed=packed,
+        colocated=ASLEEP if config.engine == "vllm" and sleeps_while_training(config) else 0,
         cache=int(cache * GIB) if cache is not None else int(CACHE_SHARE * max(0, available - size.weights)),
         free=available,
     )
@@ -185,7 +191,7 @@ def fit(config: RunConfig, cards: Cards) -> GpuFit:
         attention=attention if packed else "padded rows",
         micro_tokens=tokens,
         rows=0 if config.engine == "vllm" else min(config.rollout.batch_rows, needed.kv_cache // max(1, row)),
-        left=_left(needed.total, total, size.weights),
+        left=_left(needed.total - (needed.activations + needed.vllm if needed.vllm else 0), total, size.weights),
         needed=needed,
         available=available,
         active=active,
@@ -239,7 +245,8 @@ def _shared_out(config: RunConfig, cards: Cards) -> tuple[int, int]:
 
 
 def _left(needed: int, total: int, weights: int) -> float:
-    """Return the share of a GPU that training leaves to vLLM; 0 where that does not suffice for its weights."""
+    """Return the share of a GPU that is left to vLLM beside `needed`, what the learner has there while that is awake; 0
+    where it does not suffice for its weights."""
     share = math.floor(100 * ((total - CONTEXT_BYTES - needed) / total - VLLM_SPARE)) / 100
     return share if share * total >= LEAST_VLLM * weights else 0.0
 

@@ -29,6 +29,8 @@ from groupwise.types import Prompt
 
 FRAGMENTED = 1.06  # memory that an allocator takes of a GPU, of what is in use in it
 
+ASLEEP = 3 * GIB  # of a GPU that a sleeping vLLM keeps: CUDA's libraries and graphs, by what others report of it
+
 TOKENISED = 64  # prompts with the most characters, of which one has the most tokens
 
 
@@ -86,14 +88,22 @@ def free_memory(device: torch.device) -> int | None:
     no CUDA GPU."""
     if device.type != "cuda":  # gpu-seen below: its memory
         return None
-    return int((torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / FRAGMENTED)
+    free, total = torch.cuda.mem_get_info(device)
+    return int(min(free + torch.cuda.memory_reserved(device), total) / FRAGMENTED)  # a sleeping vLLM counts in both
+
+
+def sleeps_while_training(config: RunConfig) -> bool:
+    """Return whether a vLLM in this process has given its memory back whenever a micro-batch is computed."""
+    return config.vllm.mode == "colocate" and config.vllm.sleep and config.rollout.on_policy
 
 
 def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
-    """Return bytes that vLLM takes in this process: its share of the device, or on a CPU its weights and the cache that
-    it is told to have. `vllm.sleep` is not counted on: how much a sleeping vLLM keeps, no GPU has shown yet."""
+    """Return bytes that vLLM takes in this process while it trains: what it keeps asleep, or its share of the device,
+    or on a CPU its weights and the cache that it is told to have."""
     if config.engine != "vllm" or config.vllm.mode != "colocate":
         return 0
+    if device.type == "cuda" and sleeps_while_training(config):  # gpu-only: no CPU's vLLM sleeps
+        return ASLEEP
     cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     if device.type == "cpu" and cache_gib:
         return weights + int(cache_gib) * GIB

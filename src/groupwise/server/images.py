@@ -39,13 +39,17 @@ if TYPE_CHECKING:
 MOST_IMAGES = 256  # of one conversation
 TYPES = {"ppm": "image/x-portable-anymap"}  # others are image/<format>
 
-router = APIRouter(prefix="/v1/images", tags=["rollouts"])
-
 
 class ImageNotFoundError(GroupwiseError, LookupError):
     """No image of this digest is kept."""
 
     code, status, exit_code = "image_not_found", 404, 2
+
+
+_SHOWN = documented(errors=[ImageNotFoundError])
+_SHOWN["responses"][200] = {"description": "The file, as it was posted.", "content": {"image/*": {}}}
+
+router = APIRouter(prefix="/v1/images", tags=["rollouts"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +147,7 @@ def prune(config: ServeConfig, ledger: Ledger) -> None:
                     os.unlink(draft)
 
 
-@router.get("/{digest}", **documented(errors=[ImageNotFoundError]))
+@router.get("/{digest}", **_SHOWN)
 async def show_image(digest: str, parts: Kept) -> Response:
     """Return an image that a request brought, by the SHA-256 of its file, as a rollout names it."""
     found = await run_in_threadpool(_file_of, parts.config, digest)

@@ -153,7 +153,7 @@ class Learner:
             raise ConfigError(
                 f"all parameters would be trained in {str(base.model.dtype).removeprefix('torch.')}, in which most "
                 "optimizer steps are too small to change a weight",
-                hint="set dtype: float32, or train an adapter (train.lora)",
+                hint="set dtype: float32, on a GPU with train.mixed_precision: true; or train an adapter (train.lora)",
             )
         self.packed = self._verify_packed()
         self.why_not_flex: str | None = None  # where it was asked for and is not used
