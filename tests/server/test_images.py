@@ -237,7 +237,7 @@ def test_a_job_whose_worker_is_killed_ends_with_the_same_bytes(tmp_path: Path) -
             worker = worker_of(site, tmp_path / name)
             try:
                 deadline = time.monotonic() + 300
-                while site.server.ledger.job(job).finished_at is None:
+                while site.server.ledger.job(job).version is None:
                     assert worker.poll() is None and time.monotonic() < deadline
                     time.sleep(0.1)
             finally:

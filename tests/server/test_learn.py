@@ -160,6 +160,7 @@ def test_enough_ratings_become_a_version_and_each_is_trained_once(server: Whole)
 def test_ratings_of_answers_about_images_are_trained(tmp_path: Path) -> None:
     """Pairs of ratings, and a correction, for which completions are sampled from the same image."""
     model = save_seeing("smolvlm", tmp_path / "model")
+    three: list[dict[str, Any]] = []
     with whole(tmp_path / "state", model, learn=LEARN) as server:
         for seed in range(2):
             drawing = base64.b64encode(read_picture(drawn(40, 30, seed=seed)).data).decode()

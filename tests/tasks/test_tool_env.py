@@ -230,7 +230,8 @@ def test_a_tools_images_are_parts_of_its_answer() -> None:
     env = Painter()
     env.reset({}, 0)
     answers = asyncio.run(env.step(message(("paint", {"colour": "red"}), ("paint", {"colour": "blue"})))).messages
-    one, several = (answer["content"] for answer in answers)
+    one, several = (answer.get("content") for answer in answers)
+    assert isinstance(one, list) and isinstance(several, list)
     assert one == [{"type": "image", "image": one[0]["image"]}] and one[0]["image"].size == (8, 6)
     assert [part.get("text") for part in several] == ["It is", None, '{"dry":false}']
     (read,) = messages_of([answers[1]], "step", limit=100, roles=("tool",))
