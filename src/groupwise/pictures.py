@@ -17,6 +17,7 @@ import binascii
 import hashlib
 import io
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -74,6 +75,11 @@ class Picture:
     def __str__(self) -> str:
         """Return the picture as records name it."""
         return f"sha256:{self.digest}"
+
+    @property
+    def url(self) -> str:
+        """The image as a data: URL."""
+        return f"data:;base64,{base64.b64encode(self.data).decode()}"
 
     def keep(self, folder: Path) -> Picture:
         """Write the file `<digest>.<format>` into `folder`. Returns the picture of that file."""
@@ -150,7 +156,7 @@ def _bytes_of(given: Any) -> bytes:
         return _bytes_of(given["bytes"])
     if isinstance(given, str):
         return _of_data_url(given)
-    if hasattr(given, "save") and hasattr(given, "size"):
+    if is_image(given):
         return _of_pil(given)
     raise ValueError(f"it is a {type(given).__name__}")
 
@@ -215,6 +221,12 @@ def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
 def kept_pictures(folder: Path, beginning: str = "") -> list[Path]:
     """Return the files of pictures that are kept in `folder` (`Picture.keep`) and whose digests begin so."""
     return [path for path in folder.glob(f"{beginning}*") if path.suffix != ".tmp"]
+
+
+def is_image(value: Any) -> bool:
+    """Return whether a value is a picture, or an image of PIL's."""
+    pil = sys.modules.get("PIL.Image")  # who has one has imported it
+    return isinstance(value, Picture) or (pil is not None and isinstance(value, pil.Image))
 
 
 def is_picture(part: Any) -> bool:

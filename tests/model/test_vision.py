@@ -19,11 +19,13 @@ from groupwise.model.image_tokens import FIRST, is_of_image, vision_of
 from groupwise.model.load import LoadedModel, share_weights
 from groupwise.model.packed_check import look, packed_tolerance, why_blind
 from groupwise.model.packing import micro_batches, padded_batches
+from groupwise.model.supervised import encode_supervised
 from groupwise.model.vision import Features, Vision
 from groupwise.pictures import Picture, read_picture
+from groupwise.tasks.transcript import Transcript
 from groupwise.train.forward import packed_logprobs, plain_logprobs
 from groupwise.train.lora import add_lora
-from groupwise.types import Completion, Message, Prompt, Sample, SamplingParams, SamplingRequest
+from groupwise.types import Completion, FinishReason, Message, Prompt, Sample, SamplingParams, SamplingRequest
 from seeing_models import FAMILIES, drawn, load_seeing
 from wording import raises
 
@@ -198,7 +200,7 @@ def test_text_cannot_pass_for_an_image(load: Load) -> None:
 def test_a_template_that_leaves_an_image_out_is_told(load: Load) -> None:
     base = load("smolvlm")
     with raises(ChatError):
-        eyes(base).expand("no place", [ONE])
+        eyes(base).expand([1, 2, 3], [ONE])
 
 
 def test_a_model_that_reads_text_refuses_images(tiny: LoadedModel) -> None:
@@ -228,6 +230,27 @@ def test_a_conversation_goes_on_with_what_was_kept(load: Load) -> None:
         (kept,) = engine.generate([SamplingRequest(prompt_ids=second, params=params, cache=True)])[0]
         (anew,) = engine.generate([SamplingRequest(prompt_ids=second, params=params)])[0]
     assert kept.token_ids == anew.token_ids and kept.logprobs == pytest.approx(anew.logprobs, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_transcript_goes_on_with_images(load: Load, name: str) -> None:
+    """Turn by turn, and as an example, it is what it is as a whole."""
+    base = load(name)
+    if name == "llava_onevision":
+        pytest.skip("one image a prompt")
+    said = Message(role="assistant", content="42")
+    transcript = Transcript([user(ONE, "What?")], base.tokenizer)
+    assert transcript.prompt_ids == tuple(asked(base, user(ONE, "What?")))
+    end = base.tokenizer.eos_token_id
+    ids = (*base.tokenizer.encode("42"), end)
+    transcript.speak(Completion(token_ids=ids, logprobs=(0.0,) * len(ids), text="42", finish_reason=FinishReason.STOP))
+    transcript.hear([user("And", TWO)])
+    whole = asked(base, user(ONE, "What?"), said, user("And", TWO))
+    assert transcript.prompt_ids == tuple(whole) and eyes(base).pictures(whole) == [ONE, TWO]
+    example = encode_supervised([user(ONE, "What?"), said, user("And", TWO), said], base.tokenizer)
+    assert (*example.prompt_ids, *example.completion_ids)[: len(whole)] == tuple(whole)
+    with raises(ChatError):
+        encode_supervised([user("Draw."), {"role": "assistant", "content": user(ONE)["content"]}], base.tokenizer)
 
 
 def test_what_another_process_encoded_is_found_on_the_shelf(tmp_path: Path) -> None:

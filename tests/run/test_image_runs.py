@@ -16,7 +16,7 @@ from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ChatError
 from groupwise.model.chat import encode_prompt
-from groupwise.model.image_tokens import vision_of
+from groupwise.model.image_tokens import FIRST, vision_of
 from groupwise.model.load import load_model
 from groupwise.pictures import read_picture
 from groupwise.run.loop import run_loop
@@ -123,6 +123,97 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, model: Path) -> None:
     with pytest.raises(Dies.Now):
         run_loop(cut, display=Dies(3, total=4, stream=io.StringIO()))
     assert adapter_bytes(run_loop(cut).run_dir) == adapter_bytes(whole.run_dir)
+
+
+LOOKING = """
+from PIL import Image, ImageDraw
+from groupwise.tasks.tool_env import ToolEnv
+
+class Looking:
+    def reset(self, case, seed):
+        self.looked = 0
+        return [{"role": "user", "content": [{"type": "image", "image": self.seen()}, {"type": "text", "text": "?"}]}]
+
+    def seen(self):
+        image = Image.new("RGB", (56, 56), "white")
+        ImageDraw.Draw(image).rectangle((4, 4, 20 + 10 * self.looked, 20), fill="blue")
+        return image
+
+    def step(self, message):
+        self.looked += 1
+        said = [{"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "image", "image": self.seen()}]}]
+        return said, len(message["content"]) % 5 / 5, self.looked == 2
+
+    def cases(self):
+        return [{"n": 1}, {"n": 2}]
+"""
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_environment_shows_what_is_seen(tmp_path: Path, model: Path, workers: int) -> None:
+    """Two pictures in two turns; in a process of its own they come as files."""
+    (tmp_path / "looking.py").write_text(LOOKING)
+    env = {"environment": "looking:Looking", "workers": workers, "stop_at_cut": False}
+    ran = run_loop(place(tmp_path, model, env=env, data=None, rewards=[]))
+    assert ran.trained
+    measured = metrics_of(ran.run_dir)
+    assert all(line["mismatch/logprob_gap"] < 1e-4 for line in measured if "mismatch/logprob_gap" in line)
+    kept = {path.stem for path in (ran.run_dir / "images").iterdir()}
+    lines = [
+        json.loads(line) for path in (ran.run_dir / "rollouts").iterdir() for line in path.read_text().splitlines()
+    ]
+    turns = lines[0]["rollouts"][0]["turns"]
+    assert len(turns) == 2
+    ids = [turn.get("prompt_ids") or lines[0]["prompt"]["token_ids"] for turn in turns]
+    of_images = [len({token for token in prompt if token >= FIRST}) for prompt in ids]
+    assert of_images[1] == 2 * of_images[0] > 0
+    shown = [part["image"] for each in lines[0]["rollouts"][0]["messages"] for part in pictured(each)]
+    assert len(kept) == 2 and shown[0].removeprefix("sha256:") in kept
+    assert len(shown) == 2 and shown[1].removeprefix("sha256:") not in kept  # said at the end, and seen by nobody
+
+
+def pictured(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
+
+
+TWO_TURNS = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]},
+    {"role": "assistant", "content": "One."},
+    {"role": "user", "content": [{"type": "text", "text": "And here?"}, {"type": "image"}]},
+    {"role": "assistant", "content": "Four."},
+]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "How many?", "image": "2.png", "answer": "Two."},
+        {"messages": TWO_TURNS, "images": ["1.png", "4.png"]},
+        {"prompt": TWO_TURNS[:1], "completion": TWO_TURNS[1:2], "images": ["3.png"]},
+    ],
+    ids=["answer", "messages", "completion"],
+)
+def test_examples_with_images_are_learned(tmp_path: Path, model: Path, row: dict[str, Any]) -> None:
+    """In TRL's forms."""
+    config = place(tmp_path, model, kind="sft", rewards=[], train={"steps": 4, "learning_rate": 5e-3})
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    ran = run_loop(config)
+    losses = [line["loss/cross_entropy"] for line in metrics_of(ran.run_dir) if "loss/cross_entropy" in line]
+    assert losses[-1] < losses[0]
+    assert len([*(ran.run_dir / "images").iterdir()]) == len(row.get("images", [1]))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_pairs_with_images_are_learned(tmp_path: Path, model: Path, whole: bool) -> None:
+    """TRL's forms: the prompt apart, and conversations that begin alike."""
+    asked, (right, wrong) = TWO_TURNS[:1], ([{"role": "assistant", "content": said}] for said in ("Three.", "One."))
+    pair = {"chosen": asked + right, "rejected": asked + wrong} if whole else {"chosen": right, "rejected": wrong}
+    row = pair | {"images": ["3.png"]} | ({} if whole else {"prompt": asked})
+    config = place(tmp_path, model, kind="dpo", rewards=[], train={"steps": 4, "learning_rate": 5e-3})
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    measured = [line for line in metrics_of(run_loop(config).run_dir) if "loss/preference" in line]
+    assert measured[0]["preference/margin"] == pytest.approx(0, abs=1e-4) and measured[-1]["preference/margin"] > 0.01
 
 
 def test_a_model_that_reads_text_is_told_before_a_step(tmp_path: Path) -> None:

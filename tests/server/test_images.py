@@ -5,6 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,12 +207,55 @@ def test_a_posted_job_trains_and_peft_answers_as_the_server(site: Whole) -> None
     vision, path = vision_of(base.model), site.server.store.path(PolicyVersion.parse(trained.version))
     assert vision is not None
     told, said = answer["choices"][0]["logprobs"]["content"], answer["choices"][0]["token_ids"]
-    vision.expand(vision.token, [read_picture(png())])
+    vision.expand([vision.token_id], [read_picture(png())])
     PeftModel.from_pretrained(base.model, str(path))
     own = own_logprobs(vision, answer["prompt_token_ids"], said, png())
     assert [each["logprob"] for each in told] == pytest.approx(own, abs=2e-4)
     before = chat(site, asked(png()), adapter="base")["choices"][0]["logprobs"]["content"]
     assert [each["logprob"] for each in before] != pytest.approx(own, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_job_whose_worker_is_killed_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    """The worker reads the images where the server kept them, before it was killed and after."""
+    model = save_seeing("qwen2_5_vl", tmp_path / "model")
+    groups = [
+        {
+            "messages": asked(png(seed=seed)),
+            "completions": [{"text": "7", "reward": 1.0}, {"text": "12", "reward": 0.0}],
+        }
+        for seed in (21, 22)
+    ]
+    config = {"output_name": "eyes", "learning_rate": 5e-3, "iterations": 4, "checkpoint_interval": 1}
+    written = {}
+    for name, fault in (("whole", ""), ("killed", "train:after-step:kill@3")):
+        with whole(tmp_path / name, model) as site:
+            job = post(site, "/v1/train/grpo", {"groups": groups, "config": config})["job_id"]
+            if fault:
+                assert worker_of(site, tmp_path / name, GROUPWISE_FAULTS=fault).wait(300) == -signal.SIGKILL
+                site.server.ledger.expire("worker")
+            worker = worker_of(site, tmp_path / name)
+            try:
+                deadline = time.monotonic() + 300
+                while site.server.ledger.job(job).version is None:
+                    assert worker.poll() is None and time.monotonic() < deadline
+                    time.sleep(0.1)
+            finally:
+                worker.terminate()
+                worker.wait(60)
+            done = site.server.ledger.job(job)
+            assert (done.error, done.attempt) == (None, 2 if fault else 1)
+            assert done.version is not None
+            version = PolicyVersion.parse(done.version)
+            written[name] = (site.server.store.path(version) / "adapter_model.safetensors").read_bytes()
+    assert written["killed"] == written["whole"]
+
+
+def worker_of(site: Whole, state: Path, **variables: str) -> subprocess.Popen[bytes]:
+    """The process that a server has for its jobs."""
+    command = [sys.executable, "-m", "groupwise.run.worker", "--state", str(state), "--model", site.server.config.model]
+    environment = {**os.environ, **variables}
+    return subprocess.Popen([*command, "--dtype", "float32", "--device", "cpu"], env=environment)
 
 
 # ---- what is refused ----
@@ -279,8 +327,6 @@ def test_guesses_from_the_prompt_are_no_images(tmp_path: Path) -> None:
 
 
 def test_old_images_go_and_those_in_use_stay(site: Whole) -> None:
-    import os
-
     from groupwise.server.images import folder_of, prune
 
     chat(site, asked(png(seed=7)))

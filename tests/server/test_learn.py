@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from groupwise.pictures import read_picture
 from groupwise.server.learn import rated_groups, scored_completion, temperature_of
 from groupwise.store.feedback import Feedback
 from groupwise.store.ledger import RolloutRecord
 from groupwise.types import PolicyVersion
+from seeing_models import drawn, save_seeing
 from whole_server import Whole, whole
 from wording import wording
 
@@ -152,6 +155,29 @@ def test_enough_ratings_become_a_version_and_each_is_trained_once(server: Whole)
     rate_pairs(server, 2, first=3)
     assert step(server) is not None
     assert server.server.ledger.jobs()[0].config["base_adapter"] == "helper@1"
+
+
+def test_ratings_of_answers_about_images_are_trained(tmp_path: Path) -> None:
+    """Pairs of ratings, and a correction, for which completions are sampled from the same image."""
+    model = save_seeing("smolvlm", tmp_path / "model")
+    three: list[dict[str, Any]] = []
+    with whole(tmp_path / "state", model, learn=LEARN) as server:
+        for seed in range(2):
+            drawing = base64.b64encode(read_picture(drawn(40, 30, seed=seed)).data).decode()
+            part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{drawing}"}}
+            asked = [{"role": "user", "content": [part, {"type": "text", "text": "How many?"}]}]
+            body = {"prompts": [asked], "n": 3, "max_tokens": 4, "seed": seed}
+            three = server.http.post("/v1/completions/batch", json=body).json()["completions"]
+            rate(server, three[0]["rollout_id"], thumb="up")
+            rate(server, three[1]["rollout_id"], thumb="down")
+            rate(server, three[2]["rollout_id"], correction="7")
+        kept = server.http.get(f"/v1/rollouts/{three[0]['rollout_id']}").json()
+        assert len(kept["images"]) == 1
+        assert step(server) is not None
+        job = server.train()
+        finish(server)
+        assert job.version == "helper@1" and (job.summary["groups"], job.summary["rollouts"]) >= (2, 4)
+        assert "waiting" not in states(server) and shown(server)["active"] == "helper@1"
 
 
 def test_a_job_that_is_cancelled_gives_its_feedback_back(server: Whole) -> None:

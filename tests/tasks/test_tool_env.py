@@ -8,13 +8,17 @@ import threading
 import time
 from typing import Any
 
+from PIL import Image
+
 from groupwise.errors import ConfigError, EnvError
-from groupwise.tasks.env import Observation, StepResult
+from groupwise.pictures import pictures_in, read_picture
+from groupwise.tasks.env import Observation, StepResult, messages_of
 from groupwise.tasks.own_thread import OwnThread
 from groupwise.tasks.tool_calls import parse
 from groupwise.tasks.tool_env import ToolEnv
 from groupwise.tasks.tools import CallableTool, ToolBox
 from groupwise.types import Message
+from seeing_models import drawn
 from wording import raises
 
 MEETING = threading.Barrier(2)
@@ -207,3 +211,29 @@ def test_what_is_missing_is_said() -> None:
     assert contents(asyncio.run(Empty().step(message(("f", {}))))) == [
         "Error: there is no tool 'f'; The tools are none."
     ]
+
+
+class Painter(ToolEnv):
+    """Paints, and says so."""
+
+    def first_message(self, case: Any, seed: int) -> Any:
+        return "Paint."
+
+    def paint(self, colour: str) -> Any:
+        """Paint the wall."""
+        return ["It is", Image.new("RGB", (8, 6), colour), {"dry": False}] if colour != "red" else drawn(8, 6)
+
+    tools = (paint,)
+
+
+def test_a_tools_images_are_parts_of_its_answer() -> None:
+    env = Painter()
+    env.reset({}, 0)
+    answers = asyncio.run(env.step(message(("paint", {"colour": "red"}), ("paint", {"colour": "blue"})))).messages
+    one, several = (answer.get("content") for answer in answers)
+    assert isinstance(one, list) and isinstance(several, list)
+    assert one == [{"type": "image", "image": one[0]["image"]}] and one[0]["image"].size == (8, 6)
+    assert [part.get("text") for part in several] == ["It is", None, '{"dry":false}']
+    (read,) = messages_of([answers[1]], "step", limit=100, roles=("tool",))
+    assert pictures_in([read]) == [read_picture(Image.new("RGB", (8, 6), "blue"))]
+    env.close()

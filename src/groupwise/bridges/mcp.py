@@ -29,7 +29,8 @@ from typing import IO, TYPE_CHECKING, Any
 import httpx2
 from pydantic_core import to_json
 
-from groupwise.errors import ConfigError, EnvError
+from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.pictures import Picture, read_picture
 from groupwise.tasks.tools import CallableTool, ToolBox, ToolError, in_thread
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class McpConnection:
             raise
         content = _content_of(result)
         if result.is_error:
-            raise ToolError(content)
+            raise ToolError(content if isinstance(content, str) else "\n".join(map(str, content)))
         return content
 
     def _run(self, start_limit_s: float) -> None:
@@ -255,12 +256,22 @@ async def _all_tools(client: Client) -> list[Any]:
     return tools
 
 
-def _content_of(result: Any) -> str:
-    """Return the texts of a result; what is no text is named. A result with structure alone is JSON."""
-    parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
-    if not parts and result.structured_content is not None:
+def _content_of(result: Any) -> str | list[str | Picture]:
+    """Return the texts of a result, and its images in their places where it has some; what is neither is named. A
+    result with structure alone is JSON. Raises ToolError for an image that cannot be read."""
+    if not result.content and result.structured_content is not None:
         return to_json(result.structured_content).decode()
-    return "\n".join(parts)
+    parts: list[str | Picture] = []
+    for part in result.content:
+        if part.type == "image":
+            try:
+                parts.append(read_picture(f"data:;base64,{part.data}", where="what the tool shows"))
+            except DataError as error:
+                raise ToolError(error.message) from error
+        else:
+            parts.append(part.text if part.type == "text" else f"[{part.type}]")
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
 def _lost(error: Exception) -> bool:

@@ -82,16 +82,10 @@ def encode_prompt(
     if (messages := rendered_messages(prompt, tokenizer)) is not None:
         check_messages(messages, tokenizer, context)
         text = render_prompt(
-            messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, continues=continues, images=True
+            messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, continues=continues
         )
         check_text(text, tokenizer, context)
-        if pictures := pictures_in(messages):
-            vision = vision_of(tokenizer)
-            assert vision is not None  # or they had not been rendered
-            text, of_images = vision.expand(text, pictures)
-            ids = vision.in_place(encode_text(text, tokenizer), of_images)
-        else:
-            ids = encode_text(text, tokenizer)
+        ids = place_images(encode_text(text, tokenizer), messages, tokenizer)
     elif prompt.text is not None:
         check_text(prompt.text, tokenizer, context)
         ids = encode_plain(prompt.text, tokenizer)
@@ -114,11 +108,10 @@ def render_prompt(
     tools: Sequence[dict[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     continues: bool | None = None,
-    images: bool = False,
 ) -> str:
-    """Return the text whose ids `encode_prompt` gives, special tokens in content as codes. For `encode_rendered` and
-    `bridge_of`, which take no `images`. Raises ChatError as `encode_prompt` does."""
-    chat = normalised(messages, tokenizer, images=images)
+    """Return the text whose ids `encode_prompt` gives, special tokens in content as codes, and each image as the
+    placeholder that the template has for it. Raises ChatError as `encode_prompt` does."""
+    chat = normalised(messages, tokenizer)
     open_turn = chat[-1]["role"] == "assistant" if continues is None else continues
     text, _ = render_chat(
         chat,
@@ -131,11 +124,24 @@ def render_prompt(
     return text
 
 
-def encode_rendered(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids of what `render_prompt` gave. Raises ChatError when there are none."""
+def encode_rendered(text: str, messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids of what `render_prompt` gave for the messages. Raises ChatError when there are none, and as
+    `place_images`."""
     if not (ids := encode_text(text, tokenizer)):
         raise ChatError("the chat template renders the messages as nothing", hint="give them at least one character")
-    return tuple(ids)
+    return tuple(place_images(ids, messages, tokenizer))
+
+
+def place_images(
+    ids: Sequence[int], messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, before: int = 0
+) -> list[int]:
+    """Return the ids of rendered messages with those of their images in the place of the template's placeholders. What
+    the messages go on from has `before` images. Raises as `Vision.expand`."""
+    if not (pictures := pictures_in(messages)):
+        return list(ids)
+    vision = vision_of(tokenizer)
+    assert vision is not None  # or they had not been rendered
+    return vision.expand(ids, pictures, before=before)
 
 
 @dataclass(frozen=True)
@@ -218,7 +224,9 @@ def encode_bridge(
     asked = render_prompt(history[:-1], tokenizer, tools=tools)
     going_on = render_prompt([*history, *reply], tokenizer, tools=tools)
     bridge = bridge_of(asked, going_on, history, tokenizer, tools=tools)
-    return None if bridge is None else bridge.following
+    if bridge is None:
+        return None
+    return tuple(place_images(bridge.following, reply, tokenizer, before=len(pictures_in(history))))
 
 
 def encode_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -248,9 +256,7 @@ class CompletionEncoder:
             ends_turn = prompt.text is None and bool(tokenizer.chat_template)  # token ids alone, of what was rendered
             before, self._end = prompt.text or "", (_turn_end_id if ends_turn else _eos_id)(tokenizer)
         else:
-            before = render_prompt(
-                messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, images=True
-            )
+            before = render_prompt(messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
             self._end = _turn_end_id(tokenizer)
         self._tail = tail_of(before, encode_text(before, tokenizer), tokenizer)
 
@@ -510,13 +516,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 # ---- messages as the templates want them ----
-def normalised(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, images: bool = False
-) -> list[dict[str, Any]]:
+def normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return messages as plain dicts without None values, text parts joined, tool arguments and thoughts where the
-    family's template takes them, special tokens' texts quoted.
-
-    With `images` a message may have images, if the model sees; they become parts {"type": "image"}.
+    family's template takes them, special tokens' texts quoted; images as parts {"type": "image"}.
 
     Raises:
         ChatError: there are no messages, or one of them has what the model does not read.
@@ -524,7 +526,7 @@ def normalised(
     if not messages:
         raise ChatError("the list of messages is empty", hint="give at least one user message")
     if pictures_in(messages):
-        _check_images(tokenizer, images=images)
+        _check_images(messages, tokenizer)
     texts = quotable(tokenizer)
     chat = list[dict[str, Any]]()
     for i, message in enumerate(messages):
@@ -574,18 +576,15 @@ def normalised_tools(
     return quote(list(tools), quotable(tokenizer)) if tools else None
 
 
-def _check_images(tokenizer: PreTrainedTokenizerBase, *, images: bool) -> None:
-    """Raise ChatError where the model, or what is made of the conversation, takes no images."""
+def _check_images(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ChatError where the model takes no images, or the assistant says one."""
     if vision_of(tokenizer) is None:
         name = tokenizer.name_or_path or "this model"
         raise ChatError(
             f"a message has an image, and {name} reads text alone", hint="use a model that sees: docs/images.md"
         )
-    if not images:
-        raise ChatError(
-            "a message has an image, which environments, examples and pairs do not take",
-            hint="prompts of runs and of a server may have images: docs/images.md",
-        )
+    if any(message.get("role") == "assistant" and pictures_in([message]) for message in messages):
+        raise ChatError("a message of the assistant's has an image, and a model says none", hint="leave it out")
 
 
 def _joined(content: Any, index: int) -> str | list[dict[str, Any]]:

@@ -196,11 +196,10 @@ def image_forward_gap(model: PreTrainedModel, vision: Vision) -> float:
     """Return the mean difference in log-probability between the packed forward and the model's own, for two completions
     of a prompt that begins with an image, as `packed_forward_gap` has it."""
     picture = sample_picture()
-    text, ids = vision.expand(vision.token, [picture])
-    shown = vision.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    shown = vision.expand([vision.token_id], [picture])
     vocabulary = int(model.config.get_text_config().vocab_size)
     words = [each for each in ((37 * i + 11) % vocabulary for i in range(16)) if each != vision.token_id]
-    prompt, ends = [*vision.in_place(shown, ids), *words[:5]], (words[5:9], words[9:12])
+    prompt, ends = [*shown, *words[:5]], (words[5:9], words[9:12])
     layout = SharedPrompts([len(prompt)], [len(each) for each in ends], [0, 0], device=model.device)
     where = vision.positions_of([prompt])
     after = [vision.positions_of([[*prompt, *each]])[..., len(prompt) :] for each in ends]

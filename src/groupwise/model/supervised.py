@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from groupwise.errors import ChatError
 from groupwise.model.chat import Span, end_of_turn, next_role, normalised, normalised_tools, render_chat, turn_end
 from groupwise.model.chat_length import check_again, check_messages, check_text
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.pieces import encode_pieces
 from groupwise.model.special_text import special_pattern
+from groupwise.pictures import pictures_in
 from groupwise.types import Message, Sample
 
 if TYPE_CHECKING:
@@ -70,13 +72,34 @@ def encode_supervised(
         text = text[:end] + (next_role(chat, text, tokenizer, **options) or turn_end(tokenizer))
         spans[-1] = start, len(text)
     edges = [0, *(edge for span in spans for edge in span)]
-    pieces = encode_pieces([text[a:b] for a, b in pairwise(edges)], tokenizer)
+    pieces = _with_images(encode_pieces([text[a:b] for a, b in pairwise(edges)], tokenizer), messages, tokenizer)
     completion = [(token, i % 2) for i, piece in enumerate(pieces[1:], start=1) for token in piece]
     return Sample(
         prompt_ids=tuple(pieces[0]),
         completion_ids=tuple(token for token, _ in completion),
         mask=tuple(said for _, said in completion),
     )
+
+
+def _with_images(
+    pieces: list[list[int]], messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    """Return the ids of the pieces of a rendered conversation with its images written out; those the assistant says
+    have none. Raises as `Vision.expand`."""
+    if not (pictures := pictures_in(messages)):
+        return pieces
+    vision, marked = vision_of(tokenizer), list[int]()
+    assert vision is not None  # or they had not been rendered
+    edge = -1  # no token's id
+    for piece in pieces:
+        marked += [*piece, edge]
+    expanded, split = vision.expand(marked, pictures), [list[int]()]
+    for token in expanded:
+        if token == edge:
+            split.append([])
+        else:
+            split[-1].append(token)
+    return split[:-1]
 
 
 def _check_calls(chat: Sequence[Mapping[str, Any]], said: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -5,8 +5,7 @@ every vocabulary, made of the image's content and the number of the place:
 
     (ids: `image_tokens`)
 
-    Vision.expand           a rendered prompt and its images -> its text with every image token written out, their ids
-    Vision.in_place         token ids, with those ids in the place of the tokenizer's one
+    Vision.expand           token ids of a rendered conversation, one for each image -> with each image written out
     Vision.embed            token ids -> embeddings, an image's from the vision tower, which runs once for each image
     Vision.positions        token ids -> rotary positions: one a token, or three (M-RoPE, arXiv 2409.12191, section 2.1)
 
@@ -21,7 +20,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -44,11 +43,12 @@ MOST_SEEN = 1 << 14  # images that are known at once, where others can be looked
 
 @dataclass(frozen=True)
 class Seen:
-    """An image as the model takes it: what stands in the text for it, how many tokens of that are its own, and, with
-    M-RoPE, their extent in time, rows and columns. `alone`: in a prompt with other images it would be cut otherwise."""
+    """An image as the model takes it: the token ids of what stands in the text for it, how many of them are its own,
+    and, with M-RoPE, their extent in time, rows and columns. `alone`: in a prompt with other images it would be cut
+    otherwise."""
 
     picture: Picture
-    written: str
+    written: tuple[int, ...]
     tokens: int
     grid: tuple[int, int, int] | None
     alone: bool
@@ -112,9 +112,9 @@ class Vision:
 
     # -- token ids ----------------------------------------------------------------------------------------------------
 
-    def expand(self, text: str, pictures: Sequence[Picture]) -> tuple[str, list[int]]:
-        """Return a rendered prompt with each image's placeholder written out as the processor does, and the ids that
-        the image tokens in it stand for, in order.
+    def expand(self, ids: Sequence[int], pictures: Sequence[Picture], *, before: int = 0) -> list[int]:
+        """Return the token ids of a rendered conversation, or of its end behind `before` other images, with each image
+        written out as the processor does, of ids of its own, where the template has its placeholder.
 
         Raises:
             ChatError: the template did not render as many images as there are.
@@ -123,28 +123,30 @@ class Vision:
         """
         if self.blind is not None:
             raise ModelError(f"{self.name} cannot be given images: {self.blind}")
-        parts = text.split(self.token)
-        if len(parts) - 1 != len(pictures):
+        ids, number = list(ids), before + len(pictures)
+        if (rendered := ids.count(self.token_id)) != len(pictures):
             raise ChatError(
-                f"the chat template renders {len(parts) - 1} images, and the messages have {len(pictures)}",
+                f"the chat template renders {rendered} images, and the messages have {len(pictures)}",
                 hint='use {"type": "image"} parts in messages whose role the template takes images from',
             )
-        written, ids = [parts[0]], list[int]()
-        for picture, after in zip(pictures, parts[1:], strict=True):
-            key, seen = key_of(picture.digest), self._note(picture)
-            if seen.alone and len(pictures) > 1:
-                message = f"the prompt has {len(pictures)} images, and {self.name} cuts several"
+        expanded, following = list[int](), iter(pictures)
+        for token in ids:
+            if token != self.token_id:
+                expanded.append(token)
+                continue
+            seen = self._note(next(following))
+            if seen.alone and number > 1:
+                message = f"the prompt has {number} images, and {self.name} cuts several"
                 raise ModelError(f"{message} otherwise than one, which is not supported", hint="give one image")
-            ids += (FIRST + key * PLACES + place for place in range(seen.tokens))
-            written += [seen.written, after]
-        return "".join(written), ids
+            expanded += self._written(seen)
+        return expanded
 
-    def in_place(self, ids: Sequence[int], of_images: Sequence[int]) -> list[int]:
-        """Return token ids with the ids of image tokens in the place of the tokenizer's one for them all."""
-        following = iter(of_images)
-        placed = [next(following) if token == self.token_id else token for token in ids]
-        assert next(following, None) is None
-        return placed
+    def _written(self, seen: Seen) -> Iterator[int]:
+        """Yield what stands for an image, its own tokens with ids of its own."""
+        place = FIRST + key_of(seen.picture.digest) * PLACES
+        for token in seen.written:
+            yield place if token == self.token_id else token
+            place += token == self.token_id
 
     def placeholders(self, ids: Sequence[int]) -> list[int]:
         """Return token ids as the tokenizer knows them: its own image token for each token of an image."""
@@ -211,12 +213,13 @@ class Vision:
 
     def _looked_at(self, picture: Picture) -> Seen:
         inputs, written = self._prepared(picture)
-        tokens, grid = written.count(self.token), inputs.get("image_grid_thw")
+        shown = tuple(self.processor.tokenizer.encode(written, add_special_tokens=False))
+        tokens, grid = shown.count(self.token_id), inputs.get("image_grid_thw")
         if tokens > PLACES:
             message = f"an image has {tokens} tokens; at most {PLACES} are supported"
             raise DataError(message, hint="make it smaller", kind="image")
         extent = None if grid is None else _extent(grid[0].tolist(), self._merge)
-        return Seen(picture, written, tokens, extent, alone="batch_num_images" in inputs)
+        return Seen(picture, shown, tokens, extent, alone="batch_num_images" in inputs)
 
     def _known(self, token: int) -> Seen:
         key = (token - FIRST) // PLACES

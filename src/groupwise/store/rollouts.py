@@ -38,8 +38,8 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
             "columns": plain(prompt.columns),
             "token_ids": prompt.token_ids,
             **({"shows_opening": True} if prompt.shows_opening else {}),
-            **({"answer": prompt.answer} if prompt.answer else {}),
-            **({"rejected": prompt.rejected} if prompt.rejected else {}),
+            **({"answer": plain(prompt.answer)} if prompt.answer else {}),
+            **({"rejected": plain(prompt.rejected)} if prompt.rejected else {}),
         },
         "rollouts": [_rollout_to_json(rollout, prompt) for rollout in group.rollouts],
         **(

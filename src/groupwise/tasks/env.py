@@ -15,6 +15,9 @@ Any method may be async. No base class is needed; what is returned may be short 
     step    StepResult | (messages, reward, done) | (messages, reward, done, info) | messages | a user's text | None,
             which says nothing more: done
 
+A message's content is a text, or a list of parts, {"type": "text", "text": ..} and, where the model sees,
+{"type": "image", "image": ..}; what an image may be, `pictures.read_picture` says.
+
 An episode's reward is the sum of its turns' rewards and its score. `case` is a row of the dataset: its columns by name.
 Everything random must come from `seed`, which is the same for the episodes of one group: then they differ by what the
 policy did, and by nothing else.
@@ -28,7 +31,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.config.run import EnvConfig
-from groupwise.errors import EnvError, GroupwiseError
+from groupwise.errors import DataError, EnvError, GroupwiseError
+from groupwise.pictures import text_of
+from groupwise.tasks.row_images import read_images
 from groupwise.types import MAX_REWARD, Message, Rollout
 
 REWARD = "env"  # the name of an environment's reward among those of reward functions
@@ -203,9 +208,16 @@ def messages_of(value: Any, method: str, *, limit: int, roles: Sequence[str]) ->
             raise EnvError(f"{method} returned a message of role {shortened(role)}; the roles are {', '.join(roles)}")
         content = message.get("content")
         if not isinstance(content, str | list | None):
-            raise EnvError(f"{method} returned a message with the content {shortened(content)}; it must be a text")
-        size += len(content) if isinstance(content, str) else len(str(content or ""))
-        checked.append(dict(message))
+            raise EnvError(
+                f"{method} returned a message with the content {shortened(content)}; it must be a text or a list of "
+                "parts, which are texts and images"
+            )
+        try:
+            read = read_images(message, where=f"{method} returned an image, which")
+        except DataError as error:
+            raise EnvError(error.message, hint=error.hint) from error
+        size += len(text_of(read.get("content")))
+        checked.append(dict(read))
     if size > limit:
         raise EnvError(
             f"{method} returned {size:,} characters; env.max_characters is {limit:,}", hint="shorten it, or raise that"

@@ -22,6 +22,7 @@ from typing import Any
 
 from groupwise.config.run import EnvConfig
 from groupwise.errors import EnvError, GroupwiseError
+from groupwise.pictures import Picture
 from groupwise.rewards.printed import Prints
 from groupwise.rewards.sandbox import Channel
 from groupwise.rewards.workers import LONGEST_MESSAGE
@@ -217,8 +218,10 @@ def encoded(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Observations and results as dicts, values of NumPy and of tensors of one element as Python's, mappings as dicts;
-    anything else as its text."""
+    """Observations and results as dicts, values of NumPy and of tensors of one element as Python's, mappings as dicts,
+    pictures as data: URLs; anything else as its text."""
+    if isinstance(value, Picture):
+        return value.url
     if isinstance(value, Observation | StepResult | MoveResult):
         return asdict(value)
     if callable(item := getattr(value, "item", None)):

@@ -6,8 +6,8 @@ left. With another engine the first three change nothing, and nor does `strict`;
 
 What changes the distribution otherwise is the run's: `temperature`, `seed`, the penalties and `logit_bias` of a request
 change nothing. The answer's header `x-ignored`, the metric `env/ignored_parameters` and a note say of what changes
-nothing that it was there. What cannot be ignored without a lie is refused: `n` above 1, content that is no text, and a
-last message of the assistant's that is to be continued.
+nothing that it was there. What cannot be ignored without a lie is refused: `n` above 1, content that is neither text
+nor an image, and a last message of the assistant's that is to be continued.
 
 `max_tokens`, `max_completion_tokens`, `stop`, `tools`, `parallel_tool_calls`, `logprobs` and `top_logprobs` act. Every
 model name is the policy. A stream's log-probabilities come with its last choice. The other dialects (`tasks.dialects`)
@@ -336,7 +336,15 @@ def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
 
 def _key(message: Message) -> tuple[Any, ...]:
     calls = [(call.get("id"), *_called(call.get("function") or {})) for call in message.get("tool_calls") or ()]
-    return message["role"], message.get("content") or "", tuple(calls), message.get("tool_call_id"), message.get("name")
+    tool = message.get("tool_call_id"), message.get("name")
+    return message["role"], _said(message.get("content")), tuple(calls), *tool
+
+
+def _said(content: Any) -> Any:
+    """Return a content as what it is compared by: a text, or texts and pictures."""
+    if not isinstance(content, list):
+        return content or ""
+    return tuple(part.get("text") or part.get("image") for part in content)
 
 
 def _called(function: Mapping[str, Any]) -> tuple[Any, str]:

@@ -20,11 +20,11 @@ from typing import Any
 
 from groupwise.config.data import BUFFER, DataConfig, DatasetConfig, RowsConfig, RunKind
 from groupwise.errors import DataError
-from groupwise.pictures import pictures_in
+from groupwise.pictures import COLUMNS, pictures_in
 from groupwise.tasks.mixture import MixedOrder
 from groupwise.tasks.prompt_stream import PromptSource
 from groupwise.tasks.row_formats import message_of
-from groupwise.tasks.row_images import with_images
+from groupwise.tasks.row_images import read_images, with_images
 from groupwise.tasks.rows import RowCount, Rows
 from groupwise.tasks.streamed_prompts import StreamedPrompts
 from groupwise.types import Message, Prompt
@@ -71,9 +71,9 @@ def _read(config: RowsConfig, id: str, row: Any, *, cases: bool, kind: RunKind, 
     if kind == "dpo":
         from groupwise.tasks.pairs import to_pair  # which reads prompts as this does
 
-        return to_pair(row, id=id, config=config)
+        return to_pair(row, id=id, config=config, folder=folder)
     if kind == "sft":
-        return to_example(row, id=id, config=config)
+        return to_example(row, id=id, config=config, folder=folder)
     return to_prompt(
         row,
         id=id,
@@ -146,12 +146,13 @@ def row_at(row: Any, id: str) -> Mapping[str, Any]:
     return row
 
 
-def to_example(row: Any, *, id: str, config: RowsConfig) -> Prompt:
+def to_example(row: Any, *, id: str, config: RowsConfig, folder: Path = Path()) -> Prompt:
     """Return a row as a Prompt with the `answer` that supervised training learns.
 
     The answer is the column that `config.answer_key` names: a text, a message, or several. Without that key it is what
     the assistant says in `messages`, from its first message on; else the first of `ANSWER_KEYS`; else what the
-    assistant says in another conversation. Raises DataError naming `id` and what is missing.
+    assistant says in another conversation. The columns' images are those of the whole conversation; an answer in a
+    column of its own has its images in its parts. Raises DataError naming `id` and what is missing.
     """
     row = row_at(row, id)
     prompt_key = config.prompt_key or ("prompt" if TOKENS in row else _find_key(row, id))
@@ -162,8 +163,11 @@ def to_example(row: Any, *, id: str, config: RowsConfig) -> Prompt:
         places = [i for i, each in enumerate(said) if _role(each) == "assistant"]
         if places and places[0]:
             first, last = places[0], places[-1]
-            answer = [message_at(said[i], f"{id}: {prompt_key}[{i}]") for i in range(first, last + 1)]
-            return replace(asked({**row, prompt_key: said[:first]}, id, config), answer=tuple(answer))
+            every = tuple(message_at(said[i], f"{id}: {prompt_key}[{i}]") for i in range(last + 1))
+            every, columns = with_images(every, {**row, prompt_key: None}, folder=folder, id=id)
+            shown = {name: columns.pop(name) for name in COLUMNS if name in columns}
+            prompt = asked({**columns, prompt_key: every[:first]}, id, config)
+            return replace(prompt, answer=every[first:], columns={**prompt.columns, **shown})
     if key is None or row.get(key) is None:
         what = (
             f"no column {key!r}" if key else f"no answer: none of {', '.join(ANSWER_KEYS)}, and no assistant's message"
@@ -177,7 +181,8 @@ def to_example(row: Any, *, id: str, config: RowsConfig) -> Prompt:
         answer = [Message(role="assistant", content=answer)]
     elif answer[-1]["role"] != "assistant":
         raise DataError(f"{id}: {key!r} ends with a message of {answer[-1]['role']!r}; the last is the assistant's")
-    return replace(asked(row, id, config), answer=tuple(answer))
+    read = [read_images(message, where=f"{id}: {key}[{i}]", folder=folder) for i, message in enumerate(answer)]
+    return replace(asked(row, id, config, folder=folder), answer=tuple(read))
 
 
 def said_at(row: Mapping[str, Any], key: str, id: str) -> str | list[Message]:
@@ -193,13 +198,15 @@ def said_at(row: Mapping[str, Any], key: str, id: str) -> str | list[Message]:
     return [message_at(each, f"{id}: {key}[{i}]") for i, each in enumerate(ours)]
 
 
-def asked(row: Mapping[str, Any], id: str, config: RowsConfig, *, plain: bool = False) -> Prompt:
+def asked(row: Mapping[str, Any], id: str, config: RowsConfig, *, plain: bool = False, folder: Path = Path()) -> Prompt:
     """Return the prompt of a row that has its answer, too: columns whose names rewards get from us are left out, being
     answers here. `plain` makes a text plain, as `data.raw` does. Raises DataError."""
     if TOKENS in row:
         return _prompt_of_tokens(row, id)
     kept = {name: value for name, value in row.items() if name not in RESERVED}
-    return to_prompt(kept, id=id, prompt_key=config.prompt_key, raw=config.raw or plain, system=config.system)
+    return to_prompt(
+        kept, id=id, prompt_key=config.prompt_key, raw=config.raw or plain, system=config.system, folder=folder
+    )
 
 
 def _prompt_of_tokens(row: Mapping[str, Any], id: str) -> Prompt:

@@ -49,6 +49,12 @@ def with_images(
     return messages, {**columns, **one}
 
 
+def read_images(message: Mapping[str, Any], *, where: str, folder: Path = Path()) -> Message:
+    """Return a message with its images as pictures. Raises DataError where an image part has none, or one that cannot
+    be read."""
+    return _filled(cast(Message, message), iter(()), folder=folder, where=where)
+
+
 def _any(value: Any) -> bool:
     return value is not None and not (isinstance(value, list | tuple) and not value)
 

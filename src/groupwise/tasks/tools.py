@@ -13,7 +13,8 @@
 
 Type hints become the JSON schema and check the arguments (pydantic, which reads "5" as 5 where an int is wanted). A
 call is always answered: whatever goes wrong comes back to the model as a message beginning with "Error:", counted by
-its kind (`CallOutcome`). A result that is no text is sent as JSON. Functions that are not async run in daemon threads,
+its kind (`CallOutcome`). A result that is no text is sent as JSON, and an image of PIL's, or a list that has some, as
+the parts of a message, for models that see. Functions that are not async run in daemon threads,
 that a time limit abandons but cannot end: work that may never end, or that is not trusted, belongs in a process.
 """
 
@@ -35,6 +36,7 @@ from weakref import WeakKeyDictionary
 from pydantic_core import to_json
 
 from groupwise.errors import ConfigError
+from groupwise.pictures import is_image
 from groupwise.tasks.tool_schema import signature_of
 from groupwise.types import Message
 
@@ -180,7 +182,7 @@ class ToolBox:
         function = call.get("function") or {}
         name = str(function.get("name", ""))
         try:
-            content, outcome = _text_of(await self._run(name, function.get("arguments"))), CallOutcome.OK
+            content, outcome = _content_of(await self._run(name, function.get("arguments"))), CallOutcome.OK
         except ToolError as error:
             content, outcome = f"Error: {error}", error.outcome
         self.outcomes[outcome] += 1
@@ -219,15 +221,24 @@ class ToolBox:
                 raise
             raise ToolError(f"{name} raised {type(error).__name__}: {_one_line(error)}") from error
 
-    def _shortened(self, content: str) -> str:
+    def _shortened(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        if isinstance(content, list):
+            return [{**part, "text": self._shortened(part["text"])} if "text" in part else part for part in content]
         more = len(content) - self._longest
         return content if more <= 0 else f"{content[: self._longest]}\n... ({more:,} more characters were cut)"
 
 
-def tool_message(content: str, *, call_id: str, name: str) -> Message:
+def tool_message(content: str | list[dict[str, Any]], *, call_id: str, name: str) -> Message:
     """Return a tool's answer as a message; half surrogate pairs, which no tokenizer takes, become "?"."""
-    sendable = content.encode("utf-8", "replace").decode()
+    if isinstance(content, str):
+        sendable = _sendable(content)
+    else:
+        sendable = [{**part, "text": _sendable(part["text"])} if "text" in part else part for part in content]
     return Message(role="tool", tool_call_id=call_id, name=name, content=sendable)
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 # ---- threads ----
@@ -296,6 +307,18 @@ def _object_of(arguments: Any, name: str) -> dict[str, Any]:
             f"the arguments for {name} are of type {type(value).__name__}; give an object", CallOutcome.ARGUMENTS
         )
     return dict(value)
+
+
+def _content_of(result: Any) -> str | list[dict[str, Any]]:
+    """Return a result as a message's content: parts where there are images, else text. Raises ToolError as
+    `_text_of`."""
+    several = result if isinstance(result, list | tuple) else [result]
+    if not any(map(is_image, several)):
+        return _text_of(result)
+    return [
+        {"type": "image", "image": each} if is_image(each) else {"type": "text", "text": _text_of(each)}
+        for each in several
+    ]
 
 
 def _text_of(result: Any) -> str:

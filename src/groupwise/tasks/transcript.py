@@ -16,9 +16,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from groupwise.model.chat import Bridge, bridge_of, encode_rendered, opens_thought, render_prompt, stop_ids
+from groupwise.model.chat import (
+    Bridge,
+    bridge_of,
+    encode_rendered,
+    opens_thought,
+    place_images,
+    render_prompt,
+    stop_ids,
+)
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.reply_formats.known import format_of
 from groupwise.model.special_text import special_ids
+from groupwise.pictures import pictures_in, text_of
 from groupwise.tasks.tool_calls import parse
 from groupwise.types import Completion, FinishReason, Message, Turn
 
@@ -49,7 +59,7 @@ class Transcript:
         self.forks = 0
         self._continued: tuple[int, ...] = ()  # of the messages: those whose beginning was put into the policy's mouth
         self._rendered = self._render(self.messages)
-        self.prompt_ids = encode_rendered(self._rendered, tokenizer)
+        self.prompt_ids = encode_rendered(self._rendered, self.messages, tokenizer)
 
     @property
     def said(self) -> int:
@@ -71,18 +81,22 @@ class Transcript:
         self.turns[-1] = replace(self.turns[-1], reward=value)
 
     def hear(self, messages: Sequence[Message]) -> None:
-        """Go on with the conversation: `messages` are said to the policy, and it speaks again."""
+        """Go on with the conversation: `messages` are said to the policy, and it speaks again. A tool's images are
+        [image] to a model that reads text alone."""
+        if vision_of(self._tokenizer) is None:
+            messages = [_as_text(message) if message["role"] == "tool" else message for message in messages]
         seen = self.turns[-1].prompt_ids + self.turns[-1].completion.token_ids
         history = self._shown(self.messages)
         rendered = self._render([*self.messages, *messages])
         bridge = bridge_of(self._rendered, rendered, history, self._tokenizer, tools=self.tools)
+        shown = len(pictures_in(self.messages))
         self.messages += messages
         self._rendered = rendered
         if bridge is None:
-            self.prompt_ids = encode_rendered(rendered, self._tokenizer)
+            self.prompt_ids = encode_rendered(rendered, self.messages, self._tokenizer)
             self.forks += self.prompt_ids[: len(seen)] != seen
         else:
-            self.prompt_ids = seen + self._unsaid(bridge)
+            self.prompt_ids = (*seen, *place_images(self._unsaid(bridge), messages, self._tokenizer, before=shown))
 
     def _unsaid(self, bridge: Bridge) -> tuple[int, ...]:
         """Return of the bridge what the policy has not said itself: one that was cut has not ended its turn. A special
@@ -124,6 +138,10 @@ class Transcript:
         if reply.malformed:
             message["malformed_calls"] = [str(each) for each in reply.malformed]
         return message  # type: ignore[return-value]
+
+
+def _as_text(message: Message) -> Message:
+    return {**message, "content": text_of(message.get("content"))} if pictures_in([message]) else message
 
 
 def _text(message: Message) -> str:

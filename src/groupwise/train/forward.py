@@ -42,7 +42,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.model.backbone import Backbone, decoder_inputs, decoder_of
-from groupwise.model.image_tokens import vision_of
+from groupwise.model.image_tokens import FIRST, vision_of
 from groupwise.model.load import Head, plain_attention
 from groupwise.model.packing import KeptRanges, MicroBatch, Padded
 from groupwise.train.lora import project_with_lora
@@ -176,10 +176,13 @@ def fused_logprobs(
 def _logprobs(
     hidden_NH: Tensor, model: PreTrainedModel, batch: MicroBatch, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropy of the loss tokens, and of their soft targets where there are any."""
+    """Return log-probabilities and entropy of the loss tokens, and of their soft targets where there are any. In an
+    image's places, which nobody says, they are those of token 0."""
     id_NK, _ = batch.soft_targets
-    taught = id_NK.shape[1] > 0
-    target_N = torch.cat([batch.target_N[:, None], id_NK], dim=1) if taught else batch.target_N
+    taught, target_N = id_NK.shape[1] > 0, batch.target_N
+    if vision_of(model) is not None:
+        target_N = target_N.masked_fill(target_N >= FIRST, 0)
+    target_N = torch.cat([target_N[:, None], id_NK], dim=1) if taught else target_N
     head = Head.of(model)
     return fused_logprobs(hidden_NH, head, target_N, temperature=temperature, kept=batch.kept(), rest=taught)
 

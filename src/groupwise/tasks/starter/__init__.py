@@ -1,6 +1,7 @@
 """The starter: a small model of our own, in the wheel, so that everything runs with no download.
 
     tasks.py               what it was taught, and the prompts to train it further with
+    scenes.py              pictures, and questions about them, for a starter that sees (tools/starter_vl.py)
     tokenizer.py           its byte-level tokenizer
     chat_template.jinja    its chat format
 
