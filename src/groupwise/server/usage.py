@@ -1,4 +1,4 @@
-"""What each named key used, by day, and the bounds that a key may have (`groupwise keys add NAME --tokens-per-day N`).
+"""What each named key used, by day, and the bounds that a key may have (`--tokens-per-day` of `groupwise keys add`).
 
     usage.check_rate(key)             # a request came: 429 `rate_limited` where there were too many in a minute
     usage.check_tokens(key)           # it wants to sample: 429 `quota_exceeded` where the day's tokens are used up
