@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.errors import ChatError, DataError, ModelError
+from groupwise.errors import ChatError, DataError, GroupwiseError, ModelError
 from groupwise.model.image_tokens import FIRST, PLACES, VISION, is_first, key_of
 from groupwise.pictures import Picture, kept_pictures, read_picture
 
@@ -212,7 +212,13 @@ class Vision:
         return seen
 
     def _looked_at(self, picture: Picture) -> Seen:
-        inputs, written = self._prepared(picture)
+        try:
+            inputs, written = self._prepared(picture)
+        except GroupwiseError:
+            raise
+        except ValueError as error:  # the processor's own, as of one that is far wider than high
+            message = f"this model's processor does not take an image: {error}"
+            raise DataError(message, hint="crop it, or give it another size", kind="image") from error
         shown = tuple(self.processor.tokenizer.encode(written, add_special_tokens=False))
         tokens, grid = shown.count(self.token_id), inputs.get("image_grid_thw")
         if tokens > PLACES:
