@@ -27,3 +27,24 @@ export function commandsOf(run: { directory: string; versions: string[]; state: 
     { label: "Diagnose", command: `groupwise health ${at}` },
   ];
 }
+
+/** What can be done with a job of the server at `root`; what needs a version is there once it has made one. */
+export function commandsOfJob(job: { job_id: string; state: string; adapter_version: string | null }, root: string): Offered[] {
+  const at = ` --url ${quoted(root.replace(/\/$/, ""))}`;
+  const goes = job.state === "queued" || job.state === "running";
+  return [
+    ...(goes
+      ? [
+          { label: "Follow", command: `groupwise train wait ${job.job_id} --follow${at}` },
+          { label: "Cancel", command: `groupwise train cancel ${job.job_id}${at}` },
+        ]
+      : [{ label: "Show", command: `groupwise train status ${job.job_id}${at}` }]),
+    ...(job.adapter_version
+      ? [
+          { label: "Chat", command: `groupwise chat --adapter ${quoted(job.adapter_version)}${at}` },
+          { label: "Activate", command: `groupwise adapters activate ${quoted(job.adapter_version)}${at}` },
+          { label: "Download", command: `groupwise adapters download ${quoted(job.adapter_version)}${at}` },
+        ]
+      : []),
+  ];
+}
