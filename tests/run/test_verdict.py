@@ -25,7 +25,7 @@ def test_what_is_as_good_passes_and_what_is_worse_does_not() -> None:
     assert judge(old, old, kl=None, bounds=Bounds()).passed
     worse = judge(done([0.0, 0.5] * 100), old, kl=None, bounds=Bounds())
     assert not worse.passed and "0.250" in worse.reason and "gate.margin is 0.02" in worse.reason
-    assert "no number of held-out prompts like these would do" in worse.reason
+    assert "no number of held-out prompts like these would do" in worse.reason and "prompts_needed" not in worse.numbers
     assert judge(done([0.0, 0.5] * 100), old, kl=None, bounds=Bounds(margin=0.5)).passed
     few = judge(done([0.0, 1.0, 1.0, 0.5]), done([1.0, 0.0, 1.0, 0.5]), kl=None, bounds=Bounds())
     assert not few.passed, "as good on average, and nothing says so with confidence"
@@ -37,6 +37,7 @@ def test_where_nothing_differs_what_could_have_been_missed_still_counts() -> Non
     assert [judge(each, each, kl=None, bounds=Bounds()).passed for each in alike] == [False, True]
     refused = judge(alike[0], alike[0], kl=None, bounds=Bounds())
     assert math.isclose(refused.numbers["lower_bound"], -(1 - 0.05 ** (1 / 148)), rel_tol=1e-6)
+    assert (refused.numbers["prompts_needed"], refused.numbers["margin"]) == (149, 0.02)
     assert "149 held-out prompts like these 148 would do, or gate.margin 0.021" in refused.reason
     told = too_few(148, Bounds(), Look.only(Bounds()), key="gate")
     assert told is not None and "give 149 prompts, or gate.margin 0.021" in told

@@ -236,10 +236,18 @@ def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_
         assert chat(server, adapter="base")[1] == "base" and chat(server, model="sums@1")[1] == "sums@1"
         for id, version in answers.values():
             server.http.post("/v1/feedback", json={"rollout_id": id, "thumb": "down" if version == "sums@1" else "up"})
+        mine = sum(version == "sums@1" for _, version in answers.values())
+        assert shown(server)["trial_ratings"] == mine
+        most = shown(server)["trial_most"]
         assert look(server) == "roll back"
         assert kinds(server) == ["gate_passed", "canary_began", "rolled_back"]
         ended, began = shown(server)["transitions"][:2]
         assert "surely lower" in ended["message"] and began["data"]["ratings"] == began["data"]["ratings_needed"] > 10
+        assert (
+            most == began["data"]["ratings"] and shown(server)["trial_ratings"] is shown(server)["trial_most"] is None
+        )
+        told = {"stage": "canary", "ratings": mine, "ratings_active": 40 - mine, "rating": 0.0, "rating_active": 1.0}
+        assert told.items() <= ended["data"].items()
         assert {chat(server, user=user)[1] for user in answers} == {"base"} and shown(server)["trial"] is None
         assert "canary was rolled back" in str(server.server.store.refused(PolicyVersion("sums", 1)))
 
@@ -251,7 +259,7 @@ def test_a_canary_outlives_a_restart_and_is_promoted_if_it_is_rated_as_well(tmp_
         again = train(server, learning_rate=0.0)
         assert again.state == "running" and again.phase == "swapping", "it waits until the trial is over"
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
-        assert shown(server)["trial"] == "sums@1"
+        assert shown(server)["trial"] == "sums@1" and shown(server)["trial_most"] > 10
         for user in map(str, range(40)):
             server.http.post("/v1/feedback", json={"rollout_id": chat(server, user=user)[0], "thumb": "up"})
         assert look(server) == "promote" and shown(server)["active"] == "sums@1"
@@ -424,6 +432,7 @@ def test_a_worse_version_is_refused_by_its_shadow_and_users_see_nothing_of_it(tm
         assert plain_answers(server) == without
         settle(server)
         assert (shown(server)["active"], shown(server)["trial"], shown(server)["trial_pairs"]) == ("base", "sums@1", 6)
+        assert (shown(server)["trial_ratings"], shown(server)["trial_most"]) == (None, 12)
         assert look(server) == "go on"
         assert "7" not in ask(server, 8)
         trial = server.server.policies.trial

@@ -128,6 +128,14 @@ def test_the_minimal_request_is_groups_alone(grpo: Grpo) -> None:
     one, two = grpo(group(GOOD, BAD)), grpo(group(GOOD, BAD))
     assert one.adapter.startswith("grpo-") and one.adapter != two.adapter
     assert one.config["output_name"] == one.adapter
+    assert one.summary["changed"] == []
+
+
+def test_what_is_not_the_default_is_kept_and_defaults_may_depend_on_other_keys(grpo: Grpo) -> None:
+    given = {"learning_rate": 1e-5, "iterations": 2, "kl_coeff": 0.1, "clip_epsilon": None, "seed": 0}
+    assert grpo(group(GOOD, BAD), config=given).summary["changed"] == ["iterations"]
+    other = {"policy_loss": "dr_grpo", "kl_coeff": 0.1}
+    assert grpo(group(GOOD, BAD), config=other).summary["changed"] == ["policy_loss", "kl_coeff"]
 
 
 def test_text_becomes_the_templates_prompt_and_the_completions_own_tokens_with_the_end_of_its_turn(grpo: Grpo) -> None:

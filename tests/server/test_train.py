@@ -310,6 +310,7 @@ def test_a_status_has_what_kiln_has_and_more(site: Site) -> None:
     assert (done["current_loss"], done["adapter_name"], done["adapter_version"]) == (-0.25, "math", "math@1")
     assert done["metrics"]["reward/mean"] == 0.5 and done["error"] is None
     assert done["config"]["iterations"] == 2 and done["summary"]["completions"] == 4
+    assert "iterations" in done["changed"] and "seed" not in done["changed"] and "changed" not in done["summary"]
     assert job.finished_at is not None
     assert done["elapsed_secs"] == pytest.approx(job.finished_at - job.created_at, abs=1e-3)
     assert job.started_at is not None

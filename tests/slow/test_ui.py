@@ -35,6 +35,7 @@ PAGES = {
     "now": "starter",
     "jobs": "Jobs",
     "rollouts": "Rollouts",
+    "learn": "Learn",
     "teach": "Teach",
     "learn": "Learn",
     "play": "Playground",
@@ -155,6 +156,21 @@ def test_another_versions_completions_are_not_trained_on(page: Any, place: Place
     for key in "ynyn":
         page.keyboard.press(key)
     expect(page.get_by_text("4 of 8 completions scored")).to_be_visible()
+    form = page.get_by_role("form", name="Train")
+    expect(form).to_contain_text("4 scored, 4 not")
+    expect(page.locator("[data-card][aria-current]")).to_have_count(1)  # the next without a score stands out, no other
+    cards.nth(1).focus()
+    page.keyboard.press("u")
+    expect(cards.nth(4)).to_be_focused()
+    expect(cards.nth(4)).to_have_attribute("aria-current", "step")
+    page.set_viewport_size({"width": 390, "height": 780})
+    expect(button(page, "Train")).to_be_in_viewport()
+    cards.first.scroll_into_view_if_needed()
+    expect(button(page, "Train")).to_be_in_viewport()
+    expect(page.get_by_label("Learning rate")).to_be_hidden()
+    button(page, "Settings").click()
+    expect(page.get_by_label("Learning rate")).to_be_visible()
+    page.set_viewport_size({"width": 1280, "height": 900})
     expect(button(page, "Train")).to_be_enabled()
     page.get_by_label("Start from").select_option("base")
     expect(page.get_by_text("sampled by lesson@1, and training starts from base")).to_be_visible()
@@ -229,6 +245,15 @@ def test_an_answer_is_rated_and_corrected_and_what_becomes_of_it_is_seen(page: A
     assert kept[0]["rollout_id"].startswith("chatcmpl-")
     go(page, place, "now")
     expect(page.get_by_role("region", name="From feedback")).to_contain_text("2 ratings wait")
+    go(page, place, "learn")
+    feedback = page.get_by_role("region", name="Feedback")
+    expect(feedback.get_by_role("row", name=re.compile("^no name given")).get_by_role("cell")).to_have_text(
+        ["no name given", "2", "0", "0", "0", "2", "0"]
+    )
+    expect(feedback.get_by_role("listitem")).to_have_count(2)
+    expect(feedback).to_contain_text("should have said: 9")
+    feedback.get_by_role("button", name="did not count").click()
+    expect(feedback.get_by_role("listitem")).to_have_text(["None of them."])
     (id,) = sample(place, "What is 6 + 1?", 1)
     go(page, place, f"rollouts?id={id}")
     button(page, "Good").click()
@@ -271,6 +296,16 @@ def test_a_job_is_followed_and_cancelled(page: Any, place: Place) -> None:
     expect(page.get_by_text("cancelled").first).to_be_visible(timeout=JOB_S)
     assert await_end(place, job) == "cancelled"
     expect(page.get_by_role("button", name="Run again")).to_be_visible()
+    config = page.get_by_role("region", name="Configuration, a table")
+    expect(page.get_by_text("Changed from the default.")).to_be_visible()
+    keys = config.get_by_role("row").locator("td:first-child").all_inner_texts()
+    assert keys == ["auto_load", "iterations", "learning_rate", "output_name"]
+    page.get_by_role("button", name=re.compile("^All [0-9]+ keys")).click()
+    expect(config.get_by_role("row", name="weight_decay 0")).to_be_visible()
+    commands = page.get_by_role("group", name="Commands to copy")
+    commands.get_by_role("button", name="Copy the command: Show").click()
+    expect(commands.get_by_role("status").filter(has_text=re.compile("copied|select"))).to_be_visible()
+    expect(commands.locator("code")).to_have_text(f"groupwise train status {job} --url {place.url}")
 
 
 def test_a_job_that_never_ran_has_no_duration(page: Any, place: Place) -> None:
@@ -657,15 +692,31 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def test_axe_finds_nothing_serious_where_a_version_is_on_trial(
     browser: Any, learner: Place, scheme: str, width: int
 ) -> None:
-    assert serious(browser, learner.url, ["now"], scheme=scheme, width=width) == []
+    assert serious(browser, learner.url, ["now", "learn"], scheme=scheme, width=width) == []
 
 
 def test_a_trial_is_shown_and_ended_by_hand(browser: Any, learner: Place) -> None:
     page = browser.new_page()
+    go(page, learner, "learn")
+    goes_on = page.get_by_role("region", name="What goes on")
+    most = api(learner, "/v1/learn")["trial_most"]
+    expect(goes_on).to_contain_text(f"{most} more ratings of its answers end it at the latest")
+    expect(goes_on.get_by_role("progressbar", name=f"0 of {most}")).to_be_visible()
+    made = page.get_by_role("region", name="Decisions").get_by_role("listitem")
+    expect(made).to_have_count(1)
+    expect(made).to_contain_text("gate, against base")
+    expect(made).to_contain_text("16 held-out prompts, which are enough")
+    expect(made).to_contain_text("surely not below")
+    expect(page.get_by_role("region", name="Feedback").get_by_role("listitem")).to_have_count(2)
     go(page, learner, "now")
+    expect(page.get_by_role("status").filter(has_text="Next")).to_contain_text("sums@1 is on trial")
     panel = page.get_by_role("region", name="From feedback")
     expect(panel.get_by_text("is on trial: it answers 10% of the requests")).to_be_visible(timeout=20_000)
     panel.get_by_role("button", name="Promote", exact=True).click()
     expect(panel.get_by_text("sums@1 is active: by hand")).to_be_visible(timeout=20_000)
+    panel.get_by_role("link", name="Every decision and rating").click()
+    expect(made).to_have_count(2)
+    expect(made.first).to_contain_text("went live")
+    expect(made.first).to_contain_text("by hand")
     assert api(learner, "/v1/learn")["active"] == "sums@1"
     page.close()

@@ -391,3 +391,95 @@ test("of each name the newest few are listed, until all are asked for", async ()
   assert.equal(rows(["sums"], ["sums"]).length, 11);
   assert.deepEqual(rows(["tone"], []), ["name sums", "name tone", "tone@1"]);
 });
+
+const transition = (seq, kind, message, data = {}) => ({ seq, at: "2026-05-01T10:00:00Z", kind, message, data });
+const gate = { version: "sums@2", against: "sums@1", job_id: "j".repeat(32), prompts: 24, reward: 0.5, reward_active: 0.46875, difference: 0.03125, lower_bound: -0.125, margin: 0.02, error: 0.025, look: 1 };
+
+test("each decision of a gate, a shadow and a canary says what was compared, on how much and why", async () => {
+  const { decisions, differs, evidence } = await load("pages/learn/decisions.ts");
+  const made = decisions([
+    transition(9, "rolled_back", "sums@1 was rolled back: by hand", { version: "sums@1", against: "base", stage: "canary" }),
+    transition(8, "promoted", "sums@2 is active: surely not lower", { version: "sums@2", against: "sums@1", stage: "canary", ratings: 12, ratings_active: 80, rating: 0.75, rating_active: 0.5 }),
+    transition(7, "canary_began", "sums@2 answers 10%", { version: "sums@2", against: "sums@1", ratings: 61 }),
+    transition(6, "shadow_passed", "sums@2 passed its shadow: within bounds", { version: "sums@2", against: "sums@1", prompts: 50 }),
+    transition(5, "gate_passed", "sums@2 passed the gate: reward 0.5", { ...gate, prompts_needed: 24, confirm_prompts: 30, confirm_difference: 0, confirm_lower_bound: -0.01, confirm_error: 0.05, confirm_margin: 0.02, confirm_prompts_needed: 30 }),
+    transition(4, "job_queued", "job j trains sums", {}),
+    transition(3, "gate_refused", "sums@2 was refused: too few: 24", { ...gate, prompts_needed: 149 }),
+    transition(2, "gate_refused", "sums@1 was refused: lower", gate),
+  ]);
+  assert.deepEqual(made.map((each) => [each.seq, each.stage, each.outcome, each.passed]), [
+    [9, "canary", "rolled back", false], [8, "canary", "went live", true], [6, "shadow", "passed", true],
+    [5, "gate", "passed", true], [3, "gate", "refused", false], [2, "gate", "refused", false],
+  ]);
+  const [byHand, canary, shadow, passed, few, lower] = made;
+  assert.equal(few.reason, "too few: 24");
+  assert.deepEqual([byHand.difference, evidence(byHand), differs(byHand)], [null, "", ""]);
+  assert.equal(canary.difference, 0.25);
+  assert.equal(evidence(canary), "12 ratings of it, 80 of sums@1; 61 end it at the latest");
+  assert.equal(evidence(shadow), "50 pairs of answers");
+  assert.equal(evidence(passed), "24 held-out prompts, which are enough");
+  assert.equal(evidence(passed, passed.confirmed), "30 held-out prompts, which are enough");
+  assert.equal(evidence(few), "24 held-out prompts; 149 like these would do");
+  assert.equal(evidence(lower), "24 held-out prompts; no number like these would do");
+  assert.equal(differs(few), "+0.0313, surely not below −0.125 (97.5%); −0.02 is allowed");
+  assert.match(differs({ ...few, confidence: 1 - 1e-5 }), /\(99.999%\)/);
+});
+
+const idle = {
+  enabled: true, paused: false, reason: "", adapter: "sums", ratings: 3, after: 8, counts: { waiting: 3 }, job_id: null, jobs_last_hour: 0, max_jobs_per_hour: 6,
+  active: "base", trial: null, trial_share: null, trial_stage: null, trial_pairs: null, trial_ratings: null, trial_most: null, transitions: [],
+};
+
+test("what learning waits for is counted", async () => {
+  const { waiting } = await load("pages/learn/decisions.ts");
+  assert.deepEqual(waiting(idle), { text: "5 more ratings with something to learn make the next job.", have: 3, of: 8 });
+  const trial = { ...idle, trial: "sums@2", trial_share: 0.1, trial_stage: "canary", trial_ratings: 60, trial_most: 61 };
+  assert.deepEqual([waiting(trial).have, waiting(trial).of], [60, 61]);
+  assert.match(waiting(trial).text, /^sums@2 is on trial: it answers 10% of the requests in place of base\. 1 more rating /);
+  const shadow = { ...trial, trial_stage: "shadow", trial_ratings: null, trial_pairs: 6, trial_most: 50 };
+  assert.match(waiting(shadow).text, /once more, unseen\. 44 more pairs/);
+  assert.equal(waiting({ ...idle, paused: true }).of, 8);
+  assert.equal(waiting({ ...idle, enabled: false, after: null }).of, null);
+  assert.equal(waiting({ ...idle, job_id: "j" }).of, null);
+});
+
+test("raters are told apart, with what became of their ratings", async () => {
+  const { raters, said } = await load("pages/learn/decisions.ts");
+  const rating = (user, score, state) => ({ user, score, state, correction: null, better_than: null, comment: null });
+  const found = raters([rating("a", 1, "trained"), rating(null, 0, "dropped"), rating("a", 0, "waiting"), { ...rating("b", null, "trained"), correction: "9" }]);
+  assert.deepEqual(found.map((each) => [each.name, each.total, each.mean]), [["a", 2, 0.5], ["", 1, 0], ["b", 1, null]]);
+  assert.deepEqual(found[0].states, { waiting: 1, training: 0, trained: 1, dropped: 0 });
+  assert.equal(said({ ...rating("b", 0, "trained"), correction: "9" }), "bad; should have said: 9");
+});
+
+test("what to do next is the first thing that holds", async () => {
+  const { next } = await load("pages/now/next.ts");
+  const job = (state, more = {}) => ({ job_id: "j1", state, adapter_name: "sums", adapter_version: null, step: 1, steps: 4, error: null, ...more });
+  const state = { failing: [], jobs: [], active: "base", asked: false, learn: { ...idle, enabled: false, after: null, counts: {} } };
+  const href = (more) => next({ ...state, ...more }).href;
+  assert.equal(href({}), "#/play");
+  assert.equal(href({ asked: true }), "#/teach");
+  assert.equal(href({ failing: ["disk_space"], jobs: [job("running")] }), "");
+  assert.equal(href({ jobs: [job("queued"), job("running")] }), "#/jobs/j1");
+  const failed = next({ ...state, jobs: [job("failed", { error: { message: "the loss is not a number" } })] });
+  assert.equal(failed.href, "#/jobs/j1");
+  assert.match(failed.text, /the loss is not a number/);
+  assert.equal(href({ jobs: [job("completed", { adapter_version: "sums@1" })] }), "#/adapters?version=sums%401");
+  assert.equal(href({ jobs: [job("completed", { adapter_version: "sums@1" })], active: "sums@1" }), "#/play");
+  assert.equal(href({ jobs: [job("completed", { adapter_version: "sums@1" })], active: "sums@1", learn: { ...state.learn, counts: { waiting: 1 } } }), "#/teach");
+  assert.equal(href({ learn: idle }), "#/play");
+  assert.equal(href({ learn: { ...idle, paused: true } }), "#/learn");
+  assert.equal(href({ learn: { ...idle, trial: "sums@2", trial_stage: "canary", trial_most: 61 } }), "#/learn");
+  const refused = next({ ...state, learn: { ...idle, transitions: [transition(3, "gate_refused", "x: y", { ...gate, prompts_needed: 149 })] } });
+  assert.match(refused.text, /24 held-out prompts say too little.* 149 /);
+  assert.equal(refused.href, "#/learn");
+});
+
+test("a job's commands name its server, and fit its state", async () => {
+  const { commandsOfJob } = await load("state/shell.ts");
+  const job = { job_id: "6f1e", state: "running", adapter_version: null };
+  assert.deepEqual(commandsOfJob(job, "http://a:8/").map((each) => each.command), ["groupwise train wait 6f1e --follow --url http://a:8", "groupwise train cancel 6f1e --url http://a:8"]);
+  const made = commandsOfJob({ ...job, state: "completed", adapter_version: "sums@1" }, "http://host:9/proxied/");
+  assert.deepEqual(made.map((each) => each.label), ["Show", "Chat", "Activate", "Download"]);
+  assert.ok(made.every((each) => each.command.endsWith(" --url http://host:9/proxied")));
+});

@@ -73,7 +73,12 @@ def _print(answer: LearnAnswer) -> None:
         rows.append(("job", f"{answer.job_id}; groupwise train status {answer.job_id}"))
     if answer.trial is not None:
         share = f" of {answer.trial_share:.0%} of the requests" if answer.trial_share is not None else ""
-        rows.append(("on trial", f"{answer.trial}, {answer.trial_stage}{share}"))
+        so_far, of = (
+            (answer.trial_pairs, "pairs") if answer.trial_stage == "shadow" else (answer.trial_ratings, "ratings")
+        )
+        rows.append(
+            ("on trial", f"{answer.trial}, {answer.trial_stage}{share}, {so_far} of at most {answer.trial_most} {of}")
+        )
     print_table(rows)
     for each in answer.transitions[:LATELY]:
         print_line(f"{each.at}  {each.kind}: {each.message}")

@@ -210,9 +210,11 @@ def judge(
         "reward_active": found.old,
         "difference": found.difference,
         "lower_bound": found.bound,
+        "margin": bounds.margin,
         "look": float(look.number),
         "error": look.alpha,
         **bounded,
+        **({} if found.needed is None else {"prompts_needed": float(found.needed)}),
         **({} if beside is None else {"reward_best": beside.old, "lower_bound_best": beside.bound}),
     }
     problems = []

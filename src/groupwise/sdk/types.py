@@ -252,6 +252,10 @@ class LearnAnswer(Answer):
     """`canary`: instead of the active version; `shadow`: once more after it, and nobody sees it."""
     trial_pairs: int | None
     """How many pairs of answers a shadow has compared."""
+    trial_ratings: int | None
+    """How many ratings of its answers a canary has."""
+    trial_most: int | None
+    """At how many pairs or ratings the trial ends at the latest; what is known then decides, or `undecided`."""
     transitions: list[LearnTransition]
     """What happened lately, newest first."""
 
@@ -454,6 +458,9 @@ class TrainStatus(Answer):
     """As it acts: rank, scale and targets of the adapter that is continued or begun, where the request names none."""
     summary: dict[str, Any]
     """What was submitted, in numbers."""
+    changed: list[str] | None
+    """The keys of `config` that the request gave something else than the default; null of a job from before they were
+    kept."""
     unhealthy: str | None
     """What was wrong at its end, where that is an error of health: the version is stored and was not made active."""
     warnings: list[str]

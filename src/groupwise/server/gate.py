@@ -56,7 +56,7 @@ from groupwise.server.learn import open_scorer
 from groupwise.server.policies import Trial
 from groupwise.server.shadow import Shadow
 from groupwise.server.state import Parts
-from groupwise.server.trials import Outcome, judge_canary, judge_shadow, ratings_needed
+from groupwise.server.trials import Outcome, compared_ratings, judge_canary, judge_shadow, ratings_needed
 from groupwise.store.ledger import Job
 from groupwise.tasks.prompts import open_prompts
 from groupwise.tasks.rollout_sources import SingleTurnRollouts, play_all
@@ -100,6 +100,7 @@ class Gatekeeper:
         self._fingerprint = self._hash_of_measuring()
         self._looked = clock()  # when the clock of the trial was last read
         self._noted: Trial | None = None  # the shadow that has passed, and was told of
+        self._most = 0  # pairs or ratings at which the trial ends at the latest
         self._restore()
 
     def _refuse_shared(self) -> None:
@@ -146,13 +147,15 @@ class Gatekeeper:
     def _begin(self, kept: Mapping[str, Any]) -> None:
         config = self._config_of(kept)
         assert config is not None
+        is_shadow = isinstance(config, ShadowConfig)
+        self._most = config.requests if is_shadow else config.ratings or ratings_needed(config)
         self._parts.policies.trial = Trial(
             version=PolicyVersion.parse(kept["version"]),
             against=PolicyVersion.parse(kept["against"]),
             share=config.share,
             since=float(kept["since"]),
             after=int(kept.get("after", 0)),
-            stage="shadow" if isinstance(config, ShadowConfig) else "canary",
+            stage="shadow" if is_shadow else "canary",
         )
         self._looked = clock()
 
@@ -258,6 +261,19 @@ class Gatekeeper:
     def trial(self) -> Trial | None:
         """Return what is on trial."""
         return self._parts.policies.trial
+
+    @property
+    def most(self) -> int | None:
+        """Return at how many pairs of answers (a shadow) or ratings of it (a canary) the trial ends at the latest."""
+        return None if self.trial is None else self._most
+
+    def heard(self) -> int | None:
+        """Return how many ratings of its answers a canary has by now; None where there is none. Reads the disk."""
+        trial, canary = self.trial, self._config.canary
+        if trial is None or trial.stage == "shadow" or canary is None:
+            return None
+        book = self._parts.feedback
+        return len(book.rated(str(trial.version), after=trial.after, of_one=canary.ratings_of_one))
 
     def _on_trial(self) -> Trial:
         if self.trial is None:
@@ -448,9 +464,9 @@ class Gatekeeper:
             errors=(trial.errors[True], trial.errors[False]),
         )
         if outcome == "promote":
-            await self.promote(reason)
+            await self.promote(reason, numbers=compared_ratings(new, old))
         elif outcome == "roll back":
-            await self.reject(reason)
+            await self.reject(reason, numbers=compared_ratings(new, old))
         return outcome
 
     async def _look_at_shadow(self, trial: Trial) -> Outcome:
@@ -471,9 +487,9 @@ class Gatekeeper:
                 await self._try("canary", await asyncio.to_thread(self._parts.feedback.setting, TRIAL), data)
         return outcome
 
-    async def promote(self, reason: str, *, by_hand: bool = False) -> None:
-        """Make the version on trial go live; `by_hand`, further versions are compared with it as the best. Raises what
-        a swap raises; one that cannot be swapped in is rejected."""
+    async def promote(self, reason: str, *, by_hand: bool = False, numbers: Mapping[str, float] | None = None) -> None:
+        """Make the version on trial go live; `by_hand`, further versions are compared with it as the best. `numbers`:
+        what was measured. Raises what a swap raises; one that cannot be swapped in is rejected."""
         trial, book = self._on_trial(), self._parts.feedback
         kept = await asyncio.to_thread(book.setting, TRIAL)
         await asyncio.to_thread(book.set, BEST, self._best_after(kept, by_hand=by_hand))
@@ -483,7 +499,7 @@ class Gatekeeper:
             if error.exit_code != 75:  # not one that passes by itself
                 await self.reject(error.message)
             raise
-        await self._end("promoted", f"{trial.version} is active: {reason}")
+        await self._end("promoted", f"{trial.version} is active: {reason}", numbers)
 
     async def reject(self, reason: str, *, numbers: Mapping[str, float] | None = None) -> None:
         """End the trial of a version, which answers no more requests and stays in the store with the reason. `numbers`:
@@ -497,7 +513,7 @@ class Gatekeeper:
 
     async def _end(self, kind: str, message: str, numbers: Mapping[str, float] | None = None) -> None:
         trial = self._on_trial()
-        data = {"version": str(trial.version), "against": str(trial.against), **(numbers or {})}
+        data = {"version": str(trial.version), "against": str(trial.against), "stage": trial.stage, **(numbers or {})}
         self._parts.policies.trial = None
         await self._note(kind, message, data, {TRIAL: None})
 

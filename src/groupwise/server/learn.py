@@ -574,6 +574,8 @@ def _shown(parts: LearnParts) -> LearnAnswer:
         trial_share=None if trial is None else trial.share,
         trial_stage=None if trial is None else trial.stage,
         trial_pairs=None if trial is None or trial.stage != "shadow" else len(trial.pairs),
+        trial_ratings=None if parts.gate is None else parts.gate.heard(),
+        trial_most=None if parts.gate is None else parts.gate.most,
         transitions=[transition_shown(each) for each in parts.feedback.transitions(limit=SHOWN)],
     )
 

@@ -137,6 +137,7 @@ def prepare_grpo(
             "rollouts": len(records),
             "reward_mean": math.fsum(rewards) / len(rewards),
             **_reward_stderr(groups),
+            "changed": _changed(config),
             "warnings": [
                 *_passed_over(config, store, start),
                 *_warnings(config, groups, flat=flat, trained=trained, recorded=recorded, records=records, start=start),
@@ -178,6 +179,7 @@ def prepare_sft(
         summary={
             "examples": len(examples),
             **tokens,
+            "changed": _changed(config),
             "warnings": list(_passed_over(config, store, start)),
         },
         payload=payload,
@@ -193,6 +195,13 @@ def _named(kind: str, config: JobConfig, store: AdapterStore) -> tuple[str, str]
         name = config.output_name or f"{kind}-{id[:8]}"
         if config.output_name or not store.versions(name):
             return id, name
+
+
+def _changed(config: JobConfig) -> list[str]:
+    """Return the keys that the request gave something else than the default, which may depend on other keys."""
+    told, fields = config.model_dump(), type(config).model_fields
+    usual = {name: fields[name].get_default(call_default_factory=True, validated_data=told) for name in fields}
+    return [name for name in fields if name in config.model_fields_set and getattr(config, name) != usual[name]]
 
 
 # ---- what is wrong by itself ----

@@ -268,7 +268,8 @@ def _status(parts: JobParts, job: Job) -> TrainStatus:
         cancel_requested=job.cancel_requested,
         error=_error(parts, job),
         config={**job.config, **job.effective},
-        summary={key: value for key, value in job.summary.items() if key != "warnings"},
+        summary={key: value for key, value in job.summary.items() if key not in ("changed", "warnings")},
+        changed=job.summary.get("changed"),
         unhealthy=job.unhealthy,
         warnings=hidden(warnings_of(job), parts.paths),
     )

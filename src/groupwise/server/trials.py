@@ -3,6 +3,7 @@
     judge_shadow  of a shadow (`server.shadow`): pairs of answers, looked at when there are enough
     judge_canary  of a canary: ratings and failures under two versions, looked at all the time
     ratings_needed  how many ratings a canary takes
+    compared_ratings  what a canary's end is told with: both versions' ratings, counted and averaged
 
 Each outcome has an error that holds (`algo.evidence`): with confidence c a canary that is worse by the margin goes live
 with a chance of 1 - c at most, and one that is as good is rolled back for its ratings with no larger one, however
@@ -90,6 +91,14 @@ def ratings_needed(config: CanaryConfig) -> int:
     needed = length_needed(values, chances, -config.margin, alpha=1 - config.confidence, worst=-1.0)
     assert needed is not None, "their mean is 0, which is above -margin"
     return needed
+
+
+def compared_ratings(new: Ratings, old: Ratings) -> dict[str, float]:
+    """Return how many ratings the version on trial and the active one got, and their means from 0 to 1, where there
+    are any."""
+    told = {"ratings": float(len(new)), "ratings_active": float(len(old))}
+    means = {"rating": new, "rating_active": old}
+    return told | {name: fmean(vote for _, vote in each) for name, each in means.items() if each}
 
 
 def judge_canary(

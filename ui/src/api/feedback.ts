@@ -1,6 +1,6 @@
 /** What people say of answers, and what the server does with it. */
 import { get, post } from "./http";
-import type { FeedbackAnswer, LearnAnswer } from "./types";
+import type { FeedbackAnswer, FeedbackPage, LearnAnswer } from "./types";
 
 export interface Opinion {
   thumb?: "up" | "down";
@@ -10,6 +10,11 @@ export interface Opinion {
 /** Keep an opinion of an answer. Throws ApiError. */
 export function rate(id: string, opinion: Opinion): Promise<FeedbackAnswer> {
   return post<FeedbackAnswer>("v1/feedback", { rollout_id: id, ...opinion }, { headers: { "idempotency-key": crypto.randomUUID() } });
+}
+
+/** The newest ratings, and what became of them. */
+export function listFeedback(limit: number): Promise<FeedbackPage> {
+  return get<FeedbackPage>("v1/feedback", { limit });
 }
 
 export function learning(): Promise<LearnAnswer> {

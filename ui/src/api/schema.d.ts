@@ -3309,6 +3309,16 @@ export interface components {
              */
             trial_pairs: number | null;
             /**
+             * Trial Ratings
+             * @description How many ratings of its answers a canary has.
+             */
+            trial_ratings: number | null;
+            /**
+             * Trial Most
+             * @description At how many pairs or ratings the trial ends at the latest; what is known then decides, or `undecided`.
+             */
+            trial_most: number | null;
+            /**
              * Transitions
              * @description What happened lately, newest first.
              */
@@ -4616,6 +4626,12 @@ export interface components {
             summary: {
                 [key: string]: unknown;
             };
+            /**
+             * Changed
+             * @description The keys of `config` that the request gave something else than the default; null of a job from before they were
+             *     kept.
+             */
+            changed: string[] | null;
             /**
              * Unhealthy
              * @description What was wrong at its end, where that is an error of health: the version is stored and was not made active.
@@ -6226,7 +6242,7 @@ export interface operations {
         };
         requestBody?: never;
         responses: {
-            /** @description Successful Response */
+            /** @description The file, as it was posted. */
             200: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6234,6 +6250,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": unknown;
+                    "image/*": unknown;
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */

@@ -1,6 +1,4 @@
 /** Commands as they are typed in a shell. */
-const USUAL = "127.0.0.1:8420"; // where the command line looks by itself
-
 export function quoted(text: string): string {
   return /^[\w./:@~+=-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`;
 }
@@ -8,23 +6,6 @@ export function quoted(text: string): string {
 export interface Offered {
   label: string;
   command: string;
-}
-
-/** What can be done with a job of the server at `url`; what needs a version is there once it has published one. */
-export function commandsOfJob(job: { job_id: string; adapter_version: string | null; state: string }, url: string): Offered[] {
-  const server = new URL(url).host === USUAL ? "" : ` --url ${quoted(url)}`;
-  const version = job.adapter_version;
-  const isGoing = job.state === "running" || job.state === "queued";
-  return [
-    ...(version
-      ? [
-          { label: "Chat", command: `groupwise chat${server} --adapter ${version}` },
-          { label: "Activate", command: `groupwise adapters activate ${version}${server}` },
-          { label: "Export", command: `groupwise adapters export ${version} ./adapter${server}` },
-        ]
-      : []),
-    isGoing ? { label: "Wait for it", command: `groupwise train wait ${job.job_id}${server}` } : { label: "Status", command: `groupwise train status ${job.job_id}${server}` },
-  ];
 }
 
 /** What can be done with a run in its directory; what needs a version is there once it has published one. */
@@ -44,5 +25,26 @@ export function commandsOf(run: { directory: string; versions: string[]; state: 
       : []),
     ...(isLeft ? [{ label: "Continue", command: `groupwise run ${config} run_dir=${at} resume=auto` }] : []),
     { label: "Diagnose", command: `groupwise health ${at}` },
+  ];
+}
+
+/** What can be done with a job of the server at `root`; what needs a version is there once it has made one. */
+export function commandsOfJob(job: { job_id: string; state: string; adapter_version: string | null }, root: string): Offered[] {
+  const at = ` --url ${quoted(root.replace(/\/$/, ""))}`;
+  const goes = job.state === "queued" || job.state === "running";
+  return [
+    ...(goes
+      ? [
+          { label: "Follow", command: `groupwise train wait ${job.job_id} --follow${at}` },
+          { label: "Cancel", command: `groupwise train cancel ${job.job_id}${at}` },
+        ]
+      : [{ label: "Show", command: `groupwise train status ${job.job_id}${at}` }]),
+    ...(job.adapter_version
+      ? [
+          { label: "Chat", command: `groupwise chat --adapter ${quoted(job.adapter_version)}${at}` },
+          { label: "Activate", command: `groupwise adapters activate ${quoted(job.adapter_version)}${at}` },
+          { label: "Download", command: `groupwise adapters download ${quoted(job.adapter_version)}${at}` },
+        ]
+      : []),
   ];
 }
