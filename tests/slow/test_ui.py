@@ -37,7 +37,6 @@ PAGES = {
     "rollouts": "Rollouts",
     "learn": "Learn",
     "teach": "Teach",
-    "learn": "Learn",
     "play": "Playground",
     "adapters": "Adapters",
 }
