@@ -463,7 +463,6 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
                 "created_at": "2026-01-02T03:04:05Z",
                 "step": 4,
                 "size_bytes": 3 << 20,
-                "changed": [],
                 "unhealthy": None,
                 "note": server.notes.get(f"{name}@1"),
                 "held_out": None,
