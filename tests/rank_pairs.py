@@ -69,6 +69,7 @@ def on_ranks(work: Work, *, size: int = 2, deadline_s: float = 20.0) -> list[Any
 
 
 def _run(work: Work, rank: int, size: int, port: int, deadline_s: float, end: Connection) -> None:
+    torch.set_num_threads(1)  # a fork has none of the threads that the test's process computed with
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
     try:
         ranks = join(World(rank=rank, size=size, local_rank=rank), device=CPU, deadline_s=deadline_s)

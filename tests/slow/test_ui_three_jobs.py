@@ -103,8 +103,8 @@ def test_from_a_first_rating_to_a_version_that_is_live(browser: Any, tmp_path: P
 
 def test_from_a_run_that_fails_to_the_cause(browser: Any, runs: str) -> None:
     with opened(browser, runs) as (page, click):
-        names = page.get_by_role("table").get_by_role("link").all_inner_texts()
-        assert names == ["zero", "slow", "quick"]  # newest first
+        names = page.get_by_role("table").get_by_role("link")
+        expect(names).to_have_text(["zero", "slow", "quick"])  # newest first
         click(page.get_by_role("link", name="zero"))
         health = page.locator("section", has=page.get_by_role("heading", name="Health"))
         expect(health).to_contain_text("reward.stuck_zero")
