@@ -40,7 +40,7 @@ def make(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Learner]:
         dropout = options.pop("dropout", 0.0)
         base: LoadedModel = wrap_model(AutoModelForCausalLM.from_config(kind(**SIZES)).to(dtype), tokenizer, name="x")
         lora = None if rank is None else LoraSpec(rank=rank, dropout=dropout)
-        return Learner(base, lora=lora, micro_tokens=WHOLE, **options)
+        return Learner(base, lora=lora, micro_tokens=WHOLE, threads=1, **options)  # in the thread that is profiled
 
     return learner
 
