@@ -88,6 +88,10 @@ class Site:
         async def models(request: Request) -> dict[str, str]:
             return {"sender": request.state.sender}
 
+        @app.get("/api/v1/links/{secret}")
+        async def link(secret: str) -> dict[str, str]:
+            return {}
+
         @app.post("/v1/train/grpo")
         @app.post("/api/v1/forward")
         @app.post("/v1/messages")
@@ -147,6 +151,11 @@ def test_tinkers_clients_send_it_in_their_form(site: Site) -> None:
     key = site.keys.add("trainer", role="train")
     assert site.status("POST", "/api/v1/forward", f"tml-{key}", header="x-api-key") == 200
     assert site.status("POST", "/v1/train/grpo", f"tml-{key}", header="x-api-key") == 401
+
+
+def test_a_link_has_a_secret_of_its_own_whatever_key_comes_with_it(site: Site) -> None:
+    key = site.keys.add("app", role="sample")
+    assert site.status("GET", "/api/v1/links/abc") == site.status("GET", "/api/v1/links/abc", key) == 200
 
 
 @pytest.mark.parametrize("given", ["", "gwk_", "x" * 4096, "ä", "Bearer"])
