@@ -31,7 +31,6 @@ from groupwise.server.errors import hidden
 from groupwise.server.metrics import Sample
 from groupwise.server.state import Parts, given
 from groupwise.server.storage import StorageProbe, room_problem
-from groupwise.server.usage import KeyUsage
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Job, JobState
 
@@ -349,38 +348,6 @@ class DecodeStats(Answer):
 async def decode_stats(parts: State) -> dict[str, Any]:
     """Measure how fast tokens come."""
     return parts.recorder.decode_stats()
-
-
-class UsedByKey(Answer):
-    """What a named key used on a day."""
-
-    requests: int
-    """Requests that sampled."""
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class UsageAnswer(Answer):
-    """What named keys used."""
-
-    days: dict[str, dict[str, UsedByKey]]
-    """A day (UTC) of the last 32 -> a key's name -> its counts. Jobs' tokens are not among them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UsageParts:
-    """What `usage` looks at."""
-
-    usage: KeyUsage
-
-
-@router.get("/v1/usage", **documented(answer=UsageAnswer))
-async def usage(parts: Annotated[UsageParts, given(UsageParts)]) -> UsageAnswer:
-    """Say what each named key used, by day."""
-    days = parts.usage.days()
-    return UsageAnswer.model_validate(
-        {"days": {day: {name: used.model_dump() for name, used in keys.items()} for day, keys in days.items()}}
-    )
 
 
 class RecentRequest(Answer):

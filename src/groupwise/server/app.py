@@ -83,6 +83,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         rollout_log,
         rollouts,
         train,
+        usage,
     )
     from groupwise.server.errors import add_handlers
     from groupwise.server.guard import Gate, Guard
@@ -106,6 +107,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         findings,
         adapters,
         admin,
+        usage,
         live_events,
     ):
         app.include_router(module.router)

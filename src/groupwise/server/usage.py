@@ -3,6 +3,7 @@
     usage.check_rate(key)             # a request came: 429 `rate_limited` where there were too many in a minute
     usage.check_tokens(key)           # it wants to sample: 429 `quota_exceeded` where the day's tokens are used up
     usage.sampled(key, 35, 12)        # prompt tokens, tokens sampled
+    /v1/usage                         # what each used, by day
 
 Days are UTC. Tokens are those of chats, completions and batches, also of what was broken off; jobs' are not among them.
 What is under way when the bound is reached may end, so that a day can have more than its bound by what one key may have
@@ -14,7 +15,6 @@ under way at once.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
@@ -23,11 +23,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from fastapi import APIRouter
+from pydantic import TypeAdapter
 
-from groupwise.errors import StorageError, TryAgainError
+from groupwise.errors import TryAgainError
+from groupwise.sdk.types import Answer
 from groupwise.server.metrics import Sample
+from groupwise.server.state import given
+from groupwise.server.wire import documented
 from groupwise.store import files
 from groupwise.store.keys import Key
 
@@ -50,8 +55,8 @@ class QuotaError(TryAgainError):
     code, status = "quota_exceeded", 429
 
 
-class Used(BaseModel):
-    """What a key used on a day."""
+class UsedByKey(Answer):
+    """What a named key used on a day."""
 
     requests: int = 0
     """Requests that sampled."""
@@ -63,7 +68,14 @@ class Used(BaseModel):
         return self.prompt_tokens + self.completion_tokens
 
 
-_DAYS = TypeAdapter(dict[str, dict[str, Used]])  # "2026-11-28" -> a key's name -> what it used
+class UsageAnswer(Answer):
+    """What named keys used."""
+
+    days: dict[str, dict[str, UsedByKey]]
+    """A day (UTC) of the last 32 -> a key's name -> its counts. Jobs' tokens are not among them."""
+
+
+_DAYS = TypeAdapter(dict[str, dict[str, UsedByKey]])  # "2026-11-28" -> a key's name -> what it used
 
 
 @dataclass
@@ -75,11 +87,13 @@ class _Bucket:
 
 
 class KeyUsage:
-    """The counts of one server. For the event loop; `save` may run in a thread."""
+    """Counts for one server; raises StorageError where those of the server before it cannot be read. For the event
+    loop; `save` may run in a thread."""
 
     def __init__(self, path: Path):
         self._path = path
-        self._days = _read(path)
+        hint = "put a copy of it back, or remove it: then the counts of all keys begin at 0"
+        self._days = files.read_json(path, _DAYS, hint=hint) or {}
         self._buckets: dict[str, _Bucket] = {}
         self._saved, self._lock = time.monotonic(), threading.Lock()
 
@@ -100,7 +114,7 @@ class KeyUsage:
 
     def check_tokens(self, key: Key) -> None:
         """Raise QuotaError if a key has used up its tokens of today."""
-        used = self._today().get(key.name, Used()).tokens
+        used = self._today().get(key.name, UsedByKey()).tokens
         if key.tokens_per_day is not None and used >= key.tokens_per_day:
             now = datetime.now(UTC)
             midnight = (now + timedelta(days=1)).replace(hour=0, minute=0, second=0, microsecond=0)
@@ -112,15 +126,18 @@ class KeyUsage:
 
     def sampled(self, key: Key, prompt_tokens: int, completion_tokens: int) -> None:
         """Count what a request of a key took."""
-        used = self._today().setdefault(key.name, Used())
-        used.requests += 1
-        used.prompt_tokens += prompt_tokens
-        used.completion_tokens += completion_tokens
+        today = self._today()
+        used = today.get(key.name, UsedByKey())
+        today[key.name] = UsedByKey(
+            requests=used.requests + 1,
+            prompt_tokens=used.prompt_tokens + prompt_tokens,
+            completion_tokens=used.completion_tokens + completion_tokens,
+        )
         if time.monotonic() - self._saved > SAVE_S:
             self._saved = time.monotonic()
             threading.Thread(target=self.save, args=(self._text(),), name="usage").start()
 
-    def days(self) -> dict[str, dict[str, Used]]:
+    def days(self) -> dict[str, dict[str, UsedByKey]]:
         """Return what was used: day -> a key's name -> counts; the latest day last."""
         return {day: dict(keys) for day, keys in sorted(self._days.items())}
 
@@ -138,7 +155,7 @@ class KeyUsage:
         except OSError as error:
             log.warning("the usage of keys cannot be kept in %s: %s", self._path, error)
 
-    def _today(self) -> dict[str, Used]:
+    def _today(self) -> dict[str, UsedByKey]:
         today = _day()
         if today not in self._days:
             self._days[today] = {}
@@ -147,23 +164,25 @@ class KeyUsage:
         return self._days[today]
 
     def _text(self) -> str:
-        return json.dumps(
-            {day: {name: used.model_dump() for name, used in keys.items()} for day, keys in self._days.items()}
-        )
-
-
-def _read(path: Path) -> dict[str, dict[str, Used]]:
-    """Return what a server before this one counted. Raises StorageError if the file is there and cannot be read."""
-    try:
-        return _DAYS.validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise StorageError.of(error, f"cannot read {path}: {error.strerror or error}") from error
-    except ValidationError as error:
-        hint = "put a copy of it back, or remove it: then the counts of all keys begin at 0"
-        raise StorageError(f"{path} is damaged: {error.error_count()} errors", hint=hint) from error
+        return _DAYS.dump_json(self._days).decode()
 
 
 def _day() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d}"
+
+
+# ---- the route ----
+router = APIRouter(tags=["Server"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsageParts:
+    """The part of a server that this route reads."""
+
+    usage: KeyUsage
+
+
+@router.get("/v1/usage", **documented(answer=UsageAnswer))
+async def usage(parts: Annotated[UsageParts, given(UsageParts)]) -> UsageAnswer:
+    """Say what each named key used, by day."""
+    return UsageAnswer(days=parts.usage.days())

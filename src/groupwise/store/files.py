@@ -26,10 +26,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from groupwise.errors import AdapterError, ConfigError, GroupwiseError, InUseError, StorageError
@@ -40,6 +41,8 @@ from groupwise.store.adapter_config import MAX_NAME, ExpertTargets, adapted, che
 from groupwise.store.adapter_config import MAX_RANK as MAX_RANK
 from groupwise.store.ledger_schema import fsync as fsync  # there, since the ledger imports nothing that this one does
 from groupwise.types import BASE, PolicyVersion
+
+T = TypeVar("T")
 
 WEIGHTS = "adapter_model.safetensors"
 SIDECAR = "groupwise.json"
@@ -365,6 +368,21 @@ def check_writable(directory: Path) -> None:
             os.fsync(file.fileno())
     finally:
         probe.unlink(missing_ok=True)
+
+
+def read_json(path: Path, kind: TypeAdapter[T], *, hint: str) -> T | None:
+    """Return what a JSON file holds; None where there is no file. `hint` says what to do about a damaged one.
+
+    Raises StorageError if it cannot be read or is not of this kind.
+    """
+    try:
+        return kind.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError.of(error, f"cannot read {path}: {error.strerror or error}") from error
+    except ValidationError as error:
+        raise StorageError(f"{path} is damaged: {error.error_count()} errors", hint=hint) from error
 
 
 def replace(path: Path, text: str, *, mode: int = 0o666) -> None:

@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from groupwise.errors import ConfigError, GroupwiseError, StorageError
 from groupwise.store import files
@@ -152,20 +152,22 @@ class KeyFile:
 
     def _by_digest(self) -> dict[str, Key]:
         """Return the keys, read again where the file is another one than before."""
+        state = self._state()
+        if self._read is None or self._read[0] != state:
+            hint = "put a copy of it back, or remove it and make new keys; GROUPWISE_API_KEY is not kept there"
+            keys = files.read_json(self.path, _KEYS, hint=hint)
+            self._read = state, {key.digest: key for key in keys or ()}
+        return self._read[1]
+
+    def _state(self) -> object:
+        """Return what is another object once the file is another. Raises StorageError."""
         try:
             about = self.path.stat()
-            state = (about.st_ino, about.st_mtime_ns, about.st_size)
-            if self._read is None or self._read[0] != state:
-                keys = _KEYS.validate_json(self.path.read_bytes())
-                self._read = state, {key.digest: key for key in keys}
         except FileNotFoundError:
-            return {}
+            return None
         except OSError as error:
             raise StorageError.of(error, f"cannot read {self.path}: {error.strerror or error}") from error
-        except ValidationError as error:
-            hint = "put a copy of it back, or remove it and make new keys; GROUPWISE_API_KEY is not kept there"
-            raise StorageError(f"{self.path} is damaged: {error.error_count()} errors", hint=hint) from error
-        return self._read[1]
+        return about.st_ino, about.st_mtime_ns, about.st_size
 
 
 def _new() -> str:
