@@ -242,8 +242,9 @@ def measure_starter(
     try:
         for skill, style in ROWS:
             asked = held_out(skill, style=style, at_most=problems)
-            greedy = _accuracy(engine, base.tokenizer, asked, temperature=0.0, samples=1, seed=seed)
-            sampled = _accuracy(engine, base.tokenizer, asked, temperature=1.0, samples=samples, seed=seed)
+            greedy, sampled = accuracies(
+                engine, base.tokenizer, asked, _is_right, max_tokens=MAX_TOKENS, samples=samples, seed=seed
+            )
             rows.append({"skill": skill, "style": style, "problems": len(asked), "greedy": greedy, "sampled": sampled})
             note(f"{skill} ({style}): greedy {greedy:.1%}, sampled {sampled:.1%} of {len(asked)} held-out problems")
     finally:
@@ -269,32 +270,37 @@ def held_out(skill: str, *, style: Style, at_most: int) -> list[Row]:
             at_most = at_most * 9 // 10  # what fewer ask for is a prefix of what more do
 
 
-def _accuracy(
+def _is_right(row: Row, reply: str) -> bool:
+    return is_correct(row["skill"], reply, row["answer"], row["style"])
+
+
+def accuracies(
     engine: LocalEngine,
     tokenizer: PreTrainedTokenizerBase,
     asked: list[Row],
+    is_right: Callable[[Row, str], bool],
     *,
-    temperature: float,
+    max_tokens: int,
     samples: int,
     seed: int,
-) -> float:
-    """The share of right replies."""
+) -> tuple[float, float]:
+    """Return the shares of right replies: one to each row at temperature 0, and `samples` at temperature 1."""
     encoded = [encode_prompt(to_prompt(row, id=str(i)), tokenizer) for i, row in enumerate(asked)]
-    requests = [
-        SamplingRequest(
-            prompt_ids=prompt.token_ids,
-            params=SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=seed * 1_000_003 + i),
-            n=samples,
-        )
-        for i, prompt in enumerate(encoded)
-    ]
-    replies = engine.generate(requests)
-    right = [
-        is_correct(row["skill"], completion.text, row["answer"], row["style"])
-        for row, completions in zip(asked, replies, strict=True)
-        for completion in completions
-    ]
-    return sum(right) / len(right)
+
+    def share(temperature: float, n: int) -> float:
+        requests = [
+            SamplingRequest(
+                prompt_ids=prompt.token_ids,
+                params=SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed * 1_000_003 + i),
+                n=n,
+            )
+            for i, prompt in enumerate(encoded)
+        ]
+        replies = zip(asked, engine.generate(requests), strict=True)
+        right = [is_right(row, completion.text) for row, completions in replies for completion in completions]
+        return sum(right) / len(right)
+
+    return share(0.0, 1), share(1.0, samples)
 
 
 REPORT = "report.json"

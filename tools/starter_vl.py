@@ -1,6 +1,6 @@
-"""The starter that sees, `starter-vl`: how it was made from the starter, and what it can do.
+"""The starter that sees, `starter-vl`: how it is made from the starter, and what it can do.
 
-    python tools/starter_vl.py build --out starter-vl    from the starter's weights, about twenty minutes of one core
+    python tools/starter_vl.py build --out starter-vl    from the starter's weights: 300 steps, and 1,600 lesson steps
     python tools/starter_vl.py info starter-vl           its accuracy on held-out questions, skill by skill
 
 The layout is InternVL's with a decoder of Qwen3's, as InternVL 3.5 has it: a vision transformer of 64 x 64 pixels in
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import typer
 from PIL.Image import Image
+from starter import accuracies, read_report, write_report
 from tokenizers import AddedToken
 from torch import Tensor, nn
 from transformers import (
@@ -43,9 +44,7 @@ from groupwise.cli.output import print_json, print_pairs, say
 from groupwise.config.run import STARTER_DIR
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError
-from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_model
-from groupwise.tasks.prompts import to_prompt
 from groupwise.tasks.starter.scenes import (
     ASKED,
     ASKED_LATER,
@@ -61,9 +60,8 @@ from groupwise.tasks.starter.scenes import (
     prompts,
 )
 from groupwise.train.learner import learning_rate_at
-from groupwise.types import SamplingParams, SamplingRequest
 
-app = typer.Typer(help="The small model in the package that sees: what it can do, and how it is made.", **OPTIONS)
+app = typer.Typer(help="A small model that sees: how it is made of the starter, and what it can do.", **OPTIONS)
 
 BEGIN, END, IMAGE = "<img>", "</img>", "<IMG_CONTEXT>"
 WORDS = (*PLACES, *COLOURS, *SHAPES, *SHAPES.values(), "shapes", "nothing")  # a token each, or lookups take far longer
@@ -84,7 +82,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSpec:
-    """The recipe of the model in the wheel. Describing comes first: it names every place, and so looking them up is
+    """The recipe. Describing comes first: it names every place, and so looking them up is
     learned within 200 steps; from questions alone it was not within 250."""
 
     places: Stage = Stage(steps=300, pictures=64)
@@ -331,8 +329,9 @@ def measure(
     try:
         for skill, form in MEASURED:
             asked = prompts(skill, "test", n=questions, form=form, seed=seed)
-            greedy = _accuracy(engine, base.tokenizer, asked, temperature=0.0, samples=1, seed=seed)
-            sampled = _accuracy(engine, base.tokenizer, asked, temperature=1.0, samples=samples, seed=seed)
+            greedy, sampled = accuracies(
+                engine, base.tokenizer, asked, _is_right, max_tokens=MAX_TOKENS, samples=samples, seed=seed
+            )
             rows.append({"skill": skill, "form": form, "questions": questions, "greedy": greedy, "sampled": sampled})
             note(f"{skill} ({form}): greedy {greedy:.1%}, sampled {sampled:.1%}")
     finally:
@@ -341,33 +340,8 @@ def measure(
     return {"parameters": parameters, "base_hash": base.hash, "max_tokens": MAX_TOKENS, "skills": rows}
 
 
-def _accuracy(
-    engine: LocalEngine,
-    tokenizer: PreTrainedTokenizerBase,
-    asked: list[Row],
-    *,
-    temperature: float,
-    samples: int,
-    seed: int,
-) -> float:
-    encoded = [encode_prompt(to_prompt(row, id=str(i)), tokenizer) for i, row in enumerate(asked)]
-    requests = [
-        SamplingRequest(
-            prompt_ids=prompt.token_ids,
-            params=SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=seed * 1_000_003 + i),
-            n=samples,
-        )
-        for i, prompt in enumerate(encoded)
-    ]
-    right = [
-        completion.text.strip().splitlines()[-1:] == [row["answer"]]
-        for row, completions in zip(asked, engine.generate(requests), strict=True)
-        for completion in completions
-    ]
-    return sum(right) / len(right)
-
-
-REPORT = "report.json"
+def _is_right(row: Row, reply: str) -> bool:
+    return reply.strip().splitlines()[-1:] == [row["answer"]]
 
 
 def described(measured: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -388,11 +362,8 @@ def info(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """What the model can do: its accuracy on held-out questions, skill by skill."""
-    if again:
-        measured = measure(directory, questions=questions, note=say)
-    else:
-        measured = json.loads((directory / REPORT).read_text(encoding="utf-8"))
+    """Show what the model can do: its accuracy on held-out questions, skill by skill."""
+    measured = measure(directory, questions=questions, note=say) if again else read_report(directory)
     return print_json(measured) if as_json else print_pairs([*described(measured)])
 
 
@@ -420,7 +391,7 @@ def build_model(
             raise ConfigError(f"{out} holds a model already", hint=hint)
         build(out, spec, report=say)
         measured = measure(out, questions=questions, note=say)
-        write_json(out / REPORT, measured)
+        write_report(out, measured)
     return print_json(measured) if as_json else print_pairs([*described(measured)])
 
 
