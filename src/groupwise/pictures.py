@@ -78,7 +78,7 @@ class Picture:
 
     @property
     def url(self) -> str:
-        """The image as a data: URL."""
+        """Return the image as a data: URL, which `read_picture` reads."""
         return f"data:;base64,{base64.b64encode(self.data).decode()}"
 
     def keep(self, folder: Path) -> Picture:

@@ -182,7 +182,7 @@ class GrammarCompiler:
 
     def _vet(self, grammar: Grammar) -> None:
         """Raise GrammarError, NotReadyError."""
-        key, costly = digest(grammar), too_costly(grammar)
+        key, costly = digest(grammar), None
         with self._lock:
             known, size = key in self._verdicts, self._verdicts.get(key)
         if not known:
@@ -201,7 +201,7 @@ class GrammarCompiler:
                 self._verdicts.popitem(last=False)
             self._forget()
         if size is None:
-            raise costly
+            raise costly or too_costly(grammar)
 
 
 def digest(grammar: Grammar) -> bytes:

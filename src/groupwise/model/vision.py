@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.errors import ChatError, DataError, GroupwiseError, ModelError
+from groupwise.errors import ChatError, DataError, ModelError
 from groupwise.model.image_tokens import FIRST, PLACES, VISION, is_first, key_of
 from groupwise.pictures import Picture, kept_pictures, read_picture
 
@@ -212,13 +212,7 @@ class Vision:
         return seen
 
     def _looked_at(self, picture: Picture) -> Seen:
-        try:
-            inputs, written = self._prepared(picture)
-        except GroupwiseError:
-            raise
-        except ValueError as error:  # the processor's own, as of one that is far wider than high
-            message = f"this model's processor does not take an image: {error}"
-            raise DataError(message, hint="crop it, or give it another size", kind="image") from error
+        inputs, written = self._prepared(picture)
         shown = tuple(self.processor.tokenizer.encode(written, add_special_tokens=False))
         tokens, grid = shown.count(self.token_id), inputs.get("image_grid_thw")
         if tokens > PLACES:
@@ -239,12 +233,18 @@ class Vision:
         return seen
 
     def _prepared(self, picture: Picture) -> tuple[Any, str]:
-        """Return what the processor makes of an image: the tensors, and what stands in the text for it."""
+        """Return what the processor makes of an image: the tensors, and what stands in the text for it. Raises
+        DataError where it refuses the image."""
         processor, settings = self.processor, self.processor.tokenizer.init_kwargs
         told = processor._merge_kwargs(
             processor.valid_processor_kwargs, tokenizer_init_kwargs=settings, return_tensors="pt"
         )
-        inputs, (replacement,) = processor._process_images([[picture.pixels()]], **told["images_kwargs"])
+        pixels = picture.pixels()
+        try:
+            inputs, (replacement,) = processor._process_images([[pixels]], **told["images_kwargs"])
+        except ValueError as error:  # as of one that is far wider than high
+            message = f"this model's processor does not take an image: {error}"
+            raise DataError(message, hint="crop it, or give it another size", kind="image") from error
         return inputs, replacement
 
     def save(self, folder: Path) -> None:

@@ -40,6 +40,8 @@ from groupwise.pictures import is_image
 from groupwise.tasks.tool_schema import signature_of
 from groupwise.types import Message
 
+Content = str | list[dict[str, Any]]  # of a message: a text, or parts
+
 TIME_LIMIT_S = 10.0  # below env.step_timeout_s, which costs the whole episode
 
 LONGEST_RESULT = 10_000  # characters
@@ -186,7 +188,9 @@ class ToolBox:
         except ToolError as error:
             content, outcome = f"Error: {error}", error.outcome
         self.outcomes[outcome] += 1
-        return ToolResult(tool_message(self._shortened(content), call_id=str(call.get("id", "")), name=name), outcome)
+        return ToolResult(
+            tool_message(_each_text(content, self._shortened), call_id=str(call.get("id", "")), name=name), outcome
+        )
 
     def _add(self, tool: CallableTool) -> None:
         if tool.name in self._tools:
@@ -221,24 +225,22 @@ class ToolBox:
                 raise
             raise ToolError(f"{name} raised {type(error).__name__}: {_one_line(error)}") from error
 
-    def _shortened(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        if isinstance(content, list):
-            return [{**part, "text": self._shortened(part["text"])} if "text" in part else part for part in content]
-        more = len(content) - self._longest
-        return content if more <= 0 else f"{content[: self._longest]}\n... ({more:,} more characters were cut)"
+    def _shortened(self, text: str) -> str:
+        more = len(text) - self._longest
+        return text if more <= 0 else f"{text[: self._longest]}\n... ({more:,} more characters were cut)"
 
 
-def tool_message(content: str | list[dict[str, Any]], *, call_id: str, name: str) -> Message:
+def tool_message(content: Content, *, call_id: str, name: str) -> Message:
     """Return a tool's answer as a message; half surrogate pairs, which no tokenizer takes, become "?"."""
-    if isinstance(content, str):
-        sendable = _sendable(content)
-    else:
-        sendable = [{**part, "text": _sendable(part["text"])} if "text" in part else part for part in content]
+    sendable = _each_text(content, lambda text: text.encode("utf-8", "replace").decode())
     return Message(role="tool", tool_call_id=call_id, name=name, content=sendable)
 
 
-def _sendable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
+def _each_text(content: Content, change: Callable[[str], str]) -> Content:
+    """Return a content with every text in it changed."""
+    if isinstance(content, str):
+        return change(content)
+    return [{**part, "text": change(part["text"])} if "text" in part else part for part in content]
 
 
 # ---- threads ----
@@ -309,7 +311,7 @@ def _object_of(arguments: Any, name: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _content_of(result: Any) -> str | list[dict[str, Any]]:
+def _content_of(result: Any) -> Content:
     """Return a result as a message's content: parts where there are images, else text. Raises ToolError as
     `_text_of`."""
     several = result if isinstance(result, list | tuple) else [result]

@@ -66,7 +66,7 @@ class Bias(NamedTuple):
 
     @property
     def found(self) -> bool:
-        """Whether it is large, and more than chance."""
+        """Return whether it is large, and more than chance."""
         return abs(self.difference) >= BIASED and not self.low <= 0 <= self.high
 
 

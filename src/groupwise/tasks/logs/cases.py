@@ -67,7 +67,7 @@ class Case:
 
     @property
     def known(self) -> int:
-        """How much is known of its answers."""
+        """Return how much is known of its answers."""
         return len(self.scores) + sum(len(each.edited) for each in self.answers.values())
 
 

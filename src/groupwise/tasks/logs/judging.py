@@ -46,7 +46,7 @@ class ScoredPrompt:
     key: str
     messages: Sequence[Mapping[str, Any]]
     columns: Mapping[str, Any]
-    answers: Sequence[ScoredAnswer]
+    answers: list[ScoredAnswer]
 
 
 def read_scored(folder: Path) -> list[ScoredPrompt]:
@@ -65,8 +65,7 @@ def read_scored(folder: Path) -> list[ScoredPrompt]:
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise DataError(f"{path}:{number}: no answer with a score: {type(error).__name__}: {error}") from error
             if score != GOOD:
-                prompt = found.setdefault(key, prompt)
-                found[key] = ScoredPrompt(**{**vars(prompt), "answers": [*prompt.answers, said]})
+                found.setdefault(key, prompt).answers.append(said)
     if not found:
         hint = "import logs with outcomes: groupwise logs import ... --outcomes FILE"
         raise DataError(f"in {folder} there are no answers with a score ({', '.join(FILES)})", hint=hint, kind="empty")
