@@ -13,7 +13,7 @@ import torch
 
 from groupwise.config.run import parse_config
 from groupwise.engine import multi_lora
-from groupwise.engine.cpu_weights import KINDS, Float32Matrix, Int8Matrix, lays_out
+from groupwise.engine.cpu_weights import KINDS, Float32Matrix, Int8Matrix, lays_out, unavailable
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError
 from groupwise.model.packed_check import packed_tolerance
@@ -25,10 +25,8 @@ from wording import raises
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 1)
 HAS = torch.cpu.get_capabilities()
-NEEDED = {"bfloat16": "avx512_bf16", "int8": "avx512_vnni"}
-of_kind = {
-    kind: pytest.mark.skipif(not HAS.get(flag), reason=f"this CPU has no {flag}") for kind, flag in NEEDED.items()
-}
+WHY_NOT = {kind: unavailable(kind) for kind in KINDS}
+of_kind = {kind: pytest.mark.skipif(bool(why), reason=why) for kind, why in WHY_NOT.items()}
 each_kind = pytest.mark.parametrize("kind", [pytest.param(kind, marks=mark) for kind, mark in of_kind.items()])
 
 
@@ -335,6 +333,23 @@ def test_a_cpu_without_the_instructions(open_engine, make_base, monkeypatch, kin
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     with raises(ConfigError, field="rollout.dtype"):
         open_engine(make_base(dtype=torch.float32), dtype=kind)
+
+
+def test_instructions_that_sum_in_too_few_bits(monkeypatch):
+    """oneDNN does so where ONEDNN_MAX_CPU_ISA names older ones than the CPU has."""
+
+    class Saturating(Int8Matrix):
+        def times(self, x: torch.Tensor) -> torch.Tensor:
+            return super().times(x).clamp(max=0.5)
+
+    class Refusing(Int8Matrix):
+        def times(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("mkldnn_reorder_linear_weight: needs the cpu support avx512bw")
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": True, "avx512_bf16": True})
+    for kind in (Saturating, Refusing):
+        monkeypatch.setitem(KINDS, "int8", kind)
+        assert unavailable("int8")
 
 
 @of_kind["int8"]

@@ -140,6 +140,22 @@ def check_rounded(kind: str, model: PreTrainedModel) -> None:
     if quantization_of(model) is not None or model.dtype != torch.float32:
         stored = quantization_of(model) or str(model.dtype).removeprefix("torch.")
         raise refused(f"the weights are {stored} already", "leave it out, or load the model with dtype: float32")
+    if why := unavailable(kind):
+        raise refused(why)
+
+
+def unavailable(kind: str) -> str:
+    """Return why this machine cannot multiply with weights of a kind; nothing where it can. oneDNN is asked for a
+    product too: told to use older instructions (ONEDNN_MAX_CPU_ISA) it refuses bfloat16, and sums int8 in 16 bits,
+    which the largest products do not fit into."""
     flag = {"bfloat16": "avx512_bf16", "int8": "avx512_vnni"}[kind]
     if not torch.backends.mkldnn.is_available() or not torch.cpu.get_capabilities().get(flag):
-        raise refused(f"this CPU has no instructions for it ({flag}), or this torch no oneDNN")
+        return f"this CPU has no instructions for it ({flag}), or this torch no oneDNN"
+    ones = torch.ones(64, 16)
+    try:
+        product = KINDS[kind](ones).times(ones.T)
+    except RuntimeError as error:
+        return f"oneDNN refuses it ({error})"
+    if not torch.allclose(product, torch.tensor(64.0), rtol=1e-2):
+        return f"oneDNN multiplies it wrongly here (ones in 64 places give {product[0, 0]:.1f})"
+    return ""
