@@ -148,8 +148,6 @@ def test_a_jobs_completions_are_sorted_by_reward(site: Whole, job: str) -> None:
 @pytest.mark.parametrize(
     ("query", "field"),
     [
-        ({"reward_min": 0}, "reward_min"),
-        ({"sort": "best"}, "sort"),
         ({"job": "", "version": "base"}, "version"),
         ({"job": "", "finish_reason": "stop"}, "finish_reason"),
         ({"since": 1, "sort": "longest"}, "since"),
@@ -221,3 +219,28 @@ def test_a_page_of_a_hundred_thousand_costs_what_a_page_costs(site: Whole) -> No
     site.server.ledger.save_rollouts([RolloutRecord(id=f"many-{i}", **record, **rest) for i in range(MANY)])
     seen = [row["id"] for row in listed(site, version="many@1", limit=2000)["rows"]]
     assert seen[0] == f"many-{MANY - 1}" and len(seen) == 2000
+
+
+def test_the_reward_that_a_job_was_posted_for_a_rollout_stands_with_it(
+    site: Whole, sampled: list[dict[str, Any]]
+) -> None:
+    """Of the first prompt's three completions two are posted, then one of them again with another reward."""
+    first, second, third = (each["rollout_id"] for each in sampled[:3])
+    jobs = []
+    for rewards in ({first: 0.25, second: 1.0}, {second: 0.75, third: 0.0}):
+        group = [{"rollout_id": id, "reward": reward} for id, reward in rewards.items()]
+        made = site.http.post("/v1/train/grpo", json={"groups": [{"completions": group}]})
+        assert made.status_code == 200, made.text
+        jobs.append(made.json()["job_id"])
+    stand = {row["id"]: (row["reward"], row["job"]) for row in listed(site)["rows"]}
+    assert stand == {each["rollout_id"]: (None, None) for each in sampled} | {
+        first: (0.25, jobs[0]),
+        second: (0.75, jobs[1]),
+        third: (0.0, jobs[1]),
+    }
+    assert [row["id"] for row in listed(site, sort="best")["rows"][:3]] == [second, first, third]
+    assert [row["id"] for row in listed(site, sort="worst")["rows"][:3]] == [third, first, second]
+    assert [row["id"] for row in listed(site, reward_min=0.25, reward_max=0.5)["rows"]] == [first]
+    group = site.http.get(f"/v1/rollouts/{first}").json()["rollouts"]
+    assert [each["id"] for each in group] == [second, first, third]
+    assert [row["reward"] for row in listed(site, job=jobs[0])["rows"]] == [0.25, 1.0]

@@ -9,13 +9,14 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from groupwise.errors import GroupwiseError, LedgerDamagedError, NotReadyError, StorageError
 from groupwise.store import faults, ledger_schema
-from groupwise.store.ledger import Job, JobState, Ledger
+from groupwise.store.ledger import Job, JobState, Ledger, RolloutRecord
 from wording import raises
 
 SCRIPT = Path(__file__).parent.with_name("ledger_crash.py")
@@ -222,7 +223,7 @@ def test_a_damaged_ledger_and_one_of_another_version_are_refused(tmp_path):
     (tmp_path / "ledger.db").write_bytes(b"this is no database, " * 500)
     with raises(LedgerDamagedError):
         Ledger(tmp_path / "ledger.db")
-    for version, upgrades in ((99, True), (ledger_schema.VERSION - 1, False)):
+    for version, upgrades in ((99, True), (ledger_schema.VERSION - 2, False)):
         other = tmp_path / str(version) / "ledger.db"
         Ledger(other).close()
         with sqlite3.connect(other) as connection:
@@ -231,6 +232,25 @@ def test_a_damaged_ledger_and_one_of_another_version_are_refused(tmp_path):
         with raises(GroupwiseError) as caught:
             Ledger(other)
         assert ("upgrade" in str(caught.value.hint)) is upgrades
+
+
+def test_a_ledger_of_the_version_before_is_brought_up_to_date(tmp_path):
+    """The columns of this version are taken away again, and a rollout is kept."""
+    path = tmp_path / "ledger.db"
+    book = Ledger(path)
+    kept = RolloutRecord("kept", (1, 2), (7, 2), (-0.1, -0.5), "math@3", 0.7, "stop", "said")
+    book.save_rollouts([kept])
+    book.close()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for column in ("job", "reward"):
+            connection.execute(f"ALTER TABLE rollout DROP COLUMN {column}")
+        connection.execute(f"PRAGMA user_version={ledger_schema.VERSION - 1}")
+    for _ in range(2):
+        with closing(Ledger(path)) as book:
+            assert book.rollouts(["kept"]) == {"kept": kept}
+            job = submit(book, rewards={"kept": 0.5, "forgotten": 1.0})
+            with book.reader("looking") as db:
+                assert tuple(db.execute("SELECT job, reward FROM rollout").fetchone()) == (job.id, 0.5)
 
 
 def test_a_ledger_that_cannot_be_made_says_where(tmp_path):

@@ -1,6 +1,7 @@
 """GET /v1/rollouts and /v1/rollouts/{id}: what was sampled here, and what jobs were trained on, to be read by people.
 
-    recent   completions that /v1/completions/batch and other requests kept, newest first; nobody knows their rewards
+    recent   completions that /v1/completions/batch and other requests kept, newest first, each with the reward that the
+             newest job was posted for its id
     a job    the completions it was posted, by group, with reward and advantage; ids are {job_id}.{group}.{completion}
 
 Pages go by a cursor, so that a hundred thousand rows are read as they are scrolled to. A search for text looks in
@@ -60,7 +61,8 @@ SCAN_ROWS = 20_000  # that one page of a search for text looks at
 COUNT_ROWS = 200_000  # that facets are counted in
 
 _COLUMNS = (
-    "seq, id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, created_at"
+    "seq, id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, created_at, "
+    "job, reward"
 )
 
 router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"])
@@ -79,7 +81,7 @@ Log = Annotated[LogParts, given(LogParts)]
 
 # ---- routes ----
 JobFilter = Annotated[str | None, Query(description="The completions that this job trained on.")]
-OfJob = Annotated[float | None, Query(description="Of a job's completions; refused without `job`.")]
+Reward = Annotated[float | None, Query(description="Completions without a reward are left out then.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ class _Wanted:
     contains: str | None = None
     finish_reason: str | None = None
     version: str | None = None
-    rewards: tuple[float, float] = (-math.inf, math.inf)
+    rewards: tuple[float | None, float | None] = (None, None)
     like: str | None = None
     sort: Sort = "newest"
 
@@ -117,31 +119,20 @@ async def list_rollouts(
     version: Annotated[
         str | None, Query(max_length=100, description="What sampled it. Refused with `job`, which is not told.")
     ] = None,
-    reward_min: OfJob = None,
-    reward_max: OfJob = None,
+    reward_min: Reward = None,
+    reward_max: Reward = None,
     like: Annotated[
         str | None, Query(max_length=100, description="A rollout's id: only completions of the same prompt.")
     ] = None,
     sort: Annotated[
         Sort | None,
-        Query(description="Default: newest first; a job's as posted. best and worst, by reward, need a job."),
+        Query(description="Default: newest first; a job's as posted. best and worst are by reward."),
     ] = None,
 ) -> RolloutPage:
     """List completions that were sampled here, newest first; or those that a job was posted, by group."""
-    _check_filters(
-        job,
-        for_a_job={
-            "reward_min": reward_min,
-            "reward_max": reward_max,
-            "sort": sort if sort in ("best", "worst") else None,
-        },
-        for_recent={
-            "version": version,
-            "finish_reason": finish_reason,
-            "since": since,
-            "sort": sort if sort in ("newest", "oldest") else None,
-        },
-    )
+    by_time = sort if sort in ("newest", "oldest") else None
+    if job is not None:
+        _check_filters({"version": version, "finish_reason": finish_reason, "since": since, "sort": by_time})
     if since is not None and (sort not in (None, "newest") or after is not None):
         raise RequestError(
             "since goes with newest first, and without after", hint="leave sort and after out", field="since"
@@ -150,7 +141,7 @@ async def list_rollouts(
         contains=None if contains is None else contains.casefold(),
         finish_reason=finish_reason,
         version=version,
-        rewards=(-math.inf if reward_min is None else reward_min, math.inf if reward_max is None else reward_max),
+        rewards=(reward_min, reward_max),
         like=like,
         sort=sort or "newest",
     )
@@ -159,17 +150,12 @@ async def list_rollouts(
     return await run_in_threadpool(_of_job, parts, job, wanted, after, limit)
 
 
-def _check_filters(job: str | None, *, for_a_job: dict[str, Any], for_recent: dict[str, Any]) -> None:
-    """Raise RequestError for what would not act."""
-    wrong = for_a_job if job is None else for_recent
-    given = next((name for name, value in wrong.items() if value is not None), None)
-    if given is None:
-        return
-    if job is None:
-        message = f"{given}={wrong[given]} asks for rewards, which only a job's completions have"
-        raise RequestError(message, hint="give job as well, or leave it out", field=given)
-    message = f"{given}={wrong[given]} does not act on what a job was posted, which has no time or sampler of its own"
-    raise RequestError(message, hint="leave it out, or leave job out", field=given)
+def _check_filters(given: dict[str, Any]) -> None:
+    """Raise RequestError for what would not act on a job's completions."""
+    for name, value in given.items():
+        if value is not None:
+            message = f"{name}={value} does not act on what a job was posted, which has no time or sampler of its own"
+            raise RequestError(message, hint="leave it out, or leave job out", field=name)
 
 
 @router.get("/facets", **documented(answer=RolloutFacets))
@@ -203,6 +189,8 @@ def _group(parts: LogParts, id: str) -> RolloutGroupDetail:
 _ORDERS: dict[Sort, str] = {
     "newest": "seq DESC",
     "oldest": "seq",
+    "best": "reward DESC NULLS LAST, seq DESC",
+    "worst": "reward NULLS LAST, seq DESC",
     "longest": "length(completion_ids) DESC, seq DESC",
     "shortest": "length(completion_ids), seq DESC",
 }
@@ -212,6 +200,7 @@ def _recent(parts: LogParts, wanted: _Wanted, after: int | None, since: int | No
     """Return a page. The cursor is the last row's number where rows go by time, else how many rows are behind."""
     by_time, forward = wanted.sort in ("newest", "oldest"), wanted.sort == "oldest"
     tests: dict[str, Any] = {"finish_reason = ?": wanted.finish_reason, "version = ?": wanted.version, "seq > ?": since}
+    tests |= dict(zip(("reward >= ?", "reward <= ?"), wanted.rewards, strict=True))
     if by_time:
         tests["seq > ?" if forward else "seq < ?"] = after
     tests = {test: value for test, value in tests.items() if value is not None}
@@ -275,14 +264,13 @@ def _facets(parts: LogParts) -> RolloutFacets:
 
 def _row(row: sqlite3.Row, prompt: str, text: str) -> dict[str, Any]:
     key = hashlib.sha256(row["prompt_ids"] + repr(row["created_at"]).encode()).hexdigest()[:16]
-    kept = {name: row[name] for name in ("id", "version", "finish_reason", "temperature")}
+    kept = {name: row[name] for name in ("id", "version", "finish_reason", "temperature", "reward", "job")}
     return {
         **kept,
         "group": key,
         "prompt": prompt,
         "text": text,
         "reshaped": row["reshaped"].split(),
-        "reward": None,
         "advantage": None,
         "prompt_tokens": len(unpacked_ids(row["prompt_ids"])),
         "completion_tokens": len(row["completion_ids"]) // array("i").itemsize,
@@ -358,6 +346,7 @@ class _Posted:
             "prompt": prompt,
             "text": text,
             "reward": group.completions[j].reward,
+            "job": job.id,
             "advantage": self.advantages[i][j],
             "version": None,
             "finish_reason": None,
@@ -395,9 +384,11 @@ def _of_job(parts: LogParts, job_id: str, wanted: _Wanted, after: int | None, li
     posted, tokenizer, rows = _posted(parts.ledger, job_id), parts.base.tokenizer, list[RolloutRow]()
     alike = None if wanted.like is None else posted.groups[_place_in(posted, wanted.like)].prompt_ids
     places, begin = _sorted(parts.ledger, job_id, wanted.sort), after or 0
+    least, most = wanted.rewards
+    least, most = -math.inf if least is None else least, math.inf if most is None else most
     for number, place in enumerate(itertools.islice(places, begin, None), start=begin + 1):
         group = posted.groups[place[0]]
-        if not wanted.rewards[0] <= posted.reward(place) <= wanted.rewards[1]:
+        if not least <= posted.reward(place) <= most:
             continue
         if alike is not None and group.prompt_ids != alike:
             continue

@@ -311,6 +311,7 @@ class _Line:
             "prompt": prompt,
             "text": text,
             "reward": finite(raw["reward"]),
+            "job": None,
             "advantage": finite(raw["advantage"]),
             "version": str(turns[-1]["version"]) if turns else None,
             "finish_reason": reason if reason in ("stop", "length") else None,

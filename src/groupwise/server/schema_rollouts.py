@@ -33,7 +33,9 @@ class RolloutRow(Answer):
     prompt: str
     text: str
     reward: float | None
-    """null: sampled, and not trained on under this id; or it could not be scored."""
+    """null: sampled, and no job was posted it under this id; or it could not be scored."""
+    job: str | None
+    """The newest job that was posted it under this id, or the one that was asked for; null in a run, and before one."""
     advantage: float | None
     version: str | None
     """What sampled it; null where a job was not told."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -50,7 +50,7 @@ SHOWN = 5  # paths that one message names
 @dataclass(frozen=True, kw_only=True)
 class Submission:
     """A job that can be queued. `config` parses as the job's configuration, `effective` says what acts where it has
-    null; `summary` has "warnings"."""
+    null; `summary` has "warnings"; `rewards` are those of the rollouts that were named by their ids."""
 
     id: str
     effective: dict[str, Any]
@@ -61,6 +61,7 @@ class Submission:
     payload: bytes
     steps: int
     auto_load: bool
+    rewards: dict[str, float] = field(default_factory=dict)
 
     @property
     def warnings(self) -> list[str]:
@@ -146,6 +147,7 @@ def prepare_grpo(
         payload=payload,
         steps=steps,
         auto_load=config.auto_load,
+        rewards={each.rollout_id: each.reward for _, each in _completions(groups) if each.rollout_id is not None},
     )
 
 
@@ -339,11 +341,11 @@ def _check_shape(config: JobConfig, version: PolicyVersion, saved: Mapping[str, 
     differences = config.differences(saved)
     if not same_targets:
         differences += [("target_modules", config.target_modules, saved.get("target_modules"))]
-    for field, given, has in differences:
+    for name, given, has in differences:
         raise RequestError(
-            f"config.{field} is {given}; the job continues {version}, which has {has}",
-            hint=f"leave {field} out, or start a fresh adapter with base_adapter: {BASE!r}",
-            field=f"config.{field}",
+            f"config.{name} is {given}; the job continues {version}, which has {has}",
+            hint=f"leave {name} out, or start a fresh adapter with base_adapter: {BASE!r}",
+            field=f"config.{name}",
         )
 
 

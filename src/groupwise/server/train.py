@@ -156,6 +156,7 @@ def submit(
         payload=submission.payload,
         steps=submission.steps,
         auto_load=submission.auto_load,
+        rewards=submission.rewards,
         idempotency_key=key,
         fingerprint=fingerprint,
         max_queued=config.max_queued_jobs,

@@ -84,6 +84,7 @@ from groupwise.store.ledger_schema import (
     to_job,
     update_job,
     write_payload,
+    write_rewards,
     write_rollouts,
 )
 from groupwise.store.ledger_schema import JobRecord as Job
@@ -147,11 +148,13 @@ class Ledger:
         max_queued: int = 32,
         id: str | None = None,
         effective: Mapping[str, Any] | None = None,
+        rewards: Mapping[str, float] | None = None,
         claim: Claim | None = None,
     ) -> tuple[Job, bool]:
         """Queue a job: (job, True). When this returns, the job and its payload are on the disk. `id` is 32 hexadecimal
-        digits that no job has; None makes some up. `effective` is what is known of `Job.effective` by now. `claim` is
-        called with the job's id in the transaction that queues it: what it raises queues nothing.
+        digits that no job has; None makes some up. `effective` is what is known of `Job.effective` by now, `rewards`
+        are those of the rollouts that it names, by their ids. `claim` is called with the job's id in the transaction
+        that queues it: what it raises queues nothing.
 
         An `idempotency_key` of the last 24 hours gives (its job, False), if the body's `fingerprint` is the same.
 
@@ -173,7 +176,8 @@ class Ledger:
                 faults.point("submit:before-spool")
                 write_payload(temporary, payload, row=row, key=key)
                 faults.point("submit:after-spool")
-            job = self._queue(row, temporary, idempotency_key, fingerprint, max_queued=max_queued, claim=claim)
+            limits = {"max_queued": max_queued, "rewards": rewards or {}, "claim": claim}
+            job = self._queue(row, temporary, idempotency_key, fingerprint, **limits)
         except BaseException:
             self._discard_payload(id)
             raise
@@ -191,7 +195,8 @@ class Ledger:
         fingerprint: str,
         *,
         max_queued: int,
-        claim: Claim | None = None,
+        rewards: Mapping[str, float],
+        claim: Claim | None,
     ) -> Job:
         """Commit the row and its payload; or return the job that the same key made meanwhile."""
         with self._db.transaction("queueing a job") as db:
@@ -203,6 +208,7 @@ class Ledger:
                 entry = {"key": key, "fingerprint": fingerprint, "job": seq, "created_at": time.time()}
                 insert(db, "idempotency", entry)
             record_event(db, seq, "state", "queued", data={"state": JobState.QUEUED, "phase": "waiting"})
+            write_rewards(db, row["id"], rewards)
             if claim is not None:
                 claim(db, row["id"])
             os.rename(spooled, self._payload_path(row["id"]))  # in here: `prune` removes files without a row

@@ -46,7 +46,8 @@ SPOOL, SPOOLED = "spool", ".payload"  # the directory beside the ledger, and wha
 REPAIR = "stop the server, and start it once with --repair-ledger: docs/troubleshooting.md#ledger_damaged"
 PHASES = ("waiting", "loading", "training", "publishing", "swapping", "done")
 
-VERSION = 6  # `user_version` of these tables; a change of them is one more, with what brings the one before there
+VERSION = 7  # `user_version` of these tables; a change of them is one more, with what brings the one before there
+UPGRADE = "ALTER TABLE rollout ADD COLUMN job TEXT; ALTER TABLE rollout ADD COLUMN reward REAL"  # from VERSION - 1
 SCHEMA = """
     CREATE TABLE job (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order of submission
@@ -116,7 +117,9 @@ SCHEMA = """
         upto INTEGER NOT NULL DEFAULT 0,        -- bytes of all rollouts up to this one, forgotten ones too
         kept BLOB,                              -- recorded.SamplingMask.to_bytes (null where it is not recorded)
         kept_logprobs BLOB,                     -- a float64 for each token (null likewise)
-        routed_experts BLOB                     -- recorded.RoutedExperts.to_bytes (null likewise)
+        routed_experts BLOB,                    -- recorded.RoutedExperts.to_bytes (null likewise)
+        job TEXT,                               -- the newest that was posted it (null before)
+        reward REAL                             -- its reward there (null likewise)
     );
     CREATE INDEX rollout_age ON rollout (created_at);
     CREATE INDEX rollout_upto ON rollout (upto);
@@ -459,20 +462,21 @@ def _enter_wal(connection: sqlite3.Connection) -> None:
 
 
 def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Create the tables in a new ledger. Raises GroupwiseError for one of another version."""
+    """Create the tables in a new ledger, and bring those of the version before up to date. Raises GroupwiseError for
+    another version."""
     if _user_version(connection) == VERSION:
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
         found = _user_version(connection)  # another process may have been first
-        if found not in (0, VERSION):
+        if found not in (0, VERSION - 1, VERSION):
             age = "a newer groupwise" if found > VERSION else "an older groupwise"
             raise GroupwiseError(
                 f"{path} was written by {age}: its tables are of version {found}, this one knows {VERSION}",
                 hint=f"{'upgrade groupwise, or ' if found > VERSION else ''}give it another state directory",
             )
-        if found == 0:
-            for statement in SCHEMA.split(";"):
+        if found != VERSION:
+            for statement in (UPGRADE if found else SCHEMA).split(";"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version={VERSION}")
         connection.execute("COMMIT")
@@ -593,6 +597,12 @@ def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, Rollo
                     values["routed_experts"] = RoutedExperts.from_bytes(routed)
                 found[values["id"]] = RolloutRecord(**values)
     return found
+
+
+def write_rewards(db: sqlite3.Connection, job: str, rewards: Mapping[str, float]) -> None:
+    """Note which rewards a job was posted for rollouts, by their ids; those that are not kept are passed over."""
+    statement = "UPDATE rollout SET job = ?, reward = ? WHERE id = ?"
+    db.executemany(statement, [(job, reward, id) for id, reward in rewards.items()])
 
 
 def forget_rollouts(db: sqlite3.Connection, *, now: float, keep_bytes: int) -> int:

@@ -21,8 +21,8 @@ export interface Filter {
 }
 
 export interface RolloutSource {
-  /** Whether its completions have rewards. */
-  rewarded: boolean;
+  /** Whether its completions have advantages. */
+  weighed: boolean;
   /** What may be filtered by, besides the text. */
   filters: ("reward" | "version" | "finish" | "step" | "tag")[];
   /** Orders besides the usual one, with their names. */
@@ -43,14 +43,13 @@ const REWARDS: [string, string][] = [["best", "highest reward"], ["worst", "lowe
 /** What was sampled lately, or what one job was posted. */
 export function liveSource(job: string | null): RolloutSource {
   const asked = (filter: Filter): Record<string, string | null> => {
-    const common = { job, contains: filter.contains, like: filter.like, sort: filter.sort };
-    if (job) return { ...common, reward_min: filter.rewardMin, reward_max: filter.rewardMax };
-    return { ...common, finish_reason: filter.finish, version: filter.version };
+    const common = { job, contains: filter.contains, like: filter.like, sort: filter.sort, reward_min: filter.rewardMin, reward_max: filter.rewardMax };
+    return job ? common : { ...common, finish_reason: filter.finish, version: filter.version };
   };
   return {
-    rewarded: job !== null,
-    filters: job === null ? ["version", "finish"] : ["reward"],
-    sorts: job === null ? [["oldest", "oldest"], ...LENGTHS] : [...REWARDS, ...LENGTHS],
+    weighed: job !== null,
+    filters: job === null ? ["reward", "version", "finish"] : ["reward"],
+    sorts: job === null ? [["oldest", "oldest"], ...REWARDS, ...LENGTHS] : [...REWARDS, ...LENGTHS],
     scores: true,
     facets: job === null ? () => get<RolloutFacets>("v1/rollouts/facets") : null,
     since: job === null ? (filter, newest) => get<RolloutPage>("v1/rollouts", { ...asked(filter), sort: null, since: newest, limit: 2000 }) : null,
@@ -62,7 +61,7 @@ export function liveSource(job: string | null): RolloutSource {
 /** What a run on disk sampled. */
 export function runSource(run: string): RolloutSource {
   return {
-    rewarded: true,
+    weighed: true,
     filters: ["reward", "step", "version", "finish", "tag"],
     sorts: [["oldest", "oldest"], ...REWARDS, ...LENGTHS],
     scores: false,

@@ -941,26 +941,6 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/v1/usage": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        /**
-         * Usage
-         * @description Say what each named key used, by day.
-         */
-        get: operations["usage_v1_usage_get"];
-        put?: never;
-        post?: never;
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
     "/v1/stats/recent-requests": {
         parameters: {
             query?: never;
@@ -973,6 +953,26 @@ export interface paths {
          * @description List the latest hundred requests, newest first.
          */
         get: operations["recent_requests_v1_stats_recent_requests_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/usage": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Usage
+         * @description Say what each named key used, by day.
+         */
+        get: operations["usage_v1_usage_get"];
         put?: never;
         post?: never;
         delete?: never;
@@ -3835,9 +3835,14 @@ export interface components {
             text: string;
             /**
              * Reward
-             * @description null: sampled, and not trained on under this id; or it could not be scored.
+             * @description null: sampled, and no job was posted it under this id; or it could not be scored.
              */
             reward: number | null;
+            /**
+             * Job
+             * @description The newest job that was posted it under this id, or the one that was asked for; null in a run, and before one.
+             */
+            job: string | null;
             /** Advantage */
             advantage: number | null;
             /**
@@ -3968,9 +3973,14 @@ export interface components {
             text: string;
             /**
              * Reward
-             * @description null: sampled, and not trained on under this id; or it could not be scored.
+             * @description null: sampled, and no job was posted it under this id; or it could not be scored.
              */
             reward: number | null;
+            /**
+             * Job
+             * @description The newest job that was posted it under this id, or the one that was asked for; null in a run, and before one.
+             */
+            job: string | null;
             /** Advantage */
             advantage: number | null;
             /**
@@ -4718,11 +4728,18 @@ export interface components {
             /**
              * Requests
              * @description Requests that sampled.
+             * @default 0
              */
             requests: number;
-            /** Prompt Tokens */
+            /**
+             * Prompt Tokens
+             * @default 0
+             */
             prompt_tokens: number;
-            /** Completion Tokens */
+            /**
+             * Completion Tokens
+             * @default 0
+             */
             completion_tokens: number;
         };
         /**
@@ -5901,13 +5918,13 @@ export interface operations {
                 finish_reason?: ("stop" | "length") | null;
                 /** @description What sampled it. Refused with `job`, which is not told. */
                 version?: string | null;
-                /** @description Of a job's completions; refused without `job`. */
+                /** @description Completions without a reward are left out then. */
                 reward_min?: number | null;
-                /** @description Of a job's completions; refused without `job`. */
+                /** @description Completions without a reward are left out then. */
                 reward_max?: number | null;
                 /** @description A rollout's id: only completions of the same prompt. */
                 like?: string | null;
-                /** @description Default: newest first; a job's as posted. best and worst, by reward, need a job. */
+                /** @description Default: newest first; a job's as posted. best and worst are by reward. */
                 sort?: ("newest" | "oldest" | "best" | "worst" | "longest" | "shortest") | null;
             };
             header?: never;
@@ -10468,7 +10485,7 @@ export interface operations {
             };
         };
     };
-    usage_v1_usage_get: {
+    recent_requests_v1_stats_recent_requests_get: {
         parameters: {
             query?: never;
             header?: never;
@@ -10484,7 +10501,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["UsageAnswer"];
+                    "application/json": components["schemas"]["RecentRequest"][];
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
@@ -10562,7 +10579,7 @@ export interface operations {
             };
         };
     };
-    recent_requests_v1_stats_recent_requests_get: {
+    usage_v1_usage_get: {
         parameters: {
             query?: never;
             header?: never;
@@ -10578,7 +10595,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["RecentRequest"][];
+                    "application/json": components["schemas"]["UsageAnswer"];
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */

@@ -547,9 +547,14 @@ export interface components {
             text: string;
             /**
              * Reward
-             * @description null: sampled, and not trained on under this id; or it could not be scored.
+             * @description null: sampled, and no job was posted it under this id; or it could not be scored.
              */
             reward: number | null;
+            /**
+             * Job
+             * @description The newest job that was posted it under this id, or the one that was asked for; null in a run, and before one.
+             */
+            job: string | null;
             /** Advantage */
             advantage: number | null;
             /**
@@ -792,9 +797,14 @@ export interface components {
             text: string;
             /**
              * Reward
-             * @description null: sampled, and not trained on under this id; or it could not be scored.
+             * @description null: sampled, and no job was posted it under this id; or it could not be scored.
              */
             reward: number | null;
+            /**
+             * Job
+             * @description The newest job that was posted it under this id, or the one that was asked for; null in a run, and before one.
+             */
+            job: string | null;
             /** Advantage */
             advantage: number | null;
             /**
