@@ -17,7 +17,8 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -383,14 +384,27 @@ class Ways:
         return f"{self.architecture} {how}: {self.why_not_packed}"
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """A configuration, the same as another if it says the same."""
+
+    text: str
+    config: PreTrainedConfig = field(compare=False)
+
+
 def ways_of(config: PreTrainedConfig) -> Ways:
     """Return what will be found of a model of this configuration, tried on the CPU on a small random one
-    (`small_twin`).
+    (`small_twin`), once a process.
 
     Raises:
         ModelError: as `turn_plain`. Or what transformers raises where it cannot make such a model.
     """
-    model = _small_model(config)
+    return _ways_of(_Shape(f"{type(config).__name__} {config.to_json_string()}", config))
+
+
+@lru_cache(maxsize=16)
+def _ways_of(shape: _Shape) -> Ways:
+    model = _small_model(shape.config)
     why, uncached = why_not_packed(model), None
     if why is not None:
         turn_plain(model)
