@@ -1,0 +1,18 @@
+"""Writes pictures/, prompts.jsonl and held_out.jsonl: a question, the file of its picture and the answer a line.
+
+The pictures are drawn, as shapes in a grid, since the small model was taught on such; of your own only the lines are
+needed.
+"""
+
+import json
+from pathlib import Path
+
+from groupwise.tasks.starter.scenes import prompts
+
+Path("pictures").mkdir(exist_ok=True)
+for name, split, how_many in (("prompts", "train", 960), ("held_out", "test", 256)):
+    with open(f"{name}.jsonl", "w") as file:
+        for number, row in enumerate(prompts("count", split, n=how_many, form="bare")):
+            picture = f"pictures/{split}-{number}.png"
+            row["image"].save(picture)
+            print(json.dumps({"prompt": row["prompt"], "image": picture, "answer": row["answer"]}), file=file)
