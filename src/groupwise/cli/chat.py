@@ -91,7 +91,8 @@ def chat(
         rendered = manner.get("chat", {})
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
     images = [
-        {"type": "image_url", "image_url": {"url": read_picture(path, where="--image").url}} for path in image or ()
+        {"type": "image_url", "image_url": {"url": read_picture(str(path), where="--image").url}}
+        for path in image or ()
     ]
     if policy is not None:
         with closing(LocalPartner(policy, options, rendered)) as partner:
