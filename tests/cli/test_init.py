@@ -57,7 +57,7 @@ def test_a_template_is_checked_and_trains(template, judge, monkeypatch):
     assert ran.exit_code == 0, ran.stderr
     result = json.loads(ran.stdout)
     if template == "images":
-        shown = ("--image", "pictures/test-0.png", "--temperature", 0, "--max-tokens", 4, "--json")
+        shown = ("--image", "pictures/held_out-0.png", "--temperature", 0, "--max-tokens", 4, "--json")
         answer = cli("chat", "my-images", "How many circles are there? Just the number.", *shown)
         assert json.loads(answer.stdout)["version"] == "my-images@2", answer.stderr
     assert result["steps"] == 2 and Path(result["run_dir"], "metrics.jsonl").exists()

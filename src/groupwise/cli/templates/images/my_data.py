@@ -10,9 +10,12 @@ from pathlib import Path
 from groupwise.tasks.starter.scenes import prompts
 
 Path("pictures").mkdir(exist_ok=True)
-for name, split, how_many in (("prompts", "train", 960), ("held_out", "test", 256)):
+for name, rows in (
+    ("prompts", prompts("count", "train", n=960, form="bare")),
+    ("held_out", prompts("count", "test", n=256, form="bare")),
+):
     with open(f"{name}.jsonl", "w") as file:
-        for number, row in enumerate(prompts("count", split, n=how_many, form="bare")):
-            picture = f"pictures/{split}-{number}.png"
+        for number, row in enumerate(rows):
+            picture = f"pictures/{name}-{number}.png"
             row["image"].save(picture)
             print(json.dumps({"prompt": row["prompt"], "image": picture, "answer": row["answer"]}), file=file)
