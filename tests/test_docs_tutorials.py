@@ -3,6 +3,8 @@ overrides behind the commands, and with nothing that a page does not say."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from cli_project import cli
 from groupwise.errors import TrainingError
+from groupwise.pictures import read_picture
 
 TUTORIALS = Path(__file__).parent.parent / "docs" / "tutorials"
 SMALL = "rollout.prompts_per_step=2 rollout.group_size=4 eval=null train.steps=2"
@@ -32,8 +36,9 @@ class Reader:
     said: dict[str, str] = field(default_factory=dict)
     beside: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def follow(self, page: str) -> None:
+    def follow(self, page: str, *, since: str = "", until: str | None = None) -> None:
         text = (TUTORIALS / page).read_text(encoding="utf-8")
+        text = text[text.index(since) : None if until is None else text.index(until)]
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             if named := re.match(r"# (\w+\.(?:py|yaml))\n", block):
                 (self.folder / named[1]).write_text(block, encoding="utf-8")
@@ -53,6 +58,10 @@ class Reader:
             started = subprocess.Popen([sys.executable, *words], cwd=self.folder, stdout=subprocess.PIPE, text=True)
             self.beside.append(started)
             assert started.stdout is not None and started.stdout.readline(), f"{line} ended at once"
+            return
+        if program == "cd":
+            self.folder = self.folder / words[0]
+            os.chdir(self.folder)
             return
         if program == "python":
             subprocess.run([sys.executable, *words], cwd=self.folder, check=True, timeout=120)
@@ -81,6 +90,23 @@ def test_the_first_reward(place: Path) -> None:
     assert "my_rewards:tagged: ok" in reader.said["groupwise rewards lint my_rewards:tagged"]
     assert "reward/tagged" in (next(place.glob("runs/tags-*")) / "metrics.jsonl").read_text()
     assert "What is 25 + 60? Put the answer in <answer> tags." in reader.said["groupwise check tags.yaml"]
+
+
+def test_the_first_pictures(place: Path) -> None:
+    """With two photographs of one's own; the real model is not at hand."""
+    few = "rollout.prompts_per_step=2 rollout.group_size=4 scoring.workers=0 eval.data.limit=4"
+    reader = Reader(place, {"groupwise check": few, "groupwise run": f"{few} eval.every=0 train.steps=2"})
+    reader.follow("images.md", until="## Your own photographs")
+    for name in ("ripe/1.png", "unripe/2.png"):
+        (photo := reader.folder / "photos" / name).parent.mkdir(parents=True)
+        Image.new("RGB", (320, 240), (200, 30, 30)).save(photo)
+    reader.follow("images.md", since="## Your own photographs")
+    assert "How many" in reader.said["groupwise check my_run.yaml"]
+    (told,) = [said for line, said in reader.said.items() if line.startswith("groupwise chat")]
+    assert "(my-images@2)" in told
+    lines = [json.loads(line) for line in (place / "my-images" / "prompts.jsonl").read_text().splitlines()]
+    assert {line["answer"] for line in lines} == {"ripe", "unripe"}
+    assert read_picture(lines[0]["image"], folder=place / "my-images").pixels().size == (320, 240)
 
 
 def test_the_first_environment(place: Path) -> None:

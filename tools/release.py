@@ -34,6 +34,8 @@ IN_THE_WHEEL = (
     "groupwise/cli/templates/demo/arithmetic.yaml",
     "groupwise/server/ui/index.html",
     "groupwise/tasks/starter/model/model.safetensors",
+    "groupwise/tasks/starter/model_vl/model.safetensors",
+    "groupwise/tasks/starter/model_vl/preprocessor_config.json",
 )
 
 

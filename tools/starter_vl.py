@@ -1,7 +1,7 @@
-"""The starter that sees, `starter-vl`: how it is made from the starter, and what it can do.
+"""The starter that sees, `starter-vl` in the wheel: how it was made from the starter, and what it can do.
 
-    python tools/starter_vl.py build --out starter-vl    from the starter's weights: 300 steps, and 1,600 lesson steps
-    python tools/starter_vl.py info starter-vl           its accuracy on held-out questions, skill by skill
+    python tools/starter_vl.py build --out starter-vl-model    from the starter: 300 steps, and 1,600 lesson steps
+    python tools/starter_vl.py info [--measure]          its accuracy on held-out questions, skill by skill
 
 The layout is InternVL's with a decoder of Qwen3's, as InternVL 3.5 has it: a vision transformer of 64 x 64 pixels in
 patches of 8, of which four are a token, a projector, and the starter as the decoder. It is made as such models are:
@@ -41,7 +41,7 @@ from transformers import (
 
 from groupwise.cli.frame import OPTIONS, AsJson, Debug
 from groupwise.cli.output import print_json, print_pairs, say
-from groupwise.config.run import STARTER_DIR
+from groupwise.config.run import PACKAGED, STARTER_DIR, STARTER_VL
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError
 from groupwise.model.load import load_model
@@ -356,20 +356,24 @@ def described(measured: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 @app.command()
 def info(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A model that `build` made.")],
+    directory: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="A model that `build` made; default: ours.", show_default=False),
+    ] = None,
     again: Annotated[bool, typer.Option("--measure", help="Measure it now instead of reading the report.")] = False,
     questions: Annotated[int, typer.Option(min=1, help="Held-out questions a row, with --measure.")] = 300,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show what the model can do: its accuracy on held-out questions, skill by skill."""
-    measured = measure(directory, questions=questions, note=say) if again else read_report(directory)
+    path = directory or PACKAGED[STARTER_VL]
+    measured = measure(path, questions=questions, note=say) if again else read_report(path)
     return print_json(measured) if as_json else print_pairs([*described(measured)])
 
 
 @app.command("build")
 def build_model(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="A new directory for the model.")] = Path("starter-vl"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="A new directory for the model.")] = Path("starter-vl-model"),
     steps: Annotated[
         int | None, typer.Option(min=1, help="At most this many steps a stage; default: the recipe's.")
     ] = None,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from cli_project import cli
@@ -103,9 +104,12 @@ def test_a_word_that_is_no_run_is_a_message_and_the_error_says_both():
         ["toy", SUM, "--adapter", "toy@1"],
         ["toy", SUM, "--temperature", "-1"],
         ["toy", "long " * 400],
+        ["toy", SUM, "--image", "nothing.png"],
+        ["toy", SUM, "--image", "red.png"],  # to a model that reads text
     ],
 )
 def test_what_cannot_be_is_said(words):
+    Image.new("RGB", (8, 8), (255, 0, 0)).save("red.png")
     refused = cli("chat", *words)
     assert refused.exit_code in (1, 2), refused.stderr
     wording(f"\n{refused.stderr}".rpartition("\nerror: ")[2])

@@ -42,7 +42,9 @@ def judge() -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("template", ["arithmetic", pytest.param("tool-env", marks=pytest.mark.slow), "judge"])
+@pytest.mark.parametrize(
+    "template", ["arithmetic", "images", pytest.param("tool-env", marks=pytest.mark.slow), "judge"]
+)
 def test_a_template_is_checked_and_trains(template, judge, monkeypatch):
     written = cli("init", "mine", "--from", template)
     assert written.exit_code == 0, written.stderr
@@ -54,6 +56,10 @@ def test_a_template_is_checked_and_trains(template, judge, monkeypatch):
     ran = cli("run", "my_run.yaml", *given, "train.steps=2", "--json")
     assert ran.exit_code == 0, ran.stderr
     result = json.loads(ran.stdout)
+    if template == "images":
+        shown = ("--image", "pictures/held_out-0.png", "--temperature", 0, "--max-tokens", 4, "--json")
+        answer = cli("chat", "my-images", "How many circles are there? Just the number.", *shown)
+        assert json.loads(answer.stdout)["version"] == "my-images@2", answer.stderr
     assert result["steps"] == 2 and Path(result["run_dir"], "metrics.jsonl").exists()
 
 

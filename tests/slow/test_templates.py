@@ -28,7 +28,7 @@ def rewards(folder: Path) -> list[float]:
     return [line["reward/mean"] for line in read_metrics(metrics) if "reward/mean" in line]
 
 
-@pytest.mark.parametrize("template", ["arithmetic", "tool-env", "judge"])
+@pytest.mark.parametrize("template", ["arithmetic", "images", "tool-env", "judge"])
 def test_the_reward_rises(template, tmp_path):
     groupwise("init", "mine", "--from", template, folder=tmp_path)
     folder, began, judge = tmp_path / "mine", time.monotonic(), None

@@ -11,6 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from groupwise.config.run import STARTER_VL
+from groupwise.engine.local import LocalEngine
 from groupwise.model.chat import encode_prompt
 from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel, load_model
@@ -20,6 +22,7 @@ from groupwise.tasks.starter.scenes import PLACES, lessons, prompts
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import starter_vl
+from starter import accuracies
 
 
 def tool(*arguments: object) -> Result:
@@ -61,6 +64,28 @@ def test_what_the_tower_is_given_is_what_a_run_gives_it(untrained: LoadedModel) 
     with torch.no_grad():
         own = untrained.model.model.get_image_features(starter_vl.pixels_of((row["image"],))).pooler_output
     assert seen.shape[0] == len(PLACES) and torch.allclose(seen, own[0], atol=1e-5)
+
+
+def test_the_report_of_the_model_in_the_package_is_of_that_model() -> None:
+    read = json.loads(tool("info", "--json").stdout)
+    assert read["base_hash"] == load_model(STARTER_VL).hash
+    greedy = [row["greedy"] for row in read["skills"]]
+    assert len(greedy) == len(starter_vl.MEASURED) and 0.1 < sum(greedy) / len(greedy) < 0.9  # GRPO has something to do
+
+
+def test_the_model_in_the_package_reads_numbers_and_only_where_they_are() -> None:
+    """Shown its picture it reads most; shown another's, it does not guess the number."""
+    base, rows = load_model(STARTER_VL, device="cpu"), prompts("read", "test", n=32)
+    others = [{**row, "image": other["image"]} for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)]
+    engine = LocalEngine(base)
+    right = {
+        name: accuracies(
+            engine, base.tokenizer, asked, lambda row, reply: row["answer"] == reply, max_tokens=8, samples=1, seed=0
+        )
+        for name, asked in {"its own": rows, "another": others}.items()
+    }
+    engine.close()
+    assert right["its own"][0] > 0.4 and right["another"][0] < 0.2, right
 
 
 def test_build_does_not_write_over_a_model(untrained: LoadedModel) -> None:

@@ -4,6 +4,7 @@
     groupwise chat runs/arithmetic-1@80 "What is 47 + 138?"  # one answer of its version 80
     groupwise chat "What is 47 + 138?"                       # one answer of the server on this machine
     groupwise chat --url http://host:8420                    # a conversation with another server
+    groupwise chat images "How many?" --image 7.png          # ... with one that sees
 
 With a RUN the model is loaded into this process and no server is asked. A reply is printed while it is sampled; what
 was thought before it, and which version gave it, goes to stderr.
@@ -26,6 +27,7 @@ from groupwise.cli.output import say
 from groupwise.cli.remote import Adapter, MaxTokens, Seed, Temperature
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, RemoteError
 from groupwise.model.reply_formats.parser import ReplyPart, joined
+from groupwise.pictures import read_picture
 from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
@@ -63,6 +65,9 @@ def chat(
     message: Annotated[
         str | None, typer.Argument(metavar="[MESSAGE]", help="Default: a conversation, or stdin.", show_default=False)
     ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="In front of the first message; may be repeated.")
+    ] = None,
     system: Annotated[
         str | None, typer.Option(help="A system message before it; default: a run's own, '' is none.")
     ] = None,
@@ -85,12 +90,16 @@ def chat(
         options["grammar"] = _grammar(manner.get("structured_outputs"))
         rendered = manner.get("chat", {})
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
+    images = [
+        {"type": "image_url", "image_url": {"url": read_picture(str(path), where="--image").url}}
+        for path in image or ()
+    ]
     if policy is not None:
         with closing(LocalPartner(policy, options, rendered)) as partner:
-            return _converse(partner, messages, text, as_json=as_json)
+            return _converse(partner, messages, text, images, as_json=as_json)
     with open_client(url, api_key) as client:
         try:
-            _converse(ServerPartner(client, {"adapter": adapter, **options}), messages, text, as_json=as_json)
+            _converse(ServerPartner(client, {"adapter": adapter, **options}), messages, text, images, as_json=as_json)
         except RemoteError as error:
             if url is None and message is None and text is not None and " " not in text.strip():
                 error.hint = f"{error.hint or ''}; nor is there a run {text!r}".removeprefix("; ")
@@ -149,9 +158,10 @@ class Partner(Protocol):
         ...
 
 
-def _converse(partner: Partner, messages: list[Any], text: str | None, *, as_json: bool) -> None:
+def _converse(partner: Partner, messages: list[Any], text: str | None, images: Sequence[Any], *, as_json: bool) -> None:
     for said in [text] if text is not None else _typed():
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": [*images, {"type": "text", "text": said}] if images else said})
+        images = ()
         if as_json:
             answered, reply = partner.answer(messages)
             print_answer(answered)
@@ -281,11 +291,13 @@ class LocalPartner:
         from groupwise.model.chat import encode_prompt, opens_thought
         from groupwise.model.reply_formats.known import format_of
         from groupwise.tasks.reply import TextStream
+        from groupwise.tasks.row_images import read_images
         from groupwise.tasks.structured import of_reply
         from groupwise.types import Prompt, SamplingRequest
 
         tokenizer, context = self._base.tokenizer, self._base.context_length
-        ids = encode_prompt(Prompt(id="chat", messages=tuple(messages)), tokenizer, context=context).token_ids
+        seen = tuple(read_images(message, where="the conversation") for message in messages)
+        ids = encode_prompt(Prompt(id="chat", messages=seen), tokenizer, context=context).token_ids
         params = of_reply(self._params(len(ids), context), ids, tokenizer)
         tokens: SimpleQueue[int | None] = SimpleQueue()
         request = SamplingRequest(

@@ -1,6 +1,7 @@
-"""`groupwise init DIR`: a folder with everything that a first run of one's own needs, which learns on the starter.
+"""`groupwise init DIR`: a folder with everything that a first run of one's own needs; it learns on a starter.
 
     groupwise init my-task                    # a dataset and a reward
+    groupwise init my-images --from images    # pictures, and questions about them
     groupwise init my-env --from tool-env     # an environment with a tool
     groupwise init my-judge --from judge      # a judge as the reward
     groupwise init my-loop --from live-loop   # a server, and a script that samples, scores and trains
@@ -34,6 +35,7 @@ DATA = "my_data.py"  # of a template: writes its data
 # What to type next in the folder of each template
 NEXT = {
     "arithmetic": ("groupwise check my_run.yaml", "groupwise run my_run.yaml"),
+    "images": ("groupwise check my_run.yaml", "groupwise run my_run.yaml"),
     "tool-env": ("groupwise check my_run.yaml", "groupwise run my_run.yaml"),
     "judge": ("python my_judge.py & groupwise check my_run.yaml", "groupwise run my_run.yaml"),
     "live-loop": ("groupwise serve", "python live_loop.py --rounds 8"),
@@ -58,7 +60,7 @@ def init(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write a folder with data, a reward or an environment, and a run that learns in about a minute."""
+    """Write a folder with data, a reward or an environment, and a run that learns in a minute or two."""
     if template not in NEXT:
         near = difflib.get_close_matches(template, NEXT, n=1)
         meant = f"did you mean {near[0]}? " if near else ""

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from groupwise.cli.output import duration, finite, print_line, print_pairs
 from groupwise.config.algo import CreditConfig
-from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
+from groupwise.config.hub import model_path
+from groupwise.config.run import RunConfig
 from groupwise.config.teacher import TeacherConfig
 from groupwise.config.yaml import inline
 from groupwise.pictures import text_of
@@ -131,7 +132,7 @@ def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
     ]
     if config.train.lora is None:
         return lines
-    base = str(STARTER_DIR) if config.model == STARTER else config.model
+    base = model_path(config.model)
     return [
         *lines,
         "With transformers and peft:",

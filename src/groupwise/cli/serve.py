@@ -202,6 +202,7 @@ def _ask_as_trained(document: Document, policy: TrainedPolicy) -> None:
 def served_run(text: str) -> TrainedPolicy | None:
     """Return the run or version that `text` names; None where it names a model. Raises ConfigError for a file of
     settings."""
+    from groupwise.config.run import PACKAGED
     from groupwise.store.locate import UNTRAINED, find_policy
 
     path = Path(text)
@@ -210,7 +211,7 @@ def served_run(text: str) -> TrainedPolicy | None:
             f"{text} is a file of settings, and what is served is a model or a run",
             hint=f"a server's settings: groupwise serve --config {text}; of a run that it began: groupwise serve RUN",
         )
-    if text == "starter" or ((path / "config.json").is_file() and not (path / "adapter_config.json").exists()):
+    if text in PACKAGED or ((path / "config.json").is_file() and not (path / "adapter_config.json").exists()):
         return None
     try:
         return find_policy(text)

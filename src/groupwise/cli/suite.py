@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory
 from groupwise.cli.adapters import evaluation_rows
 from groupwise.cli.frame import print_table
 from groupwise.cli.output import print_json, print_line, say
-from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
+from groupwise.config.hub import model_path
+from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError
 from groupwise.run.suite import SuiteRun, Target, check_suite, run_suite
 from groupwise.store.locate import Located, find_policy, find_version
@@ -85,7 +86,7 @@ def find_target(config: RunConfig | None, adapter: str | None) -> tuple[Target, 
         options = ["--quantization", policy.quantization] if policy.quantization else []
     target = Target(
         model=model,
-        tokenizer=str(STARTER_DIR if model == STARTER else model),
+        tokenizer=model_path(model),
         adapter=None if located is None else str(located.directory),
         version=BASE if located is None else str(located.version),
         options=tuple(options),

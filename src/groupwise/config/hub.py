@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.run import STARTER, STARTER_DIR
+from groupwise.config.run import PACKAGED
 from groupwise.errors import ModelError
 
 ANSWER_S = 10.0  # as huggingface_hub waits for one
@@ -31,16 +31,18 @@ _NAMES = (
 
 
 def model_path(name: str) -> str:
-    """Return what transformers loads for a model's name: the starter's directory, a directory (`~` is the home), or a
-    name on the hub."""
-    return str(STARTER_DIR) if name == STARTER else str(Path(name).expanduser()) if name.startswith("~") else name
+    """Return what transformers loads for a model's name: the directory of one in the package, a directory (`~` is the
+    home), or a name on the hub."""
+    if name in PACKAGED:
+        return str(PACKAGED[name])
+    return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
 def check_model(name: str) -> None:
     """Raise ModelError for a model that cannot be loaded, as far as files and the hub's cache tell: a misspelt name, a
     directory that is not there or lacks a part, a hub that does not answer. Without torch, and without retries."""
     path = Path(model_path(name))
-    if name == STARTER:
+    if name in PACKAGED:
         return
     if path.is_dir():
         _check_directory(name, path)
@@ -82,8 +84,8 @@ def _check_directory(name: str, path: Path) -> None:
 
 def _check_name(name: str) -> None:
     """Check a name on the hub: it is spelt as one, and cached or to be had."""
-    if "/" not in name and difflib.get_close_matches(name.lower(), [STARTER], cutoff=0.8):
-        raise ModelError(f"there is no model {name!r}; did you mean {STARTER}?", hint=_NAMES)
+    if "/" not in name and (similar := difflib.get_close_matches(name.lower(), PACKAGED, n=1, cutoff=0.8)):
+        raise ModelError(f"there is no model {name!r}; did you mean {similar[0]}?", hint=_NAMES)
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 

@@ -203,8 +203,10 @@ class EnvConfig(Section):
         ]
 
 
-STARTER = "starter"  # the model in the package
-STARTER_DIR = Path(__file__).parent.parent / "tasks" / "starter" / "model"
+STARTER, STARTER_VL = "starter", "starter-vl"
+_STARTERS = Path(__file__).parent.parent / "tasks" / "starter"
+PACKAGED = {STARTER: _STARTERS / "model", STARTER_VL: _STARTERS / "model_vl"}  # the models in the package
+STARTER_DIR = PACKAGED[STARTER]
 
 _WHERE = ("run_dir", "output_dir", "resume", "launcher")
 _ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s", "attention")  # of `train`
@@ -436,7 +438,8 @@ class RunConfig(Section):
     (`data.answer_key`). dpo: learn its preference pairs (`chosen`, `rejected`; docs/preferences.md). With the last two
     `rollout.prompts_per_step` are the examples or pairs of a step, and rewards only evaluate."""
     model: Text = "starter"
-    """`starter` (the model in the package), a Hugging Face name, or a directory (relative to where you are)."""
+    """`starter` or `starter-vl`, which sees (both are in the package), a Hugging Face name, or a directory (relative to
+    where you are)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is bfloat16 on a CUDA GPU and float32 elsewhere."""
     quantization: Literal["nf4", "int8"] | None = None

@@ -62,7 +62,7 @@ class ServeConfig(Section):
     """One server. Instances are immutable; `serve_config` makes them."""
 
     model: Text = "starter"
-    """`starter` (the model in the package), a Hugging Face name, or a directory."""
+    """`starter` or `starter-vl`, which sees (both are in the package), a Hugging Face name, or a directory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is float32 on a CPU and bfloat16 on a GPU."""
     quantization: Literal["nf4", "int8"] | None = None

@@ -202,7 +202,7 @@ def load_model(
     quantization: str | None = None,
     cast_lm_head: str = "auto",
 ) -> LoadedModel:
-    """Load `name` ("starter", a directory, or a Hugging Face name).
+    """Load `name` (one of the package, such as "starter", a directory, or a Hugging Face name).
 
     `quantization` is `nf4`, `int8` or None (`model.quantized`); a checkpoint that bitsandbytes quantised is loaded as
     it is. `cast_lm_head` is `float32`, `none` or `auto`, which is float32 for bfloat16 on a CUDA GPU (`Head`).

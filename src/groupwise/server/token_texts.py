@@ -1,6 +1,6 @@
 """Which text each token of a completion is, by the run's own tokenizer, if that is on this machine.
 
-Only `tokenizer.json` is read, by the `tokenizers` library: from the starter, a local directory, or what Hugging
+Only `tokenizer.json` is read, by the `tokenizers` library: from the package, a local directory, or what Hugging
 Face's cache holds already. Nothing is downloaded. Characters that several tokens share (the bytes of "好") belong to
 the last.
 """
@@ -14,11 +14,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from groupwise.config.run import STARTER_DIR
+from groupwise.config.hub import model_path
 
 log = logging.getLogger(__name__)
-
-_STARTER = "starter"
 
 _FILE = "tokenizer.json"
 
@@ -49,10 +47,8 @@ def token_texts(token_ids: Sequence[int], tokenizer: Tokenizer | None, *, text: 
 
 
 def _find_file(model: str) -> Path | None:
-    if model == _STARTER:
-        return STARTER_DIR / _FILE
-    if (Path(model) / _FILE).is_file():
-        return Path(model) / _FILE
+    if (path := Path(model_path(model)) / _FILE).is_file():
+        return path
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from groupwise.config.hub import reading
+from groupwise.config.hub import model_path, reading
 from groupwise.config.load import load_object
 from groupwise.config.yaml import Document
 from groupwise.errors import DataError, GroupwiseError, LoadError
@@ -180,9 +180,7 @@ def tokenizer_of(model: str | None) -> Any:
     """Return the tokenizer of a model; None where no model is named."""
     from transformers import AutoTokenizer
 
-    from groupwise.config.run import STARTER, STARTER_DIR
-
     if model is None:
         return None
-    with reading(path := str(STARTER_DIR) if model == STARTER else model):
+    with reading(path := model_path(model)):
         return AutoTokenizer.from_pretrained(path)

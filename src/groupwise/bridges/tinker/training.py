@@ -39,8 +39,8 @@ from groupwise.bridges.tinker.datums import (
 from groupwise.bridges.tinker.futures import Future, FutureResult, Futures, Turns, answer
 from groupwise.bridges.tinker.json_requests import output_as_json
 from groupwise.bridges.tinker.sessions import GO_ON, SessionGoneError
+from groupwise.config.hub import model_path
 from groupwise.config.lora import ALL_LINEAR, EXPERTS, LoraSpec
-from groupwise.config.run import STARTER, STARTER_DIR
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConfigError, ConflictError, OverloadedError, RequestError
 from groupwise.model.load import AdaptableModules, LoadedModel
@@ -110,7 +110,7 @@ def tokenizer_of(base: str) -> str:
     The package takes a name of three parts for one of the hub and leaves the last out, so that a path of three gets an
     empty one more.
     """
-    path = STARTER_DIR if base == STARTER else Path(base)
+    path = Path(model_path(base))
     if not path.is_dir():
         return base
     text = str(path.absolute())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.cli.push.facts import Facts
-from groupwise.config.run import STARTER
+from groupwise.config.run import PACKAGED
 from groupwise.config.yaml import to_yaml
 from groupwise.run.evaluate import Evaluation
 from groupwise.store.masking import Masking
@@ -76,8 +76,8 @@ def _what(facts: Facts, *, format: str) -> str:
 
 
 def _unlisted(facts: Facts) -> str:
-    if facts.base.name == STARTER:
-        return "the `starter`, a model of 1.8M parameters that is in the package `groupwise` and not on the hub"
+    if facts.base.name in PACKAGED:
+        return f"`{facts.base.name}`, a small model that is in the package `groupwise` and not on the hub"
     return f"`{facts.base.name}`, a model from a directory, which this card cannot link to"
 
 
@@ -226,11 +226,11 @@ def _use(facts: Facts, *, repo: str, format: str, file: str) -> str:
     lines = ["## How to use it", ""]
     if format == GGUF:
         return "\n".join([*lines, "```", f"llama-cli --hf-repo {repo} --hf-file {file}", "```"])
-    if format == PEFT and facts.base.name == STARTER:
+    if format == PEFT and facts.base.name in PACKAGED:
         loaded = [
-            "from groupwise.config.run import STARTER_DIR  # the base is in the package",
-            "base = AutoModelForCausalLM.from_pretrained(STARTER_DIR)",
-            "tokenizer = AutoTokenizer.from_pretrained(STARTER_DIR)",
+            "from groupwise.config.run import PACKAGED  # the base is in the package",
+            f'base = {facts.loaded_by}.from_pretrained(PACKAGED["{facts.base.name}"])',
+            f'tokenizer = AutoTokenizer.from_pretrained(PACKAGED["{facts.base.name}"])',
             f'model = PeftModel.from_pretrained(base, "{repo}")',
         ]
     elif format == PEFT:

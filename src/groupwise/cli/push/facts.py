@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.run import STARTER, RunConfig, load_config
+from groupwise.config.run import PACKAGED, STARTER, RunConfig, load_config
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, ModelError
 from groupwise.run.evaluate import Evaluation, PairedTest, evaluation_files, load_evaluations, paired_tests
@@ -158,8 +158,8 @@ def _base(model: str, base_model: str | None) -> Base:
             hint="write OWNER/NAME, such as Qwen/Qwen3-0.6B",
             field="--base-model",
         )
-    if base_model is None and model == STARTER:
-        return Base(name=STARTER, hub=None, license="apache-2.0")
+    if base_model is None and model in PACKAGED:
+        return Base(name=model, hub=None, license="apache-2.0")
     directory = Path(model).expanduser()
     if directory.is_dir():
         return Base(name=base_model or directory.name, hub=base_model, license=_license(directory / "README.md"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from groupwise.cli.push.card import GGUF, PEFT
 from groupwise.cli.push.facts import Facts
-from groupwise.config.run import STARTER
+from groupwise.config.run import PACKAGED
 from groupwise.errors import ConfigError
 
 TEMPLATE = Path(__file__).parents[1] / "templates" / "space"
@@ -26,11 +26,11 @@ def check_space(facts: Facts, *, format: str) -> None:
             field="--space",
         )
     if format == PEFT and facts.base.hub is None:
-        where = "only in the package groupwise" if facts.base.name == STARTER else "from a directory of this machine"
+        where = "only in the package groupwise" if facts.base.name in PACKAGED else "from a directory of this machine"
         raise ConfigError(
             f"--space loads the base from the hub, and {facts.base.name!r} is {where}",
             hint="add --format merged, which pushes the whole model"
-            + ("" if facts.base.name == STARTER else ", or name the base there with --base-model OWNER/NAME"),
+            + ("" if facts.base.name in PACKAGED else ", or name the base there with --base-model OWNER/NAME"),
             field="--space",
         )
 

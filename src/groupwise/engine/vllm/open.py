@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from groupwise.config.hub import reading
-from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
+from groupwise.config.hub import model_path, reading
+from groupwise.config.run import RunConfig
 from groupwise.engine.vllm.engine import VllmEngine
 from groupwise.engine.vllm.handshake import linear_names
 from groupwise.engine.vllm.publish import TrainerScores
@@ -103,7 +103,7 @@ def shape_of(
     """Return what vLLM must know of the model `name`, which is like `model`, and of its adapters."""
     dtype, cpu = model.dtype, resolve_device(device).type != "cuda"  # gpu-aware
     return Shape(
-        model=str(STARTER_DIR) if name == STARTER else name,
+        model=model_path(name),
         dtype=str(dtype).removeprefix("torch."),
         context_length=context_length(model.config),
         rank=rank,
@@ -116,7 +116,7 @@ def shape_of(
 
 def read_launch(config: RunConfig, *, port: int) -> ServerLaunch:
     """Return the server of a run, without loading weights. Raises ConfigError, ModelError."""
-    path = str(STARTER_DIR) if config.model == STARTER else config.model
+    path = model_path(config.model)
     try:
         with reading(path):
             shape = AutoConfig.from_pretrained(path)
