@@ -65,7 +65,7 @@ from groupwise.tasks.logs.truth import (
 
 STATE, LOGS, RUN = "improve.json", "from-logs", "run"
 OURS = ("name", "kind", "model", "data", "rewards", "env", "stages", "promote", "run_dir", "output_dir", "resume",
-        "folder", "eval.data", "eval.modes", "eval.rewards")  # fmt: skip
+        "folder", "eval.data.source", "eval.modes", "eval.rewards")  # fmt: skip
 LEAST = 24  # prompts to train on
 RESERVED, MOST_RESERVED = 0.15, 60  # of the prompts to train on
 ALIKE = 0.8  # as an import takes prompts for the same

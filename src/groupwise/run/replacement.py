@@ -1,6 +1,6 @@
 """Should a version take the place of the model that is there? The answer is replace, keep or not known.
 
-    decide    what both did on the same verified prompts -> better, not better or open, with an interval
+    decide    what both did on the same verified prompts -> better, not better or open, with an interval; told alone
     planned   how many verified answers a decision takes, by how they differ on other prompts
     answer    that, the audit of the log, and what the log itself says -> the answer, why, and what would tell more
 
@@ -22,6 +22,7 @@ from statistics import NormalDist, fmean, pstdev
 from typing import Literal
 
 from groupwise.algo.evidence import lower_bound, p_at_most, sample_needed, share_of_error
+from groupwise.tasks.logs.calibration import surely
 from groupwise.tasks.logs.truth import ALPHA, MOST_WRONG, Audit
 
 WORST = -1.0  # the worst difference of two scores from 0 to 1
@@ -56,11 +57,7 @@ def decide(new: Sequence[float], old: Sequence[float], *, gain: float, alpha: fl
         return None
     gains = [n - o for n, o in both]
     losses = [-each for each in gains]
-    says: Says = "open"
-    if p_at_most(losses, -gain, worst=WORST) <= alpha:
-        says = "not better"
-    elif p_at_most(gains, 0.0, worst=WORST) <= alpha:
-        says = "better"
+    says = told(gains, gain=gain, alpha=alpha)
     would = (
         sample_needed(gains, 0.0, alpha=alpha, worst=WORST),
         sample_needed(losses, -gain, alpha=alpha, worst=WORST),
@@ -76,6 +73,13 @@ def decide(new: Sequence[float], old: Sequence[float], *, gain: float, alpha: fl
         says=says,
         needed=len(both) if says != "open" else min((each for each in would if each is not None), default=None),
     )
+
+
+def told(gains: Sequence[float], *, gain: float, alpha: float) -> Says:
+    """Return what the differences of prompts say."""
+    if p_at_most([-each for each in gains], -gain, worst=WORST) <= alpha:
+        return "not better"
+    return "better" if p_at_most(gains, 0.0, worst=WORST) <= alpha else "open"
 
 
 def planned(differences: Sequence[float], *, gain: float) -> int:
@@ -162,6 +166,6 @@ def checks_needed(share: float) -> int:
     """Return how many of a log's answers must be checked for the audit to pass, with this share of wrong ones."""
     for number in range(1, 10_000):
         wrong = round(share * number)
-        if 1 - lower_bound([1.0] * (number - wrong) + [0.0] * wrong, alpha=ALPHA, worst=0.0) < MOST_WRONG:
+        if 1 - surely(number - wrong, number, ALPHA) < MOST_WRONG:
             return number
     return 10_000

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from groupwise.algo.evidence import lower_bound
 from groupwise.config.data import FILES, DatasetConfig
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.math import number_match
 from groupwise.rewards.text import exact_match
 from groupwise.store.masking import Masking
-from groupwise.tasks.logs.calibration import by_chance
+from groupwise.tasks.logs.calibration import by_chance, surely
 from groupwise.tasks.logs.learnable import NUMBERS, SHORT, Row, is_number, is_short
 from groupwise.tasks.logs.near import RUN, alike_ones, texts_of, words_of
 from groupwise.tasks.prompts import open_prompts
@@ -114,7 +113,7 @@ def masked(messages: Iterable[Message], masking: Masking) -> tuple[Message, ...]
 def comparing(rows: Sequence[Verified], reward: str | None) -> str:
     """Return the reward that says which answers are right: `reward`, or where that does not compare with an answer the
     one that all of these allow. Raises DataError for an answer that it cannot compare with."""
-    if reward not in COMPARES:
+    if reward is None or reward not in COMPARES:
         reward = NUMBERS if all(is_number(each.answer) for each in rows) else SHORT
     fits, what = (is_number, "one number") if reward == NUMBERS else (is_short, "a few words")
     for each in rows:
@@ -165,11 +164,11 @@ def audit(verified: Sequence[Verified], taught: Sequence[Row], others: Sequence[
         scores = COMPARES[reward]([str(row["answer"]) for row, _ in known], [answer for _, answer in known])
         sides.append([(key_of(row["prompt"]), not score) for (row, _), score in zip(known, scores, strict=True)])
     ours, all_ = sides[0], [*sides[0], *sides[1]]
-    fine = [0.0 if wrong else 1.0 for _, wrong in ours]
+    bad = sum(wrong for _, wrong in ours)
     return Audit(
         checked=len(ours),
-        wrong=sum(wrong for _, wrong in ours),
-        most=1 - lower_bound(fine, alpha=ALPHA, worst=0.0) if fine else 1.0,
+        wrong=bad,
+        most=1 - surely(len(ours) - bad, len(ours), ALPHA) if ours else 1.0,
         alike=concentrated([text for text, _ in all_], [wrong for _, wrong in all_]),
     )
 
