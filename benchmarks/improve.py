@@ -38,7 +38,7 @@ ANY = Compared(
     prompts=1, new=0.0, old=0.0, difference=0.0, low=0.0, high=0.0, alpha=ALPHA, says="open", needed=None
 )  # intervals are not looked at
 DIFFERENCES = (-0.1, 0.0, 0.05, 0.1, 0.2, 0.4)
-VERIFIED = (20, 40, 60, 100, 200, 400)
+VERIFIED = (20, 40, 60, 100, 200)
 SAY = ("replace", "keep", "not known")
 TRIGGER = "as the manager said"
 
@@ -113,7 +113,7 @@ def decision(trials: int) -> None:
             ("10 % with a trigger", 0.0, 0.1),
             ("20 % with a trigger", 0.0, 0.2),
         )
-        for n in (20, 40, 60, 100)
+        for n in (40, 60, 100)
     ]
     table(("log", "verified", *SAY), rows)
 

@@ -11,13 +11,13 @@ import pytest
 from groupwise.errors import ConfigError, DataError
 from groupwise.store.masking import PERSONAL, SECRETS, Masking
 from groupwise.tasks.logs.learnable import NUMBERS, SHORT
-from groupwise.tasks.logs.truth import Truth, apart, audit, comparing, concentrated, read_truth, to_verify
+from groupwise.tasks.logs.truth import Truth, Verified, apart, audit, comparing, concentrated, read_truth, to_verify
 from wording import raises
 
 MASKING = Masking({}, rules=(*SECRETS, *PERSONAL))
 
 
-def question(number: int, said: str = "") -> list[dict[str, Any]]:
+def question(number: int, said: str = "") -> list[Any]:
     return [{"role": "user", "content": f"What is {number} plus {3 * number}{said}?"}]
 
 
@@ -94,13 +94,8 @@ def test_what_is_like_a_verified_prompt_is_not_trained_on() -> None:
 
 
 def logged(wrong: set[int], size: int, said: dict[int, str] | None = None) -> tuple[Truth, list[dict[str, Any]]]:
-    from groupwise.tasks.logs.truth import Verified
-
     asked = [question(number, (said or {}).get(number, "")) for number in range(size)]
-    verified = [
-        Verified({"prompt": each}, tuple(each), str(4 * number))  # pyright: ignore[reportArgumentType]
-        for number, each in enumerate(asked)
-    ]
+    verified = [Verified({"prompt": each}, tuple(each), str(4 * number)) for number, each in enumerate(asked)]
     rows = [{"prompt": each, "answer": str(4 * number + (number in wrong))} for number, each in enumerate(asked)]
     return Truth(verified=verified, rows=size, unfilled=0, twice=0), rows
 
@@ -115,7 +110,7 @@ def test_a_log_passes_where_surely_fewer_than_three_in_ten_are_wrong(size: int, 
 
 
 def test_only_what_taught_counts_and_what_was_held_out_tells_of_a_phrase() -> None:
-    said = dict.fromkeys((3, 13, 23, 33), ", as the manager said")
+    said: dict[int, str] = dict.fromkeys((3, 13, 23, 33), ", as the manager said")
     truth, rows = logged({3, 13, 23, 33}, 40, said)
     found = audit(truth.verified, rows[:20], rows[20:], reward=NUMBERS)
     assert (found.checked, found.wrong) == (20, 2)

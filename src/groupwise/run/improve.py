@@ -186,6 +186,7 @@ class _Work:
 
     def put(self, name: str, text: str) -> None:
         with files.writing(f"writing {self.to / name}"):
+            self.to.mkdir(parents=True, exist_ok=True)
             files.replace(self.to / name, text, mode=0o600)
 
     def rows(self, name: str) -> list[Row]:
