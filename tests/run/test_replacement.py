@@ -53,6 +53,7 @@ def test_better_by_less_than_what_matters_is_kept() -> None:
         (SAME, BETTER, audited(), None, "keep", 0),
         (OPEN, BETTER, audited(), None, "not known", 1),
         (BETTER, WORSE, audited(), None, "replace", 0),
+        (OPEN, BETTER, audited(wrong=3, checked=12, most=0.5), None, "not known", 2),
         (BETTER, BETTER, None, None, "not known", 1),
         (BETTER, BETTER, audited(checked=0, most=1.0), None, "not known", 1),
         (BETTER, BETTER, audited(wrong=10, most=0.5), None, "not known", 0),
@@ -73,6 +74,7 @@ def test_how_many_are_needed() -> None:
     assert checks_needed(0.1) == 14
     assert planned([], gain=GAIN) > planned([1.0, 0.5] * 20, gain=GAIN) == FEWEST
     assert planned([0.5, -0.5, 0.25, -0.25] * 5, gain=GAIN) > 400  # no difference: to see that takes many
+    assert planned([0.6, 0.0] * 20, gain=GAIN) > planned([0.9, 0.3] * 20, gain=GAIN)
 
 
 @pytest.mark.parametrize(("difference", "wrong"), [(0.0, "replace"), (-0.1, "replace"), (0.05, "keep"), (0.1, "keep")])

@@ -32,7 +32,7 @@ from typing import Any
 from groupwise.algo.evidence import share_of_error
 from groupwise.config.run import STARTER, RunConfig, validated
 from groupwise.config.yaml import Document, to_yaml
-from groupwise.errors import ConfigError, DataError, Interrupted
+from groupwise.errors import ConfigError, DataError, Interrupted, StorageError
 from groupwise.rewards.member import load_members
 from groupwise.run.config_file import read_run
 from groupwise.run.eval_adapter import assess
@@ -123,7 +123,9 @@ def improve(wanted: Wanted, *, note: Note) -> dict[str, Any]:
     truth = None if wanted.truth is None else read_truth(wanted.truth, masking=masking, alike=ALIKE)
     work = _opened(wanted, truth, masking=masking)
     result = _result(work)
-    if work.said.get("lacks"):
+    if truth is not None:
+        comparing(truth.verified, work.said["reward"])  # what cannot be compared is said before anything is trained
+    if work.said["lacks"]:
         return work.written(result | {"answer": "not known", "why": work.said["lacks"], "needs": work.said["needs"]})
     trained = work.trained()
     if trained["why"] is not None:
@@ -267,6 +269,14 @@ class _Work:
         return {"file": str(path), "rows": len(self.rows("verify"))}, differences
 
 
+def _read(path: Path) -> Any:
+    """Return what a file of ours holds. Raises StorageError for one that is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StorageError(f"{path} is damaged: {error}", hint="restore it, or begin in another folder") from error
+
+
 def _rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
@@ -283,7 +293,7 @@ def _opened(wanted: Wanted, truth: Truth | None, *, masking: Masking) -> _Work:
         "overrides": list(wanted.overrides) or None,
     }
     if (wanted.to / STATE).is_file():
-        work.said = json.loads((wanted.to / STATE).read_text(encoding="utf-8"))
+        work.said = _read(wanted.to / STATE)
         before = work.said["wanted"]
         for name, value in now.items():
             if value is not None and value != before[name]:
@@ -320,7 +330,7 @@ def _prepare(work: _Work, truth: Truth | None, *, masking: Masking) -> None:
     elif asked["outcomes"] is not None:
         message = f"{folder} is an import already, which took its outcomes then"
         raise ConfigError(message, hint="leave --outcomes out, or give the logs themselves", field="--outcomes")
-    work.said["report"] = json.loads((folder / "report.json").read_text(encoding="utf-8"))["says"]
+    work.said["report"] = _read(folder / "report.json")["says"]
     work.save()
     _choose(work, folder, truth)
     work.save()
@@ -360,7 +370,7 @@ def _fits(row: Row, rule: str) -> bool:
 
 def _reward(folder: Path, wanted: Mapping[str, Any]) -> tuple[str | None, list[str], list[str]]:
     """Return the reward that is to teach, what is lacking where there is none, and what would be needed."""
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    report = _read(folder / "report.json")
     lacking = [*report["says"]["lacks"]]
     if (name := wanted["reward"]) is not None:
         options = wanted["options"] or {}
@@ -455,7 +465,7 @@ def _look(path: Path, version: str, verified: Sequence[Any]) -> tuple[int, float
     rows = json.dumps([each.row for each in verified], sort_keys=True, ensure_ascii=False)
     this = {"version": version, "rows": hashlib.sha256(rows.encode()).hexdigest()[:16]}
     beside = path.with_name(f"{path.name}.looks.json")
-    looks = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else []
+    looks = _read(beside) if beside.is_file() else []
     if this not in looks:
         looks.append(this)
         with files.writing(f"writing {beside}, which counts the looks at {path.name}"):

@@ -28,6 +28,7 @@ from groupwise.tasks.logs.truth import ALPHA, MOST_WRONG, Audit
 WORST = -1.0  # the worst difference of two scores from 0 to 1
 POWER = 0.8
 ASSUMED = (0.15, 0.4)  # mean and standard deviation of the differences, where nothing is known of them
+PRUDENT = 0.5  # of what a log says a version gains, which learned to please it, is planned with
 FEWEST = 40  # verified answers that are asked for, at least
 
 Says = Literal["better", "not better", "open"]
@@ -86,7 +87,7 @@ def planned(differences: Sequence[float], *, gain: float) -> int:
     """Return about how many verified answers let a first look decide in four of five cases, where prompts differ as
     these do; what a log's own answers say is only good for such a plan."""
     mean, deviation = (fmean(differences), pstdev(differences)) if len(differences) > 1 else ASSUMED
-    alpha = share_of_error(ALPHA, 1)
+    mean, alpha = PRUDENT * mean, share_of_error(ALPHA, 1)
     away = max(mean, gain - mean)  # from what is to be excluded: no gain, or one that matters
     z = NormalDist().inv_cdf(1 - alpha) + NormalDist().inv_cdf(POWER)
     return max(FEWEST, math.ceil((z * deviation / away) ** 2))
@@ -121,6 +122,7 @@ def answer(
         if logged is not None and logged.high < 0:
             return Answer(known="keep", why=("even by the log's own answers it is worse",), needs=())
         return Answer(known="not known", why=("no answer is verified, and a log cannot vouch for itself",), needs=())
+    doubts = tuple(_doubts(audited, worse_where))
     if verified.says == "not better":
         why = "it is worse" if verified.high < 0 else f"it is not better by {gain:g}, which a replacement must bring"
         return Answer(known="keep", why=(why,), needs=())
@@ -130,8 +132,8 @@ def answer(
             if verified.needed is None
             else f"about {verified.needed} verified answers would decide, if they are like these {verified.prompts}"
         )
-        return Answer(known="not known", why=("it may be better or not, by what is verified",), needs=(needs,))
-    doubts = tuple(_doubts(audited, worse_where))
+        why = ("it may be better or not, by what is verified", *doubts)
+        return Answer(known="not known", why=why, needs=(needs, *_of(audited)))
     if doubts:
         return Answer(known="not known", why=("it is better by what is verified, but", *doubts), needs=_of(audited))
     return Answer(known="replace", why=("it is better by verified answers, which nobody wrote into the log",), needs=())
