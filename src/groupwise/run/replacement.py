@@ -22,7 +22,6 @@ from statistics import NormalDist, fmean, pstdev
 from typing import Literal
 
 from groupwise.algo.evidence import lower_bound, p_at_most, sample_needed, share_of_error
-from groupwise.tasks.logs.calibration import surely
 from groupwise.tasks.logs.truth import ALPHA, MOST_WRONG, Audit
 
 WORST = -1.0  # the worst difference of two scores from 0 to 1
@@ -157,17 +156,15 @@ def _doubts(audited: Audit | None, worse_where: str | None) -> Iterator[str]:
 def _of(audited: Audit | None) -> tuple[str, ...]:
     """Return what would make the audit pass, if it is for lack of answers that it does not."""
     if audited is None or not audited.checked:
-        return (f"verify {checks_needed(0.0)} of the log's own prompts: verify.jsonl has them",)
-    share = audited.wrong / audited.checked
-    if audited.alike is None and not audited.passed and share < MOST_WRONG:
-        return (f"about {checks_needed(share)} of the log's answers would have to be checked, if they are like these",)
-    return ()
+        return (f"verify {checks_needed(1, 0)} of the log's own prompts: verify.jsonl has them",)
+    if audited.alike is not None or audited.passed:
+        return ()
+    number = checks_needed(audited.checked - audited.wrong, audited.wrong)
+    said = f"about {number} of the log's answers would have to be checked, if they are right as often as these"
+    return () if number is None else (said,)
 
 
-def checks_needed(share: float) -> int:
-    """Return how many of a log's answers must be checked for the audit to pass, with this share of wrong ones."""
-    for number in range(1, 10_000):
-        wrong = round(share * number)
-        if 1 - surely(number - wrong, number, ALPHA) < MOST_WRONG:
-            return number
-    return 10_000
+def checks_needed(right: int, wrong: int) -> int | None:
+    """Return how many of a log's answers must be checked for the audit to pass, if they are right as often as these;
+    None if no number would do."""
+    return sample_needed([1.0] * right + [0.0] * wrong, 1 - MOST_WRONG, alpha=ALPHA, worst=0.0)
