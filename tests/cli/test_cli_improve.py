@@ -69,12 +69,9 @@ def test_a_log_is_never_replace_by_itself_and_verified_answers_decide(tmp_path: 
     page = (tmp_path / "to" / "report.md").read_text()
     assert found["answer"] in page and "```text" in page
 
-    for path, look in (("to/verify.jsonl", 1), ("to/part.jsonl", 1)):  # the same look; and a file of its own
-        text = (tmp_path / "to" / "verify.jsonl").read_text()
-        (tmp_path / path).write_text("".join(line + "\n" for line in text.splitlines()))
-        told = cli("improve", "--to", "to", "--truth", path)
-        assert told.exit_code == 0 and "answer    " in told.stdout and "verified  " in told.stdout
-        assert json.loads((tmp_path / "to" / "answer.json").read_text())["verified"]["look"] == look
+    told = cli("improve", "--to", "to", "--truth", "to/verify.jsonl")
+    assert told.exit_code == 0 and "answer    " in told.stdout and "verified  " in told.stdout
+    assert json.loads((tmp_path / "to" / "answer.json").read_text())["verified"]["look"] == 1  # the same look
     rows = (tmp_path / "to" / "verify.jsonl").read_text().splitlines()
     (tmp_path / "to" / "verify.jsonl").write_text("\n".join(rows[:15]) + "\n")  # other answers are another look
     told = cli("improve", "--to", "to", "--truth", "to/verify.jsonl", "--json")
@@ -87,14 +84,23 @@ def test_a_log_is_never_replace_by_itself_and_verified_answers_decide(tmp_path: 
     wording(told.stderr[told.stderr.index("error:") :])
 
 
-def test_verified_prompts_are_not_trained_on(tmp_path: Path) -> None:
+def test_verified_prompts_are_not_trained_on_and_are_compared_by_a_rule(tmp_path: Path) -> None:
+    """By a reward of one's own that the outcomes of the log believe."""
+    (tmp_path / "my_rewards.py").write_text(
+        "def sums(completions, prompts):\n"
+        "    asked = [[int(word) for word in p[-1]['content'].strip('?').split() if word.isdigit()] for p in prompts]\n"
+        "    said = [str(sum(numbers)) in c[0]['content'] for numbers, c in zip(asked, completions)]\n"
+        "    return [right + len(c[0]['content']) / 1000 for right, c in zip(said, completions)]\n"
+    )
     rows = [{"prompt": f"What is {n} plus {3 * n}?", "answer": 4 * n} for n in range(0, 60, 4)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    told = cli("improve", "log.jsonl", "--model", "starter", "--to", "to", "--truth", "mine.jsonl", *QUICK, "--json")
+    more = ("--truth", "mine.jsonl", "--reward", "my_rewards:sums", "--gain", "0.1")
+    told = cli("improve", "log.jsonl", "--model", "starter", "--to", "to", *more, *QUICK, "--json")
     assert told.exit_code == 0, told.output
     found = json.loads(told.stdout)
     trained = (tmp_path / "to" / "train.jsonl").read_text()
     assert not [row for row in rows if row["prompt"] in trained]
+    assert found["reward"] == "my_rewards:sums" and found["verified"]["compared_by"].endswith("number_match")
     assert found["verified"]["trained_on"] == 0 and found["verified"]["prompts"] == 15
     assert found["audit"]["checked"] == 12  # of those that the import did not hold out
 

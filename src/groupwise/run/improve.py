@@ -194,6 +194,9 @@ class _Work:
     def rows(self, name: str) -> list[Row]:
         return _rows(self.to / f"{name}.jsonl")
 
+    def path(self, name: str) -> str:
+        return str((self.to / f"{name}.jsonl").absolute())
+
     def put_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         self.put(f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
@@ -406,7 +409,8 @@ def _run_file(work: _Work, reward: str | None, *, held_out: bool, said: Sequence
     written: dict[str, Any] = {
         "name": "improved",
         "model": model,
-        "data": {"source": "train.jsonl"},
+        "folder": str(Path.cwd()),  # where a module of rewards is
+        "data": {"source": work.path("train")},
         "rewards": [{"function": reward, "args": options} if options else reward],
         "rollout": {
             "prompts_per_step": 16,
@@ -418,7 +422,7 @@ def _run_file(work: _Work, reward: str | None, *, held_out: bool, said: Sequence
         "resume": "auto",
     }
     if held_out:
-        written["eval"] = {"data": {"source": "heldout.jsonl"}, "every": 0, "modes": ["sampled"], "k": SAMPLES}
+        written["eval"] = {"data": {"source": work.path("heldout")}, "every": 0, "modes": ["sampled"], "k": SAMPLES}
     return to_yaml(written)
 
 
@@ -478,7 +482,7 @@ def _measured(work: _Work, rule: str, note: Note) -> tuple[Evaluation, Evaluatio
     """Return the evaluations of the version and of what was there before on the verified prompts, by other seeds than
     training's, and what it took."""
     config = work.config()
-    data = {"source": "truth.jsonl"}
+    data = {"source": work.path("truth")}
     asked = {"data": data, "every": 0, "modes": ["sampled"], "k": SAMPLES if config.eval is None else config.eval.k}
     kept = {key: value for key, value in config.model_dump(mode="json").items() if key not in ("eval", "rewards")}
     kept |= {"eval": asked, "rewards": [rule], "seed": seed_of("improve", config.seed) >> 20}
