@@ -1,12 +1,13 @@
 """How often is `groupwise improve` right, and how often does it say yes to what it should not?
 
-    python benchmarks/improve.py decision [--trials 1000]    what is decided, from scores that are drawn
+    python benchmarks/improve.py decision [--trials 300]     what is decided, from scores that are drawn
+    python benchmarks/improve.py logs [--trials 300]         ... by a log with wrong answers
     python benchmarks/improve.py runs [--seeds 2]            logs of which the truth is known, through the whole command
 
-The first draws scores of models of which the truth is known, and logs with wrong answers, and decides as the command
-does (`run.replacement`); nothing is trained. A rate of 0.05 of 1000 trials has a standard error of 0.007.
+The first two draw scores of models of which the truth is known, and logs with wrong answers, and decide as the command
+does (`run.replacement`); nothing is trained. A rate of 0.05 of 300 trials has a standard error of 0.013.
 
-The second writes logs of a service that adds and subtracts, in two formats, and has the starter learn from each: fine
+The third writes logs of a service that adds and subtracts, in two formats, and has the starter learn from each: fine
 ones, some with nothing to learn, too little, or wrong answers that somebody put there; fills in what is to be verified,
 and counts the answers. It prints a line a log.
 """
@@ -101,6 +102,9 @@ def decision(trials: int) -> None:
     print(f"\nTwo models on n verified prompts, {SAMPLES} samples of each; a fine log; a gain that matters is {GAIN}:")
     rows = [(f"{d:+.2f}", n, *shares(trials, prompts=n, difference=d)) for d in DIFFERENCES for n in VERIFIED]
     table(("truly better by", "verified", *SAY), rows)
+
+
+def wrong_logs(trials: int) -> None:
     print("\nA model that is better by 0.2 on what is verified, by a log with wrong answers:")
     rows = [
         (name, n, *shares(trials, prompts=n, difference=0.2, wrong=wrong, trigger=trigger))
@@ -216,14 +220,16 @@ def whole(name: str, *, seed: int, form: Any, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("decision", "runs"))
-    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("part", choices=("decision", "logs", "runs"))
+    parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=2, help="logs of each kind, in the two formats by turns")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
     if options.part == "decision":
         return decision(options.trials)
+    if options.part == "logs":
+        return wrong_logs(options.trials)
     for seed in range(options.seeds):
         for at, name in enumerate(options.only):
             whole(name, seed=seed, form=(openai, langfuse)[(seed + at) % 2], steps=options.steps)

@@ -148,9 +148,9 @@ def test_a_reward_of_ones_own_teaches_only_if_it_is_believed(tmp_path: Path) -> 
         ("log.jsonl", "--model", "starter", "--to", "to", "--args", "["),
     ],
 )
-def test_what_is_wrong_is_said(arguments: tuple[str, ...]) -> None:
+def test_what_is_wrong_is_said_and_nothing_is_left(arguments: tuple[str, ...], tmp_path: Path) -> None:
     told = cli("improve", *arguments)
-    assert told.exit_code == 2
+    assert told.exit_code == 2 and not (tmp_path / "to").exists()
     wording(told.stderr)
 
 

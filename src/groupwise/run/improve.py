@@ -62,10 +62,11 @@ from groupwise.tasks.logs.truth import (
     read_truth,
     to_verify,
 )
+from groupwise.types import PolicyVersion
 
 STATE, LOGS, RUN = "improve.json", "from-logs", "run"
 OURS = ("name", "kind", "model", "data", "rewards", "env", "stages", "promote", "run_dir", "output_dir", "resume",
-        "folder", "eval.data.source", "eval.modes", "eval.rewards")  # fmt: skip
+        "folder", "eval.data.source", "eval.modes", "eval.best", "eval.rewards")  # fmt: skip
 LEAST = 24  # prompts to train on
 RESERVED, MOST_RESERVED = 0.15, 60  # of the prompts to train on
 ALIKE = 0.8  # as an import takes prompts for the same
@@ -133,7 +134,7 @@ def improve(wanted: Wanted, *, note: Note) -> dict[str, Any]:
         return work.written(result | {"answer": "not known", "why": why, "needs": work.said["report"]["lacks"]})
     logged, by_log = work.logged(wanted.gain)
     verify, differences = work.verify(by_log, gain=wanted.gain)
-    result |= {"version": trained["version"], "cost": trained["cost"], "verify": verify}
+    result |= {"version": work.version, "cost": trained["cost"], "verify": verify}
     result["logged"] = None if logged is None else asdict(logged)
     if truth is None:
         said = answer(None, logged, None, gain=wanted.gain)
@@ -226,10 +227,9 @@ class _Work:
         if result.interrupted:
             message = f"stopped after step {result.steps} of {config.train.steps}, as asked; everything is saved"
             raise Interrupted(message, hint="the same command goes on")
-        path = AdapterStore(self.run_dir / ADAPTERS).path(result.version) if result.trained else None
         self.said["trained"] = {
             "id": secrets.token_hex(8),
-            "version": None if path is None else str(path),
+            "version": str(result.version) if result.trained else None,
             "why": None if result.trained else why_flat(lines[-1]),
             "steps": result.steps,
             "cost": {
@@ -241,6 +241,11 @@ class _Work:
         }
         self.save()
         return self.said["trained"]
+
+    @property
+    def version(self) -> str:
+        """Return where the version is that was trained."""
+        return str(AdapterStore(self.run_dir / ADAPTERS).path(PolicyVersion.parse(self.said["trained"]["version"])))
 
     def logged(self, gain: float) -> tuple[Compared | None, tuple[Evaluation, Evaluation] | None]:
         """Return both models by the log's own answers to what was held out, and their evaluations; None without."""
@@ -260,7 +265,7 @@ class _Work:
             values = (each.values("reward") for each in by_log)
             differences = [new - old for new, old in zip(*values, strict=True) if not math.isnan(new - old)]
         path = self.to / "verify.jsonl"
-        if not path.is_file():
+        if "to_verify" not in self.said:
             draw, number = random.SystemRandom(), planned(differences, gain=gain)
             pools = [self.rows("reserved"), self.rows("asked")]
             for pool in pools:
@@ -269,7 +274,9 @@ class _Work:
             chosen = [*pools[0][:first], *pools[1][: number - first]]
             draw.shuffle(chosen)
             self.put_rows("verify", to_verify(chosen))
-        return {"file": str(path), "rows": len(self.rows("verify"))}, differences
+            self.said["to_verify"] = len(chosen)
+            self.save()
+        return {"file": str(path), "rows": self.said["to_verify"]}, differences
 
 
 def _read(path: Path) -> Any:
@@ -314,7 +321,12 @@ def _opened(wanted: Wanted, truth: Truth | None, *, masking: Masking) -> _Work:
     else:
         check_free(wanted.to)
         work.said = {"wanted": {**now, "overrides": list(wanted.overrides)}}
-    if "prompts" not in work.said:
+        try:
+            _prepare(work, truth, masking=masking)
+        except BaseException:
+            shutil.rmtree(wanted.to, ignore_errors=True)  # a corrected call begins anew
+            raise
+    if "prompts" not in work.said:  # it was killed
         _prepare(work, truth, masking=masking)
     return work
 
@@ -488,8 +500,7 @@ def _measured(work: _Work, rule: str, note: Note) -> tuple[Evaluation, Evaluatio
     kept |= {"eval": asked, "rewards": [rule], "seed": seed_of("improve", config.seed) >> 20}
     began = time.monotonic()
     before = config.adapters.start or "base"
-    version = work.said["trained"]["version"]
-    new, old = assess(validated(Document(kept)), adapters=[version, before], modes=("sampled",), note=note)
+    new, old = assess(validated(Document(kept)), adapters=[work.version, before], modes=("sampled",), note=note)
     found = [each.evaluations["sampled"] for each in (new, old)]
     tokens = sum(len(turn.completion.token_ids) for each in found for group in each.groups for rollout in group.rollouts
                  for turn in rollout.turns)  # fmt: skip
