@@ -28,7 +28,7 @@ WORST = -1.0  # the worst difference of two scores from 0 to 1
 POWER = 0.8
 ASSUMED = (0.15, 0.4)  # mean and standard deviation of the differences, where nothing is known of them
 PRUDENT = 0.5  # of what a log says a version gains, which learned to please it, is planned with
-FEWEST = 40  # verified answers that are asked for, at least
+FEWEST = 60  # verified answers that are asked for, at least
 
 Says = Literal["better", "not better", "open"]
 Known = Literal["replace", "keep", "not known"]
