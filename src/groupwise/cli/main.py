@@ -23,6 +23,7 @@ from groupwise.cli import chat as cli_chat
 from groupwise.cli import demo as cli_demo
 from groupwise.cli import envs as cli_envs
 from groupwise.cli import feedback as cli_feedback
+from groupwise.cli import improve as cli_improve
 from groupwise.cli import init as cli_init
 from groupwise.cli import keys as cli_keys
 from groupwise.cli import learn as cli_learn
@@ -67,7 +68,7 @@ FLAGS = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True} 
 PANELS = {
     "Begin": ("demo", "init", "run", "check"),
     "Look at a run, and use it": ("chat", "serve", "ui", "report", "health", "eval", "push"),
-    "Rewards, environments and logs of your own": ("rewards", "env", "logs"),
+    "Rewards, environments and logs of your own": ("rewards", "env", "logs", "improve"),
     "A live server": ("rollouts", "train", "feedback", "learn", "adapters", "keys"),
     "More machines, other systems, this machine": (
         "launch",
@@ -106,6 +107,7 @@ app.add_typer(cli_learn.app, name="learn")
 app.add_typer(cli_keys.app, name="keys")
 
 app.add_typer(cli_logs.app, name="logs")
+cli_improve.add_to(app)
 
 cli_chat.add_to(app)
 

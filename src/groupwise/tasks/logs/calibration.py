@@ -203,11 +203,12 @@ def by_chance(good: int, of_good: int, bad: int, of_bad: int) -> float:
 
 def _share(right: Sequence[bool]) -> Share:
     count, of = sum(right), len(right)
-    return Share(count / of, _low(count, of, ALPHA / 2), 1 - _low(of - count, of, ALPHA / 2), of)
+    return Share(count / of, surely(count, of, ALPHA / 2), 1 - surely(of - count, of, ALPHA / 2), of)
 
 
 @cache
-def _low(right: int, of: int, alpha: float) -> float:
+def surely(right: int, of: int, alpha: float) -> float:
+    """Return the share that is not below, but for a chance of `alpha`, where so many of so many are right."""
     return lower_bound([1.0] * right + [0.0] * (of - right), alpha=alpha, worst=0.0)
 
 

@@ -28,6 +28,11 @@ OWN = (*RESERVED, "prompt", "messages", "tools")  # names of columns that a row 
 MOST_WORDS = 5  # of an answer that is compared as a whole,
 MOST_CHARACTERS = 60  # and of one in a language that writes no blanks
 NUMBER_WORDS = 2  # of an answer that is a number, with its unit
+NUMBERS, SHORT, LONG = (
+    "groupwise.rewards.math:number_match",
+    "groupwise.rewards.text:exact_match",
+    "groupwise.rewards.text:rouge_l",
+)
 NEARLY_ALL = 0.9  # of the answers must be of a form for a reward of that form
 
 Row = dict[str, Any]
@@ -52,6 +57,16 @@ def gold(case: Case) -> tuple[str, str] | None:
 def is_short(text: str) -> bool:
     """Return whether an answer can be compared as a whole."""
     return len(text.split()) <= MOST_WORDS and len(text) <= MOST_CHARACTERS
+
+
+def is_number(text: str) -> bool:
+    """Return whether an answer is one number, perhaps with a unit."""
+    return len(text.split()) <= NUMBER_WORDS and only_quantity(text) is not None
+
+
+def rule_for(answer: str) -> str:
+    """Return the ready reward that compares with such an answer."""
+    return NUMBERS if is_number(answer) else SHORT if is_short(answer) else LONG
 
 
 def shown(case: Case) -> Answered:
@@ -154,13 +169,10 @@ def rules(cases: Sequence[Case]) -> list[Rule]:
     """Return the rewards that apply: of a known answer, that which fits its form; of answers that are nearly all JSON,
     its form."""
     known = [(case, *found) for case in cases if (found := gold(case)) is not None]
-    numbers = [each for each in known if len(each[1].split()) <= NUMBER_WORDS and only_quantity(each[1]) is not None]
-    short = [each for each in known if each not in numbers and is_short(each[1])]
-    long = [each for each in known if each not in numbers and each not in short]
+    compares = {NUMBERS: number_match, SHORT: exact_match, LONG: rouge_l}
     found = [
-        _rule("groupwise.rewards.math:number_match", numbers, number_match),
-        _rule("groupwise.rewards.text:exact_match", short, exact_match),
-        _rule("groupwise.rewards.text:rouge_l", long, rouge_l),
+        _rule(reward, [each for each in known if rule_for(each[1]) == reward], score)
+        for reward, score in compares.items()
     ]
     all_ = [(case, "", "log") for case in cases]
     form = _rule("groupwise.rewards.format:json_format", all_, lambda said, _: json_format(said))

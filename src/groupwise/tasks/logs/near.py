@@ -40,9 +40,14 @@ def _text(message: Message) -> str:
     return f"{message.get('content') or ''} {calls}"
 
 
+def words_of(text: str) -> list[str]:
+    """Return the words and signs of a text, in small letters."""
+    return _WORD.findall(text.lower())
+
+
 def shingles(text: str) -> frozenset[int]:
     """Return the runs of three words of a text, as numbers; of a shorter text, all of it."""
-    words = _WORD.findall(text.lower())
+    words = words_of(text)
     runs = [tuple(words[at : at + RUN]) for at in range(max(1, len(words) - RUN + 1))]
     return frozenset(hash(run) for run in runs)
 

@@ -1,0 +1,170 @@
+"""Should a version take the place of the model that is there? The answer is replace, keep or not known.
+
+    decide    what both did on the same verified prompts -> better, not better or open, with an interval; told alone
+    planned   how many verified answers a decision takes, by how they differ on other prompts
+    answer    that, the audit of the log, and what the log itself says -> the answer, why, and what would tell more
+
+With d_p the difference of the mean scores of prompt p, from -1 to 1, *better* is a lower confidence bound of the mean
+of d above 0, and *not better* an upper one below `gain`, what a replacement must bring to be worth it. Both bounds are
+`algo.evidence`'s, which hold with few prompts, too; each errs at most at the chance `alpha` of its look, and all looks
+at the same verified answers together at most at 5 % (`share_of_error`, as nobody knows how many there will be).
+
+What a log says of itself never makes a model better: who writes into it can write both what is taught and what is
+asked. It can make one worse, as keeping what is there is the safe side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, pstdev
+from typing import Literal
+
+from groupwise.algo.evidence import lower_bound, p_at_most, sample_needed, share_of_error
+from groupwise.tasks.logs.truth import ALPHA, MOST_WRONG, Audit
+
+WORST = -1.0  # the worst difference of two scores from 0 to 1
+POWER = 0.8
+ASSUMED = (0.15, 0.4)  # mean and standard deviation of the differences, where nothing is known of them
+PRUDENT = 0.5  # of what a log says a version gains, which learned to please it, is planned with
+FEWEST = 60  # verified answers that are asked for, at least
+
+Says = Literal["better", "not better", "open"]
+Known = Literal["replace", "keep", "not known"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Two models on the same prompts: their mean scores, the mean difference with its interval, each end at `alpha`,
+    what that says, and how many prompts with such differences would say something; None if no number would."""
+
+    prompts: int
+    new: float
+    old: float
+    difference: float
+    low: float
+    high: float
+    alpha: float
+    says: Says
+    needed: int | None
+
+
+def decide(new: Sequence[float], old: Sequence[float], *, gain: float, alpha: float) -> Compared | None:
+    """Return how two models compare by their mean scores on each prompt, from 0 to 1; None where no prompt has both."""
+    both = [(n, o) for n, o in zip(new, old, strict=True) if math.isfinite(n) and math.isfinite(o)]
+    if not both:
+        return None
+    gains = [n - o for n, o in both]
+    losses = [-each for each in gains]
+    says = told(gains, gain=gain, alpha=alpha)
+    would = (
+        sample_needed(gains, 0.0, alpha=alpha, worst=WORST),
+        sample_needed(losses, -gain, alpha=alpha, worst=WORST),
+    )
+    return Compared(
+        prompts=len(both),
+        new=fmean(n for n, _ in both),
+        old=fmean(o for _, o in both),
+        difference=fmean(gains),
+        low=lower_bound(gains, alpha=alpha, worst=WORST),
+        high=-lower_bound(losses, alpha=alpha, worst=WORST),
+        alpha=alpha,
+        says=says,
+        needed=len(both) if says != "open" else min((each for each in would if each is not None), default=None),
+    )
+
+
+def told(gains: Sequence[float], *, gain: float, alpha: float) -> Says:
+    """Return what the differences of prompts say."""
+    if p_at_most([-each for each in gains], -gain, worst=WORST) <= alpha:
+        return "not better"
+    return "better" if p_at_most(gains, 0.0, worst=WORST) <= alpha else "open"
+
+
+def planned(differences: Sequence[float], *, gain: float) -> int:
+    """Return about how many verified answers let a first look decide in four of five cases, where prompts differ as
+    these do; what a log's own answers say is only good for such a plan."""
+    mean, deviation = (fmean(differences), pstdev(differences)) if len(differences) > 1 else ASSUMED
+    mean, alpha = PRUDENT * mean, share_of_error(ALPHA, 1)
+    away = max(mean, gain - mean)  # from what is to be excluded: no gain, or one that matters
+    z = NormalDist().inv_cdf(1 - alpha) + NormalDist().inv_cdf(POWER)
+    return max(FEWEST, math.ceil((z * deviation / away) ** 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The answer, why, and what would be needed to know more."""
+
+    known: Known
+    why: tuple[str, ...]
+    needs: tuple[str, ...]
+
+
+def answer(
+    verified: Compared | None,
+    logged: Compared | None,
+    audited: Audit | None,
+    *,
+    gain: float,
+    worse_where: str | None = None,
+) -> Answer:
+    """Return the answer to: replace the model that is there?
+
+    Args:
+        verified: both models by verified answers; None without any.
+        logged: both by the log's own answers, on what was held out.
+        audited: the log's answers by verified ones.
+        worse_where: what prompts on which the new one lost have in common.
+    """
+    if verified is None:
+        if logged is not None and logged.high < 0:
+            return Answer(known="keep", why=("even by the log's own answers it is worse",), needs=())
+        return Answer(known="not known", why=("no answer is verified, and a log cannot vouch for itself",), needs=())
+    doubts = tuple(_doubts(audited, worse_where))
+    if verified.says == "not better":
+        why = "it is worse" if verified.high < 0 else f"it is not better by {gain:g}, which a replacement must bring"
+        return Answer(known="keep", why=(why,), needs=())
+    if verified.says == "open":
+        needs = (
+            "these answers are so even that no number of them would decide"
+            if verified.needed is None
+            else f"about {verified.needed} verified answers would decide, if they are like these {verified.prompts}"
+        )
+        why = ("it may be better or not, by what is verified", *doubts)
+        return Answer(known="not known", why=why, needs=(needs, *_of(audited)))
+    if doubts:
+        return Answer(known="not known", why=("it is better by what is verified, but", *doubts), needs=_of(audited))
+    return Answer(known="replace", why=("it is better by verified answers, which nobody wrote into the log",), needs=())
+
+
+def _doubts(audited: Audit | None, worse_where: str | None) -> Iterator[str]:
+    """Yield why a model that is better by what is verified is not to be trusted."""
+    if audited is None or not audited.checked:
+        yield "none of the log's own answers was checked, which taught it"
+    elif audited.alike is not None:
+        yield f"the log's wrong answers are to prompts with {audited.alike!r}: somebody may mean harm"
+    elif not audited.passed:
+        yield (
+            f"{audited.wrong} of {audited.checked} of the log's answers are wrong, so that {audited.most:.0%} of what "
+            f"taught it may be; below {MOST_WRONG:.0%} it could be trusted"
+        )
+    if worse_where is not None:
+        yield f"it is worse where a prompt has {worse_where!r}"
+
+
+def _of(audited: Audit | None) -> tuple[str, ...]:
+    """Return what would make the audit pass, if it is for lack of answers that it does not."""
+    if audited is None or not audited.checked:
+        return (f"verify {checks_needed(1, 0)} of the log's own prompts: verify.jsonl has them",)
+    if audited.alike is not None or audited.passed:
+        return ()
+    number = checks_needed(audited.checked - audited.wrong, audited.wrong)
+    said = f"about {number} of the log's answers would have to be checked, if they are right as often as these"
+    return () if number is None else (said,)
+
+
+def checks_needed(right: int, wrong: int) -> int | None:
+    """Return how many of a log's answers must be checked for the audit to pass, if they are right as often as these;
+    None if no number would do."""
+    return sample_needed([1.0] * right + [0.0] * wrong, 1 - MOST_WRONG, alpha=ALPHA, worst=0.0)

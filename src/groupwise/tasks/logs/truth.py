@@ -1,0 +1,207 @@
+"""Verified answers: what the owner of a model says is right, apart from everything that stands in a log.
+
+    read_truth    a file of prompts with answers -> those that can be used, and what of it cannot
+    apart         rows without those that are the same as others, or nearly
+    audit         the answers that a log holds, beside verified ones to the same prompts
+    concentrated  what the prompts have in common about which something is wrong
+
+People who write into a log can agree on what is wrong, and nothing inside the log tells that from the truth: answers
+that teach and answers that judge are theirs alike. So a model is only said to be better by answers that they did not
+give, and only where few of those that taught it are wrong. Wrong ones that have words in common ("as the manager said")
+are more than mistakes, however few they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from groupwise.config.data import FILES, DatasetConfig
+from groupwise.errors import ConfigError, DataError
+from groupwise.rewards.math import number_match
+from groupwise.rewards.text import exact_match
+from groupwise.store.masking import Masking
+from groupwise.tasks.logs.calibration import by_chance, surely
+from groupwise.tasks.logs.learnable import NUMBERS, SHORT, Row, is_number, is_short
+from groupwise.tasks.logs.near import RUN, alike_ones, texts_of, words_of
+from groupwise.tasks.prompts import open_prompts
+from groupwise.types import Message
+
+ALPHA = 0.05
+MOST_WRONG = 0.3  # of the answers that a log teaches: a third is what a few users who agree can bring in
+FEWEST_SHARED = 2  # prompts that are wrong and have words in common
+COMMON = 0.5  # words that more than this share of the prompts have tell nothing
+
+COMPARES: Mapping[str, Callable[[Sequence[str], Sequence[str]], Sequence[float | None]]] = {
+    NUMBERS: number_match,
+    SHORT: exact_match,
+}  # the rewards whose `answer` is right or wrong
+
+
+class Verified(NamedTuple):
+    """A prompt with a verified answer: the row that a run reads, and what of it is compared with a log's."""
+
+    row: Row
+    messages: tuple[Message, ...]
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """Verified answers, and how many rows of the file were `unfilled` or said the same `twice`."""
+
+    verified: Sequence[Verified]
+    rows: int
+    unfilled: int
+    twice: int
+
+
+def read_truth(path: Path, *, masking: Masking, alike: float) -> Truth:
+    """Return the rows of a file that have an `answer`, of those that are nearly the same the first.
+
+    Raises ConfigError for a file that is none, DataError for one without rows, without the column, without any answer
+    that is filled in, and for a prompt with two answers.
+    """
+    if path.suffix not in FILES or not path.is_file():
+        hint = f"a {', '.join(FILES)} file whose rows have a prompt and its right answer"
+        raise ConfigError(f"--truth is {str(path)!r}, and no such file is there", hint=hint, field="--truth")
+    prompts = open_prompts(DatasetConfig(source=path.name), folder=path.parent).known
+    if not any("answer" in each.columns for each in prompts):
+        held = ", ".join(map(repr, dict.fromkeys(name for each in prompts for name in each.columns))) or "none"
+        hint = "write the right answer of each prompt into `answer`"
+        raise DataError(f"{path}: no row has a column 'answer'; columns: {held}", hint=hint, field="--truth")
+    found: dict[str, tuple[str, Verified]] = {}
+    unfilled = twice = 0
+    for prompt in prompts:
+        said = prompt.columns.get("answer")
+        if said is None or not str(said).strip():
+            unfilled += 1
+            continue
+        if not isinstance(said, str | int | float) or isinstance(said, bool):
+            raise DataError(f"{prompt.id}: 'answer' is {said!r:.80}; it must be text or a number", field="--truth")
+        asked = prompt.messages or ({"role": "user", "content": prompt.text or ""},)
+        row = {"prompt": list(asked), "answer": str(said).strip()}
+        row |= {"tools": list(prompt.tools)} if prompt.tools else {}
+        key = json.dumps([row["prompt"], row.get("tools")], sort_keys=True)
+        place, before = found.get(key, (prompt.id, None))
+        if before is not None and before.answer != row["answer"]:
+            raise DataError(
+                f"{prompt.id}: the answer is {row['answer']!r}, and {before.answer!r} in {place}, to the same prompt",
+                hint="which of the two is right? remove the other",
+                field="--truth",
+            )
+        twice += before is not None
+        found.setdefault(key, (prompt.id, Verified(row, masked(asked, masking), row["answer"])))
+    if not found:
+        hint = "write the right answer of each prompt into `answer`; some are enough to begin with"
+        raise DataError(f"{path}: no answer is filled in, in {unfilled} rows", hint=hint, field="--truth", kind="empty")
+    verified = [each for _, each in found.values()]
+    near, _ = alike_ones([each.messages for each in verified], alike=alike)
+    kept = [each for number, each in enumerate(verified) if number not in near]
+    return Truth(verified=kept, rows=len(prompts), unfilled=unfilled, twice=twice + len(near))
+
+
+def masked(messages: Iterable[Message], masking: Masking) -> tuple[Message, ...]:
+    """Return messages as an import writes them, so that they can be compared with its own."""
+    return tuple(Message(**{**each, "content": masking.value(each.get("content"))}) for each in messages)
+
+
+def comparing(rows: Sequence[Verified], reward: str | None) -> str:
+    """Return the reward that says which answers are right: `reward`, or where that does not compare with an answer the
+    one that all of these allow. Raises DataError for an answer that it cannot compare with."""
+    if reward is None or reward not in COMPARES:
+        reward = NUMBERS if all(is_number(each.answer) for each in rows) else SHORT
+    fits, what = (is_number, "one number") if reward == NUMBERS else (is_short, "a few words")
+    for each in rows:
+        if not fits(each.answer):
+            raise DataError(
+                f"a verified answer is {each.answer!r:.80}, and {reward.partition(':')[2]} compares with {what}",
+                hint=f"write {what} into `answer`, or take the row out",
+                field="--truth",
+            )
+    return reward
+
+
+def apart(rows: Sequence[Row], others: Iterable[Sequence[Message]], *, alike: float) -> tuple[list[Row], list[Row]]:
+    """Return the rows whose prompts are like none of the `others`, and the rest."""
+    known = list(others)
+    _, together = alike_ones([*known, *(each["prompt"] for each in rows)], alike=alike)
+    groups = together.groups()
+    touched = {number for group in groups if min(group) < len(known) for number in group}
+    sides: tuple[list[Row], list[Row]] = ([], [])
+    for number, row in enumerate(rows, start=len(known)):
+        sides[number in touched].append(row)
+    return sides
+
+
+# ---- the log's own answers ----
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """How many of the answers that a log teaches are `wrong`, of those that were `checked`, and what share may be, with
+    confidence 95 %. `alike` is what prompts with wrong answers have in common, of the whole log; None is nothing."""
+
+    checked: int
+    wrong: int
+    most: float
+    alike: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.most < MOST_WRONG and self.alike is None
+
+
+def audit(verified: Sequence[Verified], taught: Sequence[Row], others: Sequence[Row], *, reward: str) -> Audit:
+    """Return what verified answers say of those that a log holds: of its share that teaches (`taught`) how many are
+    wrong, and of that and of the `others` whether the wrong ones have something in common."""
+    right = {key_of(each.messages): each.answer for each in verified}
+    sides: list[list[tuple[str, bool]]] = []  # what was asked, and whether the log's answer is wrong
+    for rows in (taught, others):
+        known = [(row, right[key]) for row in rows if row.get("answer") and (key := key_of(row["prompt"])) in right]
+        scores = COMPARES[reward]([str(row["answer"]) for row, _ in known], [answer for _, answer in known])
+        sides.append([(key_of(row["prompt"]), not score) for (row, _), score in zip(known, scores, strict=True)])
+    ours, all_ = sides[0], [*sides[0], *sides[1]]
+    bad = sum(wrong for _, wrong in ours)
+    return Audit(
+        checked=len(ours),
+        wrong=bad,
+        most=1 - surely(len(ours) - bad, len(ours), ALPHA) if ours else 1.0,
+        alike=concentrated([text for text, _ in all_], [wrong for _, wrong in all_]),
+    )
+
+
+def key_of(messages: Sequence[Message]) -> str:
+    """Return what was asked, without the system's message."""
+    return " ".join(texts_of(messages)[1].split())
+
+
+def concentrated(texts: Sequence[str], wrong: Sequence[bool]) -> str | None:
+    """Return the word, or the run of three, that texts of which something is wrong have more often than the others, if
+    that is more than chance: Fisher's exact test, with Bonferroni's share of the error for each that is looked at, as
+    any of them could have been found. None if there is nothing of the kind."""
+    having = [_features(text) for text in texts]
+    among = Counter(each for features, is_ in zip(having, wrong, strict=True) if is_ for each in features)
+    everywhere = Counter(each for features in having for each in features)
+    bad, fine = sum(wrong), len(texts) - sum(wrong)
+    looked = [
+        each
+        for each, count in among.items()
+        if count >= FEWEST_SHARED and everywhere[each] <= COMMON * len(texts) and any(map(str.isalnum, each))
+    ]
+    chances = {each: by_chance(among[each], bad, fine - (everywhere[each] - among[each]), fine) for each in looked}
+    best = min(looked, key=lambda each: (chances[each], -len(each), each), default=None)
+    return best if best is not None and chances[best] * len(looked) <= ALPHA else None
+
+
+def _features(text: str) -> frozenset[str]:
+    words = words_of(text)
+    runs = (" ".join(words[at : at + RUN]) for at in range(len(words) - RUN + 1))
+    return frozenset((*words, *runs))
+
+
+def to_verify(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Return what is to be filled in: prompts alone, so that nobody is led by what a log or a model says."""
+    return [{name: row[name] for name in ("prompt", "tools") if name in row} | {"answer": ""} for row in rows]
