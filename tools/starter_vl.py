@@ -134,8 +134,10 @@ def new_model(spec: BuildSpec, tokenizer: PreTrainedTokenizerBase) -> InternVLFo
     known, scale = starter.config.vocab_size, float(starter.get_input_embeddings().weight.detach().std())
     starter.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     nn.init.normal_(starter.get_input_embeddings().weight.data[known:], std=scale)
+    decoder = starter.config.to_dict()
+    del decoder["_name_or_path"]  # where the starter lies on this machine
     config = InternVLConfig(
-        text_config=starter.config.to_dict(),
+        text_config=decoder,
         vision_config={
             "hidden_size": spec.tower_size,
             "intermediate_size": 3 * spec.tower_size,
