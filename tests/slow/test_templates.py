@@ -28,8 +28,8 @@ def rewards(folder: Path) -> list[float]:
     return [line["reward/mean"] for line in read_metrics(metrics) if "reward/mean" in line]
 
 
-@pytest.mark.parametrize("template", ["arithmetic", "images", "tool-env", "judge"])
-def test_the_reward_rises(template, tmp_path):
+@pytest.mark.parametrize(("template", "by"), [("arithmetic", 0.2), ("images", 0.05), ("tool-env", 0.2), ("judge", 0.2)])
+def test_the_reward_rises(template, by, tmp_path):
     groupwise("init", "mine", "--from", template, folder=tmp_path)
     folder, began, judge = tmp_path / "mine", time.monotonic(), None
     if template == "judge":
@@ -42,7 +42,7 @@ def test_the_reward_rises(template, tmp_path):
             assert judge.wait(timeout=60) == 0
     found = rewards(folder)
     print(f"{template}: {fmean(found[:3]):.3f} to {fmean(found[-5:]):.3f} in {time.monotonic() - began:.0f} s")
-    assert fmean(found[-5:]) > fmean(found[:3]) + 0.2
+    assert fmean(found[-5:]) > fmean(found[:3]) + by
 
 
 def test_the_live_loop_learns(tmp_path):
