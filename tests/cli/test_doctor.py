@@ -11,8 +11,7 @@ from cli_project import cli, save_model
 from groupwise.cli import doctor, doctor_cluster
 from groupwise.cli.doctor import check_disk, check_optional, check_python, check_sandbox, check_torch, examine
 from groupwise.cli.doctor_check import DoctorCheck
-from groupwise.config import hub
-from groupwise.config import run as config
+from groupwise.config.run import PACKAGED, STARTER
 from groupwise.rewards import sandbox
 from groupwise.rewards.sandbox import Isolation
 from wording import wording
@@ -30,8 +29,7 @@ def by_name(findings) -> dict[str, DoctorCheck]:
 
 def put_starter(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     """Have the package's model lie in `directory`."""
-    for module in (config, hub):
-        monkeypatch.setattr(module, "STARTER_DIR", directory)
+    monkeypatch.setitem(PACKAGED, STARTER, directory)
 
 
 def test_all_is_well_with_a_whole_model(tiny_model, monkeypatch, tmp_path):

@@ -206,13 +206,13 @@ def check_template() -> DoctorCheck:
     """Return the starter's chat template: a reply goes to ids and back, and training marks exactly the reply."""
     from transformers import AutoTokenizer
 
-    from groupwise.config.run import STARTER_DIR
+    from groupwise.config.run import PACKAGED, STARTER
     from groupwise.model.chat import decode, encode_completion, encode_prompt
     from groupwise.model.supervised import encode_supervised
     from groupwise.types import Message, Prompt
 
     reply = "185 <think> caf\u00e9"
-    tokenizer = AutoTokenizer.from_pretrained(STARTER_DIR)
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGED[STARTER])
     asked = Message(role="user", content="What is 47 + 138?")
     prompt = encode_prompt(Prompt(id="doctor", messages=(asked,)), tokenizer)
     ids = encode_completion(prompt, reply, tokenizer)
