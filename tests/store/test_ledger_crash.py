@@ -242,8 +242,10 @@ def test_a_ledger_of_the_version_before_is_brought_up_to_date(tmp_path):
     book.save_rollouts([kept])
     book.close()
     with closing(sqlite3.connect(path)) as connection, connection:
-        for column in ("job", "reward"):
-            connection.execute(f"ALTER TABLE rollout DROP COLUMN {column}")
+        for table, column in (("rollout", "job"), ("rollout", "reward"), ("feedback", "sender")):
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        for table in ("known_vote", "distrusted"):
+            connection.execute(f"DROP TABLE {table}")
         connection.execute(f"PRAGMA user_version={ledger_schema.VERSION - 1}")
     for _ in range(2):
         with closing(Ledger(path)) as book:
@@ -251,6 +253,8 @@ def test_a_ledger_of_the_version_before_is_brought_up_to_date(tmp_path):
             job = submit(book, rewards={"kept": 0.5, "forgotten": 1.0})
             with book.reader("looking") as db:
                 assert tuple(db.execute("SELECT job, reward FROM rollout").fetchone()) == (job.id, 0.5)
+                for table in ("known_vote", "distrusted"):
+                    assert db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] == 0
 
 
 def test_a_ledger_that_cannot_be_made_says_where(tmp_path):

@@ -1,9 +1,11 @@
-"""What a server does by itself with feedback: `learn` (automatic jobs) and `gate` (which versions go live).
+"""What a server does by itself with feedback: `learn` (automatic jobs), `gate` (which versions go live) and `raters`
+(whose ratings count).
 
-Both are keys of the server's configuration, and off where they are left out:
+All are keys of the server's configuration, and off where they are left out:
 
     learn: {adapter: helper, after: 32, rewards: [my_rewards:helpful], config: {learning_rate: 1.0e-4}}
     gate: {prompts: {source: held_out.jsonl}, rewards: [my_rewards:exact], canary: 0.1}   # and shadow: {rewards: []}
+    raters: {prompts: {source: known.jsonl}, rewards: [my_rewards:exact]}
 """
 
 from __future__ import annotations
@@ -126,6 +128,29 @@ class CanaryConfig(Section):
 def _share(value: Any) -> Any:
     """Return the setting; a share alone is a canary, or a shadow, with that share."""
     return value if value is None or isinstance(value, dict | Section | bool) else {"share": value}
+
+
+class RatersConfig(Section):
+    """Prompts whose answers can be scored without people, by which it is seen whose ratings are worth anything."""
+
+    prompts: DatasetConfig
+    """Prompts, as `data` of a run (docs/recipe.md), with the columns that the rewards need. They must be asked as users
+    ask, by your application for example, so that raters meet them."""
+    rewards: Rewards
+    """What scores answers to them, from 0 to 1: 1/2 and more is a good answer."""
+    honest: float = Field(default=0.7, gt=0.5, lt=1)
+    """The share of such answers that an honest rater rates as the rewards do, at least."""
+    confidence: float = Field(default=0.99, gt=0.5, lt=1)
+    """How sure it must be, however often one looks, that a rater agrees less often, before its ratings count nowhere:
+    with 0.99 it happens to one honest rater in a hundred at most."""
+    scoring: ScoringConfig = ScoringConfig()
+    """Where and how long the rewards run."""
+
+    @model_validator(mode="after")
+    def _has_rewards(self) -> RatersConfig:
+        if not self.rewards:
+            raise conflict("rewards", "is empty; name at least one reward function")
+        return self
 
 
 class GateConfig(LastingBounds):

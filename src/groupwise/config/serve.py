@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from groupwise.config.chat import ChatConfig
 from groupwise.config.engine import Engine, VllmConfig
-from groupwise.config.learn import GateConfig, LearnConfig
+from groupwise.config.learn import GateConfig, LearnConfig, RatersConfig
 from groupwise.config.section import Section, Text, Texts, conflict
 from groupwise.config.structured import StructuredOutputsConfig
 from groupwise.config.yaml import Document, key_paths, validate
@@ -152,6 +152,8 @@ class ServeConfig(Section):
     """Train by itself on feedback (docs/learn.md); null: only on what is posted."""
     gate: GateConfig | None = None
     """What versions that jobs made must pass to become active (docs/learn.md); null: nothing but their own checks."""
+    raters: RatersConfig | None = None
+    """Known prompts by which raters are judged (docs/learn.md); null: every rater counts."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
     """Where the modules and files that `learn` and `gate` name are looked for; that of the file, with --config."""
     min_free_bytes: int = Field(default=GIB, ge=0)

@@ -179,7 +179,7 @@ class FeedbackAnswer(Answer):
     user: str | None
     comment: str | None
     created_at: str
-    state: Literal["waiting", "training", "trained", "dropped"]
+    state: Literal["waiting", "training", "trained", "dropped", "distrusted"]
     """Waiting for a job; in one that has not ended; in one that is completed; or nothing could be trained on it."""
     job_id: str | None
     """The job that took it."""
@@ -223,6 +223,21 @@ class LearnTransition(Answer):
     data: dict[str, Any]
 
 
+class RaterAnswer(Answer):
+    """What is known of somebody who rates."""
+
+    user: str | None
+    """The `user` of the ratings; null is those that name none."""
+    key: str | None
+    """The name of the key that they came with; null is the owner's, or none."""
+    known: int
+    """Prompts of `raters` of which they rated an answer."""
+    agreed: int
+    """How many of these ratings the rewards agree with."""
+    counts: bool
+    """Whether their ratings make jobs and decide canaries."""
+
+
 class LearnAnswer(Answer):
     """What automatic training does, or why it does nothing."""
 
@@ -256,6 +271,8 @@ class LearnAnswer(Answer):
     """How many ratings of its answers a canary has."""
     trial_most: int | None
     """At how many pairs or ratings the trial ends at the latest; what is known then decides, or `undecided`."""
+    raters: list[RaterAnswer] = []
+    """Raters who were compared with what is known: those who do not count first, then those who agreed least."""
     transitions: list[LearnTransition]
     """What happened lately, newest first."""
 

@@ -79,6 +79,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         live_events,
         messages,
         metric_definitions,
+        raters,
         responses,
         rollout_log,
         rollouts,
@@ -103,6 +104,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         images,
         feedback,
         learn,
+        raters,
         train,
         findings,
         adapters,
@@ -251,6 +253,8 @@ class _ServerProcess:
                 tasks.append(asyncio.create_task(self._server.trainer.run()))
             if self._server.gate is not None:
                 tasks.append(asyncio.create_task(self._server.gate.watch()))
+            if self._server.raters is not None:
+                tasks.append(asyncio.create_task(self._server.raters.watch()))
             self._say_ready()
             lost = asyncio.create_task(self._device_lost())
             await _first(asyncio.create_task(self._stop.wait()), tasks[0], lost)
@@ -373,7 +377,7 @@ class _ServerProcess:
             await asyncio.to_thread(self._server.engine.close)
             await asyncio.to_thread(self._server.answers.close)
             await asyncio.to_thread(self._server.usage.save)
-            for part in (self._server.trainer, self._server.gate):
+            for part in (self._server.trainer, self._server.gate, self._server.raters):
                 if part is not None:
                     await asyncio.to_thread(part.close)
         ledger.close()

@@ -18,6 +18,7 @@ from groupwise.server.gate import Gatekeeper
 from groupwise.server.learn import FeedbackTrainer
 from groupwise.server.metrics import Recorder
 from groupwise.server.policies import Policies, check_free_name
+from groupwise.server.raters import Raters
 from groupwise.server.reader import Reader, TextModel
 from groupwise.server.sampling import Admissions
 from groupwise.server.state import Parts, Server, select
@@ -152,6 +153,7 @@ def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Serv
         paths=private_paths(config.state_dir, config.model),
         trainer=None if config.learn is None else FeedbackTrainer(parts, config.learn),
         gate=gate,
+        raters=None if config.raters is None else Raters(parts, config.raters),
     )
 
 

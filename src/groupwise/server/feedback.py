@@ -65,7 +65,7 @@ class FeedbackRequest(NullIsAbsent, OwnRequest):
     better_than: RolloutId | None = None
     """Another answer to the same prompt, which is worse than this one."""
     user: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Who says so; of several scores of one answer by the same user the last one counts."""
+    """Who says so; of several scores of one answer by the same user, with the same key, the last one counts."""
     comment: Annotated[str, Field(max_length=MOST_COMMENT)] | None = None
     """For people; nothing is trained on it."""
 
@@ -107,13 +107,21 @@ async def give_feedback(request: Request, parts: Ratings, idempotency_key: Idemp
     It is on the disk when this is answered. With `Idempotency-Key` the same request again is the same feedback."""
     body = await read_body(request, FeedbackRequest)
     fingerprint = hashlib.sha256(await request.body()).hexdigest()
-    kept, is_new = await asyncio.to_thread(_keep, parts, body, idempotency_key, fingerprint)
+    kept, is_new = await asyncio.to_thread(_keep, parts, body, sender_of(request), idempotency_key, fingerprint)
     if is_new:
         parts.recorder.rated(score=kept.score)
     return shown(kept)
 
 
-def _keep(parts: RatingParts, body: FeedbackRequest, key: str | None, fingerprint: str) -> tuple[Feedback, bool]:
+def sender_of(request: Request) -> str:
+    """Return the name of the key that a request came with; '' for the owner's, or none."""
+    caller = request.state.caller
+    return "" if caller is None or caller.key is None else caller.key.name
+
+
+def _keep(
+    parts: RatingParts, body: FeedbackRequest, sender: str, key: str | None, fingerprint: str
+) -> tuple[Feedback, bool]:
     """Raise RolloutNotFoundError, RequestError, IdempotencyConflictError."""
     if key is not None and (known := parts.feedback.by_key(key, fingerprint)) is not None:
         return known, False  # also where the rollout has been forgotten since
@@ -144,6 +152,7 @@ def _keep(parts: RatingParts, body: FeedbackRequest, key: str | None, fingerprin
         score=body.points,
         correction=body.correction,
         worse=body.better_than,
+        sender=sender,
         author=body.user,
         comment=body.comment,
         created_at=time.time(),

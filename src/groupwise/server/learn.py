@@ -57,7 +57,7 @@ from groupwise.server.submit import prepare_grpo
 from groupwise.server.train import pending, submit
 from groupwise.server.webhooks import ACTIVE, utc
 from groupwise.server.wire import documented
-from groupwise.store.feedback import Feedback, FeedbackLog, Transition, opinions
+from groupwise.store.feedback import Feedback, FeedbackLog, Rater, Transition, opinions
 from groupwise.store.ledger import Job, Ledger, RolloutRecord
 from groupwise.tasks.reply import plain_text
 from groupwise.tasks.rollout_sources import group_of
@@ -76,7 +76,7 @@ POLL_S = 2.0
 AGAIN_S = 60.0  # after a failure
 HOUR_S = 3600.0
 NEWEST = 256  # jobs that are looked at
-SHOWN = 50  # transitions in one answer
+SHOWN = 50  # transitions, and raters, in one answer
 PAUSED = "learn.paused"  # the setting
 SIMILARITY = RewardConfig(function="groupwise.rewards.text:rouge_l", args={"beyond_prompt": False})
 
@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from groupwise.config.serve import ServeConfig
     from groupwise.server.gate import Gatekeeper
     from groupwise.server.policies import Policies
+    from groupwise.server.raters import Raters
 
 log = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/learn", tags=["feedback"])
@@ -292,15 +293,15 @@ class FeedbackTrainer:
         groups, lost = rated_groups(ratings, book.rollouts(list(ids)), scored=bool(self._config.rewards))
         if lost:
             book.failed(lost, for_good=True)
-        return self._shared(groups, {each.seq: each.author for each in ratings})
+        return self._shared(groups, {each.seq: each.rater for each in ratings})
 
-    def _shared(self, groups: list[RatedGroup], authors: Mapping[int, str | None]) -> list[RatedGroup]:
-        """Return what a job may take of the groups that no author and no phrase has too much of (`max_share`)."""
+    def _shared(self, groups: list[RatedGroup], raters: Mapping[int, Rater]) -> list[RatedGroup]:
+        """Return what a job may take of the groups that no rater and no phrase has too much of (`max_share`)."""
         self._bounded = ""
         if self._config.max_share is None:
             return groups
         asked, most = self._parts.feedback.asked(), self._config.max_groups
-        found = within_shares(groups, authors, asked, share=self._config.max_share, most=most)
+        found = within_shares(groups, raters, asked, share=self._config.max_share, most=most)
         if left := min(len(groups), most) - len(found):
             self._bounded = (
                 f"; {left} groups wait, as others of their rater, or with their phrases, are enough (max_share)"
@@ -423,7 +424,7 @@ class FeedbackTrainer:
         tokenizer = self._parts.base.tokenizer
         columns = {} if group.correction is None else {"answer": group.correction}
         prompt = as_asked(records[0].id, group.prompt_ids, tokenizer, columns=columns)
-        completions = [_completion(record, decode(record.completion_ids, tokenizer)) for record in records]
+        completions = [completion_of(record, decode(record.completion_ids, tokenizer)) for record in records]
         scored = await self._scorer(group_of(prompt, completions))
         refuse_failed([scored])
         return [rollout.reward for rollout in scored.rollouts]
@@ -482,7 +483,8 @@ def _record(prompt_ids: Sequence[int], completion: Completion, params: SamplingP
     )
 
 
-def _completion(record: RolloutRecord, text: str) -> Completion:
+def completion_of(record: RolloutRecord, text: str) -> Completion:
+    """Return a kept answer as rewards get it."""
     return Completion(
         token_ids=record.completion_ids,
         logprobs=record.logprobs,
@@ -502,6 +504,7 @@ class LearnParts:
     feedback: FeedbackLog
     trainer: FeedbackTrainer | None
     gate: Gatekeeper | None
+    raters: Raters | None
 
 
 Learning = Annotated[LearnParts, given(LearnParts)]
@@ -510,7 +513,7 @@ Learning = Annotated[LearnParts, given(LearnParts)]
 @router.get("", **documented(answer=LearnAnswer))
 async def learning(parts: Learning) -> LearnAnswer:
     """Say what automatic training does, or why it does nothing; and what it did lately, newest first."""
-    return await asyncio.to_thread(_shown, parts)
+    return await asyncio.to_thread(shown, parts)
 
 
 @router.post("/pause", **documented(answer=LearnAnswer, errors=[RequestError]))
@@ -529,14 +532,14 @@ async def resume(parts: Learning) -> LearnAnswer:
 async def promote(parts: Learning) -> LearnAnswer:
     """Make the version that is on trial the active one, without waiting for more ratings."""
     await _on_trial(parts).promote("by hand", by_hand=True)
-    return await asyncio.to_thread(_shown, parts)
+    return await asyncio.to_thread(shown, parts)
 
 
 @router.post("/reject", **documented(answer=LearnAnswer, errors=[RequestError]))
 async def reject(parts: Learning) -> LearnAnswer:
     """End the trial: the version stays in the store and answers no more requests."""
     await _on_trial(parts).reject("by hand")
-    return await asyncio.to_thread(_shown, parts)
+    return await asyncio.to_thread(shown, parts)
 
 
 def _on_trial(parts: LearnParts) -> Gatekeeper:
@@ -551,10 +554,11 @@ def _set_paused(parts: LearnParts, paused: bool) -> LearnAnswer:
     if parts.trainer.paused != paused:
         kind, message = ("paused", "paused by hand") if paused else ("resumed", "resumed by hand")
         parts.feedback.note(kind, message, settings={PAUSED: paused})
-    return _shown(parts)
+    return shown(parts)
 
 
-def _shown(parts: LearnParts) -> LearnAnswer:
+def shown(parts: LearnParts) -> LearnAnswer:
+    """Return what automatic training does, as it is answered. Reads the disk."""
     config, trainer = parts.config.learn, parts.trainer
     lately = automatic_jobs(parts.ledger)
     running = next((job for job in lately if job.state in ACTIVE), None)
@@ -576,6 +580,7 @@ def _shown(parts: LearnParts) -> LearnAnswer:
         trial_pairs=None if trial is None or trial.stage != "shadow" else len(trial.pairs),
         trial_ratings=None if parts.gate is None else parts.gate.heard(),
         trial_most=None if parts.gate is None else parts.gate.most,
+        raters=[] if parts.raters is None else parts.raters.shown(limit=SHOWN),
         transitions=[transition_shown(each) for each in parts.feedback.transitions(limit=SHOWN)],
     )
 

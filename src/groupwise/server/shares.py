@@ -4,7 +4,7 @@
 
 Whoever rates much, or rates one thing under many names, decides what a job teaches. So of the groups of a job
 
-    one author      is in a share of `max_share` at most; ratings without a `user` are one author's
+    one rater       is in a share of `max_share` at most; ratings of one key without a `user` are one rater's
     one phrase      (one to three tokens in a row of the prompt) is in that share at most beyond its share of the
                     prompts that were asked lately: what every prompt has, as a template's words, is not bounded
 
@@ -44,7 +44,7 @@ def phrases_of(prompt_ids: Sequence[int]) -> set[tuple[int, ...]]:
 
 def within_shares(
     groups: Sequence[Group],
-    authors: Mapping[int, str | None],
+    raters: Mapping[int, Hashable],
     asked: Sequence[Sequence[int]],
     *,
     share: float,
@@ -53,12 +53,12 @@ def within_shares(
     """Return what a job of at most `most` groups may take of these, the first of them first.
 
     Args:
-        authors: of each rating, by its number.
+        raters: who gave each rating, by its number.
         asked: prompts that were asked lately, each once.
         share: `learn.max_share`.
     """
     usual = Counter(phrase for prompt in asked for phrase in phrases_of(prompt))
-    names = [{("author", authors.get(seq)) for seq in group.seqs} for group in groups]
+    names = [{("rater", raters.get(seq)) for seq in group.seqs} for group in groups]
     phrases = [phrases_of(group.prompt_ids) for group in groups]
     size = min(len(groups), most)
     while True:  # where a job comes out smaller, less of each may be in it

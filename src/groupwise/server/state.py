@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from groupwise.server.learn import FeedbackTrainer
     from groupwise.server.metrics import Recorder
     from groupwise.server.policies import Policies
+    from groupwise.server.raters import Raters
     from groupwise.server.reader import Reader
     from groupwise.server.sampling import Admissions
     from groupwise.server.storage import StorageProbe
@@ -70,6 +71,7 @@ class Server(Parts):
         paths: the directories of this machine that no answer names, and what stands in their place.
         trainer: makes jobs of feedback; None where the configuration has no `learn`.
         gate: decides which versions go live; None where the configuration has no `gate`.
+        raters: finds raters whose ratings are not worth anything; None where the configuration has no `raters`.
     """
 
     reader: Reader
@@ -82,6 +84,7 @@ class Server(Parts):
     paths: Mapping[str, str]
     trainer: FeedbackTrainer | None = None
     gate: Gatekeeper | None = None
+    raters: Raters | None = None
 
 
 P = TypeVar("P")

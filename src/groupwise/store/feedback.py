@@ -5,10 +5,13 @@
     claim       in the transaction that queues a job: these ratings are that job's
     give_back   the ratings of jobs that failed or were cancelled wait again
 
+Who rates is the `user` that a rating names, within the key that it came with. Ratings of those who are distrusted
+(`store.raters`) are kept, and count nowhere.
+
 A rating is about one rollout and holds any of: a score from 0 to 1 (a thumb is 1 or 0), a correction (the text that
 should have been said), and the id of another rollout of the same prompt that is worse. A rating is in one of these
-states, which follows from the job that took it: waiting, training, trained, or dropped (nothing can be trained on it,
-or MAX_FAILURES attempts came to nothing: jobs that failed, groups without a difference in scores).
+states, which follows from the job that took it: waiting, training, trained, dropped (nothing can be trained on it,
+or MAX_FAILURES attempts came to nothing: jobs that failed, groups without a difference in scores), or distrusted.
 
 Transitions (what automatic training did: jobs, gates, canaries) and a few durable settings of it are kept here, too.
 """
@@ -22,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from uuid import uuid4
 
 from groupwise.errors import ConflictError, IdempotencyConflictError
@@ -35,10 +38,15 @@ KEEP_FEEDBACK, KEEP_TRANSITIONS = 1_000_000, 10_000
 MAX_FAILURES = 3
 ENDED_BADLY = "('failed', 'cancelled')"
 
-FeedbackState = Literal["waiting", "training", "trained", "dropped"]
+FeedbackState = Literal["waiting", "training", "trained", "dropped", "distrusted"]
+Rater = tuple[str, str | None]  # the name of the key ('' is the owner's, or none) and the user; None is nobody named
+
+_DISTRUSTED = "(feedback.sender, coalesce(feedback.author, '')) IN (SELECT sender, author FROM distrusted)"
+_WAITS = f"trained_by IS NULL AND failures < {MAX_FAILURES} AND NOT {_DISTRUSTED}"
 
 _STATE = f"""
-    CASE WHEN trained_by IS NULL THEN CASE WHEN failures >= {MAX_FAILURES} THEN 'dropped' ELSE 'waiting' END
+    CASE WHEN trained_by IS NULL THEN
+             CASE WHEN failures >= {MAX_FAILURES} THEN 'dropped' WHEN {_DISTRUSTED} THEN 'distrusted' ELSE 'waiting' END
          WHEN job.state IN ('queued', 'running') THEN 'training'
          WHEN job.state IN {ENDED_BADLY} THEN 'waiting'
          ELSE 'trained' END
@@ -61,12 +69,17 @@ class Feedback:
     score: float | None = None
     correction: str | None = None
     worse: str | None = None
+    sender: str = ""
     author: str | None = None
     comment: str | None = None
     created_at: float
     trained_by: str | None = None
     failures: int = 0
     state: FeedbackState = "waiting"
+
+    @property
+    def rater(self) -> Rater:
+        return self.sender, self.author
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,7 @@ class FeedbackLog:
     """The feedback of one ledger. Threads may share it. Raises as the ledger does."""
 
     def __init__(self, ledger: Ledger):
-        self._ledger, self._db = ledger, ledger.database
+        self.ledger, self._db = ledger, ledger.database
 
     # --- what people say ---
 
@@ -94,7 +107,8 @@ class FeedbackLog:
         Raises:
             IdempotencyConflictError: the key came with another body.
         """
-        columns = ("id", "rollout", "version", "score", "correction", "worse", "author", "comment", "created_at")
+        columns = ("id", "rollout", "version", "score", "correction", "worse", "sender", "author", "comment")
+        columns = (*columns, "created_at")
         row = {name: getattr(rating, name) for name in columns}
         with self._db.transaction("keeping feedback") as db:
             if known := self._by_key(db, key, fingerprint):
@@ -133,34 +147,41 @@ class FeedbackLog:
         with self._db.reading("listing feedback") as db:
             return [_read(row) for row in db.execute(query, (*given.values(), limit))]
 
+    def by_ids(self, ids: Sequence[str]) -> list[Feedback]:
+        """Return the ratings of these ids, oldest first."""
+        with self._db.reading("reading feedback") as db:
+            rows = db.execute(f"{_ROWS} WHERE feedback.id IN ({marks(ids)}) ORDER BY feedback.seq", list(ids))
+            return [_read(row) for row in rows]
+
     def counts(self) -> dict[str, int]:
         """Return how many ratings are in each state."""
         with self._db.reading("counting feedback") as db:
             rows = db.execute(f"SELECT state, count(*) AS n FROM ({_ROWS}) GROUP BY state").fetchall()
-        return {"waiting": 0, "training": 0, "trained": 0, "dropped": 0} | {row["state"]: row["n"] for row in rows}
+        return dict.fromkeys(get_args(FeedbackState), 0) | {row["state"]: row["n"] for row in rows}
 
     def rated(self, version: str, *, after: int, of_one: int | None = None) -> list[tuple[int, float]]:
         """Return the votes that answers of a version got behind the rating of number `after`, and the numbers under
-        which they came, in that order: one of each author for each answer (`votes`), however often it was rated and
-        whatever the clock says; of one author the first `of_one`, None is all."""
+        which they came, in that order: one of each rater for each answer (`votes`), however often it was rated and
+        whatever the clock says; of one rater the first `of_one`, None is all."""
         query = f"""
             {_ROWS} LEFT JOIN rollout AS lost ON lost.id = feedback.worse
-            WHERE feedback.seq > ? AND (feedback.version = ? OR lost.version = ?)
+            WHERE feedback.seq > ? AND (feedback.version = ? OR lost.version = ?) AND NOT {_DISTRUSTED}
         """
         its = "SELECT id FROM rollout WHERE version = ? AND id IN (SELECT worse FROM feedback WHERE seq > ?)"
-        with self._ledger.reader("reading scores") as db:
+        with self.ledger.reader("reading scores") as db:
             ratings = [_read(row) for row in db.execute(query, (after, version, version))]
             lost = {row["id"] for row in db.execute(its, (version, after))}
         mine = lost | {rating.rollout for rating in ratings if rating.version == version}
-        came = dict[tuple[str, str | None], int]()
+        came = dict[tuple[str, Rater], int]()
         for rating in sorted(ratings, key=lambda each: each.seq):
             for rollout in filter(None, (rating.rollout, rating.worse)):
-                came.setdefault((rollout, rating.author), rating.seq)
-        its_votes = sorted((came[key], key[1], vote) for key, vote in votes(ratings).items() if key[0] in mine)
-        counted, heard = list[tuple[int, float]](), Counter[str | None]()
-        for seq, author, vote in its_votes:
-            heard[author] += 1
-            if of_one is None or heard[author] <= of_one:
+                came.setdefault((rollout, rating.rater), rating.seq)
+        of_its = [(came[key], key[1], vote) for key, vote in votes(ratings).items() if key[0] in mine]
+        its_votes = sorted(of_its, key=lambda each: each[0])
+        counted, heard = list[tuple[int, float]](), Counter[Rater]()
+        for seq, rater, vote in its_votes:
+            heard[rater] += 1
+            if of_one is None or heard[rater] <= of_one:
                 counted.append((seq, vote))
         return counted
 
@@ -171,18 +192,18 @@ class FeedbackLog:
         before the second newest of any, so that many of one answer hide no other. Nobody waits for who reads them."""
         query = f"""
             SELECT * FROM (
-                SELECT *, row_number() OVER (PARTITION BY rollout ORDER BY seq DESC) AS turn FROM ({_ROWS})
-                WHERE trained_by IS NULL AND failures < {MAX_FAILURES}
+                SELECT *, row_number() OVER (PARTITION BY rollout ORDER BY seq DESC) AS turn FROM ({_ROWS}) AS feedback
+                WHERE {_WAITS}
             ) ORDER BY turn, seq DESC LIMIT ?
         """
-        with self._ledger.reader("reading the waiting feedback") as db:
+        with self.ledger.reader("reading the waiting feedback") as db:
             return sorted((_read(row) for row in db.execute(query, (limit,))), key=lambda rating: rating.seq)
 
     def revision(self) -> tuple[int, int]:
         """Return another value whenever other ratings wait than before."""
         query = f"""
             SELECT (SELECT coalesce(max(seq), 0) FROM feedback) AS newest, count(*) AS waiting
-            FROM feedback WHERE trained_by IS NULL AND failures < {MAX_FAILURES}
+            FROM feedback WHERE {_WAITS}
         """
         with self._db.reading("looking for feedback") as db:
             row = db.execute(query).fetchone()
@@ -200,13 +221,13 @@ class FeedbackLog:
 
     def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
         """Return those of the rollouts that are still kept, read without making anybody wait."""
-        with self._ledger.reader("reading rated rollouts") as db:
+        with self.ledger.reader("reading rated rollouts") as db:
             return read_rollouts(db, ids)
 
     def asked(self, *, limit: int = 2000) -> list[tuple[int, ...]]:
         """Return the prompts of the newest `limit` rollouts that are kept, each once, in token ids."""
         query = "SELECT DISTINCT prompt_ids FROM (SELECT prompt_ids FROM rollout ORDER BY seq DESC LIMIT ?)"
-        with self._ledger.reader("reading what was asked") as db:
+        with self.ledger.reader("reading what was asked") as db:
             return [unpacked_ids(row["prompt_ids"]) for row in db.execute(query, (limit,))]
 
     def prompts_of(self, job: str, *, limit: int) -> list[tuple[int, ...]]:
@@ -216,7 +237,7 @@ class FeedbackLog:
             SELECT rollout.prompt_ids FROM feedback JOIN rollout ON rollout.id = feedback.rollout
             WHERE feedback.trained_by = ? GROUP BY rollout.prompt_ids ORDER BY max(feedback.seq) DESC LIMIT ?
         """
-        with self._ledger.reader("reading what was rated") as db:
+        with self.ledger.reader("reading what was rated") as db:
             return [unpacked_ids(row["prompt_ids"]) for row in db.execute(query, (job, limit))]
 
     def claim(self, db: sqlite3.Connection, seqs: Sequence[int], job: str) -> None:
@@ -259,6 +280,7 @@ class FeedbackLog:
             db.execute(statement, (time.time() - KEEP_SECONDS, KEEP_FEEDBACK))
             newest = "(SELECT coalesce(max(seq), 0) FROM transition)"
             db.execute(f"DELETE FROM transition WHERE seq <= {newest} - ?", (KEEP_TRANSITIONS,))
+            db.execute("DELETE FROM known_vote WHERE seq < (SELECT min(seq) FROM feedback)")
 
     # --- what automatic training did ---
 
@@ -332,38 +354,38 @@ class Opinion:
         return fmean(self.scores) if self.scores else None
 
 
-def _last_said(ratings: Iterable[Feedback]) -> dict[tuple[str, str | None, str], Feedback]:
-    """Return of one author (or of nobody in particular) the last score of a rollout, the last correction, and the last
-    comparison of a pair, by rollout, author and which of them it is."""
-    said: dict[tuple[str, str | None, str], Feedback] = {}
+def _last_said(ratings: Iterable[Feedback]) -> dict[tuple[str, Rater, str], Feedback]:
+    """Return of one rater (or of nobody in particular) the last score of a rollout, the last correction, and the last
+    comparison of a pair, by rollout, rater and which of them it is."""
+    said: dict[tuple[str, Rater, str], Feedback] = {}
     for rating in sorted(ratings, key=lambda each: each.seq):
         first, second = sorted((rating.rollout, rating.worse or ""))
         kinds = {"score": rating.score, "correction": rating.correction, f"against {first}": rating.worse}
         for kind, value in kinds.items():
             if value is not None:
-                said[second if kind.startswith("against") else rating.rollout, rating.author, kind] = rating
+                said[second if kind.startswith("against") else rating.rollout, rating.rater, kind] = rating
     return said
 
 
-def votes(ratings: Iterable[Feedback]) -> dict[tuple[str, str | None], float]:
-    """Return by rollout and author, from 0 to 1, the mean of the last score and of the last comparisons, in which the
+def votes(ratings: Iterable[Feedback]) -> dict[tuple[str, Rater], float]:
+    """Return by rollout and rater, from 0 to 1, the mean of the last score and of the last comparisons, in which the
     better rollout gets 1 and the worse one 0; 0 where there is a correction alone."""
-    found: dict[tuple[str, str | None], list[float]] = {}
-    corrected: dict[tuple[str, str | None], list[float]] = {}
-    for (_, author, kind), rating in _last_said(ratings).items():
-        mine = found.setdefault((rating.rollout, author), [])
+    found: dict[tuple[str, Rater], list[float]] = {}
+    corrected: dict[tuple[str, Rater], list[float]] = {}
+    for (_, rater, kind), rating in _last_said(ratings).items():
+        mine = found.setdefault((rating.rollout, rater), [])
         if kind == "score" and rating.score is not None:
             mine.append(rating.score)
         elif kind == "correction":
-            corrected[rating.rollout, author] = [0.0]
+            corrected[rating.rollout, rater] = [0.0]
         elif rating.worse is not None:
             mine.append(1.0)
-            found.setdefault((rating.worse, author), []).append(0.0)
+            found.setdefault((rating.worse, rater), []).append(0.0)
     return {key: fmean(each) for key, given in found.items() if (each := given or corrected.get(key, []))}
 
 
 def opinions(ratings: Iterable[Feedback]) -> dict[str, Opinion]:
-    """Return what each rollout got: of one author the last of each kind counts. A comparison is a score of 1 for the
+    """Return what each rollout got: of one rater the last of each kind counts. A comparison is a score of 1 for the
     better rollout and of 0 for the worse one."""
     found: dict[str, Opinion] = {}
     for (_, _, kind), rating in _last_said(ratings).items():

@@ -47,8 +47,30 @@ REPAIR = "stop the server, and start it once with --repair-ledger: docs/troubles
 PHASES = ("waiting", "loading", "training", "publishing", "swapping", "done")
 
 VERSION = 7  # `user_version` of these tables; a change of them is one more, with what brings the one before there
-UPGRADE = "ALTER TABLE rollout ADD COLUMN job TEXT; ALTER TABLE rollout ADD COLUMN reward REAL"  # from VERSION - 1
-SCHEMA = """
+RATERS = """
+    CREATE TABLE known_vote (                   -- what a rater said first of an answer to a prompt of `raters`
+        sender TEXT NOT NULL,
+        author TEXT NOT NULL,                   -- its user ('' is nobody in particular)
+        prompt TEXT NOT NULL,                   -- its digest
+        seq INTEGER NOT NULL,                   -- of the rating
+        agreed INTEGER NOT NULL,                -- 1: it was as good as the rating said
+        PRIMARY KEY (sender, author, prompt)
+    );
+    CREATE TABLE distrusted (                   -- raters whose ratings count nowhere
+        sender TEXT NOT NULL,
+        author TEXT NOT NULL,
+        at REAL NOT NULL,
+        PRIMARY KEY (sender, author)
+    )
+"""
+UPGRADE = f"""
+    ALTER TABLE rollout ADD COLUMN job TEXT;
+    ALTER TABLE rollout ADD COLUMN reward REAL;
+    ALTER TABLE feedback ADD COLUMN sender TEXT NOT NULL DEFAULT '';
+    {RATERS}
+"""  # from VERSION - 1
+SCHEMA = (
+    """
     CREATE TABLE job (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order of submission
         id TEXT NOT NULL UNIQUE,
@@ -133,7 +155,8 @@ SCHEMA = """
         score REAL,                             -- 0 to 1
         correction TEXT,
         worse TEXT,                             -- a rollout of the same prompt that is worse
-        author TEXT,
+        sender TEXT NOT NULL DEFAULT '',        -- the name of the key it came with ('' is the owner's, or none)
+        author TEXT,                            -- its `user`
         comment TEXT,
         created_at REAL NOT NULL,
         trained_by TEXT,                        -- the job that took it (null while it waits)
@@ -152,8 +175,10 @@ SCHEMA = """
     CREATE TABLE setting (
         key TEXT PRIMARY KEY,
         value TEXT NOT NULL                     -- JSON
-    )
+    );
 """
+    + RATERS
+)
 
 JOBS = """
     SELECT job.*, CASE state WHEN 'queued' THEN
@@ -182,6 +207,8 @@ READABLE = {  # what holds for every row that can be read
     "feedback": "typeof(rollout) = 'text' AND (score IS NULL OR score BETWEEN 0 AND 1)",
     "transition": "json_valid(data)",
     "setting": "json_valid(value)",
+    "known_vote": "agreed IN (0, 1)",
+    "distrusted": "typeof(author) = 'text'",
 }
 _ACCEPTED = {  # of a job when it is accepted
     **dict.fromkeys(("id", "kind", "adapter", "config", "summary", "effective"), str),

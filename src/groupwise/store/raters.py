@@ -1,0 +1,100 @@
+"""Raters, in the job ledger's database: how often each agreed with what is known, and whose ratings count nowhere.
+
+    unheard     ratings of answers to certain prompts, oldest first, a page at a time
+    keep        how these raters' first words of each prompt compare with what is known
+    agreed      for each rater, in the order of the ratings, whether it agreed
+    distrust    from now on a rater's ratings count nowhere (`store.feedback`); `trust` undoes it, and begins anew
+
+A rater speaks once of each prompt: what it says of further answers to it, or later, tells nothing new of the rater.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from groupwise.model.image_tokens import packed_ids
+from groupwise.store.feedback import Feedback, FeedbackLog, Rater
+from groupwise.store.ledger_schema import dump
+
+PAGE = 1000  # ratings
+
+
+@dataclass(frozen=True)
+class KnownVote:
+    """What a rater said of an answer to a known prompt: whether it agreed with what is known."""
+
+    rater: Rater
+    prompt_ids: tuple[int, ...]
+    seq: int
+    agreed: bool
+
+
+class RaterLog:
+    """What is known of the raters of one ledger. Threads may share it. Raises as the ledger does."""
+
+    def __init__(self, feedback: FeedbackLog):
+        self._feedback = feedback
+        self._ledger, self._db = feedback.ledger, feedback.ledger.database
+
+    def unheard(self, prompts: Collection[tuple[int, ...]], *, after: int) -> tuple[list[Feedback], int]:
+        """Return the ratings behind the number `after` whose answers are to one of these prompts, of a page of all
+        ratings, and the number of the page's last one; `after` where there are no more."""
+        wanted = {packed_ids(prompt) for prompt in prompts}
+        query = """
+            SELECT feedback.id, feedback.seq, rollout.prompt_ids FROM feedback
+            LEFT JOIN rollout ON rollout.id = feedback.rollout WHERE feedback.seq > ? ORDER BY feedback.seq LIMIT ?
+        """
+        with self._ledger.reader("reading ratings of known prompts") as db:
+            rows = db.execute(query, (after, PAGE)).fetchall()
+        ids = [row["id"] for row in rows if row["prompt_ids"] in wanted]
+        return self._feedback.by_ids(ids), rows[-1]["seq"] if rows else after
+
+    def keep(self, votes: Iterable[KnownVote], *, place: str, seq: int) -> None:
+        """Keep what raters said, of each prompt the first; and that the ratings up to `seq` are heard, under the
+        setting `place`."""
+        with self._db.transaction("keeping what raters said") as db:
+            for vote in votes:
+                row = (*_columns(vote.rater), digest_of(vote.prompt_ids), vote.seq, vote.agreed)
+                db.execute("INSERT OR IGNORE INTO known_vote VALUES (?, ?, ?, ?, ?)", row)
+            db.execute("INSERT OR REPLACE INTO setting (key, value) VALUES (?, ?)", (place, dump(seq)))
+
+    def agreed(self, prompts: Collection[tuple[int, ...]]) -> dict[Rater, list[bool]]:
+        """Return for each rater whether it agreed with what is known of these prompts, in the order of the ratings."""
+        wanted, found = {digest_of(prompt) for prompt in prompts}, dict[Rater, list[bool]]()
+        with self._db.reading("reading what raters said") as db:
+            rows = db.execute("SELECT * FROM known_vote ORDER BY seq").fetchall()
+        for row in rows:
+            if row["prompt"] in wanted:
+                found.setdefault((row["sender"], row["author"] or None), []).append(bool(row["agreed"]))
+        return found
+
+    def distrusted(self) -> set[Rater]:
+        """Return the raters whose ratings count nowhere."""
+        with self._db.reading("reading who is distrusted") as db:
+            rows = db.execute("SELECT sender, author FROM distrusted").fetchall()
+        return {(row["sender"], row["author"] or None) for row in rows}
+
+    def distrust(self, rater: Rater) -> None:
+        """Let the ratings of this rater count nowhere from now on, those that wait included."""
+        with self._db.transaction("distrusting a rater") as db:
+            db.execute("INSERT OR IGNORE INTO distrusted VALUES (?, ?, ?)", (*_columns(rater), time.time()))
+
+    def trust(self, rater: Rater) -> bool:
+        """Let the ratings of this rater count again, and forget what it said of known prompts; return whether it was
+        distrusted."""
+        its = "WHERE sender = ? AND author = ?"
+        with self._db.transaction("trusting a rater") as db:
+            db.execute(f"DELETE FROM known_vote {its}", _columns(rater))
+            return db.execute(f"DELETE FROM distrusted {its}", _columns(rater)).rowcount > 0
+
+
+def digest_of(prompt_ids: tuple[int, ...]) -> str:
+    """Return what stands for a prompt in the ledger."""
+    return hashlib.sha256(packed_ids(prompt_ids)).hexdigest()[:32]
+
+
+def _columns(rater: Rater) -> tuple[str, str]:
+    return rater[0], rater[1] or ""

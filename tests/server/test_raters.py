@@ -1,0 +1,156 @@
+"""Raters: who is found to rate otherwise than is known, what becomes of their ratings, and how one is trusted again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from groupwise.server.raters import dishonest
+from groupwise.store.keys import KeyFile
+from whole_server import Whole, whole
+
+QUESTION = "What is {} + {}? Reply with just the number."
+SUMS = [(a, b) for a in (3, 4, 5, 6) for b in (11, 25, 37)]
+OWNER = {"authorization": "Bearer owner-key"}
+
+
+def short(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Score an answer of an even number of characters with 1, so that greedy answers of both kinds are there."""
+    return [float(len(completion[0]["content"]) % 2 == 0) for completion in completions]
+
+
+# ---- the test ----
+
+
+def test_honest_raters_are_found_dishonest_as_seldom_as_promised_and_others_soon() -> None:
+    """At the bound the error is 1 - confidence at most, however often one looks; 300 raters of each kind."""
+    random, bound = np.random.default_rng(0), {"honest": 0.7, "confidence": 0.95}
+
+    def share(agrees: float, known: int) -> float:
+        found = [dishonest(list(random.random(known) < agrees), **bound) for _ in range(300)]
+        return sum(found) / len(found)
+
+    assert share(0.7, 200) <= 0.05 + 3 * (0.05 * 0.95 / 300) ** 0.5
+    assert share(0.85, 200) == 0
+    assert share(0.0, 10) == 1 and share(0.5, 200) > 0.9
+
+
+@pytest.mark.parametrize("agreed", [[], [False] * 3, [True] * 100])
+def test_a_few_or_right_ratings_distrust_nobody(agreed: list[bool]) -> None:
+    assert not dishonest(agreed, honest=0.7, confidence=0.99)
+
+
+# ---- a server that judges raters ----
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Whole]:
+    known = tmp_path / "known.jsonl"
+    known.write_text("".join(json.dumps({"prompt": QUESTION.format(*each)}) + "\n" for each in SUMS))
+    raters = {"prompts": {"source": str(known)}, "rewards": [f"{__name__}:short"], "scoring": {"workers": 0}}
+    learn = {"adapter": "helper", "after": 4, "config": {"learning_rate": 1e-3}, "max_tokens": 8}
+    with whole(tmp_path / "state", Path("starter"), learn=learn, raters=raters, api_key="owner-key") as server:
+        yield server
+
+
+def asked(
+    server: Whole, sums: Sequence[tuple[int, int]], *, n: int = 1, temperature: float = 1.0
+) -> list[dict[str, Any]]:
+    prompts = [[{"role": "user", "content": QUESTION.format(*each)}] for each in sums]
+    body = {"prompts": prompts, "n": n, "max_tokens": 8, "temperature": temperature, "seed": 7}
+    return server.http.post("/v1/completions/batch", json=body).json()["completions"]
+
+
+def rate(server: Whole, answer: dict[str, Any], *, headers: dict[str, str] = OWNER, **said: Any) -> None:
+    body = {"rollout_id": answer["rollout_id"], **said}
+    assert server.http.post("/v1/feedback", json=body, headers=headers).status_code == 200
+
+
+def is_good(answer: dict[str, Any]) -> bool:
+    return len(answer["text"]) % 2 == 0
+
+
+def look(server: Whole) -> list[Any]:
+    assert server.server.raters is not None and server.http.portal is not None
+    return server.http.portal.call(server.server.raters.look)
+
+
+def shown(server: Whole) -> dict[str, Any]:
+    return server.http.get("/v1/learn").json()
+
+
+def rated_by_both(server: Whole, sums: Sequence[tuple[int, int]] = SUMS) -> None:
+    for answer in asked(server, sums):
+        rate(server, answer, score=float(is_good(answer)), user="ann")
+        rate(server, answer, score=float(not is_good(answer)), user="liar")
+
+
+def test_whoever_contradicts_what_is_known_counts_nowhere(server: Whole) -> None:
+    rated_by_both(server)
+    assert look(server) == [("", "liar")] and look(server) == []
+    liar, ann = shown(server)["raters"]
+    assert (liar["user"], liar["known"], liar["agreed"], liar["counts"]) == ("liar", 12, 0, False)
+    assert (ann["user"], ann["known"], ann["agreed"], ann["counts"]) == ("ann", 12, 12, True)
+    (told,) = shown(server)["transitions"]
+    assert (told["kind"], told["data"]["user"], told["data"]["agreed"]) == ("rater_distrusted", "liar", 0)
+    assert shown(server)["counts"]["distrusted"] == 12 and shown(server)["counts"]["waiting"] == 12
+    for answer in asked(server, [(8, 9)], n=2):  # later ones, of other prompts
+        rate(server, answer, thumb="up" if is_good(answer) else "down", user="liar")
+    book = server.server.feedback
+    assert {each.author for each in book.waiting()} == {"ann"}
+    assert len(book.rated("base", after=0)) == 12, "a canary does not hear them"
+
+
+def test_the_first_word_of_a_prompt_counts_and_comparisons_do(server: Whole) -> None:
+    answers, pairs = asked(server, SUMS, n=4, temperature=3.0), 0
+    for group in (answers[at : at + 4] for at in range(0, len(answers), 4)):
+        good, bad = ([each for each in group if is_good(each) is which] for which in (True, False))
+        if good and bad:
+            pairs += 1
+            rate(server, bad[0], better_than=good[0]["rollout_id"], user="liar")
+            rate(server, good[0], score=1.0, user="liar")  # too late
+    look(server)
+    (liar,) = shown(server)["raters"]
+    assert pairs > 2 and (liar["known"], liar["agreed"]) == (pairs, 0)
+
+
+def test_what_is_heard_outlives_the_server_and_is_heard_once(server: Whole) -> None:
+    rated_by_both(server, SUMS[:3])
+    assert look(server) == []
+    server.server.raters._newest = -1  # as after a start
+    assert look(server) == [] and shown(server)["raters"][0]["known"] == 3
+    rated_by_both(server, SUMS[3:])
+    assert look(server) == [("", "liar")]
+
+
+def test_a_rater_is_a_user_of_a_key(server: Whole) -> None:
+    secret = KeyFile(server.server.config.state_dir).add("phone", role="sample")
+    phone = {"authorization": f"Bearer {secret}"}
+    for answer in asked(server, SUMS):
+        rate(server, answer, score=float(is_good(answer)), user="ann")
+        rate(server, answer, score=float(not is_good(answer)), user="ann", headers=phone)
+    assert look(server) == [("phone", "ann")]
+    assert [(row["key"], row["counts"]) for row in shown(server)["raters"]] == [("phone", False), (None, True)]
+
+
+def test_a_rater_is_trusted_again_by_hand(server: Whole) -> None:
+    rated_by_both(server)
+    look(server)
+    trusted = server.http.post("/v1/learn/raters/trust", json={"user": "liar"})
+    assert trusted.status_code == 200 and [row["user"] for row in trusted.json()["raters"]] == ["ann"]
+    assert trusted.json()["transitions"][0]["kind"] == "rater_trusted"
+    assert trusted.json()["counts"]["distrusted"] == 0 and len(server.server.feedback.waiting()) == 24
+    again = server.http.post("/v1/learn/raters/trust", json={"user": "liar"})
+    assert again.status_code == 400
+
+
+def test_without_raters_everybody_counts(tmp_path: Path) -> None:
+    with whole(tmp_path / "state", Path("starter")) as server:
+        assert shown(server)["raters"] == []
+        answer = server.http.post("/v1/learn/raters/trust", json={"user": "ann"})
+        assert answer.status_code == 400
