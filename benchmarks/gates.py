@@ -33,6 +33,7 @@ from groupwise.config.learn import CanaryConfig, ShadowConfig
 from groupwise.run.health import HealthMonitor
 from groupwise.run.health_rules import RULES
 from groupwise.server.policies import Pair, Trial
+from groupwise.server.raters import dishonest
 from groupwise.server.trials import Ratings, judge_canary, judge_shadow, ratings_needed
 from groupwise.types import PolicyVersion
 
@@ -250,6 +251,23 @@ def trials_of(trials: int) -> None:
     ]
     print("\nThe shadow, margin 0.2: how often a version passes, by how much its rewards differ.")
     table(("pairs", "-0.2", "-0.1", "0", "+0.1"), rows)
+
+
+def raters(trials: int) -> None:
+    config, counts = {"honest": 0.7, "confidence": 0.99}, (10, 20, 50, 100, 200, 400)
+
+    def found(agrees: float) -> list[float]:
+        """How many of the raters are distrusted by each count."""
+        by = Counter[int]()
+        for i in range(trials):
+            agreed = list(np.random.default_rng([i, 9]).random(counts[-1]) < agrees)
+            first = next((count for count in counts if dishonest(agreed[:count], **config)), None)
+            by.update(count for count in counts if first is not None and first <= count)
+        return [by[count] / trials for count in counts]
+
+    print("\nRaters: how many are distrusted, by how many known prompts they have rated.")
+    rows = [(f"{agrees:.2f}", *found(agrees)) for agrees in (0.9, 0.8, 0.7, 0.6, 0.5, 0.25, 0.1, 0.0)]
+    table(("agrees", *map(str, counts)), rows)
 
 
 HOSTILE: Mapping[str, Callable[[Random, bool, float], float]] = {
@@ -590,6 +608,7 @@ PARTS: Mapping[str, Callable[[int], None]] = {
     "looks": looks,
     "yardstick": yardstick,
     "trials": trials_of,
+    "raters": raters,
     "live": live,
     "best": best,
     "health": health,

@@ -273,7 +273,7 @@ def test_the_yaml_is_a_configuration(page: Path, block: str) -> None:
     data = ruamel.yaml.YAML(typ="safe").load(block)
     if "apiVersion" in data or isinstance(data, list):  # a list: the table of another format's keys
         return
-    if {"learn", "gate"} & data.keys():  # a server's
+    if {"learn", "gate", "raters"} & data.keys():  # a server's
         assert serve_config(data, environ={})
         return
     if system_of(data) != GROUPWISE:  # without its rows, which nobody counts then

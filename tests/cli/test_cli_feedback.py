@@ -116,3 +116,4 @@ def test_a_server_says_whether_it_learns_by_itself(client: Client):
     assert not client.learning().enabled and "groupwise serve --config" in cli("learn", "status").stdout
     for verb in ("pause", "resume", "promote", "reject"):
         assert cli("learn", verb).exit_code == 2  # without `learn` in its configuration there is nothing of it
+    assert cli("learn", "trust", "ann").exit_code == 2

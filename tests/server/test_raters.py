@@ -149,6 +149,23 @@ def test_a_rater_is_trusted_again_by_hand(server: Whole) -> None:
     assert again.status_code == 400
 
 
+def test_what_the_gate_judges_by_trains_nothing(tmp_path: Path) -> None:
+    """A pair of the gate's own prompt and one of another: only the latter waits."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": QUESTION.format(3, 4), "answer": "7"}) + "\n")
+    gate = {"prompts": {"source": str(held_out)}, "rewards": [f"{__name__}:short"], "scoring": {"workers": 0}}
+    learn = {"adapter": "helper", "after": 4, "max_tokens": 8}
+    with whole(tmp_path / "state", Path("starter"), learn=learn, gate=gate, api_key="owner-key") as server:
+        for one, two in zip(*[iter(asked(server, [(3, 4), (5, 6)], n=2))] * 2, strict=True):
+            rate(server, one, thumb="up")
+            rate(server, two, thumb="down")
+        assert server.server.trainer is not None and server.http.portal is not None
+        assert server.http.portal.call(server.server.trainer.step) is None
+        (told,) = shown(server)["transitions"]
+        assert (told["kind"], told["data"]) == ("held_out_rated", {"ratings": 2})
+        assert (shown(server)["counts"]["dropped"], shown(server)["counts"]["waiting"]) == (2, 2)
+
+
 def test_without_raters_everybody_counts(tmp_path: Path) -> None:
     with whole(tmp_path / "state", Path("starter")) as server:
         assert shown(server)["raters"] == []

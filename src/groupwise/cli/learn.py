@@ -3,11 +3,12 @@
 groupwise learn status      # what it does or waits for, the ratings, what is on trial, what happened lately
 groupwise learn pause       # no more jobs by itself, also after a restart; resume makes them again
 groupwise learn promote     # the version on trial goes live without waiting for more ratings; reject ends its trial
+groupwise learn trust USER  # ratings of a rater who contradicted what is known count again
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -54,6 +55,21 @@ def reject(url: Url = None, api_key: ApiKey = None, as_json: AsJson = False, deb
     _steer("reject", url, api_key, as_json=as_json)
 
 
+@app.command(epilog=examples("groupwise learn trust ann", "groupwise learn trust ann --key phone-app"))
+def trust(
+    user: Annotated[str | None, typer.Argument(help="Their `user`; left out, those that name none.")] = None,
+    key: Annotated[str | None, typer.Option(help="The name of the key that they came with.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Let the ratings of a rater count again who is distrusted."""
+    with open_client(url, api_key) as client:
+        answer = client.trust_rater(user, key=key)
+    print_answer(answer) if as_json else _print(answer)
+
+
 def _steer(verb: LearnVerb, url: str | None, api_key: str | None, *, as_json: bool) -> None:
     with open_client(url, api_key) as client:
         answer = client.steer_learning(verb)
@@ -80,6 +96,10 @@ def _print(answer: LearnAnswer) -> None:
             ("on trial", f"{answer.trial}, {answer.trial_stage}{share}, {so_far} of at most {answer.trial_most} {of}")
         )
     print_table(rows)
+    for rater in answer.raters[:LATELY]:
+        who = f"{rater.user or 'without a user'}{f' of key {rater.key}' if rater.key else ''}"
+        counts = "" if rater.counts else ", counts nowhere"
+        print_line(f"rater {who}: agrees with {rater.agreed} of {rater.known} known prompts{counts}")
     for each in answer.transitions[:LATELY]:
         print_line(f"{each.at}  {each.kind}: {each.message}")
     if not answer.enabled:

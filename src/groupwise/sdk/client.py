@@ -250,6 +250,15 @@ class _Calls(Flows):
         where there is nothing of that to do: no `learn` in the server's configuration, no version on trial."""
         return self.tell(LearnAnswer, f"/v1/learn/{verb}", timeout=timeout)
 
+    @ClientMethod
+    def trust_rater(
+        self, user: str | None = None, *, key: str | None = None, timeout: float = ASK_S
+    ) -> Flow[LearnAnswer]:
+        """Let the ratings of a rater count again who is distrusted: of `user` (None: of those that name none), by the
+        key of that name (None: by the owner's, or by none). Raises RemoteError where there is no such rater."""
+        body = {name: value for name, value in (("user", user), ("key", key)) if value is not None}
+        return self.tell(LearnAnswer, "/v1/learn/raters/trust", body, timeout=timeout)
+
     # ---- training ----
 
     @ClientMethod

@@ -132,6 +132,7 @@ def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Serv
     config, answers = parts.config, AnswerLog(parts.ledger)
     usage = KeyUsage(config.state_dir.absolute() / USAGE)
     gate = None if config.gate is None else Gatekeeper(parts, config.gate)
+    held_out = frozenset[tuple[int, ...]]() if gate is None else gate.held_out
     return Server(
         **vars(parts),
         reader=reader,
@@ -151,7 +152,7 @@ def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Serv
         responses=ResponseStore(),
         answers=answers,
         paths=private_paths(config.state_dir, config.model),
-        trainer=None if config.learn is None else FeedbackTrainer(parts, config.learn),
+        trainer=None if config.learn is None else FeedbackTrainer(parts, config.learn, held_out=held_out),
         gate=gate,
         raters=None if config.raters is None else Raters(parts, config.raters),
     )

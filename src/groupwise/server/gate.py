@@ -258,6 +258,11 @@ class Gatekeeper:
         return PolicyVersion.parse(kept["version"]), Start(name=name, length=kept["length"])
 
     @property
+    def held_out(self) -> frozenset[tuple[int, ...]]:
+        """Return the prompts that nothing is to be trained on, in token ids."""
+        return frozenset(tuple(each.token_ids or ()) for prompts in self._sets.values() for each in prompts)
+
+    @property
     def trial(self) -> Trial | None:
         """Return what is on trial."""
         return self._parts.policies.trial

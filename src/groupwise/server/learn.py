@@ -32,7 +32,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -207,13 +207,14 @@ def open_scorer(rewards: Sequence[RewardConfig], scoring: ScoringConfig, *, fold
 
 # ---- the jobs ----
 class FeedbackTrainer:
-    """Makes jobs of feedback while `run` runs. `reason` says what it does, or why nothing.
+    """Makes jobs of feedback while `run` runs. `reason` says what it does, or why nothing. `held_out`: prompts in token
+    ids that no job is made of, as versions are judged by them.
 
     Raises ConfigError or LoadError for rewards that cannot be loaded.
     """
 
-    def __init__(self, parts: Parts, config: LearnConfig):
-        self._parts, self._config = parts, config
+    def __init__(self, parts: Parts, config: LearnConfig, *, held_out: Collection[tuple[int, ...]] = ()):
+        self._parts, self._config, self._held_out = parts, config, held_out
         self.reason, self.trainable = "not begun", 0
         self._done: dict[tuple[int, ...], Completed] = {}  # the ratings of a group -> what came of it
         self._done_for: PolicyVersion | None = None  # under this version
@@ -293,6 +294,11 @@ class FeedbackTrainer:
         groups, lost = rated_groups(ratings, book.rollouts(list(ids)), scored=bool(self._config.rewards))
         if lost:
             book.failed(lost, for_good=True)
+        if seqs := ratings_in(group for group in groups if group.prompt_ids in self._held_out):
+            message = f"{len(seqs)} ratings are dropped: they are of prompts that the gate judges versions by"
+            book.failed(seqs, for_good=True)
+            book.note("held_out_rated", message, data={"ratings": len(seqs)})
+            groups = [group for group in groups if group.prompt_ids not in self._held_out]
         return self._shared(groups, {each.seq: each.rater for each in ratings})
 
     def _shared(self, groups: list[RatedGroup], raters: Mapping[int, Rater]) -> list[RatedGroup]:
