@@ -122,6 +122,7 @@ def test_the_first_word_of_a_prompt_counts_and_comparisons_do(server: Whole) -> 
 def test_what_is_heard_outlives_the_server_and_is_heard_once(server: Whole) -> None:
     rated_by_both(server, SUMS[:3])
     assert look(server) == []
+    assert server.server.raters is not None
     server.server.raters._newest = -1  # as after a start
     assert look(server) == [] and shown(server)["raters"][0]["known"] == 3
     rated_by_both(server, SUMS[3:])
