@@ -47,6 +47,7 @@ PLACES = [
     (re.compile(r'(?<=", line )\d+'), "N"),
     (re.compile(r"\b127\.0\.0\.1:\d+"), "HOST"),
     (re.compile(r"\b(pid|process|port) \d{2,}|\b(user) \d+\b"), r"\1\2 N"),
+    (re.compile(r"(?<=, expected )\d+(?=\))"), "N"),  # bytes of an HTTP body, as httpx says it
     (re.compile(r"\b\d[\d,]*(?:\.\d+)?(?:e-?\d+)? (nats|GiB|MiB|bytes|seconds|ms|s)\b"), r"N \1"),
     (re.compile(r"(?<=[-_])[0-9a-f]{8}(?:[0-9a-f]{16})?\b|\b[0-9a-f]{32}\b"), "ID"),
     (re.compile(r"\b\d{10,}\b"), "N"),

@@ -54,7 +54,7 @@ def test_it_changes_nothing_but_the_memory(make_learner, samples, lora: str):
     chosen = {} if lora == "adapter" else {"lora": None}
     found = []
     for on in (False, True):
-        learner = make_learner(gradient_checkpointing=on, micro_tokens=4096, **chosen)
+        learner = make_learner(gradient_checkpointing=on, micro_tokens=4096, threads=1, **chosen)  # hooks see one
         if lora != "adapter":
             learner.keep_reference()
         size, metrics = kept(learner, on_policy(learner, samples))
