@@ -7,7 +7,7 @@
 The first two draw scores of models of which the truth is known, and logs with wrong answers, and decide as the command
 does (`run.replacement`); nothing is trained. A rate of 0.05 of 300 trials has a standard error of 0.013.
 
-The third writes logs of a service that adds and subtracts, in two formats, and has the starter learn from each: fine
+The third writes logs of a service that adds and subtracts, in four formats, and has the starter learn from each: fine
 ones, some with nothing to learn, too little, or wrong answers that somebody put there; fills in what is to be verified,
 and counts the answers. It prints a line a log.
 """
@@ -154,6 +154,33 @@ def langfuse(id: str, messages: list[Row], said: str, time: int) -> Row:
     return row | {"input": messages, "output": {"role": "assistant", "content": said}}
 
 
+def anthropic(id: str, messages: list[Row], said: str, time: int) -> Row:
+    response = {"id": id, "type": "message", "role": "assistant", "model": "m"}
+    response |= {"content": [{"type": "text", "text": said}]}
+    return {"request": {"model": "m", "messages": messages}, "response": response, "time": time}
+
+
+def spans(id: str, messages: list[Row], said: str, time: int) -> Row:
+    """One of OpenTelemetry's, by its conventions for generative AI."""
+
+    def parts(role: str, text: str) -> Row:
+        return {"role": role, "parts": [{"type": "text", "content": text}]}
+
+    told = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.response.id": id,
+        "gen_ai.response.model": "m",
+        "gen_ai.input.messages": json.dumps([parts(each["role"], each["content"]) for each in messages]),
+        "gen_ai.output.messages": json.dumps([parts("assistant", said)]),
+    }
+    attributes = [{"key": name, "value": {"stringValue": value}} for name, value in told.items()]
+    times = {"startTimeUnixNano": str(time * 10**9), "attributes": attributes}
+    return {"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": f"t{id}", "spanId": f"s{id}", **times}]}]}]}
+
+
+FORMS = (openai, langfuse, anthropic, spans)
+
+
 def written(folder: Path, kind: Kind, *, seed: int, form: Any) -> dict[str, str]:
     """Write a log and what people said of its answers; return the right answers by prompts."""
     draws, truth, rows, outcomes = random.Random(seed), dict[str, str](), list[Row](), list[Row]()
@@ -222,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("decision", "logs", "runs"))
     parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=2, help="logs of each kind, in the two formats by turns")
+    parser.add_argument("--seeds", type=int, default=2, help="logs of each kind, in the four formats by turns")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
@@ -232,7 +259,7 @@ def main() -> None:
         return wrong_logs(options.trials)
     for seed in range(options.seeds):
         for at, name in enumerate(options.only):
-            whole(name, seed=seed, form=(openai, langfuse)[(seed + at) % 2], steps=options.steps)
+            whole(name, seed=seed, form=FORMS[(seed + at) % len(FORMS)], steps=options.steps)
 
 
 if __name__ == "__main__":
