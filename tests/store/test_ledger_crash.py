@@ -223,7 +223,7 @@ def test_a_damaged_ledger_and_one_of_another_version_are_refused(tmp_path):
     (tmp_path / "ledger.db").write_bytes(b"this is no database, " * 500)
     with raises(LedgerDamagedError):
         Ledger(tmp_path / "ledger.db")
-    for version, upgrades in ((99, True), (ledger_schema.VERSION - 2, False)):
+    for version, upgrades in ((99, True), (min(ledger_schema.UPGRADES) - 2, False)):
         other = tmp_path / str(version) / "ledger.db"
         Ledger(other).close()
         with sqlite3.connect(other) as connection:
@@ -234,27 +234,38 @@ def test_a_damaged_ledger_and_one_of_another_version_are_refused(tmp_path):
         assert ("upgrade" in str(caught.value.hint)) is upgrades
 
 
-def test_a_ledger_of_the_version_before_is_brought_up_to_date(tmp_path):
-    """The columns of this version are taken away again, and a rollout is kept."""
+@pytest.mark.parametrize("version", [each - 1 for each in ledger_schema.UPGRADES])
+def test_a_ledger_of_a_version_before_is_brought_up_to_date(tmp_path, version):
+    """What later versions added is taken away again, and a rollout is kept."""
+    added = {
+        7: ["ALTER TABLE rollout DROP COLUMN job", "ALTER TABLE rollout DROP COLUMN reward"],
+        8: ["ALTER TABLE feedback DROP COLUMN sender", "DROP TABLE known_vote", "DROP TABLE distrusted"],
+    }
+    assert added.keys() == ledger_schema.UPGRADES.keys()
     path = tmp_path / "ledger.db"
     book = Ledger(path)
     kept = RolloutRecord("kept", (1, 2), (7, 2), (-0.1, -0.5), "math@3", 0.7, "stop", "said")
     book.save_rollouts([kept])
+    with book.reader("looking") as db:
+        tables = _tables(db)
     book.close()
     with closing(sqlite3.connect(path)) as connection, connection:
-        for table, column in (("rollout", "job"), ("rollout", "reward"), ("feedback", "sender")):
-            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        for table in ("known_vote", "distrusted"):
-            connection.execute(f"DROP TABLE {table}")
-        connection.execute(f"PRAGMA user_version={ledger_schema.VERSION - 1}")
+        for statement in (each for later, its in reversed(added.items()) if later > version for each in its):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version={version}")
     for _ in range(2):
         with closing(Ledger(path)) as book:
             assert book.rollouts(["kept"]) == {"kept": kept}
             job = submit(book, rewards={"kept": 0.5, "forgotten": 1.0})
             with book.reader("looking") as db:
                 assert tuple(db.execute("SELECT job, reward FROM rollout").fetchone()) == (job.id, 0.5)
-                for table in ("known_vote", "distrusted"):
-                    assert db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] == 0
+                assert _tables(db) == tables
+
+
+def _tables(db: sqlite3.Connection) -> dict[str, set[str]]:
+    """Return the columns of each table and index."""
+    names = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'")]
+    return {name: {str(row[1]) for row in db.execute(f"PRAGMA table_info({name})")} for name in names}
 
 
 def test_a_ledger_that_cannot_be_made_says_where(tmp_path):

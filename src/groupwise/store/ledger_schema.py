@@ -46,7 +46,7 @@ SPOOL, SPOOLED = "spool", ".payload"  # the directory beside the ledger, and wha
 REPAIR = "stop the server, and start it once with --repair-ledger: docs/troubleshooting.md#ledger_damaged"
 PHASES = ("waiting", "loading", "training", "publishing", "swapping", "done")
 
-VERSION = 7  # `user_version` of these tables; a change of them is one more, with what brings the one before there
+VERSION = 8  # `user_version` of these tables; a change of them is one more, with what it does to the one before
 RATERS = """
     CREATE TABLE known_vote (                   -- what a rater said first of an answer to a prompt of `raters`
         sender TEXT NOT NULL,
@@ -63,12 +63,10 @@ RATERS = """
         PRIMARY KEY (sender, author)
     )
 """
-UPGRADE = f"""
-    ALTER TABLE rollout ADD COLUMN job TEXT;
-    ALTER TABLE rollout ADD COLUMN reward REAL;
-    ALTER TABLE feedback ADD COLUMN sender TEXT NOT NULL DEFAULT '';
-    {RATERS}
-"""  # from VERSION - 1
+UPGRADES = {  # a version -> what makes the tables of the one before it into its own
+    7: "ALTER TABLE rollout ADD COLUMN job TEXT; ALTER TABLE rollout ADD COLUMN reward REAL",
+    8: f"ALTER TABLE feedback ADD COLUMN sender TEXT NOT NULL DEFAULT ''; {RATERS}",
+}
 SCHEMA = (
     """
     CREATE TABLE job (
@@ -489,23 +487,23 @@ def _enter_wal(connection: sqlite3.Connection) -> None:
 
 
 def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Create the tables in a new ledger, and bring those of the version before up to date. Raises GroupwiseError for
+    """Create the tables in a new ledger, and bring those of versions in UPGRADES up to date. Raises GroupwiseError for
     another version."""
     if _user_version(connection) == VERSION:
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
         found = _user_version(connection)  # another process may have been first
-        if found not in (0, VERSION - 1, VERSION):
+        if found not in (0, *(version - 1 for version in UPGRADES), VERSION):
             age = "a newer groupwise" if found > VERSION else "an older groupwise"
             raise GroupwiseError(
                 f"{path} was written by {age}: its tables are of version {found}, this one knows {VERSION}",
                 hint=f"{'upgrade groupwise, or ' if found > VERSION else ''}give it another state directory",
             )
-        if found != VERSION:
-            for statement in (UPGRADE if found else SCHEMA).split(";"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version={VERSION}")
+        steps = [step for version, step in UPGRADES.items() if version > found] if found else [SCHEMA]
+        for statement in ";".join(steps).split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version={VERSION}")
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
