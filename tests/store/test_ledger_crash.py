@@ -234,6 +234,9 @@ def test_a_damaged_ledger_and_one_of_another_version_are_refused(tmp_path):
         assert ("upgrade" in str(caught.value.hint)) is upgrades
 
 
+OWNED = ("job", "rollout", "feedback")
+
+
 def test_a_ledger_of_the_version_before_is_brought_up_to_date(tmp_path):
     """The columns of this version are taken away again, and a rollout is kept."""
     path = tmp_path / "ledger.db"
@@ -242,8 +245,14 @@ def test_a_ledger_of_the_version_before_is_brought_up_to_date(tmp_path):
     book.save_rollouts([kept])
     book.close()
     with closing(sqlite3.connect(path)) as connection, connection:
-        for column in ("job", "reward"):
-            connection.execute(f"ALTER TABLE rollout DROP COLUMN {column}")
+        for index in ("job_tenant", "rollout_age", "rollout_upto", "rollout_nth", "feedback_tenant"):
+            connection.execute(f"DROP INDEX {index}")
+        for table, column in [("job", "turn"), ("rollout", "nth"), *((each, "tenant") for each in OWNED)]:
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        for column in ("created_at", "upto"):
+            connection.execute(
+                f"CREATE INDEX rollout_{'age' if column == 'created_at' else column} ON rollout ({column})"
+            )
         connection.execute(f"PRAGMA user_version={ledger_schema.VERSION - 1}")
     for _ in range(2):
         with closing(Ledger(path)) as book:

@@ -4,6 +4,8 @@ groupwise keys add phone-app --role sample     # prints the key, once
 groupwise keys list
 groupwise keys turn phone-app                  # another key of the same role; the old one is worth nothing
 groupwise keys revoke phone-app
+groupwise keys add acme-app --role train --tenant acme    # of a tenant, which sees its own and the base model
+groupwise keys log --tenant acme                          # what was changed with its keys
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ STATE_DIR = Path("groupwise-state")
 
 @app.command(
     epilog=examples(
-        "groupwise keys add phone-app --role sample --tokens-per-day 1000000", "groupwise keys add grafana --role read"
+        "groupwise keys add phone-app --role sample --tokens-per-day 1000000",
+        "groupwise keys add grafana --role read",
+        "groupwise keys add acme-app --role train --tenant acme --adapters 5 --jobs 2",
     )
 )
 def add(
@@ -42,6 +46,19 @@ def add(
     tokens_per_day: Annotated[
         int | None, typer.Option(metavar="N", help="Of prompts and completions, UTC; then 429.", show_default=False)
     ] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option(metavar="TENANT", help="Whose it is: sees only what keys of it made.", show_default=False),
+    ] = None,
+    adapters: Annotated[
+        int | None, typer.Option(metavar="N", help="That its tenant may have.", show_default=False)
+    ] = None,
+    bytes_: Annotated[
+        int | None, typer.Option("--bytes", metavar="N", help="That its tenant may keep.", show_default=False)
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(metavar="N", help="Of its tenant that wait or run.", show_default=False)
+    ] = None,
     state_dir: StateDir = STATE_DIR,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -50,7 +67,8 @@ def add(
     keys = _keys(state_dir)
     first = not keys.all()
     bounds = {"requests_per_minute": requests_per_minute, "tokens_per_day": tokens_per_day}
-    _print_key(name, keys.add(name, role=_role(role), **bounds), as_json=as_json)
+    bounds |= {"adapters": adapters, "bytes": bytes_, "jobs": jobs}
+    _print_key(name, keys.add(name, role=_role(role), tenant=_tenant(tenant), **bounds), as_json=as_json)
     if first:
         say("from now on the server asks every request for a key: this one, or its GROUPWISE_API_KEY")
 
@@ -62,8 +80,8 @@ def list_(state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug
     if as_json:
         print_json([key.model_dump(exclude={"digest"}) for key in keys])
     elif keys:
-        titles = ("name", "role", "made", "turned", "requests a minute", "tokens a day")
-        print_table([titles, *(_row(key) for key in keys)])
+        titles = ("name", "role", "tenant", "made", "turned", "requests a minute", "tokens a day")
+        print_table([(*titles, "adapters", "bytes", "jobs"), *(_row(key) for key in keys)])
     else:
         say(f"no keys in {state_dir}; make one: groupwise keys add NAME --role sample")
 
@@ -84,8 +102,15 @@ def revoke(name: Name, state_dir: StateDir = STATE_DIR, debug: Debug = False) ->
 
 
 def _row(key: Key) -> tuple[str, ...]:
-    bounds = (key.requests_per_minute, key.tokens_per_day)
-    return (key.name, key.role, key.made, key.turned or "-", *("-" if each is None else str(each) for each in bounds))
+    bounds = (key.requests_per_minute, key.tokens_per_day, key.adapters, key.bytes, key.jobs)
+    return (
+        key.name,
+        key.role,
+        key.tenant or "-",
+        key.made,
+        key.turned or "-",
+        *("-" if each is None else str(each) for each in bounds),
+    )
 
 
 def _keys(state_dir: Path) -> KeyFile:
@@ -103,6 +128,13 @@ def _role(text: str) -> Role:
         if role == text:
             return role
     raise ConfigError(f"--role is {text[:80]!r}", field="role", hint=f"it is one of {', '.join(ROLES)}")
+
+
+def _tenant(text: str | None) -> str:
+    """Return the tenant that is asked for. Raises ConfigError, also for an empty name: it would be the owner's."""
+    from groupwise.store.tenants import OWNER, check_tenant
+
+    return OWNER if text is None else check_tenant(text)
 
 
 def _print_key(name: str, key: str, *, as_json: bool) -> None:

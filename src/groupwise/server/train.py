@@ -93,7 +93,8 @@ async def train_grpo(request: Request, parts: Jobs, idempotency_key: Idempotency
     job at /v1/train/status/{job_id}. With `Idempotency-Key`, the same request again gives the same job."""
 
     def read(body: RawBody, pending: frozenset[str]) -> Awaitable[Submission]:
-        state = {"store": parts.store, "ledger": parts.ledger.path, "pending": pending}
+        ledger = parts.ledger
+        state = {"store": parts.store, "ledger": ledger.path, "tenant": ledger.tenant, "pending": pending}
         return parts.reader.read_to_train(request, body, read_grpo, **state)
 
     return await _receive(request, parts, read, idempotency_key)
