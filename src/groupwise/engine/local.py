@@ -567,8 +567,7 @@ class LocalEngine:
 
     def _weights_of(self, version: PolicyVersion) -> AdapterWeights | None:
         if not version.is_base and version not in self._adapters:
-            loaded = ", ".join(map(str, sorted(self._adapters))) or "none"
-            raise AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded; loaded: {loaded}")
+            raise AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded")
         return None if version.is_base else self._adapters[version]
 
     def _check_ids(self, ids: Sequence[int]) -> None:

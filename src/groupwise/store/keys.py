@@ -14,9 +14,9 @@ A key is 256 random bits, so that its digest needs no salt and cannot be guessed
     train       both, and jobs, adapters, and the API of Tinker's clients
     admin       everything, as with GROUPWISE_API_KEY
 
-A key belongs to the owner, or to a tenant (`store.tenants`): it then sees what the keys of that tenant made, and nothing
-else. No tenant's key is an admin's. The bounds `adapters`, `bytes` and `jobs` are those of the whole tenant: of several
-keys' bounds the smallest counts.
+A key belongs to the owner, or to a tenant (`store.tenants`): it then sees what the keys of that tenant made, and
+nothing else. No tenant's key is an admin's. The bounds `adapters`, `bytes` and `jobs` are those of the whole tenant: of
+several keys' bounds the smallest counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -123,8 +123,9 @@ class KeyFile:
                 hint = f"choose another name, or give it a new key: groupwise keys turn {name}"
                 raise ConfigError(f"there is a key {name} already ({keys[name].role})", field="name", hint=hint)
             text = _new()
+            given: dict[str, Any] = dict(bounds)
             whose = OWNER if tenant == OWNER else check_tenant(tenant)
-            keys[name] = Key(name=name, role=role, digest=digest(text), made=_now(), tenant=whose, **bounds)
+            keys[name] = Key(name=name, role=role, digest=digest(text), made=_now(), tenant=whose, **given)
         return text
 
     def of(self, tenant: str) -> list[Key]:

@@ -603,7 +603,7 @@ class Ledger:
     # --- cleaning ---
 
     def prune(self) -> None:
-        """Forget finished jobs beyond the newest 1,024 of a tenant or older than 7 days, with their files, and old rollouts.
+        """Forget finished jobs beyond a tenant's newest 1,024 or older than 7 days, with their files, and old rollouts.
 
         A job whose idempotency key still counts stays. Removes what crashes left in the spool, too.
         """

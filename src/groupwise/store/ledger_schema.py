@@ -10,9 +10,9 @@ can be queued again from it (`ledger_repair`).
 
 A connection is of everything (the worker's, the supervisor's, who cleans up), or of one tenant, and "" is the owner. Of
 one tenant, the names of the tables are views of that tenant's rows (SHARE), whatever the statement: it cannot read
-another's. Writing is to `main.TABLE`, and to rows that were found so; a statement that forgets it is an error of SQLite's
-(a view cannot be written). `tenant()` in a statement is the connection's tenant, and `tenant_key(?)` an idempotency key
-as that tenant's: no client can send the line break in it.
+another's. Writing is to `main.TABLE`, and to rows that were found so; a statement that forgets it is an error of
+SQLite's (a view cannot be written). `tenant()` in a statement is the connection's tenant, and `tenant_key(?)` an
+idempotency key as that tenant's: no client can send the line break in it.
 """
 
 from __future__ import annotations
@@ -345,8 +345,8 @@ class Database:
     """One connection that the threads of this process share, of everything or of one tenant. Do not carry it across a
     fork.
 
-    `damage` is what was found damaged, also by those that share its `found`, if anything was: nothing in the file can be
-    relied on then, and nothing more is written.
+    `damage` is what was found damaged, also by those that share its `found`, if anything was: nothing in the file can
+    be relied on then, and nothing more is written.
     """
 
     def __init__(self, path: Path, tenant: str | None = None, *, found: list[str] | None = None):
@@ -492,8 +492,8 @@ def _keep_private(path: Path) -> None:
 
 
 def open_to_read(path: Path, tenant: str | None = None) -> sqlite3.Connection:
-    """Return a connection that changes nothing, of everything or of one tenant. Raises sqlite3.OperationalError if there
-    is no such file."""
+    """Return a connection that changes nothing, of everything or of one tenant. Raises sqlite3.OperationalError if
+    there is no such file."""
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
     db.row_factory = sqlite3.Row
     _see_as(db, tenant)

@@ -4,8 +4,8 @@
     STATE_DIR/tenants/acme/           the same of the tenant acme
     STATE_DIR/ledger.db               jobs, rollouts and feedback of all, each row with its tenant; "" is the owner
 
-A tenant is called by lower-case letters, digits and hyphens. An adapter's name has no colon, so that `acme:math` in what
-the owner reads (metrics, usage, the log) is the tenant's, and nothing that a client can type is.
+A tenant is called by lower-case letters, digits and hyphens. An adapter's name has no colon: `acme:math` in what the
+owner reads (metrics, usage, the log) is the tenant's, and nothing that a client can type means it.
 """
 
 from __future__ import annotations
