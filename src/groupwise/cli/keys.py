@@ -19,6 +19,7 @@ from groupwise.cli.frame import OPTIONS, AsJson, Debug, examples, print_table
 from groupwise.cli.output import print_json, print_line, say
 
 if TYPE_CHECKING:
+    from groupwise.store.audit import Change
     from groupwise.store.keys import Key, KeyFile, Role
 
 app = typer.Typer(help="Keys of a server: one for each program that uses it, with a role; no restart.", **OPTIONS)
@@ -68,7 +69,9 @@ def add(
     first = not keys.all()
     bounds = {"requests_per_minute": requests_per_minute, "tokens_per_day": tokens_per_day}
     bounds |= {"adapters": adapters, "bytes": bytes_, "jobs": jobs}
-    _print_key(name, keys.add(name, role=_role(role), tenant=_tenant(tenant), **bounds), as_json=as_json)
+    key = keys.add(name, role=_role(role), tenant=_tenant(tenant), **bounds)
+    _logged(state_dir, "add", keys.named(name))
+    _print_key(name, key, as_json=as_json)
     if first:
         say("from now on the server asks every request for a key: this one, or its GROUPWISE_API_KEY")
 
@@ -89,16 +92,62 @@ def list_(state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug
 @app.command()
 def turn(name: Name, state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug = False) -> None:
     """Replace a key by a new one of its role, and print that."""
-    _print_key(name, _keys(state_dir).turn(name), as_json=as_json)
+    keys = _keys(state_dir)
+    key = keys.turn(name)
+    _logged(state_dir, "turn", keys.named(name))
+    _print_key(name, key, as_json=as_json)
 
 
 @app.command()
 def revoke(name: Name, state_dir: StateDir = STATE_DIR, debug: Debug = False) -> None:
     """End a key: the server's next request with it is refused. Where no key is left, GROUPWISE_API_KEY alone counts."""
     keys = _keys(state_dir)
-    say(f"{name} ({keys.revoke(name).role}) is worth nothing from now on")
+    key = keys.revoke(name)
+    _logged(state_dir, "revoke", key)
+    say(f"{name} ({key.role}) is worth nothing from now on")
     if not keys.all():
         say("no named key is left: a server without GROUPWISE_API_KEY now answers everybody who reaches it")
+
+
+@app.command("log", epilog=examples("groupwise keys log --tenant acme --limit 20", "groupwise keys log --json"))
+def log_(
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Only what its keys changed.", show_default=False)
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="The newest N.")] = 100,
+    state_dir: StateDir = STATE_DIR,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what was changed with the keys, and to them, the newest first: who, when, what, and what came of it."""
+    from groupwise.store.audit import AuditLog
+
+    book = AuditLog(state_dir.absolute())
+    changes = book.read_all(limit=limit) if tenant is None else book.read(_tenant(tenant), limit=limit)
+    if as_json:
+        print_json([change.model_dump() for change in changes])
+    elif changes:
+        rows = [(change.at, change.who, change.method, _what(change), str(change.status)) for change in changes]
+        print_table([("when", "who", "how", "what", "status"), *rows])
+    else:
+        say(f"nothing was changed yet, as far as {state_dir} says")
+
+
+def _what(change: Change) -> str:
+    named = " ".join(f"{name}={value}" for name, value in change.things.items())
+    return f"{change.route} {named}".strip()
+
+
+def _logged(state_dir: Path, how: str, key: Key) -> None:
+    """Write into the audit log what was done to a key, with this command."""
+    from datetime import UTC, datetime
+
+    from groupwise.store.audit import AuditLog, Change
+
+    things = {"key": key.label, "role": key.role}
+    at = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
+    change = Change(at=at, who="groupwise keys", method=how, route="keys", things=things, status=200)
+    AuditLog(state_dir.absolute()).append(change)
 
 
 def _row(key: Key) -> tuple[str, ...]:

@@ -267,11 +267,12 @@ class Guard:
         if not path.startswith(LINKS):
             if caller is None:
                 raise self._keyless(scope, headers)
-            scope["state"]["tenant"] = self._whose(caller, path, headers)
             caller.check(scope["method"], path)
         if caller is not None and caller.key is not None and self._usage is not None:
             self._usage.check_rate(caller.key)
         self._gate.check()
+        if caller is not None and not path.startswith(LINKS):
+            scope["state"]["tenant"] = self._whose(caller, path, headers)
         if headers.get("content-encoding", "identity").lower() != "identity":
             encoding = echo(printable(headers["content-encoding"]))
             raise MediaTypeError(

@@ -24,6 +24,8 @@ from groupwise.store.ledger import RETRY_SECONDS
 from groupwise.store.tenants import OWNER
 from groupwise.types import PolicyVersion
 
+COUNTED = ("adapters", "optimizer", "tinker")  # directories
+
 
 class TenantFullError(GroupwiseError):
     """The tenant has as much as it may have. The disk is well, and others' requests are taken."""
@@ -48,12 +50,11 @@ class Quotas:
                 hint="delete one (DELETE /v1/adapters/NAME), or ask the server's owner for a larger bound",
             )
 
-    def check_bytes(self, more: int = 0) -> None:
-        """Raise TenantFullError where `more` bytes are more than the tenant may keep. For threads."""
+    def check_bytes(self) -> None:
+        """Raise TenantFullError where the tenant keeps as much as it may. For threads."""
         if (most := self._bound("bytes")) is None:
             return
-        kept = bytes_in(self.home)
-        if kept + more > most or kept >= most:
+        if (kept := bytes_in(self.home)) >= most:
             raise TenantFullError(
                 f"{self.tenant} keeps {kept} bytes, and may keep {most}",
                 hint="delete adapters or checkpoints, or ask the server's owner for a larger bound",
@@ -105,10 +106,10 @@ class TenantStore(AdapterStore):
         return super().publish(name, write, info=info, admit=admitted, number=number)
 
 
-def bytes_in(directory: Path) -> int:
-    """Return how many bytes the files below a directory have; what goes meanwhile does not count."""
+def bytes_in(home: Path) -> int:
+    """Return how many bytes a tenant keeps; what goes meanwhile does not count."""
     total = 0
-    for path in directory.rglob("*"):
+    for path in (path for folder in COUNTED for path in (home / folder).rglob("*")):
         try:
             total += path.lstat().st_size if path.is_file() else 0
         except OSError:

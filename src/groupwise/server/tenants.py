@@ -234,33 +234,33 @@ class Tenants:
 class TenantRecorder(Recorder):
     """The numbers of a tenant's requests, which are among the server's, too."""
 
-    def __init__(self, whole: Recorder, tenant: str, *, model_name: str):
+    def __init__(self, servers: Recorder, tenant: str, *, model_name: str):
         super().__init__(model_name=model_name)
-        self._whole, self._tenant = whole, tenant
+        self._servers, self._tenant = servers, tenant
 
     def request_started(self, route: str, **about: Any) -> RequestRecord:
         record = super().request_started(route, **about)
         theirs = {**about, "adapter": label(self._tenant, about.get("adapter", "base"))}
-        record.also = self._whole.request_started(route, **theirs)
+        record.also = self._servers.request_started(route, **theirs)
         return record
 
     def tokens(self, record: RequestRecord, count: int = 1) -> None:
         super().tokens(record, count)
         if record.also is not None:
-            self._whole.tokens(record.also, count)
+            self._servers.tokens(record.also, count)
 
     def finished(self, record: RequestRecord, **how: Any) -> None:
         super().finished(record, **how)
         if record.also is not None:
-            self._whole.finished(record.also, **how)
+            self._servers.finished(record.also, **how)
 
     def rated(self, *, score: float | None) -> None:
         super().rated(score=score)
-        self._whole.rated(score=score)
+        self._servers.rated(score=score)
 
     def swapped(self, *, ok: bool, seconds: float) -> None:
         super().swapped(ok=ok, seconds=seconds)
-        self._whole.swapped(ok=ok, seconds=seconds)
+        self._servers.swapped(ok=ok, seconds=seconds)
 
 
 @dataclass(frozen=True)

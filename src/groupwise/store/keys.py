@@ -128,6 +128,10 @@ class KeyFile:
             keys[name] = Key(name=name, role=role, digest=digest(text), made=_now(), tenant=whose, **given)
         return text
 
+    def named(self, name: str) -> Key:
+        """Return the key of a name. Raises as `turn`."""
+        return self._named({key.name: key for key in self.all()}, name)
+
     def of(self, tenant: str) -> list[Key]:
         """Return the keys of a tenant. Raises StorageError as `all`."""
         return [key for key in self.all() if key.tenant == tenant]
