@@ -90,6 +90,27 @@ def test_the_queue_and_its_room_are_the_tenants_own(whole: Ledger) -> None:
     assert submit(theirs, max_queued=3).position == 1
 
 
+def test_the_numbers_that_a_client_is_told_count_the_tenants_own(whole: Ledger) -> None:
+    """By others' it would know how much they do meanwhile."""
+    ours, theirs = whole.of(OURS), whole.of(THEIRS)
+    job, found = submit(ours), list[int]()
+    for round in range(3):
+        ours.save_rollouts([rollout(f"a{round}")])
+        FeedbackLog(ours).add(rating(f"fa{round}", f"a{round}"))
+        for i in range(5 * round):
+            theirs.save_rollouts([rollout(f"b{round}-{i}")])
+            FeedbackLog(theirs).add(rating(f"fb{round}-{i}", "b"))
+            submit(theirs, max_queued=1000)
+        with ours.reader("looking") as db:
+            found.append(db.execute("SELECT max(seq) FROM rollout").fetchone()[0])
+    assert found == [1, 2, 3]
+    assert [each.seq for each in FeedbackLog(ours).list()] == [3, 2, 1]
+    assert [each.seq for each in FeedbackLog(ours).list(before=3, limit=1)] == [2]
+    ours.cancel(job.id)
+    assert [each.seq for each in ours.events(job.id)] == [1, 2, 3]
+    assert [each.seq for each in ours.events(job.id, after=2)] == [3]
+
+
 # ---- fairness ----
 def test_a_hundred_waiting_jobs_delay_anothers_first_by_the_one_that_runs(whole: Ledger) -> None:
     ours, theirs = whole.of(OURS), whole.of(THEIRS)

@@ -1,8 +1,8 @@
 """The engine as one tenant has it: its versions under names of their own, in the one engine that all share.
 
-`math@1` of two tenants are two adapters; so is what each is called inside. No tenant reads or leaves anything in the
-cache of the base model's conversations, which others' answers would be quicker for, and say so (`cached_tokens`): an
-adapter's cache is its tenant's, as no other has its weights.
+`math@1` of two tenants are two adapters; so is what each is called inside. What is computed for one tenant's prompt is
+kept for that tenant's next ones and shared with no other's, also not of the base model (`SamplingRequest.apart`): an
+answer that is quicker, or says so (`cached_tokens`), would tell what others ask.
 """
 
 from __future__ import annotations
@@ -44,10 +44,7 @@ class TenantEngine:
         return _OwnedVersion(label(self._tenant, version.name), version.number)
 
     def _asked(self, requests: Sequence[SamplingRequest]) -> list[SamplingRequest]:
-        return [
-            replace(each, version=self._mine(each.version), cache=each.cache and not each.version.is_base)
-            for each in requests
-        ]
+        return [replace(each, version=self._mine(each.version), apart=self._tenant) for each in requests]
 
     # --- sampling ---
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.sdk.types import Answer
 from groupwise.server.feedback import AnswerLog
@@ -91,6 +92,9 @@ NOT_A_TENANTS: Mapping[str, Any] = {  # settings: the owner's own, in a tenant's
 }
 
 
+UNTOLD = ("state_dir", "folder", "host", "port", "allowed_hosts", "cors_origins", "vllm")  # settings: the machine's
+
+
 class TenantNotFoundError(GroupwiseError, LookupError):
     """The owner names a tenant that has no key and never had a thing."""
 
@@ -122,6 +126,13 @@ def may_name(path: str) -> bool:
 
 
 # ---- what ----
+class _TenantConfig(ServeConfig):
+    """The configuration, of which a tenant is shown what acts on its requests."""
+
+    def public(self) -> dict[str, Any]:
+        return {name: value for name, value in super().public().items() if name not in {*UNTOLD, *NOT_A_TENANTS}}
+
+
 class Tenants:
     """The tenants of one server, each made when it is asked for first. For the event loop."""
 
@@ -181,7 +192,7 @@ class Tenants:
         home = home_of(server.config.state_dir.absolute(), tenant)
         with files.writing(f"making {home}"):
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        config = server.config.model_copy(update={**NOT_A_TENANTS, "state_dir": home})
+        config = _TenantConfig.model_construct(**{**dict(server.config), **NOT_A_TENANTS, "state_dir": home})
         quotas, ledger = Quotas(self.keys, tenant, home), self._whole.of(tenant)
         engine, store = TenantEngine(server.engine, tenant), TenantStore(home / "adapters", quotas)
         recorder = TenantRecorder(server.recorder, tenant, model_name=config.served_name)

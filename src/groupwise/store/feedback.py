@@ -99,8 +99,10 @@ class FeedbackLog:
         with self._db.transaction("keeping feedback") as db:
             if known := self._by_key(db, key, fingerprint):
                 return known, False
-            stored, whose = db.execute("SELECT tenant_key(?), tenant()", (key,)).fetchone()
-            insert(db, "feedback", {**row, "key": stored, "fingerprint": fingerprint, "tenant": whose})
+            nth = "SELECT 1 + coalesce(max(nth), 0) FROM main.feedback WHERE tenant = tenant()"
+            query = f"SELECT tenant_key(?) AS key, tenant() AS tenant, ({nth}) AS nth"
+            whose = dict(db.execute(query, (key,)).fetchone())
+            insert(db, "feedback", {**row, **whose, "fingerprint": fingerprint})
             return _read(db.execute(f"{_ROWS} WHERE feedback.id = ?", (rating.id,)).fetchone()), True
 
     def by_key(self, key: str, fingerprint: str) -> Feedback | None:
@@ -257,7 +259,7 @@ class FeedbackLog:
             db.execute("DELETE FROM main.feedback WHERE created_at < ?", (time.time() - KEEP_SECONDS,))
             most = """
                 DELETE FROM main.feedback WHERE tenant = ? AND seq <= (
-                    SELECT seq FROM feedback WHERE tenant = ? ORDER BY seq DESC LIMIT 1 OFFSET ?)
+                    SELECT seq FROM main.feedback WHERE tenant = ? ORDER BY nth DESC LIMIT 1 OFFSET ?)
             """
             for (tenant,) in db.execute("SELECT DISTINCT tenant FROM feedback").fetchall():
                 db.execute(most, (tenant, tenant, KEEP_FEEDBACK))

@@ -67,7 +67,9 @@ UPGRADE = """
     CREATE INDEX rollout_upto ON rollout (tenant, upto);
     CREATE INDEX rollout_nth ON rollout (tenant, nth);
     ALTER TABLE feedback ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
-    CREATE INDEX feedback_tenant ON feedback (tenant, seq)
+    ALTER TABLE feedback ADD COLUMN nth INTEGER NOT NULL DEFAULT 0;
+    UPDATE feedback SET nth = seq;
+    CREATE INDEX feedback_tenant ON feedback (tenant, nth)
 """  # from VERSION - 1
 SCHEMA = """
     CREATE TABLE job (
@@ -165,9 +167,10 @@ SCHEMA = """
         created_at REAL NOT NULL,
         trained_by TEXT,                        -- the job that took it (null while it waits)
         failures INTEGER NOT NULL DEFAULT 0,    -- jobs that took it and failed
-        tenant TEXT NOT NULL DEFAULT ''
+        tenant TEXT NOT NULL DEFAULT '',
+        nth INTEGER NOT NULL DEFAULT 0          -- of its tenant's
     );
-    CREATE INDEX feedback_tenant ON feedback (tenant, seq);
+    CREATE INDEX feedback_tenant ON feedback (tenant, nth);
     CREATE INDEX feedback_rollout ON feedback (rollout);
     CREATE INDEX feedback_worse ON feedback (worse);
     CREATE INDEX feedback_waiting ON feedback (trained_by, seq);
@@ -194,14 +197,19 @@ NEXT_JOB = """
     SELECT * FROM job WHERE state = 'queued'
     ORDER BY (SELECT max(turn) FROM job AS other WHERE other.tenant = job.tenant), seq LIMIT 1
 """  # of the tenant whose last job began longest ago, in the order of its submission
-SHARE = {  # what a connection of one tenant sees of each table; transitions and settings are the owner's
+# what a connection of the owner sees of each table; of a tenant's, NUMBERED stand in their place
+_OF_JOBS = "WHERE EXISTS (SELECT 1 FROM main.job WHERE job.seq = mine.job AND job.tenant = '{tenant}')"
+SHARE = {
     **dict.fromkeys(("job", "rollout", "feedback"), "SELECT * FROM main.{table} WHERE tenant = '{tenant}'"),
-    **dict.fromkeys(
-        ("event", "idempotency"),
-        "SELECT * FROM main.{table} AS mine WHERE EXISTS"
-        " (SELECT 1 FROM main.job WHERE job.seq = mine.job AND job.tenant = '{tenant}')",
-    ),
+    **dict.fromkeys(("event", "idempotency"), f"SELECT * FROM main.{{table}} AS mine {_OF_JOBS}"),
     **dict.fromkeys(("transition", "setting"), "SELECT * FROM main.{table} WHERE '{tenant}' = ''"),
+}
+NUMBERED = {  # rows whose numbers a client is told: counted by the tenant's own, as the others would tell how many more
+    **dict.fromkeys(
+        ("rollout", "feedback"), "SELECT nth AS seq, {columns} FROM main.{table} WHERE tenant = '{tenant}'"
+    ),
+    "event": f"SELECT row_number() OVER (PARTITION BY job ORDER BY seq) AS seq, {{columns}} FROM main.event AS mine "
+    f"{_OF_JOBS}",
 }
 _ROLLOUT_COLUMNS = (
     "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, kept, "
@@ -510,8 +518,10 @@ def _see_as(db: sqlite3.Connection, tenant: str | None) -> None:
     if tenant != OWNER:
         check_tenant(tenant)  # its name stands in the views
     db.execute("PRAGMA temp_store=MEMORY")
-    for table, share in SHARE.items():
-        db.execute(f"CREATE TEMP VIEW {table} AS {share.format(table=table, tenant=tenant)}")
+    for table, share in (SHARE if tenant == OWNER else {**SHARE, **NUMBERED}).items():
+        names = [row["name"] for row in db.execute(f"PRAGMA main.table_info({table})") if row["name"] != "seq"]
+        view = share.format(table=table, tenant=tenant, columns=", ".join(names))
+        db.execute(f"CREATE TEMP VIEW {table} AS {view}")
 
 
 def tenant_key(tenant: str | None, key: str) -> str:
@@ -675,7 +685,7 @@ def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, Rollo
 
 def write_rewards(db: sqlite3.Connection, job: str, rewards: Mapping[str, float]) -> None:
     """Note which rewards a job was posted for rollouts, by their ids; those that are not kept are passed over."""
-    statement = "UPDATE main.rollout SET job = ?, reward = ? WHERE seq IN (SELECT seq FROM rollout WHERE id = ?)"
+    statement = "UPDATE main.rollout SET job = ?, reward = ? WHERE id IN (SELECT id FROM rollout WHERE id = ?)"
     db.executemany(statement, [(job, reward, id) for id, reward in rewards.items()])
 
 

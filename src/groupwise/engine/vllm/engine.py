@@ -307,6 +307,7 @@ class VllmEngine:
             seed=completion_seed(seed, 0) & SEEDS,
             eos_ids=self._eos_ids,
             structured_outputs=None if params.grammar is None else self._grammars.option(params.grammar),
+            apart=request.apart,
         )
 
     def _check_supported(self, params: SamplingParams) -> None:
