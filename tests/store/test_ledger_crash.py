@@ -247,12 +247,8 @@ def test_a_ledger_of_the_version_before_is_brought_up_to_date(tmp_path):
     with closing(sqlite3.connect(path)) as connection, connection:
         for index in ("job_tenant", "rollout_age", "rollout_upto", "rollout_nth", "feedback_tenant"):
             connection.execute(f"DROP INDEX {index}")
-        for table, column in [
-            ("job", "turn"),
-            ("rollout", "nth"),
-            ("feedback", "nth"),
-            *((each, "tenant") for each in OWNED),
-        ]:
+        new = [("job", "turn"), ("rollout", "nth"), ("feedback", "nth"), *((each, "tenant") for each in OWNED)]
+        for table, column in new:
             connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         for column in ("created_at", "upto"):
             connection.execute(
