@@ -10,7 +10,7 @@ can be queued again from it (`ledger_repair`).
 
 A connection is of everything (the worker's, the supervisor's, who cleans up), or of one tenant, and "" is the owner. Of
 one tenant, the names of the tables are views of that tenant's rows (SHARE), whatever the statement: it cannot read
-another's. Writing is to `main.TABLE`, and to rows that were found so; a statement that forgets it is an error of
+another's. Writing is to the table in `main`, and to rows that were found so; a statement that forgets it is an error of
 SQLite's (a view cannot be written). `tenant()` in a statement is the connection's tenant, and `tenant_key(?)` an
 idempotency key as that tenant's: no client can send the line break in it.
 """
