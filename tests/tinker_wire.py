@@ -27,7 +27,7 @@ class Wire:
 
     @property
     def tinker(self) -> Tinker:
-        return self.site.app.state.tinker
+        return self.site.app.state.server.more["tinker"]
 
     def post(self, route: str, /, **body: Any) -> Any:
         return self.http.post(f"{self._prefix}/{route}", json=body)
@@ -92,7 +92,7 @@ def tinker_site(state_dir: Path, model: Path, **settings: Any) -> Iterator[Whole
             yield site
         finally:
             assert site.http.portal is not None
-            site.http.portal.call(_close, site.app.state.tinker)
+            site.http.portal.call(_close, site.app.state.server.more["tinker"])
 
 
 async def _close(tinker: Tinker) -> None:

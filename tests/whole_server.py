@@ -42,11 +42,13 @@ class Whole:
         """Do the next job as a worker would, in this process, to its end."""
         parts = self.server
         state_dir = parts.ledger.path.parent
-        place = WorkerContext(base=parts.base, ledger=parts.ledger, store=parts.store, state_dir=state_dir)
-        lease = parts.ledger.lease("worker")
+        assert parts.tenants is not None
+        whole = parts.tenants.whole()
+        place = WorkerContext(base=parts.base, ledger=whole, store=parts.store, state_dir=state_dir)
+        lease = whole.lease("worker")
         assert lease is not None
-        Worker(place, LeaseHeartbeat(parts.ledger), name="worker").do(lease)
-        job = parts.ledger.job(lease.job.id)
+        Worker(place, LeaseHeartbeat(whole), name="worker").do(lease)
+        job = whole.job(lease.job.id)
         assert job.error is None, job.error
         return job
 
@@ -65,6 +67,8 @@ def whole(state_dir: Path, model: Path, **settings: Any) -> Iterator[Whole]:
         with client:
             yield Whole(server, app, gate, client)
     finally:
+        if server.tenants is not None:
+            server.tenants.close()
         server.policies.close()
         server.engine.close()
         ledger.close()

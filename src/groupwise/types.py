@@ -293,6 +293,8 @@ class SamplingRequest:
 
     Somebody waits for an `interactive` request: it is admitted before those that are not. `cache` marks the turn of a
     conversation: an engine may go on from what it kept of the turns before, and keep what it computes for the next.
+    What is computed for a request is used for others that begin alike, if they have the same `apart`: by how quick it
+    is, a request tells nothing of those of another.
     """
 
     prompt_ids: tuple[int, ...]
@@ -301,6 +303,7 @@ class SamplingRequest:
     version: PolicyVersion = PolicyVersion()
     interactive: bool = False
     cache: bool = False
+    apart: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

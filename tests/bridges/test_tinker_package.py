@@ -195,7 +195,7 @@ def test_given_tokens_of_a_prompt_are_scored(
     for _ in range(2):
         trainer.forward_backward([datum(tokens, weights=[1.0] * 9)], "cross_entropy")
         trainer.optim_step(types.AdamParams(learning_rate=5e-2)).result()
-    learner = site[0].app.state.tinker.models.find(trainer.model_id).trainer.learner
+    learner = site[0].app.state.server.more["tinker"].models.find(trainer.model_id).trainer.learner
     expected, other = (plainly(learner, tokens, adapter=each) for each in (trained, not trained))
     assert np.abs(expected - other).max() > 0.1
     sampler = service.create_sampling_client(base_model=model).result()
@@ -263,7 +263,7 @@ def test_a_narrowed_completion_of_which_the_masks_are_gone_is_refused_where_span
     one, other = drawn(top_p=0.5), drawn(top_k=2)
     for each in (whole, one, other):
         assert trained(each) == pytest.approx(-5, abs=1e-4)  # the ratio is 1
-    models = site[0].app.state.tinker.models
+    models = site[0].app.state.server.more["tinker"].models
     monkeypatch.setattr(models.masks, "_most", 0)
     drawn(top_p=0.5)  # and with it all others are forgotten
     gradient = [p.grad.clone() for p in models.find(trainer.model_id).trainer.learner.parameters]

@@ -131,7 +131,7 @@ def test_other_models_are_sampled_from_and_not_trained(model_dir: Path, make_bas
             np.testing.assert_allclose(np.frombuffer(mine.logprobs, "<f4"), theirs.logprobs, atol=1e-5)
         np.testing.assert_allclose(np.frombuffer(found.prompt_logprobs, "<f4")[1:], scores, atol=1e-5)
         assert sampled(2, base_model="same/one") == sampled(3)
-        assert site.app.state.tinker.samplers.others["same/one"].engine is site.server.engine
+        assert site.app.state.server.more["tinker"].samplers.others["same/one"].engine is site.server.engine
 
         lora = {"rank": 4}
         made = wire.post(

@@ -50,3 +50,29 @@ def test_every_role(keys, tmp_path: Path, role: str) -> None:
 def test_what_is_wrong_changes_nothing(keys, tmp_path: Path, words: tuple[str, ...]) -> None:
     assert keys(*words).exit_code == 2
     assert KeyFile(tmp_path / "groupwise-state").all() == []
+
+
+def test_a_tenants_key_and_the_log_of_what_was_done(keys, tmp_path: Path) -> None:
+    made = keys("add", "acme-app", "--role", "train", "--tenant", "acme", "--adapters", "3", "--jobs", "2")
+    assert made.exit_code == 0, made.stderr
+    (row,) = json.loads(keys("list", "--json").stdout)
+    assert (row["tenant"], row["adapters"], row["bytes"], row["jobs"]) == ("acme", 3, None, 2)
+    keys("turn", "acme-app")
+    keys("revoke", "acme-app")
+    done = json.loads(keys("log", "--json").stdout)
+    assert [(each["method"], each["things"]["key"]) for each in done] == [
+        ("revoke", "acme:acme-app"),
+        ("turn", "acme:acme-app"),
+        ("add", "acme:acme-app"),
+    ]
+    assert made.stdout.strip() not in json.dumps(done)
+    assert "acme:acme-app" in keys("log", "--limit", "1").stdout
+    assert json.loads(keys("log", "--tenant", "acme", "--json").stdout) == []  # with its keys nothing was changed
+
+
+@pytest.mark.parametrize("words", [("--role", "admin"), ("--role", "read", "--adapters", "0"), ("--role", "x")])
+def test_what_a_tenants_key_cannot_be(keys, tmp_path: Path, words: tuple[str, ...]) -> None:
+    assert keys("add", "app", "--tenant", "acme", *words).exit_code == 2
+    assert keys("add", "app", "--tenant", "", "--role", "read").exit_code == 2  # it would be the owner's
+    assert keys("add", "app", "--role", "train", "--jobs", "2").exit_code == 2
+    assert KeyFile(tmp_path / "groupwise-state").all() == []

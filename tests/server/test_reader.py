@@ -357,7 +357,7 @@ def test_a_job_is_the_same_from_either(reader: Reader, tmp_path: Path) -> None:
     group = {"messages": [{"role": "user", "content": "2 + 3 = ?"}], "completions": completions}
     example = {"messages": [{"role": "user", "content": "2 + 3 = ?"}, {"role": "assistant", "content": "5"}]}
     for function, few, many, more in (
-        (read_grpo, {"groups": [group]}, {"groups": [group] * 40}, {"ledger": ledger.path}),
+        (read_grpo, {"groups": [group]}, {"groups": [group] * 40}, {"ledger": ledger.path, "tenant": None}),
         (read_sft, {"examples": [example]}, {"examples": [example] * 1000}, {}),
     ):
         for body in (few, many):
@@ -392,7 +392,7 @@ def test_what_cannot_fit_is_refused_before_the_tokenizer_is_called(
         (read_sft, {"examples": [example]}, "examples[0].messages"),
         (read_grpo, {"groups": [group]}, "groups[0].messages"),
     ):
-        more = {"ledger": Path("nowhere")} if function is read_grpo else {}
+        more = {"ledger": Path("nowhere"), "tenant": None} if function is read_grpo else {}
         store = AdapterStore(tmp_path / "adapters")
         with pytest.raises(RequestError) as caught:
             function(json.dumps(body).encode(), base, ServeConfig(), store=store, pending=(), **more)
@@ -414,7 +414,9 @@ def test_a_completion_that_cannot_fit_is_refused_before_it_is_tokenised(
     body = {"groups": [{"messages": [{"role": "user", "content": "hi"}], "completions": completions}]}
     store = AdapterStore(tmp_path / "adapters")
     with raises(RequestError) as caught:
-        read_grpo(json.dumps(body).encode(), base, ServeConfig(), store=store, ledger=Path("nowhere"), pending=())
+        read_grpo(
+            json.dumps(body).encode(), base, ServeConfig(), store=store, ledger=Path("nowhere"), tenant=None, pending=()
+        )
     assert caught.value.field == "groups[0].completions[1].text" and max(sizes) < 100
 
 

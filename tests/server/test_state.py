@@ -16,7 +16,7 @@ import groupwise.server
 from groupwise.server.state import Parts, Server, given, select
 
 SERVER = Path(groupwise.server.__file__).parent
-KNOW_IT = {"app.py", "assemble.py", "state.py"}  # the application, what makes the parts, what hands them on
+KNOW_IT = {"app.py", "assemble.py", "state.py", "tenants.py"}  # what builds, makes, hands on and divides the parts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,7 +202,7 @@ def test_a_damaged_ledger_keeps_its_feedback(tmp_path: Path) -> None:
     ledger.close()
     with sqlite3.connect(path) as db:  # a row that SQLite takes and nobody can read
         db.execute("INSERT INTO transition (at, kind, message, data) VALUES (0, 'x', 'x', 'no JSON')")
-    assert ledger_repair.repair(path, find=lambda adapter, job: None)
+    assert ledger_repair.repair(path, find=lambda tenant, adapter, job: None)
     ledger = Ledger(path)
     assert FeedbackLog(ledger).list() == [kept] and FeedbackLog(ledger).setting("paused") is True
     assert [each.kind for each in FeedbackLog(ledger).transitions()] == ["paused"]

@@ -733,8 +733,8 @@ def test_rollouts_are_read_without_a_ledger_of_ones_own(tmp_path: Path):
     ledger = Ledger(tmp_path / "ledger.db")
     record = RolloutRecord("rollout-1", (1, 2), (3,), (-0.5,), "base@0", 1.0, "stop", "x")
     ledger.save_rollouts([record])
-    assert kept_rollouts(tmp_path / "ledger.db", ["rollout-1", "rollout-2"]) == {"rollout-1": record}
+    assert kept_rollouts(tmp_path / "ledger.db", None, ["rollout-1", "rollout-2"]) == {"rollout-1": record}
     ledger.close()
     with pytest.raises(StorageError):
-        kept_rollouts(tmp_path / "nothing.db", ["rollout-1"])
+        kept_rollouts(tmp_path / "nothing.db", None, ["rollout-1"])
     assert not (tmp_path / "nothing.db").exists()

@@ -239,7 +239,18 @@ def test_a_ledger_of_a_version_before_is_brought_up_to_date(tmp_path, version):
     """What later versions added is taken away again, and a rollout is kept."""
     added = {
         7: ["ALTER TABLE rollout DROP COLUMN job", "ALTER TABLE rollout DROP COLUMN reward"],
-        8: ["ALTER TABLE feedback DROP COLUMN sender", "DROP TABLE known_vote", "DROP TABLE distrusted"],
+        8: [
+            *(f"DROP INDEX {index}" for index in ("job_tenant", "rollout_age", "rollout_upto", "rollout_nth")),
+            "DROP INDEX feedback_tenant",
+            *(f"ALTER TABLE {table} DROP COLUMN tenant" for table in ("job", "rollout", "feedback")),
+            *(f"ALTER TABLE {table} DROP COLUMN nth" for table in ("rollout", "feedback")),
+            "ALTER TABLE job DROP COLUMN turn",
+            "CREATE INDEX rollout_age ON rollout (created_at)",
+            "CREATE INDEX rollout_upto ON rollout (upto)",
+            "ALTER TABLE feedback DROP COLUMN sender",
+            "DROP TABLE known_vote",
+            "DROP TABLE distrusted",
+        ],
     }
     assert added.keys() == ledger_schema.UPGRADES.keys()
     path = tmp_path / "ledger.db"

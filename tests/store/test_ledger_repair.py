@@ -20,7 +20,7 @@ Fill = Callable[..., dict[str, Job]]
 ERROR = {"code": "x", "message": "it failed", "hint": None}
 
 
-def nothing(adapter: str, job: str) -> None:
+def nothing(tenant: str, adapter: str, job: str) -> None:
     """The store has no version of any job."""
 
 
@@ -205,7 +205,7 @@ def test_a_job_that_has_published_since_is_not_trained_again(
     path.unlink()
     asked: list[tuple[str, str]] = []
 
-    def find(adapter: str, job: str) -> tuple[str, bool] | None:
+    def find(tenant: str, adapter: str, job: str) -> tuple[str, bool] | None:
         asked.append((adapter, job))
         return published
 

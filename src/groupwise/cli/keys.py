@@ -4,6 +4,8 @@ groupwise keys add phone-app --role sample     # prints the key, once
 groupwise keys list
 groupwise keys turn phone-app                  # another key of the same role; the old one is worth nothing
 groupwise keys revoke phone-app
+groupwise keys add acme-app --role train --tenant acme    # of a tenant, which sees its own and the base model
+groupwise keys log --tenant acme                          # what was changed with its keys
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from groupwise.cli.frame import OPTIONS, AsJson, Debug, examples, print_table
 from groupwise.cli.output import print_json, print_line, say
 
 if TYPE_CHECKING:
+    from groupwise.store.audit import Change
     from groupwise.store.keys import Key, KeyFile, Role
 
 app = typer.Typer(help="Keys of a server: one for each program that uses it, with a role; no restart.", **OPTIONS)
@@ -30,7 +33,9 @@ STATE_DIR = Path("groupwise-state")
 
 @app.command(
     epilog=examples(
-        "groupwise keys add phone-app --role sample --tokens-per-day 1000000", "groupwise keys add grafana --role read"
+        "groupwise keys add phone-app --role sample --tokens-per-day 1000000",
+        "groupwise keys add grafana --role read",
+        "groupwise keys add acme-app --role train --tenant acme --adapters 5 --jobs 2",
     )
 )
 def add(
@@ -42,6 +47,19 @@ def add(
     tokens_per_day: Annotated[
         int | None, typer.Option(metavar="N", help="Of prompts and completions, UTC; then 429.", show_default=False)
     ] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option(metavar="TENANT", help="Whose it is: sees only what keys of it made.", show_default=False),
+    ] = None,
+    adapters: Annotated[
+        int | None, typer.Option(metavar="N", help="That its tenant may have.", show_default=False)
+    ] = None,
+    bytes_: Annotated[
+        int | None, typer.Option("--bytes", metavar="N", help="That its tenant may keep.", show_default=False)
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(metavar="N", help="Of its tenant that wait or run.", show_default=False)
+    ] = None,
     state_dir: StateDir = STATE_DIR,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -50,7 +68,10 @@ def add(
     keys = _keys(state_dir)
     first = not keys.all()
     bounds = {"requests_per_minute": requests_per_minute, "tokens_per_day": tokens_per_day}
-    _print_key(name, keys.add(name, role=_role(role), **bounds), as_json=as_json)
+    bounds |= {"adapters": adapters, "bytes": bytes_, "jobs": jobs}
+    key = keys.add(name, role=_role(role), tenant=_tenant(tenant), **bounds)
+    _logged(state_dir, "add", keys.named(name))
+    _print_key(name, key, as_json=as_json)
     if first:
         say("from now on the server asks every request for a key: this one, or its GROUPWISE_API_KEY")
 
@@ -62,8 +83,8 @@ def list_(state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug
     if as_json:
         print_json([key.model_dump(exclude={"digest"}) for key in keys])
     elif keys:
-        titles = ("name", "role", "made", "turned", "requests a minute", "tokens a day")
-        print_table([titles, *(_row(key) for key in keys)])
+        titles = ("name", "role", "tenant", "made", "turned", "requests a minute", "tokens a day")
+        print_table([(*titles, "adapters", "bytes", "jobs"), *(_row(key) for key in keys)])
     else:
         say(f"no keys in {state_dir}; make one: groupwise keys add NAME --role sample")
 
@@ -71,21 +92,74 @@ def list_(state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug
 @app.command()
 def turn(name: Name, state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug = False) -> None:
     """Replace a key by a new one of its role, and print that."""
-    _print_key(name, _keys(state_dir).turn(name), as_json=as_json)
+    keys = _keys(state_dir)
+    key = keys.turn(name)
+    _logged(state_dir, "turn", keys.named(name))
+    _print_key(name, key, as_json=as_json)
 
 
 @app.command()
 def revoke(name: Name, state_dir: StateDir = STATE_DIR, debug: Debug = False) -> None:
     """End a key: the server's next request with it is refused. Where no key is left, GROUPWISE_API_KEY alone counts."""
     keys = _keys(state_dir)
-    say(f"{name} ({keys.revoke(name).role}) is worth nothing from now on")
+    key = keys.revoke(name)
+    _logged(state_dir, "revoke", key)
+    say(f"{name} ({key.role}) is worth nothing from now on")
     if not keys.all():
         say("no named key is left: a server without GROUPWISE_API_KEY now answers everybody who reaches it")
 
 
+@app.command("log", epilog=examples("groupwise keys log --tenant acme --limit 20", "groupwise keys log --json"))
+def log_(
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Only what its keys changed.", show_default=False)
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="The newest N.")] = 100,
+    state_dir: StateDir = STATE_DIR,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what was changed with the keys, and to them, the newest first: who, when, what, and what came of it."""
+    from groupwise.store.audit import AuditLog
+
+    book = AuditLog(state_dir.absolute())
+    changes = book.read_all(limit=limit) if tenant is None else book.read(_tenant(tenant), limit=limit)
+    if as_json:
+        print_json([change.model_dump() for change in changes])
+    elif changes:
+        rows = [(change.at, change.who, change.method, _what(change), str(change.status)) for change in changes]
+        print_table([("when", "who", "how", "what", "status"), *rows])
+    else:
+        say(f"nothing was changed yet, as far as {state_dir} says")
+
+
+def _what(change: Change) -> str:
+    named = " ".join(f"{name}={value}" for name, value in change.things.items())
+    return f"{change.route} {named}".strip()
+
+
+def _logged(state_dir: Path, how: str, key: Key) -> None:
+    """Write into the audit log what was done to a key, with this command."""
+    from datetime import UTC, datetime
+
+    from groupwise.store.audit import AuditLog, Change
+
+    things = {"key": key.label, "role": key.role}
+    at = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
+    change = Change(at=at, who="groupwise keys", method=how, route="keys", things=things, status=200)
+    AuditLog(state_dir.absolute()).append(change)
+
+
 def _row(key: Key) -> tuple[str, ...]:
-    bounds = (key.requests_per_minute, key.tokens_per_day)
-    return (key.name, key.role, key.made, key.turned or "-", *("-" if each is None else str(each) for each in bounds))
+    bounds = (key.requests_per_minute, key.tokens_per_day, key.adapters, key.bytes, key.jobs)
+    return (
+        key.name,
+        key.role,
+        key.tenant or "-",
+        key.made,
+        key.turned or "-",
+        *("-" if each is None else str(each) for each in bounds),
+    )
 
 
 def _keys(state_dir: Path) -> KeyFile:
@@ -103,6 +177,13 @@ def _role(text: str) -> Role:
         if role == text:
             return role
     raise ConfigError(f"--role is {text[:80]!r}", field="role", hint=f"it is one of {', '.join(ROLES)}")
+
+
+def _tenant(text: str | None) -> str:
+    """Return the tenant that is asked for. Raises ConfigError, also for an empty name: it would be the owner's."""
+    from groupwise.store.tenants import OWNER, check_tenant
+
+    return OWNER if text is None else check_tenant(text)
 
 
 def _print_key(name: str, key: str, *, as_json: bool) -> None:

@@ -183,9 +183,8 @@ class KeyValueCache:
         return last
 
     def whole(self) -> dict[PromptKey, int]:
-        """Return prompts that are completely in a slot, by weights and token ids, so that equal requests can share
-        them."""
-        return {(id(it.owner), it.ids): slot for slot, it in enumerate(self.prefilled) if it is not None}
+        """Return prompts that are completely in a slot, by their keys, so that equal requests can share them."""
+        return {(id(it.owner), it.ids, it.apart): slot for slot, it in enumerate(self.prefilled) if it is not None}
 
     def forget(self, owner: object) -> None:
         """Stop sharing slots that were computed with the weights `owner`, which have changed or are gone."""
@@ -245,18 +244,20 @@ class KeyValueCache:
 
 Layers = dict[int, tuple[Tensor, Tensor]]  # by layer, keys and values [K, n, D]
 
-PromptKey = tuple[int, tuple[int, ...]]  # the weights' id and the token ids: equal prompts of one policy
+# the weights' id, the token ids and `SamplingRequest.apart`: equal prompts of one policy that may be computed together
+PromptKey = tuple[int, tuple[int, ...], str]
 
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """A prefilled prompt: the weights it was computed with (`owner`; None: the base), its last hidden state, and the
-    experts of its tokens, where they are recorded."""
+    """A prefilled prompt: the weights it was computed with (`owner`; None: the base), its last hidden state, the
+    experts of its tokens, where they are recorded, and whom it is computed for (`SamplingRequest.apart`)."""
 
     owner: object
     ids: tuple[int, ...]
     hidden_H: Tensor
     routed_PLK: Tensor | None = None
+    apart: str = ""
 
 
 @dataclass(eq=False)

@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,12 @@ class Replaced:
     version: PolicyVersion
     weights: AdapterWeights | None
     recompute: bool
+
+
+@cache
+def _owner_apart(apart: str) -> object:
+    """Return whose conversations with the base model are those of requests with this `apart`."""
+    return object()
 
 
 class LocalEngine:
@@ -550,7 +557,8 @@ class LocalEngine:
         grammar = None if request.params.grammar is None else self._grammars.matcher(request.params.grammar)
         vision, prompt = vision_of(self._model), request.prompt_ids
         following = len(prompt) if vision is None else vision.following(prompt)
-        return PendingRequest(request, request.version, weights, weights, most, seed, on_token, grammar, following)
+        owner = _owner_apart(request.apart) if weights is None and request.apart else weights
+        return PendingRequest(request, request.version, weights, owner, most, seed, on_token, grammar, following)
 
     def _check(self, prompt_ids: Sequence[int], version: PolicyVersion) -> AdapterWeights | None:
         """Return the weights of `version`. Raises if the prompt cannot be run or the version is not there."""
@@ -567,8 +575,7 @@ class LocalEngine:
 
     def _weights_of(self, version: PolicyVersion) -> AdapterWeights | None:
         if not version.is_base and version not in self._adapters:
-            loaded = ", ".join(map(str, sorted(self._adapters))) or "none"
-            raise AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded; loaded: {loaded}")
+            raise AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded")
         return None if version.is_base else self._adapters[version]
 
     def _check_ids(self, ids: Sequence[int]) -> None:

@@ -199,9 +199,16 @@ class PackedDecoder(DecodedRows):
 
     def _run_prompts(self, jobs: Sequence[PendingRequest], slots: range) -> None:
         """Fill the slots with whole prompts."""
-        self._fill(slots, [job.prompt[1] for job in jobs], [job.weights for job in jobs])
+        aparts = [job.request.apart for job in jobs]
+        self._fill(slots, [job.prompt[1] for job in jobs], [job.weights for job in jobs], aparts)
 
-    def _fill(self, slots: range, prompts: Sequence[tuple[int, ...]], weights: Sequence[AdapterWeights | None]) -> None:
+    def _fill(
+        self,
+        slots: range,
+        prompts: Sequence[tuple[int, ...]],
+        weights: Sequence[AdapterWeights | None],
+        aparts: Sequence[str],
+    ) -> None:
         """Fill the slots with these tokens, and note whose they are and what predicts their next tokens."""
         owners = [each for each, prompt in zip(weights, prompts, strict=True) for _ in prompt]
         positions = self._positions([(prompt, range(len(prompt))) for prompt in prompts])
@@ -210,8 +217,9 @@ class PackedDecoder(DecodedRows):
         lengths, chosen_SLK = [len(prompt) for prompt in prompts], self.chosen_SLK
         last = on_device([end - 1 for end in accumulate(lengths)], hidden_SH.device)
         routed = [None] * len(prompts) if chosen_SLK is None else chosen_SLK.split(lengths)
-        for slot, prompt, owner, hidden_H, chosen in zip(slots, prompts, weights, hidden_SH[last], routed, strict=True):
-            self.cache.prefilled[slot] = Prefilled(owner, prompt, hidden_H, chosen)
+        each = zip(weights, prompts, hidden_SH[last], routed, aparts, strict=True)
+        for slot, prefilled in zip(slots, each, strict=True):
+            self.cache.prefilled[slot] = Prefilled(*prefilled)
 
     def _extend(self, going: Sequence[GoingOn]) -> None:
         """Give conversations back what was kept of them, run what is new and sample its next tokens."""
@@ -254,16 +262,17 @@ class PackedDecoder(DecodedRows):
 
     def _refill_slots(self, owners: Sequence[Row], weights: AdapterWeights | None) -> None:
         """Compute again what these rows have in slots, as far as any of them reads."""
-        texts = dict[int, tuple[int, ...]]()
+        texts, aparts = dict[int, tuple[int, ...]](), dict[int, str]()
         for row in sorted(owners, key=lambda row: row.shared):
             texts[row.slot] = row.job.prompt[1][: row.shared]
+            aparts[row.slot] = row.job.request.apart
         for slot, text in texts.items():
             self.cache.lengths[slot], self.cache.openings[slot] = len(text), None
         for several in consecutive(sorted(texts)):
             while several:
                 longest = max(len(texts[slot]) for slot in several)
                 now = several[: max(1, PREFILL_TOKENS // longest)]
-                self._fill(now, [texts[slot] for slot in now], [weights] * len(now))
+                self._fill(now, [texts[slot] for slot in now], [weights] * len(now), [aparts[slot] for slot in now])
                 several = several[len(now) :]
 
     def _rerun_own(self, at: range, weights: AdapterWeights | None) -> None:

@@ -142,16 +142,16 @@ class PlainBatch(DecodedRows):
 
     def begin(self, jobs: Sequence[tuple[PendingRequest, int]]) -> None:
         """Run each distinct prompt once, and sample the first token of every completion."""
-        places: dict[tuple[int, ...], int] = {}
+        places: dict[tuple[tuple[int, ...], str], int] = {}
         row_prompt: list[int] = []
         for job, n in jobs:
-            known = job.prompt[1] in places
-            row_prompt += [places.setdefault(job.prompt[1], len(places))] * n
+            known = job.prompt[1:] in places
+            row_prompt += [places.setdefault(job.prompt[1:], len(places))] * n
             if not job.started:
                 job.cached = len(job.request.prompt_ids) if known else 0
             self.rows.add(job, n, slot=0, shared=len(job.request.prompt_ids))
         self.rows.reserve(max(job.max_tokens for job, _ in jobs))
-        prompts_PT = on_device([list(ids) for ids in places], self.shared.device)
+        prompts_PT = on_device([list(ids) for ids, _ in places], self.shared.device)
         row_B = on_device(row_prompt, self.shared.device)
         hidden_PH = self._run(prompts_PT)
         if self.chosen_SLK is not None:

@@ -47,7 +47,7 @@ class PendingRequest:
     request: SamplingRequest
     version: PolicyVersion
     weights: AdapterWeights | None
-    owner: AdapterWeights | None
+    owner: object
     max_tokens: int
     seed: int
     on_token: TokenSink | None = None
@@ -61,8 +61,8 @@ class PendingRequest:
 
     @property
     def prompt(self) -> PromptKey:
-        """The prompt's key in the KV cache: the weights and the token ids."""
-        return id(self.weights), tuple(self.request.prompt_ids)
+        """The prompt's key in the KV cache: the weights, the token ids, and whom it is computed for."""
+        return id(self.weights), tuple(self.request.prompt_ids), self.request.apart
 
     def follow(self, version: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool) -> None:
         """Go on under a newer version. Unless keys and values are computed again, what was kept of its conversation

@@ -37,6 +37,7 @@ from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.store.job_checkpoint import (
+    MOMENTS,
     Checkpoints,
     JobProgress,
     find_moments,
@@ -47,6 +48,7 @@ from groupwise.store.job_checkpoint import (
 from groupwise.store.job_payload import parse_payload
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Lease
+from groupwise.store.tenants import OWNER, home_of
 from groupwise.train.learner import Learner, learning_rate_at
 from groupwise.types import BASE, PolicyVersion, Sample
 
@@ -63,12 +65,26 @@ class JobCancelled(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What the jobs of one worker share."""
+    """What the jobs of one worker share. `home` has the moments of who is trained for: the state directory, or a
+    tenant's."""
 
     base: LoadedModel
     ledger: Ledger
     store: AdapterStore
     state_dir: Path
+    home: Path | None = None
+
+    def of(self, tenant: str) -> WorkerContext:
+        """Return the same for a tenant's jobs, whose adapters and moments are its own."""
+        if tenant == OWNER:
+            return self
+        home = home_of(self.state_dir, tenant)
+        return replace(self, store=AdapterStore(home / "adapters"), home=home)
+
+    @property
+    def moments(self) -> Path:
+        """Where the moments are, as `store.job_checkpoint` has them."""
+        return (self.home or self.state_dir) / MOMENTS
 
 
 @dataclass
@@ -113,8 +129,8 @@ def run_job(lease: Lease, place: WorkerContext, *, raise_if_stopped: Callable[[]
         version = _publish(run)
     unhealthy = place.store.unhealthy(version)
     if unhealthy is None:  # else the next job goes on from the version before, whose moments stay
-        checkpoints.become_moments(version)
-        prune_moments(place.state_dir, place.store)
+        checkpoints.become_moments(version, place.moments)
+        prune_moments(place.moments, place.store)
     place.ledger.published(lease, str(version), unhealthy=unhealthy)
     checkpoints.discard()
     return version
@@ -231,7 +247,7 @@ def _continued(
         if config.target_modules is None:
             raise
         raise _differs("target_modules", config.target_modules, _saved(directory)["target_modules"], parent) from error
-    if (moments := find_moments(place.state_dir, parent)) is None:
+    if (moments := find_moments(place.moments, parent)) is None:
         return learner, False
     try:
         learner.load(moments)

@@ -176,7 +176,9 @@ class Worker:
         """Run the job once; return the lease to go on with if memory ran out and the job's passes can be smaller."""
         ledger = self._place.ledger
         try:
-            version = run_job(lease, self._place, raise_if_stopped=self._heartbeat.raise_if_stopped)
+            version = run_job(
+                lease, self._place.of(lease.job.tenant), raise_if_stopped=self._heartbeat.raise_if_stopped
+            )
             log.info("job %s: published %s", lease.job.id, version)
         except LeaseLostError:
             raise

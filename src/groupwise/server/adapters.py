@@ -49,6 +49,7 @@ from groupwise.sdk.types import (
 )
 from groupwise.server.bodies import check_content_type, read_body
 from groupwise.server.policies import AdapterInUseError, check_free_name
+from groupwise.server.quotas import TenantFullError
 from groupwise.server.retention import needing, surplus
 from groupwise.server.schema_adapters import ActivateRequest, LoadRequest, MergeRequest, NoteRequest
 from groupwise.server.state import given
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 MERGE_NOTE = "merge.json"  # beside a merged version's weights: what it was made of
 
 _ACTIVATING = (AdapterError, AdapterNotFoundError, SwapRefusedError, StorageError, EngineError, NotReadyError)
-_ADDING = (AdapterError, ConflictError, StorageError)
+_ADDING = (AdapterError, ConflictError, TenantFullError, StorageError)
 _FIELDS = {
     "name": {"type": "string", "description": "The adapter's name."},
     "archive": {
@@ -233,6 +234,7 @@ async def load_adapter(request: Request, parts: Adapters) -> AdapterLoaded:
     """Make an adapter's newest version, or the version that `name` names, the active one."""
     body = await read_body(request, LoadRequest)
     version = await _activate(parts, body.name)
+    request.state.things = {"version": str(version)}
     return AdapterLoaded(status="loaded", name=version.name, version=str(version))
 
 
@@ -303,6 +305,7 @@ async def upload_adapter(request: Request, parts: Adapters) -> AdapterUploaded:
     """Add an adapter that PEFT saved, as a tar.gz. It must be plain LoRA that fits this base model."""
     async with _upload(request) as upload:
         version = await asyncio.to_thread(_import, parts, upload)
+    request.state.things = {"version": str(version)}
     info = parts.store.info(version)
     return AdapterUploaded(name=version.name, version=str(version), size_bytes=_size(info), files=sorted(info.files))
 
@@ -408,6 +411,7 @@ async def merge(request: Request, parts: Adapters) -> AdapterMerged:
         files.check_name(source.name.partition("@")[0])
         sources.append((parts.policies.resolve(adapter=source.name), source.weight))
     version, report = await asyncio.to_thread(_merge, parts, body, sources)
+    request.state.things = {"version": str(version)}
     return AdapterMerged(
         output_name=version.name,
         version=str(version),

@@ -70,6 +70,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     from groupwise.server import (
         adapters,
         admin,
+        audit,
         chat,
         completions,
         feedback,
@@ -83,6 +84,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         responses,
         rollout_log,
         rollouts,
+        tenants,
         train,
         usage,
     )
@@ -91,6 +93,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     from groupwise.server.more_routes import more_routes
     from groupwise.server.openapi import describe
     from groupwise.server.ui import Web
+    from groupwise.store.keys import KeyFile
 
     app = FastAPI(title="Groupwise", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = server
@@ -110,16 +113,22 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         adapters,
         admin,
         usage,
+        audit,
+        tenants,
         live_events,
     ):
         app.include_router(module.router)
     app.include_router(metric_definitions.definitions_router)
     config = server.config
-    for routes in more_routes(config):
+    for name, routes in more_routes(config).items():
+        if routes.make is not None:
+            server.more[name] = routes.make(server)
         routes.mount(app, server)
     add_handlers(app, without=server.paths, disk_failed=server.storage.failed)
     describe(app, config)
-    app.add_middleware(Guard, config=config, gate=gate or Gate("ready"), recorder=server.recorder, usage=server.usage)
+    whose = partial(tenants.tenant_of, keys=KeyFile(config.state_dir.absolute()))
+    gate = gate or Gate("ready")
+    app.add_middleware(Guard, config=config, gate=gate, recorder=server.recorder, usage=server.usage, whose=whose)
     if config.cors_origins:
         headers = ["authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id", "x-session-id"]
         app.add_middleware(
@@ -372,6 +381,8 @@ class _ServerProcess:
             task.cancel()
         if self._server is not None:
             await self._server.supervisor.stop(timeout_s=END_S)  # does nothing after a drain
+            if self._server.tenants is not None:
+                await asyncio.to_thread(self._server.tenants.close)
             self._server.policies.close()
             self._server.reader.close()
             await asyncio.to_thread(self._server.engine.close)
@@ -388,12 +399,14 @@ def _open_state(config: ServeConfig, announce: Callable[[str], None], *, repair:
     from groupwise.store import ledger_repair
     from groupwise.store.adapters import AdapterStore
     from groupwise.store.ledger import Ledger
+    from groupwise.store.tenants import OWNER, home_of
 
     store, path = AdapterStore(config.state_dir / "adapters"), config.state_dir / "ledger.db"
 
-    def find(adapter: str, job: str) -> tuple[str, bool] | None:
-        version = store.version_of_job(adapter, job)
-        return None if version is None else (str(version), store.was_active(version))
+    def find(tenant: str, adapter: str, job: str) -> tuple[str, bool] | None:
+        own = store if tenant == OWNER else AdapterStore(home_of(config.state_dir, tenant) / "adapters")
+        version = own.version_of_job(adapter, job)
+        return None if version is None else (str(version), own.was_active(version))
 
     if repair:
         announce(ledger_repair.repair(path, find=find) or "the ledger is whole: there is nothing to repair")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -17,13 +17,16 @@ from groupwise.server.feedback import AnswerLog
 from groupwise.server.gate import Gatekeeper
 from groupwise.server.learn import FeedbackTrainer
 from groupwise.server.metrics import Recorder
-from groupwise.server.policies import Policies, check_free_name
+from groupwise.server.more_routes import more_routes
+from groupwise.server.policies import RecordedPolicies, check_free_name
+from groupwise.server.quotas import Quotas
 from groupwise.server.raters import Raters
 from groupwise.server.reader import Reader, TextModel
 from groupwise.server.sampling import Admissions
 from groupwise.server.state import Parts, Server, select
 from groupwise.server.storage import StorageProbe
 from groupwise.server.supervisor import Supervisor, worker_command
+from groupwise.server.tenants import Tenants
 from groupwise.server.usage import FILE as USAGE
 from groupwise.server.usage import KeyUsage
 from groupwise.server.webhooks import Webhooks
@@ -32,10 +35,12 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.store.cuda_ipc import FILE, offer_weights
 from groupwise.store.feedback import FeedbackLog
 from groupwise.store.files import Provenance
+from groupwise.store.keys import KeyFile
 from groupwise.store.ledger import Ledger
 from groupwise.store.locate import Located
 from groupwise.store.mapped_weights import map_weights
 from groupwise.store.rundir import IMAGES
+from groupwise.store.tenants import OWNER
 from groupwise.tasks.dialects.responses import ResponseStore
 from groupwise.types import PolicyVersion
 
@@ -43,32 +48,18 @@ RESERVED = 8  # one row in so many is kept back for interactive requests
 PACED_ROWS = 16  # of batches, on a CPU, while somebody waits in person
 
 
-class RecordedPolicies(Policies):
-    """Policies whose swaps are counted and timed."""
-
-    recorder: Recorder
-
-    async def swap(self, version: PolicyVersion) -> PolicyVersion:
-        began, ok = time.monotonic(), False
-        try:
-            before = await super().swap(version)
-            ok = True
-        finally:
-            self.recorder.swapped(ok=ok, seconds=time.monotonic() - began)
-        return before
-
-
 def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:
-    """Load the model and put the parts together; nothing runs yet. For a thread: this takes its time.
+    """Load the model and put the parts together; nothing runs yet. For a thread: this takes its time. `ledger` is of
+    everything: the worker and its supervisor see all jobs, and the owner's parts what is the owner's.
 
     Raises ModelError if the model cannot be loaded or the engine cannot run it, ConfigError for a wrong webhook,
     EngineError if vLLM does not come up or is not of this model.
     """
-    state_dir = config.state_dir.absolute()
+    state_dir, owners = config.state_dir.absolute(), ledger.of(OWNER)
     webhooks = None
     if config.webhook_url is not None:
         record = state_dir / "webhooks.json"
-        webhooks = Webhooks(ledger, store, url=config.webhook_url, record=record, secret=config.webhook_secret)
+        webhooks = Webhooks(owners, store, url=config.webhook_url, record=record, secret=config.webhook_secret)
     disable_progress_bar()  # of loading the weights; the server says itself what it does
     base = load_configured(config)
     map_weights(base, state_dir)  # the worker maps the same file
@@ -109,13 +100,16 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         base=base,
         engine=engine,
         store=store,
-        ledger=ledger,
+        ledger=owners,
         policies=policies,
         recorder=recorder,
-        feedback=FeedbackLog(ledger),
+        feedback=FeedbackLog(owners),
     )
     server = server_over(parts, reader=Reader(TextModel.of(base), config), supervisor=supervisor)
-    health = select(HealthParts, server)
+    tenants = Tenants(server, ledger, more=more_routes(config))
+    supervisor.tenants = tenants
+    server = replace(server, tenants=tenants)
+    health = replace(select(HealthParts, server), ledger=ledger)
     recorder.watch(lambda: gauges(health))
     recorder.watch(server.usage.samples)
     supervisor.gate = server.gate
@@ -133,6 +127,7 @@ def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Serv
     usage = KeyUsage(config.state_dir.absolute() / USAGE)
     gate = None if config.gate is None else Gatekeeper(parts, config.gate)
     held_out = frozenset[tuple[int, ...]]() if gate is None else gate.held_out
+    state_dir = config.state_dir.absolute()
     return Server(
         **vars(parts),
         reader=reader,
@@ -152,6 +147,7 @@ def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Serv
         responses=ResponseStore(),
         answers=answers,
         paths=private_paths(config.state_dir, config.model),
+        quotas=Quotas(KeyFile(state_dir), OWNER, state_dir),
         trainer=None if config.learn is None else FeedbackTrainer(parts, config.learn, held_out=held_out),
         gate=gate,
         raters=None if config.raters is None else Raters(parts, config.raters),

@@ -3,7 +3,7 @@
     request id      `x-request-id`, the client's where it is one, on every answer, and on its line in the log
     Host, Origin    on loopback only local names (DNS rebinding); no writing from other sites' pages (CSRF)
     API key         on every route but /health and Tinker's links; 401 without one, 403 where its role is too small
-                    (`roles`), 429 where it asks too often (`usage`)
+                    (`roles`), 429 where it asks too often (`usage`); whose things it is about (`tenants`)
     phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
     places          so many requests at once, so many waiting, then 429, and never all of one sender's (`places`); a
                     body that is still arriving takes none
@@ -11,6 +11,7 @@
                     so many bytes of long ones at once, so many uploads, and then they wait, and then 429
     deadline        no answer begun in time, 504
     HEAD            answered as GET, without the body: the same status and headers (RFC 9110, section 9.3.2)
+    audit           a line for what changes something (`audit`)
     bugs            500 `internal_error` with the request id; the traceback is in the log only
 
 A pure ASGI middleware, outermost but for CORS. Bodies are counted by `groupwise.tasks.arriving`
@@ -23,6 +24,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Literal
@@ -42,6 +44,7 @@ from groupwise.errors import (
     NotReadyError,
     StorageError,
 )
+from groupwise.server.audit import note
 from groupwise.server.bodies import check_content_type, parse_body, read_body
 from groupwise.server.errors import (
     INTERNAL,
@@ -53,9 +56,11 @@ from groupwise.server.errors import (
 )
 from groupwise.server.metrics import Recorder
 from groupwise.server.places import Places
-from groupwise.server.roles import Caller, Keyring, may
+from groupwise.server.roles import Caller, Keyring, OwnersError, may
 from groupwise.server.usage import KeyUsage
+from groupwise.store.audit import AuditLog
 from groupwise.store.keys import KeyFile
+from groupwise.store.tenants import OWNER
 from groupwise.tasks.arriving import BodyGuard, ByteLimit, Take
 
 __all__ = ["Gate", "Guard", "check_content_type", "parse_body", "read_body"]
@@ -79,6 +84,8 @@ BODY_LIMITS = {
     **dict.fromkeys(("/api/v1/forward_backward", "/api/v1/forward"), "tinker_body_bytes"),
 }  # the settings of the largest bodies; chat_body_bytes for all other routes
 
+
+Whose = Callable[[Caller, str, Headers], str]  # a caller, a path and headers -> a tenant; raises OwnersError
 
 _REQUEST_ID = re.compile(r"[\w-]{1,64}", re.ASCII)
 
@@ -108,13 +115,23 @@ class Gate:
 
 
 class Guard:
-    """The middleware. `gate` may change at any time; `config` does not."""
+    """The middleware. `gate` may change at any time; `config` does not. `whose` says which tenant a request is about;
+    without it what is behind the guard is the owner's."""
 
     def __init__(
-        self, app: ASGIApp, *, config: ServeConfig, gate: Gate, recorder: Recorder, usage: KeyUsage | None = None
+        self,
+        app: ASGIApp,
+        *,
+        config: ServeConfig,
+        gate: Gate,
+        recorder: Recorder,
+        usage: KeyUsage | None = None,
+        whose: Whose | None = None,
     ):
         self.app, self._config, self._gate, self._recorder, self._usage = app, config, gate, recorder, usage
-        self._keyring = Keyring(config.api_key, KeyFile(config.state_dir.absolute()))
+        self._keys = KeyFile(config.state_dir.absolute())
+        self._keyring, self._audit = Keyring(config.api_key, self._keys), AuditLog(config.state_dir.absolute())
+        self._whose = whose or _owners_alone
         self._checks_host = is_loopback(config.host) or bool(config.allowed_hosts)
         waiting = config.first_token_timeout_s
         self._writes = Places(config.max_concurrent, config.max_waiting, patience_s=waiting)
@@ -173,6 +190,7 @@ class Guard:
             status, seconds = answer.status or 500, time.monotonic() - began
             self._recorder.http(route, method, status, seconds)
             _log_access(scope, method, status, seconds, request_id)
+            note(self._audit, scope, status)
 
     async def _run(self, scope: Scope, headers: Headers, body: BodyGuard, answer: _ResponseGuard) -> None:
         """Run the application until its answer begins or its time is over."""
@@ -242,6 +260,7 @@ class Guard:
         path = scope["path"]
         scope["state"]["caller"] = caller = self._caller(headers, path)
         scope["state"]["trusted"] = caller is not None and may(caller.role, "GET", OPEN)
+        scope["state"]["tenant"] = OWNER if caller is None else caller.tenant
         scope["state"]["sender"] = _sender(scope, caller)
         if path == OPEN:
             return
@@ -252,6 +271,8 @@ class Guard:
         if caller is not None and caller.key is not None and self._usage is not None:
             self._usage.check_rate(caller.key)
         self._gate.check()
+        if caller is not None and not path.startswith(LINKS):
+            scope["state"]["tenant"] = self._whose(caller, path, headers)
         if headers.get("content-encoding", "identity").lower() != "identity":
             encoding = echo(printable(headers["content-encoding"]))
             raise MediaTypeError(
@@ -309,13 +330,20 @@ class Guard:
         return getattr(self._config, name), name
 
 
+def _owners_alone(caller: Caller, path: str, headers: Headers) -> str:
+    """Raise OwnersError for who is not the owner."""
+    if caller.tenant:
+        raise OwnersError("this is the owner's alone", hint="use a key without a tenant")
+    return OWNER
+
+
 def _log_access(scope: Scope, method: str, status: int, seconds: float, request_id: str) -> None:
     """Log a line for a request that was answered, with the name of its key where it has one. Queries are left out, as
     there may be a key in one."""
     path, caller = scope["path"], scope["state"].get("caller")
     level = logging.DEBUG if path in QUIET and status < 400 else logging.INFO
     asked = f"{printable(method)} {_shown(path)}"
-    whose = "" if caller is None or caller.key is None else f" key {caller.key.name}"
+    whose = "" if caller is None or caller.key is None else f" key {caller.label}"
     access.log(level, "%s %d %.0f ms request %s%s", asked, status, 1000 * seconds, request_id, whose)
 
 
@@ -325,9 +353,9 @@ def _shown(path: str) -> str:
 
 
 def _sender(scope: Scope, caller: Caller | None) -> str:
-    """Return who sends a request: a named key, or else the address of the connection."""
+    """Return who sends a request: a tenant, a named key, or else the address of the connection."""
     if caller is not None and caller.key is not None:
-        return f"key {caller.key.name}"
+        return f"tenant {caller.tenant}" if caller.tenant else f"key {caller.key.name}"
     client = scope.get("client")
     return client[0] if client else ""
 

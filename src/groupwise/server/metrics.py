@@ -76,6 +76,7 @@ class RequestRecord:
     last: float | None = None  # when its latest token came
     count: int = 0
     over: bool = False
+    also: RequestRecord | None = None  # in the whole server's numbers, where this is in a tenant's
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,18 @@ class MoreRoutes:
         mount: adds them to the application; called once, when the model is loaded. What it imports is not needed
             where they are not wanted. Routes name the parts that they use as the server's own do, by
             `server.state.given`; what lives as long as the application is made of the `Parts`.
+        make: makes what the routes keep of the owner, or of a tenant, of its parts; it is found in `Server.more`. None
+            where they keep nothing.
         reads: the modules whose functions read bodies in another process (`server.reader_process`).
     """
 
     wanted: Callable[[ServeConfig], bool]
     mount: Callable[[FastAPI, Parts], None]
+    make: Callable[[Parts], object] | None = None
     reads: tuple[str, ...] = ()
 
 
-def more_routes(config: ServeConfig) -> list[MoreRoutes]:
-    """Return the routes of installed packages that this server is to have."""
+def more_routes(config: ServeConfig) -> dict[str, MoreRoutes]:
+    """Return the routes of installed packages that this server is to have, by the packages' names."""
     known: dict[str, MoreRoutes] = extensions("groupwise.routes")
-    return [each for each in known.values() if each.wanted(config)]
+    return {name: each for name, each in known.items() if each.wanted(config)}

@@ -21,12 +21,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from uuid import uuid4
 
 import torch
@@ -48,6 +49,9 @@ from groupwise.sampler import LiveEngine
 from groupwise.store import faults
 from groupwise.store.adapters import AdapterStore
 from groupwise.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from groupwise.server.metrics import Recorder
 
 _MAX_TEXT = 80  # more than any name@number has: what is longer is not found, though as a file name it would be an error
 
@@ -590,6 +594,21 @@ class Policies:
                 f"(tolerance {tolerance:g})",
                 hint="it stays in the store; compare trainer and engine before activating it",
             )
+
+
+class RecordedPolicies(Policies):
+    """Policies whose swaps are counted and timed."""
+
+    recorder: Recorder
+
+    async def swap(self, version: PolicyVersion) -> PolicyVersion:
+        began, ok = time.monotonic(), False
+        try:
+            before = await super().swap(version)
+            ok = True
+        finally:
+            self.recorder.swapped(ok=ok, seconds=time.monotonic() - began)
+        return before
 
 
 def canary_tolerance(base: LoadedModel) -> float:

@@ -63,7 +63,7 @@ def _most_bytes(size: int, config: ServeConfig, *, sees: bool) -> int:
 
 def _warm_up(base: TextModel, config: ServeConfig) -> None:
     """Import and compile what every reader would, and keep the collector from touching it: forks share its pages."""
-    others = [module for each in more_routes(config) for module in each.reads]
+    others = [module for each in more_routes(config).values() for module in each.reads]
     for module in (*(f"groupwise.server.{route}" for route in ROUTES), *others):
         importlib.import_module(module)
     least_tokens(1, base.tokenizer)

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 
 from groupwise.errors import GroupwiseError
 from groupwise.store.keys import Key, KeyFile, Role, digest
+from groupwise.store.tenants import OWNER as OWNERS
 
 TINKER, TINKER_OPENAI = "/api/v1/", "/oai/api/v1/"  # routes of Tinker's clients
 TINKER_KEY = "tml-"  # how the key has to begin for them
@@ -25,6 +26,7 @@ SHOWS = ("GET", "HEAD", "OPTIONS")
 # path -> what showing there asks for, and what changing does
 NEEDED: dict[str, tuple[Role, Role]] = {
     "/": ("read", "admin"),
+    "/v1/tenants": ("admin", "admin"),
     "/v1/models": ("sample", "admin"),
     "/v1/chat/completions": ("sample", "sample"),
     "/v1/completions": ("sample", "sample"),
@@ -51,12 +53,27 @@ class RoleError(GroupwiseError):
     code, status, exit_code = "role_too_small", 403, 2
 
 
+class OwnersError(GroupwiseError):
+    """The key is a tenant's, and this is the owner's alone."""
+
+    code, status, exit_code = "owners_only", 403, 2
+
+
 @dataclass(frozen=True)
 class Caller:
     """Who sent a request. `key` is None for the owner, whose key is GROUPWISE_API_KEY."""
 
     role: Role
     key: Key | None = None
+
+    @property
+    def tenant(self) -> str:
+        return OWNERS if self.key is None else self.key.tenant
+
+    @property
+    def label(self) -> str:
+        """Who it is in logs and counts."""
+        return "owner" if self.key is None else self.key.label
 
     def check(self, method: str, path: str) -> None:
         """Raise RoleError unless the role is enough for a request of this method to this path."""

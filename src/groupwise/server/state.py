@@ -10,13 +10,14 @@
     @router.get("/queue")
     async def queue(parts: Jobs) -> TrainQueue: ...
 
-`assemble` builds every part once and gives each what it uses; only it, the application and this file know the `Server`.
+A route gets the parts of whoever sends the request: a tenant's, or the owner's (`server.tenants`). `assemble` builds
+every part once and gives each what it uses; only it, the application, `server.tenants` and this file know the `Server`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
     from groupwise.server.learn import FeedbackTrainer
     from groupwise.server.metrics import Recorder
     from groupwise.server.policies import Policies
+    from groupwise.server.quotas import Quotas
     from groupwise.server.raters import Raters
     from groupwise.server.reader import Reader
     from groupwise.server.sampling import Admissions
     from groupwise.server.storage import StorageProbe
     from groupwise.server.supervisor import Supervisor
+    from groupwise.server.tenants import Tenants
     from groupwise.server.usage import KeyUsage
     from groupwise.store.adapters import AdapterStore
     from groupwise.store.feedback import FeedbackLog
@@ -69,6 +72,9 @@ class Server(Parts):
         responses: the answers of /v1/responses that are kept.
         answers: keeps answers, so that feedback can name them.
         paths: the directories of this machine that no answer names, and what stands in their place.
+        quotas: what may be had and kept.
+        tenants: those of the owner's server; None in a tenant's, and in one without.
+        more: what the routes of packages keep (`more_routes.MoreRoutes.make`), by the package's name.
         trainer: makes jobs of feedback; None where the configuration has no `learn`.
         gate: decides which versions go live; None where the configuration has no `gate`.
         raters: finds raters whose ratings are not worth anything; None where the configuration has no `raters`.
@@ -82,12 +88,27 @@ class Server(Parts):
     responses: ResponseStore
     answers: AnswerLog
     paths: Mapping[str, str]
+    quotas: Quotas
+    tenants: Tenants | None = None
+    more: dict[str, Any] = field(default_factory=dict)
     trainer: FeedbackTrainer | None = None
     gate: Gatekeeper | None = None
     raters: Raters | None = None
 
 
 P = TypeVar("P")
+
+
+async def seen(request: Request) -> Server:
+    """Return the server as who sends the request sees it."""
+    server, tenant = request.app.state.server, getattr(request.state, "tenant", "")
+    return await server.tenants.of(tenant) if tenant else server
+
+
+def opened(request: Request) -> list[Server]:
+    """Return the server as the owner and as every tenant sees it, for a secret that says by itself whose it is."""
+    server = request.app.state.server
+    return [server, *([] if server.tenants is None else server.tenants.opened())]
 
 
 def given(kind: type[P]) -> Any:
@@ -100,7 +121,7 @@ def given(kind: type[P]) -> Any:
         raise TypeError(f"{kind.__name__}: a server has no part {', '.join(sorted(strange))}")
 
     async def parts(request: Request) -> P:
-        return select(kind, request.app.state.server)
+        return select(kind, await seen(request))
 
     return Depends(parts)
 

@@ -69,11 +69,19 @@ class Submission:
 
 
 def read_grpo(
-    raw: bytes, base: TextModel, config: ServeConfig, *, store: AdapterStore, ledger: Path, pending: Collection[str]
+    raw: bytes,
+    base: TextModel,
+    config: ServeConfig,
+    *,
+    store: AdapterStore,
+    ledger: Path,
+    tenant: str | None,
+    pending: Collection[str],
 ) -> Submission:
-    """Return the job that a body of /v1/train/grpo asks for. `ledger`: where the rollouts are. Raises RequestError."""
-    request = parse_body(raw, GrpoRequest, config)
-    return prepare_grpo(request, base=base, store=store, rollouts=partial(kept_rollouts, ledger), pending=pending)
+    """Return the job that a body of /v1/train/grpo asks for. `ledger`: where the rollouts are, of which those count
+    that `tenant` sees. Raises RequestError."""
+    request, rollouts = parse_body(raw, GrpoRequest, config), partial(kept_rollouts, ledger, tenant)
+    return prepare_grpo(request, base=base, store=store, rollouts=rollouts, pending=pending)
 
 
 def read_sft(

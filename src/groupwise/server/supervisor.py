@@ -38,6 +38,7 @@ from groupwise.store import faults
 from groupwise.store.ledger import Job, Ledger
 from groupwise.store.ledger_attempts import Cause
 from groupwise.store.ledger_schema import KEEP_SECONDS
+from groupwise.store.tenants import OWNER
 from groupwise.types import PolicyVersion
 
 WORKER = "worker"  # the name under which it leases; attempts tell one process from the next
@@ -68,6 +69,21 @@ class Admits(Protocol):
     ) -> tuple[Literal["activate", "refused", "trial", "wait"], str]:
         """Return what is to be done with a published version, and why. Raises GroupwiseError for what passes by
         itself."""
+        ...
+
+
+class SwappedIn(Protocol):
+    """The part of a tenant's server that is needed here."""
+
+    @property
+    def policies(self) -> Swaps: ...
+
+
+class HasPolicies(Protocol):
+    """The part of `Tenants` that is needed here."""
+
+    async def of(self, tenant: str) -> SwappedIn:
+        """Return a tenant's."""
         ...
 
 
@@ -132,7 +148,8 @@ class Supervisor:
         self._overdue_since: float | None = None
         self._again_at: dict[str, float] = {}  # job -> when its swap, which failed for a passing reason, is tried again
         self._status = WorkerStatus()
-        self.gate: Admits | None = None  # decides which versions are swapped in; None: all of them
+        self.gate: Admits | None = None  # decides which of the owner's versions are swapped in; None: all of them
+        self.tenants: HasPolicies | None = None
 
     @property
     def status(self) -> WorkerStatus:
@@ -273,7 +290,7 @@ class Supervisor:
 
     async def _admitted(self, job: Job) -> bool:
         """Return whether the job's version is to be swapped in now; the gate's other decisions are carried out here."""
-        if self.gate is None:
+        if self.gate is None or job.tenant != OWNER:
             return True
         version = PolicyVersion.parse(str(job.version))
         try:
@@ -311,7 +328,7 @@ class Supervisor:
         version = PolicyVersion.parse(str(job.version))
         faults.point("swap:before-load")
         try:
-            error = await self._swap(version)
+            error = await self._swap(job, version)
         except (GroupwiseError, TimeoutError) as temporary:  # a full disk, a busy server: the version does not spoil
             log.warning("%s of job %s is not active yet (%s); it is tried again", version, job.id, temporary)
             self._again_at[job.id] = time.monotonic() + SWAP_AGAIN_S
@@ -324,11 +341,14 @@ class Supervisor:
         self._again_at.pop(job.id, None)
         return True
 
-    async def _swap(self, version: PolicyVersion) -> GroupwiseError | None:
+    async def _swap(self, job: Job, version: PolicyVersion) -> GroupwiseError | None:
         """None if `version` is active now, else why it will not be. Raises what passes by itself."""
         try:
             async with asyncio.timeout(self._swap_timeout_s):
-                await self._policies.swap(version)
+                policies = self._policies
+                if job.tenant != OWNER and self.tenants is not None:
+                    policies = (await self.tenants.of(job.tenant)).policies
+                await policies.swap(version)
         except TimeoutError:  # it may be active a moment later, so that it must not be called refused
             raise TimeoutError(f"the swap took more than {self._swap_timeout_s:g} s") from None
         except GroupwiseError as error:

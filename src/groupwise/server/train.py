@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request
@@ -36,6 +37,7 @@ from groupwise.server.encode import at_field
 from groupwise.server.errors import Paths, hidden
 from groupwise.server.event_stream import following, sse
 from groupwise.server.policies import check_free_name
+from groupwise.server.quotas import TenantFullError
 from groupwise.server.reader import RawBody, Reader, receive_body
 from groupwise.server.schema_train import GrpoRequest, SftRequest
 from groupwise.server.state import given
@@ -47,6 +49,7 @@ from groupwise.store.ledger import Claim, Event, Job, JobState, Ledger
 
 if TYPE_CHECKING:
     from groupwise.config.serve import ServeConfig
+    from groupwise.server.quotas import Quotas
     from groupwise.server.supervisor import Supervisor
     from groupwise.store.adapters import AdapterStore
 
@@ -57,7 +60,7 @@ LOSSES = ("loss/policy", "loss/cross_entropy")  # what a step reports; the first
 
 router = APIRouter(prefix="/v1/train", tags=["training"])
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
-SUBMIT_ERRORS = (RequestError, ChatError, IdempotencyConflictError, QueueFullError, StorageError)
+SUBMIT_ERRORS = (RequestError, ChatError, IdempotencyConflictError, QueueFullError, TenantFullError, StorageError)
 SUBMIT_CODES = (
     "context_length_exceeded",
     "unsupported_content",
@@ -79,6 +82,7 @@ class JobParts:
     reader: Reader
     supervisor: Supervisor
     paths: Mapping[str, str]
+    quotas: Quotas
 
 
 Jobs = Annotated[JobParts, given(JobParts)]
@@ -93,7 +97,8 @@ async def train_grpo(request: Request, parts: Jobs, idempotency_key: Idempotency
     job at /v1/train/status/{job_id}. With `Idempotency-Key`, the same request again gives the same job."""
 
     def read(body: RawBody, pending: frozenset[str]) -> Awaitable[Submission]:
-        state = {"store": parts.store, "ledger": parts.ledger.path, "pending": pending}
+        ledger = parts.ledger
+        state = {"store": parts.store, "ledger": ledger.path, "tenant": ledger.tenant, "pending": pending}
         return parts.reader.read_to_train(request, body, read_grpo, **state)
 
     return await _receive(request, parts, read, idempotency_key)
@@ -128,7 +133,16 @@ async def _receive(
             return _submitted(job, is_new=False)
         check_content_type(request)
         submission = await read(body, await run_in_threadpool(pending, parts.ledger))
-    return await run_in_threadpool(submit, parts.config, parts.ledger, submission, fingerprint, key)
+    submitted = await run_in_threadpool(partial(_submit, parts, submission, fingerprint, key))
+    request.state.things = {"job": submitted.job_id, "adapter": submitted.adapter_name}
+    return submitted
+
+
+def _submit(parts: JobParts, submission: Submission, fingerprint: str, key: str | None) -> TrainSubmitted:
+    """Raise TenantFullError and QuotaError, too."""
+    parts.quotas.check_bytes()
+    claim = partial(parts.quotas.check_job, parts.store)
+    return submit(parts.config, parts.ledger, submission, fingerprint, key, claim=claim)
 
 
 def submit(

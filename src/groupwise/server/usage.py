@@ -72,7 +72,8 @@ class UsageAnswer(Answer):
     """What named keys used."""
 
     days: dict[str, dict[str, UsedByKey]]
-    """A day (UTC) of the last 32 -> a key's name -> its counts. Jobs' tokens are not among them."""
+    """A day (UTC) of the last 32 -> a key's name -> its counts. Jobs' tokens are not among them. To the owner a
+    tenant's key is `TENANT:NAME`."""
 
 
 _DAYS = TypeAdapter(dict[str, dict[str, UsedByKey]])  # "2026-11-28" -> a key's name -> what it used
@@ -102,7 +103,7 @@ class KeyUsage:
         if (limit := key.requests_per_minute) is None:
             return
         now = time.monotonic()
-        bucket = self._buckets.setdefault(key.name, _Bucket(limit, now))
+        bucket = self._buckets.setdefault(key.label, _Bucket(limit, now))
         bucket.level, bucket.at = min(limit, bucket.level + (now - bucket.at) * limit / 60), now
         if bucket.level < 1:
             raise RateLimitError(
@@ -114,7 +115,7 @@ class KeyUsage:
 
     def check_tokens(self, key: Key) -> None:
         """Raise QuotaError if a key has used up its tokens of today."""
-        used = self._today().get(key.name, UsedByKey()).tokens
+        used = self._today().get(key.label, UsedByKey()).tokens
         if key.tokens_per_day is not None and used >= key.tokens_per_day:
             now = datetime.now(UTC)
             midnight = (now + timedelta(days=1)).replace(hour=0, minute=0, second=0, microsecond=0)
@@ -127,8 +128,8 @@ class KeyUsage:
     def sampled(self, key: Key, prompt_tokens: int, completion_tokens: int) -> None:
         """Count what a request of a key took."""
         today = self._today()
-        used = today.get(key.name, UsedByKey())
-        today[key.name] = UsedByKey(
+        used = today.get(key.label, UsedByKey())
+        today[key.label] = UsedByKey(
             requests=used.requests + 1,
             prompt_tokens=used.prompt_tokens + prompt_tokens,
             completion_tokens=used.completion_tokens + completion_tokens,

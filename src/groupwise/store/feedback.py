@@ -113,7 +113,10 @@ class FeedbackLog:
         with self._db.transaction("keeping feedback") as db:
             if known := self._by_key(db, key, fingerprint):
                 return known, False
-            insert(db, "feedback", {**row, "key": key, "fingerprint": fingerprint})
+            nth = "SELECT 1 + coalesce(max(nth), 0) FROM main.feedback WHERE tenant = tenant()"
+            query = f"SELECT tenant_key(?) AS key, tenant() AS tenant, ({nth}) AS nth"
+            whose = dict(db.execute(query, (key,)).fetchone())
+            insert(db, "feedback", {**row, **whose, "fingerprint": fingerprint})
             return _read(db.execute(f"{_ROWS} WHERE feedback.id = ?", (rating.id,)).fetchone()), True
 
     def by_key(self, key: str, fingerprint: str) -> Feedback | None:
@@ -122,7 +125,7 @@ class FeedbackLog:
             return self._by_key(db, key, fingerprint)
 
     def _by_key(self, db: sqlite3.Connection, key: str | None, fingerprint: str) -> Feedback | None:
-        row = None if key is None else db.execute(f"{_ROWS} WHERE feedback.key = ?", (key,)).fetchone()
+        row = None if key is None else db.execute(f"{_ROWS} WHERE feedback.key = tenant_key(?)", (key,)).fetchone()
         if row is not None and row["fingerprint"] != fingerprint:
             raise IdempotencyConflictError(
                 f"the idempotency key {str(key)[:64]!r} was used for feedback {row['id']} with another body",
@@ -246,7 +249,7 @@ class FeedbackLog:
         taken = 0
         for begin in range(0, len(seqs), 1000):
             some = list(seqs[begin : begin + 1000])
-            query = f"UPDATE feedback SET trained_by = ? WHERE trained_by IS NULL AND seq IN ({marks(some)})"
+            query = f"UPDATE main.feedback SET trained_by = ? WHERE trained_by IS NULL AND seq IN ({marks(some)})"
             taken += db.execute(query, (job, *some)).rowcount
         if taken != len(seqs):
             message = f"{len(seqs) - taken} of {len(seqs)} ratings were taken by another job"
@@ -255,7 +258,7 @@ class FeedbackLog:
     def give_back(self) -> int:
         """Return the ratings of jobs that failed or were cancelled wait again; returns how many."""
         query = f"""
-            UPDATE feedback SET trained_by = NULL, failures = failures + 1
+            UPDATE main.feedback SET trained_by = NULL, failures = failures + 1
             WHERE trained_by IN (SELECT id FROM job WHERE state IN {ENDED_BADLY})
         """
         with self._db.transaction("giving feedback back") as db:
@@ -267,20 +270,23 @@ class FeedbackLog:
         with self._db.transaction("dropping feedback") as db:
             for begin in range(0, len(seqs), 1000):
                 some = list(seqs[begin : begin + 1000])
-                query = (
-                    f"UPDATE feedback SET failures = failures + ? WHERE trained_by IS NULL AND seq IN ({marks(some)})"
-                )
+                where = f"trained_by IS NULL AND seq IN ({marks(some)})"
+                query = f"UPDATE main.feedback SET failures = failures + ? WHERE {where}"
                 db.execute(query, (more, *some))
 
     def prune(self) -> None:
-        """Forget ratings that are a year old or beyond the newest million, and old transitions."""
+        """Forget ratings that are a year old or beyond the newest million of a tenant, and old transitions."""
         with self._db.transaction("forgetting old feedback") as db:
-            newest = "(SELECT coalesce(max(seq), 0) FROM feedback)"
-            statement = f"DELETE FROM feedback WHERE created_at < ? OR seq <= {newest} - ?"
-            db.execute(statement, (time.time() - KEEP_SECONDS, KEEP_FEEDBACK))
+            db.execute("DELETE FROM main.feedback WHERE created_at < ?", (time.time() - KEEP_SECONDS,))
+            most = """
+                DELETE FROM main.feedback WHERE tenant = ? AND seq <= (
+                    SELECT seq FROM main.feedback WHERE tenant = ? ORDER BY nth DESC LIMIT 1 OFFSET ?)
+            """
+            for (tenant,) in db.execute("SELECT DISTINCT tenant FROM feedback").fetchall():
+                db.execute(most, (tenant, tenant, KEEP_FEEDBACK))
             newest = "(SELECT coalesce(max(seq), 0) FROM transition)"
-            db.execute(f"DELETE FROM transition WHERE seq <= {newest} - ?", (KEEP_TRANSITIONS,))
-            db.execute("DELETE FROM known_vote WHERE seq < (SELECT min(seq) FROM feedback)")
+            db.execute(f"DELETE FROM main.transition WHERE seq <= {newest} - ?", (KEEP_TRANSITIONS,))
+            db.execute("DELETE FROM main.known_vote WHERE seq < (SELECT min(seq) FROM feedback)")
 
     # --- what automatic training did ---
 
@@ -297,7 +303,7 @@ class FeedbackLog:
         with self._db.transaction("recording a transition") as db:
             seq = insert(db, "transition", {"at": at, "kind": kind, "message": message, "data": dump(data or {})})
             for key, value in (settings or {}).items():
-                db.execute("INSERT OR REPLACE INTO setting (key, value) VALUES (?, ?)", (key, dump(value)))
+                db.execute("INSERT OR REPLACE INTO main.setting (key, value) VALUES (?, ?)", (key, dump(value)))
         return Transition(seq, at, kind, message, data or {})
 
     def transitions(self, *, after: int = 0, limit: int = 50, kinds: Sequence[str] = ()) -> list[Transition]:
@@ -323,7 +329,7 @@ class FeedbackLog:
     def set(self, key: str, value: Any) -> None:
         """Keep a setting."""
         with self._db.transaction("keeping a setting") as db:
-            db.execute("INSERT OR REPLACE INTO setting (key, value) VALUES (?, ?)", (key, dump(value)))
+            db.execute("INSERT OR REPLACE INTO main.setting (key, value) VALUES (?, ?)", (key, dump(value)))
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return a setting that `note` kept."""

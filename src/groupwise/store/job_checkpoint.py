@@ -1,7 +1,7 @@
 """What a job leaves on disk besides its version: checkpoints to go on from, and moments for the next job.
 
     <state>/checkpoints/<job>/step-000020/    where the job stands; the newest only
-    <state>/optimizer/<name@N>/               the last checkpoint of the job that published name@N: AdamW's moments,
+    <home>/optimizer/<name@N>/                the last checkpoint of the job that published name@N: AdamW's moments,
                                               with which the next job of that name goes on; of the newest N only
 
 A checkpoint is a directory that is written under another name, forced to the disk and renamed, so that one that can
@@ -31,6 +31,8 @@ from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:
     from groupwise.train.learner import Learner
+
+MOMENTS = "optimizer"  # the directory, in the state directory or a tenant's
 
 _START, _JOB_STATE = "start.safetensors", "run.json"
 
@@ -63,7 +65,7 @@ class Checkpoints:
     """The checkpoints of one job. Only who holds its lease writes here."""
 
     def __init__(self, state_dir: Path, job: str):
-        self._state_dir, self._directory = state_dir, state_dir / "checkpoints" / job
+        self._directory = state_dir / "checkpoints" / job
 
     @property
     def newest(self) -> Path | None:
@@ -89,12 +91,12 @@ class Checkpoints:
                     shutil.rmtree(other)
         faults.point("checkpoint:after-cleaning")
 
-    def become_moments(self, version: PolicyVersion) -> None:
+    def become_moments(self, version: PolicyVersion, moments: Path) -> None:
         """Make the last checkpoint the moments of `version`, which the job has published. Again is harmless."""
         with files.writing(f"keeping the moments of {version}"):
             if (newest := self.newest) is not None:
-                target = _moments(self._state_dir) / str(version)
-                target.parent.mkdir(exist_ok=True)
+                target = moments / str(version)
+                moments.mkdir(exist_ok=True)
                 if not target.exists():
                     (newest / _START).unlink(missing_ok=True)
                     newest.rename(target)
@@ -122,16 +124,16 @@ def read_start(checkpoint: Path, *, lengths: Sequence[int]) -> list[tuple[float,
     return [tuple(row.tolist()) for row in rows]
 
 
-def find_moments(state_dir: Path, version: PolicyVersion) -> Path | None:
+def find_moments(moments: Path, version: PolicyVersion) -> Path | None:
     """Return the directory to `Learner.load` when training goes on from `version`, if it is there."""
-    path = _moments(state_dir) / str(version)
+    path = moments / str(version)
     return path if path.is_dir() else None
 
 
-def prune_moments(state_dir: Path, store: AdapterStore) -> None:
+def prune_moments(moments: Path, store: AdapterStore) -> None:
     """Remove the moments of versions that are gone, and all but the newest of each name."""
     found: dict[str, list[PolicyVersion]] = {}
-    for path in _moments(state_dir).glob("*@*"):
+    for path in moments.glob("*@*"):
         with suppress(ValueError):  # not ours
             version = PolicyVersion.parse(path.name)
             found.setdefault(version.name, []).append(version)
@@ -139,8 +141,4 @@ def prune_moments(state_dir: Path, store: AdapterStore) -> None:
         keep = max(versions)
         for version in versions:
             if version != keep or version not in store.versions(name):
-                shutil.rmtree(_moments(state_dir) / str(version), ignore_errors=True)
-
-
-def _moments(state_dir: Path) -> Path:
-    return state_dir / "optimizer"
+                shutil.rmtree(moments / str(version), ignore_errors=True)

@@ -1,6 +1,7 @@
 """The keys of a server that have a name: made, listed, turned and revoked without a restart.
 
-    STATE_DIR/keys.json     name, role, SHA-256 of the key, when it was made and turned, bounds; a key itself is nowhere
+    STATE_DIR/keys.json     name, role, tenant, SHA-256 of the key, when it was made and turned, bounds; a key itself is
+                            nowhere
 
     keys = KeyFile(state_dir)
     key = keys.add("phone-app", role="sample")      # shown once
@@ -13,7 +14,9 @@ A key is 256 random bits, so that its digest needs no salt and cannot be guessed
     train       both, and jobs, adapters, and the API of Tinker's clients
     admin       everything, as with GROUPWISE_API_KEY
 
-The keys are those of one owner: who may read sees what all of them made.
+A key belongs to the owner, or to a tenant (`store.tenants`): it then sees what the keys of that tenant made, and
+nothing else. No tenant's key is an admin's. The bounds `adapters`, `bytes` and `jobs` are those of the whole tenant: of
+several keys' bounds the smallest counts.
 """
 
 from __future__ import annotations
@@ -26,17 +29,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from groupwise.errors import ConfigError, GroupwiseError, StorageError
 from groupwise.store import files
+from groupwise.store.tenants import OWNER, check_tenant, label
 
 Role = Literal["sample", "read", "train", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
 FILE = "keys.json"
 PREFIX = "gwk_"  # by which a key in a log or a repository is recognised
+
+BOUNDS = ("requests_per_minute", "tokens_per_day", "adapters", "bytes", "jobs")
+OF_TENANTS = ("adapters", "bytes", "jobs")
+
+Bound = Annotated[int, Field(ge=1)] | None
 
 _NAME = re.compile(r"[a-zA-Z0-9][\w.-]{0,63}", re.ASCII)
 
@@ -52,8 +61,17 @@ class Key(BaseModel):
     digest: str
     made: str
     turned: str | None = None
-    requests_per_minute: Annotated[int, Field(ge=1)] | None = None
-    tokens_per_day: Annotated[int, Field(ge=1)] | None = None
+    tenant: str = OWNER
+    requests_per_minute: Bound = None
+    tokens_per_day: Bound = None
+    adapters: Bound = None
+    bytes: Bound = None
+    jobs: Bound = None
+
+    @property
+    def label(self) -> str:
+        """The name, behind the tenant's where it has one: no other key, also of another time, has it."""
+        return label(self.tenant, self.name)
 
 
 _KEYS = TypeAdapter(list[Key])
@@ -82,34 +100,45 @@ class KeyFile:
         """Return the key of this text; None if there is none, or not any more. Raises StorageError as `all`."""
         return self._by_digest().get(digest(text))
 
-    def add(
-        self, name: str, *, role: Role, requests_per_minute: int | None = None, tokens_per_day: int | None = None
-    ) -> str:
-        """Make a key, and return it, which cannot be shown again.
+    def add(self, name: str, *, role: Role, tenant: str = OWNER, **bounds: int | None) -> str:
+        """Make a key with some of `BOUNDS`, and return it, which cannot be shown again.
 
-        Raises ConfigError for a name that is taken or cannot be one, StorageError if the file cannot be read or
-        written.
+        Raises ConfigError for a name that is taken or cannot be one, for a bound or a role that the key cannot have,
+        StorageError if the file cannot be read or written.
         """
         if not _NAME.fullmatch(name):
             what = "give it 1 to 64 letters, digits, hyphens, dots or underscores, a letter or digit first"
             raise ConfigError(f"{name[:80]!r} cannot name a key", field="name", hint=what)
-        for field, bound in (("requests_per_minute", requests_per_minute), ("tokens_per_day", tokens_per_day)):
+        for field, bound in bounds.items():
             if bound is not None and bound < 1:
                 raise ConfigError(f"{field} is {bound}", field=field, hint="give 1 or more, or leave it out")
+            if bound is not None and tenant == OWNER and field in OF_TENANTS:
+                hint = "give the key a tenant, too; the owner has what the disk has"
+                raise ConfigError(f"{field} bounds a tenant, and the key {name} has none", field=field, hint=hint)
+        if tenant != OWNER and role == "admin" and check_tenant(tenant):
+            hint = "give it train, which may do all that a tenant can"
+            raise ConfigError(f"a key of the tenant {tenant} cannot be an admin's", field="role", hint=hint)
         with self._changing() as keys:
             if name in keys:
                 hint = f"choose another name, or give it a new key: groupwise keys turn {name}"
                 raise ConfigError(f"there is a key {name} already ({keys[name].role})", field="name", hint=hint)
             text = _new()
-            keys[name] = Key(
-                name=name,
-                role=role,
-                digest=digest(text),
-                made=_now(),
-                requests_per_minute=requests_per_minute,
-                tokens_per_day=tokens_per_day,
-            )
+            given: dict[str, Any] = dict(bounds)
+            whose = OWNER if tenant == OWNER else check_tenant(tenant)
+            keys[name] = Key(name=name, role=role, digest=digest(text), made=_now(), tenant=whose, **given)
         return text
+
+    def named(self, name: str) -> Key:
+        """Return the key of a name. Raises as `turn`."""
+        return self._named({key.name: key for key in self.all()}, name)
+
+    def of(self, tenant: str) -> list[Key]:
+        """Return the keys of a tenant. Raises StorageError as `all`."""
+        return [key for key in self.all() if key.tenant == tenant]
+
+    def bound(self, tenant: str, name: str) -> int | None:
+        """Return one of `OF_TENANTS`: the smallest that a key of the tenant has. Raises StorageError as `all`."""
+        return min((bound for key in self.of(tenant) if (bound := getattr(key, name)) is not None), default=None)
 
     def turn(self, name: str) -> str:
         """Replace a key by a new one of its role, and return that; the old one is worth nothing from now on.
@@ -143,7 +172,9 @@ class KeyFile:
             with files.locked(self.path.parent):
                 keys = {key.name: key for key in self.all()}
                 yield keys
-                rows = [key.model_dump(exclude_none=True) for key in keys.values()]
+                rows = [
+                    key.model_dump(exclude_none=True, exclude={} if key.tenant else {"tenant"}) for key in keys.values()
+                ]
                 files.replace(self.path, json.dumps(rows, indent=1) + "\n", mode=0o600)
         except GroupwiseError:
             raise

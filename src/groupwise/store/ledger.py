@@ -63,6 +63,7 @@ from groupwise.store.ledger_schema import (
     JOBS,
     KEEP_ROLLOUT_BYTES,
     KEEP_SECONDS,
+    NEXT_JOB,
     SPOOL,
     SPOOLED,
     Database,
@@ -80,6 +81,7 @@ from groupwise.store.ledger_schema import (
     read_row,
     record_event,
     storing,
+    tenant_key,
     to_event,
     to_job,
     update_job,
@@ -92,6 +94,7 @@ from groupwise.store.ledger_schema import JobState as JobState
 from groupwise.store.ledger_schema import Lease as Lease
 from groupwise.store.ledger_schema import LedgerEvent as Event
 from groupwise.store.ledger_schema import RolloutRecord as RolloutRecord
+from groupwise.store.tenants import OWNER
 
 WORKER_PHASES = ("loading", "training", "publishing")  # what a worker may report
 
@@ -111,25 +114,46 @@ _TRAINING = "SELECT * FROM job WHERE state = 'running' AND version IS NULL"
 
 
 class Ledger:
-    """The ledger of one state directory. Threads may share it; processes open their own.
+    """The ledger of one state directory, or with `tenant` what is one tenant's in it (`of`). Threads may share it;
+    processes open their own.
 
     Every method raises StorageError when the disk does not take what is to be kept (what was there is untouched), and
     NotReadyError when other processes keep the file locked for seconds.
     """
 
-    def __init__(self, path: Path, *, max_attempts: int = 3, rollout_bytes: int = KEEP_ROLLOUT_BYTES):
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_attempts: int = 3,
+        rollout_bytes: int = KEEP_ROLLOUT_BYTES,
+        tenant: str | None = None,
+        found: list[str] | None = None,
+    ):
+        self.path, self.tenant = Path(path), tenant
         self.max_attempts, self._rollout_bytes = max_attempts, rollout_bytes
+        self._views: list[Ledger] = []
         self._spool = self.path.parent / SPOOL
         self._checkpoints = self.path.parent / "checkpoints"
         self._began = time.time() - elapsed()
-        self._db = Database(self.path)
+        self._db = Database(self.path, tenant, found=found)
         with storing(f"making {self._spool}", at=self.path):
             self._spool.mkdir(mode=0o700, exist_ok=True)
             fsync(self.path.parent)
 
     def close(self) -> None:
+        """Close it, and what `of` made of it."""
+        for view in self._views:
+            view.close()
         self._db.close()
+
+    def of(self, tenant: str) -> Ledger:
+        """Return the same ledger as one tenant sees it (the owner is ""): its jobs, rollouts, feedback and idempotency
+        keys, and none of another's. It is closed with this one."""
+        options: dict[str, Any] = {"max_attempts": self.max_attempts, "rollout_bytes": self._rollout_bytes}
+        view = Ledger(self.path, **options, tenant=tenant, found=self._db.found)
+        self._views.append(view)
+        return view
 
     # --- submitting and reading ---
 
@@ -169,7 +193,10 @@ class Ledger:
         id = id or uuid4().hex
         row = {"id": id, "kind": kind, "adapter": adapter, "config": dump(config), "summary": dump(summary)}
         row |= {"auto_load": auto_load, "steps": steps, "created_at": time.time(), "effective": dump(effective or {})}
-        key = None if idempotency_key is None else {"key": idempotency_key, "fingerprint": fingerprint}
+        row |= {"tenant": self.tenant} if self.tenant else {}
+        key = None
+        if idempotency_key is not None:
+            key = {"key": tenant_key(self.tenant, idempotency_key), "fingerprint": fingerprint}
         temporary = self._spool / f".{id}.tmp"
         try:
             with storing("spooling a job", at=self.path):
@@ -205,7 +232,12 @@ class Ledger:
             _check_room(db, max_queued)
             seq = insert(db, "job", row)
             if key is not None:
-                entry = {"key": key, "fingerprint": fingerprint, "job": seq, "created_at": time.time()}
+                entry = {
+                    "key": tenant_key(self.tenant, key),
+                    "fingerprint": fingerprint,
+                    "job": seq,
+                    "created_at": time.time(),
+                }
                 insert(db, "idempotency", entry)
             record_event(db, seq, "state", "queued", data={"state": JobState.QUEUED, "phase": "waiting"})
             write_rewards(db, row["id"], rewards)
@@ -295,7 +327,8 @@ class Ledger:
     # --- the worker's half ---
 
     def lease(self, worker: str, *, seconds: float = 30) -> Lease | None:
-        """Take the oldest job that waits or whose worker let its lease expire; None if there is none.
+        """Take a job that waits or whose worker let its lease expire; None if there is none. It is the oldest of the
+        tenant whose last job was taken longest ago: who has many waiting makes another wait for one at most.
 
         A job that ended `max_attempts` attempts without a word is failed ("crashed_repeatedly") and passed over.
         """
@@ -303,11 +336,13 @@ class Ledger:
             for row in db.execute(_TRAINING).fetchall():
                 if not is_live(row):
                     take_back(db, row, Cause.CRASH, max_attempts=self.max_attempts)
-            row = db.execute("SELECT * FROM job WHERE state = 'queued' ORDER BY seq LIMIT 1").fetchone()
-            if row is None:
+            if (row := db.execute(NEXT_JOB).fetchone()) is None:
                 return None
             attempt, now = row["attempt"] + 1, time.time()
-            update_job(db, row["seq"], state=JobState.RUNNING, phase="loading", worker=worker, attempt=attempt)
+            (turn,) = db.execute("SELECT 1 + max(turn) FROM job").fetchone()
+            update_job(
+                db, row["seq"], state=JobState.RUNNING, phase="loading", worker=worker, attempt=attempt, turn=turn
+            )
             update_job(db, row["seq"], started_at=row["started_at"] or now, **until(seconds))
             data = {"state": JobState.RUNNING, "phase": "loading", "attempt": attempt}
             record_event(db, row["seq"], "state", f"attempt {attempt} begins", data=data)
@@ -513,7 +548,8 @@ class Ledger:
         """Keep what was sampled for 7 days, and of all at most the newest million and the newest `rollout_bytes`."""
         with self._db.transaction("saving rollouts") as db:
             write_rollouts(db, records)
-            forget_rollouts(db, now=self._now(), keep_bytes=self._rollout_bytes)
+            whose = self.tenant or OWNER
+            forget_rollouts(db, now=self._now(), keep_bytes=self._rollout_bytes, tenant=whose)
 
     def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
         """Return those of the rollouts that are still kept, by id."""
@@ -523,7 +559,7 @@ class Ledger:
     @contextmanager
     def reader(self, what: str) -> Iterator[sqlite3.Connection]:
         """Yield a connection of its own that only reads: who asks for much lets nobody wait."""
-        with self._db.storing(what), closing(open_to_read(self.path)) as db:
+        with self._db.storing(what), closing(open_to_read(self.path, self.tenant)) as db:
             yield db
 
     # --- keeping it whole ---
@@ -567,25 +603,31 @@ class Ledger:
     # --- cleaning ---
 
     def prune(self) -> None:
-        """Forget finished jobs beyond the newest 1,024 or older than 7 days, with their files, and old rollouts.
+        """Forget finished jobs beyond a tenant's newest 1,024 or older than 7 days, with their files, and old rollouts.
 
         A job whose idempotency key still counts stays. Removes what crashes left in the spool, too.
         """
         now = self._now()
         with self._db.transaction("pruning the ledger") as db:
-            db.execute("DELETE FROM idempotency WHERE created_at < ?", (now - KEY_SECONDS,))
+            db.execute("DELETE FROM main.idempotency WHERE created_at < ?", (now - KEY_SECONDS,))
             db.execute(
                 """
-                DELETE FROM job WHERE finished_at IS NOT NULL AND seq NOT IN (SELECT job FROM idempotency) AND (
-                    finished_at < ? OR seq NOT IN (
-                        SELECT seq FROM job WHERE finished_at IS NOT NULL ORDER BY seq DESC LIMIT ?))
+                DELETE FROM main.job WHERE finished_at IS NOT NULL AND seq NOT IN (SELECT job FROM idempotency) AND (
+                    finished_at < ? OR seq IN (
+                        SELECT seq FROM (
+                            SELECT seq, row_number() OVER (PARTITION BY tenant ORDER BY seq DESC) AS nth FROM job
+                            WHERE finished_at IS NOT NULL)
+                        WHERE nth > ?))
                 """,
                 (now - KEEP_SECONDS, KEEP_JOBS),
             )
-        pruned = FORGET_ROWS
-        while pruned == FORGET_ROWS:
-            with self._db.transaction("pruning rollouts") as db:
-                pruned = forget_rollouts(db, now=self._now(), keep_bytes=self._rollout_bytes)
+            tenants = [row[0] for row in db.execute("SELECT DISTINCT tenant FROM rollout")]
+        for tenant in tenants:
+            pruned = FORGET_ROWS
+            while pruned == FORGET_ROWS:
+                with self._db.transaction("pruning rollouts") as db:
+                    bounds = {"now": self._now(), "keep_bytes": self._rollout_bytes}
+                    pruned = forget_rollouts(db, **bounds, tenant=tenant)
         self._sweep(older_than=time.time() - _TORN_SECONDS)
 
     def recover(self) -> None:
@@ -623,13 +665,14 @@ class Ledger:
 
     def _find_known(self, db: sqlite3.Connection, key: str | None, fingerprint: str) -> Job | None:
         """Return the job that this idempotency key made, if the key still counts."""
-        query = "SELECT idempotency.*, job.id FROM idempotency JOIN job ON job.seq = idempotency.job WHERE key = ?"
+        query = "SELECT idempotency.*, job.id FROM idempotency JOIN job ON job.seq = idempotency.job"
+        query += " WHERE key = tenant_key(?)"
         row = db.execute(query, (key,)).fetchone()
         if row is None:
             return None
         if row["created_at"] < self._now() - KEY_SECONDS:
             if db.in_transaction:
-                db.execute("DELETE FROM idempotency WHERE key = ?", (key,))
+                db.execute("DELETE FROM main.idempotency WHERE key = tenant_key(?)", (key,))
             return None
         if row["fingerprint"] != fingerprint:
             raise IdempotencyConflictError(
@@ -645,9 +688,9 @@ class Ledger:
                 self._payload_path(id).unlink(missing_ok=True)
 
 
-def kept_rollouts(path: Path, ids: Sequence[str]) -> dict[str, RolloutRecord]:
-    """`Ledger.rollouts`, for a process that only looks: nothing is made, repaired or locked."""
-    with storing("reading rollouts", at=path), closing(open_to_read(path)) as db:
+def kept_rollouts(path: Path, tenant: str | None, ids: Sequence[str]) -> dict[str, RolloutRecord]:
+    """`Ledger.rollouts` of what a tenant sees, for a process that only looks: nothing is made, repaired or locked."""
+    with storing("reading rollouts", at=path), closing(open_to_read(path, tenant)) as db:
         return read_rollouts(db, ids)
 
 

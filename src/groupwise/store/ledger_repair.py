@@ -45,12 +45,13 @@ from groupwise.store.ledger_schema import (
 
 BACKUP = "ledger.backup.db"
 FILES = ("", "-wal", "-shm")  # SQLite's
+OF_JOBS = ("event", "idempotency")  # tables whose rows go with a job, by its number
 ROWS = 1000  # read at once
 LOOKS = 64  # into a table, before it is read
 FURTHEST = 1_000_000  # rows that are looked for where the file does not say how many there were
 
-# (adapter, job) -> the version that the job published, and whether it was ever active; None if there is none
-FindVersion = Callable[[str, str], tuple[str, bool] | None]
+# (tenant, adapter, job) -> the version that the job published, and whether it was ever active; None if there is none
+FindVersion = Callable[[str, str, str], tuple[str, bool] | None]
 
 
 def check(path: Path) -> None:
@@ -172,7 +173,7 @@ def _bring_over(source: sqlite3.Connection, db: sqlite3.Connection, table: str) 
     last, added = _last(source, table), []
     for row in _rows(source, table, FURTHEST if last is None else last):
         values = {name: value for name, value in dict(row).items() if name in known}
-        if "job" in values and values["job"] not in jobs:
+        if table in OF_JOBS and values["job"] not in jobs:
             continue
         columns, marks = ", ".join(values), ", ".join("?" * len(values))
         statement = f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({marks})"
@@ -244,7 +245,7 @@ def _bring_up_to_date(db: sqlite3.Connection, older: Mapping[int, str], find: Fi
             continue
         message = f"the ledger was damaged; this job is known from {source}"
         record_event(db, seq, "message", message, level="warning")
-        if (published := find(row["adapter"], row["id"])) is None:
+        if (published := find(row["tenant"], row["adapter"], row["id"])) is None:
             _change(db, seq, JobState.QUEUED, "waiting", version=None)
         elif published[1] or not row["auto_load"]:
             _change(db, seq, JobState.COMPLETED, "done", version=published[0], finished_at=time.time())

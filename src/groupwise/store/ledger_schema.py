@@ -7,6 +7,12 @@ and threads may use one file; a writer waits at most BUSY_SECONDS for the others
 A spooled payload has two lines before it: the sha256 of all that follows, which tells a torn file from a whole one,
 and what was accepted as JSON, {"row": {<column>: ...}, "key": {...} or null}: a job whose row cannot be read any more
 can be queued again from it (`ledger_repair`).
+
+A connection is of everything (the worker's, the supervisor's, who cleans up), or of one tenant, and "" is the owner. Of
+one tenant, the names of the tables are views of that tenant's rows (SHARE), whatever the statement: it cannot read
+another's. Writing is to the table in `main`, and to rows that were found so; a statement that forgets it is an error of
+SQLite's (a view cannot be written). `tenant()` in a statement is the connection's tenant, and `tenant_key(?)` an
+idempotency key as that tenant's: no client can send the line break in it.
 """
 
 from __future__ import annotations
@@ -37,6 +43,7 @@ from groupwise.errors import (
 )
 from groupwise.model.image_tokens import packed_ids, unpacked_ids
 from groupwise.recorded import RoutedExperts, SamplingMask
+from groupwise.store.tenants import OWNER, check_tenant
 
 BUSY_SECONDS = 5.0
 KEEP_SECONDS = 7 * 24 * 3600.0  # finished jobs and rollouts
@@ -65,7 +72,25 @@ RATERS = """
 """
 UPGRADES = {  # a version -> what makes the tables of the one before it into its own
     7: "ALTER TABLE rollout ADD COLUMN job TEXT; ALTER TABLE rollout ADD COLUMN reward REAL",
-    8: f"ALTER TABLE feedback ADD COLUMN sender TEXT NOT NULL DEFAULT ''; {RATERS}",
+    8: f"""
+        ALTER TABLE job ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
+        ALTER TABLE job ADD COLUMN turn INTEGER NOT NULL DEFAULT 0;
+        CREATE INDEX job_tenant ON job (tenant, turn);
+        ALTER TABLE rollout ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
+        ALTER TABLE rollout ADD COLUMN nth INTEGER NOT NULL DEFAULT 0;
+        UPDATE rollout SET nth = seq;
+        DROP INDEX rollout_age;
+        DROP INDEX rollout_upto;
+        CREATE INDEX rollout_age ON rollout (tenant, created_at);
+        CREATE INDEX rollout_upto ON rollout (tenant, upto);
+        CREATE INDEX rollout_nth ON rollout (tenant, nth);
+        ALTER TABLE feedback ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
+        ALTER TABLE feedback ADD COLUMN nth INTEGER NOT NULL DEFAULT 0;
+        UPDATE feedback SET nth = seq;
+        CREATE INDEX feedback_tenant ON feedback (tenant, nth);
+        ALTER TABLE feedback ADD COLUMN sender TEXT NOT NULL DEFAULT '';
+        {RATERS}
+    """,
 }
 SCHEMA = (
     """
@@ -102,11 +127,14 @@ SCHEMA = (
         -- tokens: of a pass after memory ran out (else as configured), of the largest pass, of the longest sample
         micro_tokens INTEGER,
         pass_tokens INTEGER,
-        least_tokens INTEGER
+        least_tokens INTEGER,
+        tenant TEXT NOT NULL DEFAULT '',        -- whose it is: "" is the owner
+        turn INTEGER NOT NULL DEFAULT 0         -- how many leases there were by its last one: whose turn is next
     );
     CREATE INDEX job_state ON job (state, seq);
+    CREATE INDEX job_tenant ON job (tenant, turn);
     CREATE TABLE idempotency (
-        key TEXT PRIMARY KEY,
+        key TEXT PRIMARY KEY,                   -- tenant_key
         fingerprint TEXT NOT NULL,
         job INTEGER NOT NULL REFERENCES job (seq) ON DELETE CASCADE,
         created_at REAL NOT NULL
@@ -139,14 +167,17 @@ SCHEMA = (
         kept_logprobs BLOB,                     -- a float64 for each token (null likewise)
         routed_experts BLOB,                    -- recorded.RoutedExperts.to_bytes (null likewise)
         job TEXT,                               -- the newest that was posted it (null before)
-        reward REAL                             -- its reward there (null likewise)
+        reward REAL,                            -- its reward there (null likewise)
+        tenant TEXT NOT NULL DEFAULT '',
+        nth INTEGER NOT NULL DEFAULT 0          -- of its tenant's, as `upto` is
     );
-    CREATE INDEX rollout_age ON rollout (created_at);
-    CREATE INDEX rollout_upto ON rollout (upto);
+    CREATE INDEX rollout_age ON rollout (tenant, created_at);
+    CREATE INDEX rollout_upto ON rollout (tenant, upto);
+    CREATE INDEX rollout_nth ON rollout (tenant, nth);
     CREATE TABLE feedback (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,
         id TEXT NOT NULL UNIQUE,
-        key TEXT UNIQUE,                        -- the idempotency key it came with
+        key TEXT UNIQUE,                        -- tenant_key of the idempotency key it came with
         fingerprint TEXT NOT NULL,
         rollout TEXT NOT NULL,
         version TEXT NOT NULL,                  -- what sampled that rollout
@@ -158,8 +189,11 @@ SCHEMA = (
         comment TEXT,
         created_at REAL NOT NULL,
         trained_by TEXT,                        -- the job that took it (null while it waits)
-        failures INTEGER NOT NULL DEFAULT 0     -- jobs that took it and failed
+        failures INTEGER NOT NULL DEFAULT 0,    -- jobs that took it and failed
+        tenant TEXT NOT NULL DEFAULT '',
+        nth INTEGER NOT NULL DEFAULT 0          -- of its tenant's
     );
+    CREATE INDEX feedback_tenant ON feedback (tenant, nth);
     CREATE INDEX feedback_rollout ON feedback (rollout);
     CREATE INDEX feedback_worse ON feedback (worse);
     CREATE INDEX feedback_waiting ON feedback (trained_by, seq);
@@ -180,9 +214,30 @@ SCHEMA = (
 
 JOBS = """
     SELECT job.*, CASE state WHEN 'queued' THEN
-        (SELECT count(*) FROM job AS other WHERE other.state = 'queued' AND other.seq <= job.seq) END AS position
+        (SELECT count(*) FROM job AS other
+         WHERE other.state = 'queued' AND other.seq <= job.seq AND other.tenant = job.tenant) END AS position
     FROM job
 """
+NEXT_JOB = """
+    SELECT * FROM job WHERE state = 'queued'
+    ORDER BY (SELECT max(turn) FROM job AS other WHERE other.tenant = job.tenant), seq LIMIT 1
+"""  # of the tenant whose last job began longest ago, in the order of its submission
+# what a connection of the owner sees of each table; of a tenant's, NUMBERED stand in their place
+_OF_JOBS = "WHERE EXISTS (SELECT 1 FROM main.job WHERE job.seq = mine.job AND job.tenant = '{tenant}')"
+SHARE = {
+    **dict.fromkeys(("job", "rollout", "feedback"), "SELECT * FROM main.{table} WHERE tenant = '{tenant}'"),
+    **dict.fromkeys(("event", "idempotency"), f"SELECT * FROM main.{{table}} AS mine {_OF_JOBS}"),
+    **dict.fromkeys(
+        ("transition", "setting", "known_vote", "distrusted"), "SELECT * FROM main.{table} WHERE '{tenant}' = ''"
+    ),
+}
+NUMBERED = {  # rows whose numbers a client is told: counted by the tenant's own, as the others would tell how many more
+    **dict.fromkeys(
+        ("rollout", "feedback"), "SELECT nth AS seq, {columns} FROM main.{table} WHERE tenant = '{tenant}'"
+    ),
+    "event": f"SELECT row_number() OVER (PARTITION BY job ORDER BY seq) AS seq, {{columns}} FROM main.event AS mine "
+    f"{_OF_JOBS}",
+}
 _ROLLOUT_COLUMNS = (
     "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, kept, "
     "kept_logprobs, routed_experts"
@@ -267,6 +322,7 @@ class JobRecord:
     position: int | None
     micro_tokens: int | None = None
     unhealthy: str | None = None
+    tenant: str = OWNER
     effective: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -323,17 +379,22 @@ class RolloutRecord:
 
 
 class Database:
-    """One connection that the threads of this process share. Do not carry it across a fork.
+    """One connection that the threads of this process share, of everything or of one tenant. Do not carry it across a
+    fork.
 
-    `damage` is what was found damaged, if anything was: nothing in the file can be relied on then, and nothing more is
-    written.
+    `damage` is what was found damaged, also by those that share its `found`, if anything was: nothing in the file can
+    be relied on then, and nothing more is written.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, tenant: str | None = None, *, found: list[str] | None = None):
         self._path, self._lock = path, threading.Lock()
-        self.damage: str | None = None
+        self.found: list[str] = [] if found is None else found
         with self.storing(f"opening {path}"):
-            self._connection = open_database(path)
+            self._connection = open_database(path, tenant)
+
+    @property
+    def damage(self) -> str | None:
+        return self.found[0] if self.found else None
 
     @contextmanager
     def reading(self, what: str) -> Iterator[sqlite3.Connection]:
@@ -377,7 +438,7 @@ class Database:
             with storing(what, at=self._path):
                 yield
         except LedgerDamagedError as error:
-            self.damage = self.damage or error.message
+            self.found.append(error.message)
             raise
 
 
@@ -439,8 +500,8 @@ def check_integrity(db: sqlite3.Connection, path: Path) -> None:
             raise LedgerDamagedError(f"{path} is damaged: row {row[0]} of table {table} cannot be read", hint=REPAIR)
 
 
-def open_database(path: Path) -> sqlite3.Connection:
-    """Return a connection to a ledger, which is made if need be."""
+def open_database(path: Path, tenant: str | None = None) -> sqlite3.Connection:
+    """Return a connection to a ledger, which is made if need be; of everything, or of one tenant."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _keep_private(path)
     connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
@@ -451,6 +512,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute(f"PRAGMA journal_size_limit={64 << 20}")
         _create_tables(connection, path)
+        _see_as(connection, tenant)
     except BaseException:
         connection.close()
         raise
@@ -466,11 +528,34 @@ def _keep_private(path: Path) -> None:
                 each.chmod(mode & ~0o077)
 
 
-def open_to_read(path: Path) -> sqlite3.Connection:
-    """Return a connection that changes nothing. Raises sqlite3.OperationalError if there is no such file."""
+def open_to_read(path: Path, tenant: str | None = None) -> sqlite3.Connection:
+    """Return a connection that changes nothing, of everything or of one tenant. Raises sqlite3.OperationalError if
+    there is no such file."""
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
     db.row_factory = sqlite3.Row
+    _see_as(db, tenant)
     return db
+
+
+def _see_as(db: sqlite3.Connection, tenant: str | None) -> None:
+    """Make the names of the tables mean what a tenant sees; None: everything."""
+    whose = OWNER if tenant is None else tenant
+    db.create_function("tenant", 0, lambda: whose, deterministic=True)
+    db.create_function("tenant_key", 1, lambda key: key and tenant_key(whose, key), deterministic=True)
+    if tenant is None:
+        return
+    if tenant != OWNER:
+        check_tenant(tenant)  # its name stands in the views
+    db.execute("PRAGMA temp_store=MEMORY")
+    for table, share in (SHARE if tenant == OWNER else {**SHARE, **NUMBERED}).items():
+        names = [row["name"] for row in db.execute(f"PRAGMA main.table_info({table})") if row["name"] != "seq"]
+        view = share.format(table=table, tenant=tenant, columns=", ".join(names))
+        db.execute(f"CREATE TEMP VIEW {table} AS {view}")
+
+
+def tenant_key(tenant: str | None, key: str) -> str:
+    """Return an idempotency key as the ledger has it: no two tenants' are the same."""
+    return f"{tenant}\n{key}" if tenant else key
 
 
 def _enter_wal(connection: sqlite3.Connection) -> None:
@@ -575,7 +660,7 @@ def record_event(
 def insert(db: sqlite3.Connection, table: str, row: Mapping[str, Any]) -> int:
     """Add a row; returns its number. `table` and the column names are ours, never a request's."""
     values = list(row.values())
-    cursor = db.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks(values)})", values)
+    cursor = db.execute(f"INSERT INTO main.{table} ({', '.join(row)}) VALUES ({marks(values)})", values)
     assert cursor.lastrowid is not None
     return cursor.lastrowid
 
@@ -583,15 +668,18 @@ def insert(db: sqlite3.Connection, table: str, row: Mapping[str, Any]) -> int:
 def update_job(db: sqlite3.Connection, seq: int, **columns: Any) -> None:
     """Change columns of a job."""
     assignments = ", ".join(f"{name} = ?" for name in columns)
-    db.execute(f"UPDATE job SET {assignments} WHERE seq = ?", (*columns.values(), seq))
+    db.execute(f"UPDATE main.job SET {assignments} WHERE seq = ?", (*columns.values(), seq))
 
 
 def write_rollouts(db: sqlite3.Connection, records: Iterable[RolloutRecord]) -> None:
     """Add rollouts; one with a known id replaces it."""
-    columns = f"{_ROLLOUT_COLUMNS}, created_at, upto"
-    statement = f"INSERT OR REPLACE INTO rollout ({columns}) VALUES ({marks(columns.split(','))})"
-    now, upto = time.time(), db.execute("SELECT coalesce(max(upto), 0) FROM rollout").fetchone()[0]
-    for record in records:
+    columns = f"{_ROLLOUT_COLUMNS}, created_at, upto, nth"
+    statement = (
+        f"INSERT OR REPLACE INTO main.rollout ({columns}, tenant) VALUES ({marks(columns.split(','))}, tenant())"
+    )
+    last = "SELECT coalesce(max(upto), 0), coalesce(max(nth), 0) FROM main.rollout WHERE tenant = tenant()"
+    now, (upto, count) = time.time(), db.execute(last).fetchone()
+    for nth, record in enumerate(records, start=count + 1):
         prompt, completion = map(packed_ids, (record.prompt_ids, record.completion_ids))
         logprobs = array("d", record.logprobs).tobytes()
         kept = None if record.kept is None else record.kept.to_bytes()
@@ -600,7 +688,7 @@ def write_rollouts(db: sqlite3.Connection, records: Iterable[RolloutRecord]) -> 
         routed = None if record.routed_experts is None else record.routed_experts.to_bytes()
         upto += len(kept or b"") + len(own or b"") + len(routed or b"")
         rest = (record.version, record.temperature, record.finish_reason, record.text, " ".join(record.reshaped))
-        db.execute(statement, (record.id, prompt, completion, logprobs, *rest, kept, own, routed, now, upto))
+        db.execute(statement, (record.id, prompt, completion, logprobs, *rest, kept, own, routed, now, upto, nth))
 
 
 def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, RolloutRecord]:
@@ -626,25 +714,27 @@ def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, Rollo
 
 def write_rewards(db: sqlite3.Connection, job: str, rewards: Mapping[str, float]) -> None:
     """Note which rewards a job was posted for rollouts, by their ids; those that are not kept are passed over."""
-    statement = "UPDATE rollout SET job = ?, reward = ? WHERE id = ?"
+    statement = "UPDATE main.rollout SET job = ?, reward = ? WHERE id IN (SELECT id FROM rollout WHERE id = ?)"
     db.executemany(statement, [(job, reward, id) for id, reward in rewards.items()])
 
 
-def forget_rollouts(db: sqlite3.Connection, *, now: float, keep_bytes: int) -> int:
-    """Delete at most FORGET_ROWS of the rollouts that are too old, too many, or of which nothing is within the newest
-    `keep_bytes`; returns how many. One that feedback waits for is only ever too old."""
-    too_old = "SELECT seq FROM rollout WHERE created_at < ?"
-    too_many = "SELECT seq FROM rollout WHERE seq <= (SELECT max(seq) FROM rollout) - ?"
-    too_large = "SELECT seq FROM rollout WHERE upto <= (SELECT max(upto) FROM rollout) - ?"
+def forget_rollouts(db: sqlite3.Connection, *, now: float, keep_bytes: int, tenant: str) -> int:
+    """Delete at most FORGET_ROWS of a tenant's rollouts that are too old, too many, or of which nothing is within its
+    newest `keep_bytes`; returns how many. One that feedback waits for is only ever too old."""
+    mine = "FROM main.rollout WHERE tenant = :tenant"
+    too_old = f"SELECT seq {mine} AND created_at < :before"
+    too_many = f"SELECT seq {mine} AND nth <= (SELECT max(nth) {mine}) - :most"
+    too_large = f"SELECT seq {mine} AND upto <= (SELECT max(upto) {mine}) - :bytes"
     unrated = " AND ".join(
-        f"NOT EXISTS (SELECT 1 FROM feedback WHERE feedback.{column} = rollout.id AND trained_by IS NULL)"
+        f"NOT EXISTS (SELECT 1 FROM main.feedback WHERE feedback.{column} = rollout.id AND trained_by IS NULL)"
         for column in ("rollout", "worse")
     )
     statement = f"""
-        DELETE FROM rollout WHERE seq IN
-            ({too_old} UNION {too_many} AND {unrated} UNION {too_large} AND {unrated} LIMIT ?)
+        DELETE FROM main.rollout WHERE seq IN
+            ({too_old} UNION {too_many} AND {unrated} UNION {too_large} AND {unrated} LIMIT :rows)
     """
-    return db.execute(statement, (now - KEEP_SECONDS, KEEP_ROLLOUTS, keep_bytes, FORGET_ROWS)).rowcount
+    bounds = {"before": now - KEEP_SECONDS, "most": KEEP_ROLLOUTS, "bytes": keep_bytes, "rows": FORGET_ROWS}
+    return db.execute(statement, {**bounds, "tenant": tenant}).rowcount
 
 
 def elapsed() -> float:
@@ -697,7 +787,8 @@ def read_accepted(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None] | 
             accepted = json.loads(file.readline())
         row, key = dict(accepted["row"]), accepted["key"] and dict(accepted["key"])
         kinds = {name: type(value) for name, value in row.items()}
-        whole = kinds == _ACCEPTED and row["id"] == path.stem and (key is None or set(key) == {"key", "fingerprint"})
+        owned = {**_ACCEPTED, "tenant": str} if "tenant" in row else _ACCEPTED
+        whole = kinds == owned and row["id"] == path.stem and (key is None or set(key) == {"key", "fingerprint"})
         return (row, key) if whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

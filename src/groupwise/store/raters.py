@@ -58,8 +58,8 @@ class RaterLog:
         with self._db.transaction("keeping what raters said") as db:
             for vote in votes:
                 row = (*_columns(vote.rater), digest_of(vote.prompt_ids), vote.seq, vote.agreed)
-                db.execute("INSERT OR IGNORE INTO known_vote VALUES (?, ?, ?, ?, ?)", row)
-            db.execute("INSERT OR REPLACE INTO setting (key, value) VALUES (?, ?)", (place, dump(seq)))
+                db.execute("INSERT OR IGNORE INTO main.known_vote VALUES (?, ?, ?, ?, ?)", row)
+            db.execute("INSERT OR REPLACE INTO main.setting (key, value) VALUES (?, ?)", (place, dump(seq)))
 
     def agreed(self, prompts: Collection[tuple[int, ...]]) -> dict[Rater, list[bool]]:
         """Return for each rater whether it agreed with what is known of these prompts, in the order of the ratings."""
@@ -80,15 +80,15 @@ class RaterLog:
     def distrust(self, rater: Rater) -> None:
         """Let the ratings of this rater count nowhere from now on, those that wait included."""
         with self._db.transaction("distrusting a rater") as db:
-            db.execute("INSERT OR IGNORE INTO distrusted VALUES (?, ?, ?)", (*_columns(rater), time.time()))
+            db.execute("INSERT OR IGNORE INTO main.distrusted VALUES (?, ?, ?)", (*_columns(rater), time.time()))
 
     def trust(self, rater: Rater) -> bool:
         """Let the ratings of this rater count again, and forget what it said of known prompts; return whether it was
         distrusted."""
         its = "WHERE sender = ? AND author = ?"
         with self._db.transaction("trusting a rater") as db:
-            db.execute(f"DELETE FROM known_vote {its}", _columns(rater))
-            return db.execute(f"DELETE FROM distrusted {its}", _columns(rater)).rowcount > 0
+            db.execute(f"DELETE FROM main.known_vote {its}", _columns(rater))
+            return db.execute(f"DELETE FROM main.distrusted {its}", _columns(rater)).rowcount > 0
 
 
 def digest_of(prompt_ids: tuple[int, ...]) -> str:

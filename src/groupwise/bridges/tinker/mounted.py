@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 def _mount(app: FastAPI, parts: Parts) -> None:
     from groupwise.bridges.tinker.routes import mount
 
-    mount(app, parts)
+    mount(app)
 
 
-ROUTES = MoreRoutes(wanted=lambda config: config.tinker, mount=_mount)
+def _make(parts: Parts) -> object:
+    from groupwise.bridges.tinker.routes import make
+
+    return make(parts)
+
+
+ROUTES = MoreRoutes(wanted=lambda config: config.tinker, mount=_mount, make=_make)

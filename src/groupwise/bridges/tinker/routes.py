@@ -17,11 +17,16 @@ from email.utils import formatdate
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import FileResponse
 
 from groupwise.bridges.tinker import schema as bodies
-from groupwise.bridges.tinker.checkpoints import SAMPLER_WEIGHTS, Checkpoint, TinkerCheckpoints
+from groupwise.bridges.tinker.checkpoints import (
+    SAMPLER_WEIGHTS,
+    Checkpoint,
+    CheckpointNotFoundError,
+    TinkerCheckpoints,
+)
 from groupwise.bridges.tinker.downloads import ARCHIVE, Downloads, Link
 from groupwise.bridges.tinker.futures import JSON, PROTOBUF, FutureResult, Futures, answer
 from groupwise.bridges.tinker.json_requests import ForwardBackwardBody, ForwardBody, message_of
@@ -43,7 +48,7 @@ from groupwise.server import admin, chat, completions
 from groupwise.server.bodies import read_body
 from groupwise.server.errors import echo
 from groupwise.server.guard import OPENAI_PREFIX
-from groupwise.server.state import Parts
+from groupwise.server.state import Parts, opened, seen
 from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -53,11 +58,18 @@ POLL_S = 10.0  # the longest that /retrieve_future waits
 PAGE = 100  # checkpoints or runs of one listing, where the request does not say
 AT_ONCE = 2000  # samples that one client may have under way
 HELD = 4  # bytes in memory of a byte of a request, until it has run
+NAME = "tinker"  # in `Server.more`, and of the entry point
 SILENT_S = 60.0  # six heartbeats; a session that misses them goes when its models are in the way
 
 S = TypeVar("S", bound=bodies.Sequenced)
 
-router = APIRouter(prefix="/api/v1", include_in_schema=False)
+
+async def _whose(http: Request) -> None:
+    """Find the sender's own sessions, models and checkpoints before every route."""
+    http.state.tinker = (await seen(http)).more[NAME]
+
+
+router = APIRouter(prefix="/api/v1", include_in_schema=False, dependencies=[Depends(_whose)])
 
 
 class FutureGoneError(GroupwiseError, LookupError):
@@ -123,18 +135,23 @@ class Tinker:
         self.models.close()
 
 
-def mount(app: FastAPI, parts: Parts) -> None:
-    """Add the routes to an application, those for OpenAI's clients where Tinker has them, and its names of policies."""
-    app.state.tinker = tinker = Tinker(parts)
+def make(parts: Parts) -> Tinker:
+    """Return what the routes keep of the owner or of a tenant, whose policies then have Tinker's names, too."""
+    tinker = Tinker(parts)
+    parts.policies.elsewhere = tinker.policy_of
+    return tinker
+
+
+def mount(app: FastAPI) -> None:
+    """Add the routes to an application, and those for OpenAI's clients where Tinker has them."""
     app.include_router(router)
     for openai in (chat.router, completions.router):  # at /v1
         app.include_router(openai, prefix=OPENAI_PREFIX, include_in_schema=False)
     app.add_api_route(f"{OPENAI_PREFIX}/v1/models", admin.models, include_in_schema=False)
-    parts.policies.elsewhere = tinker.policy_of
 
 
 def tinker_of(request: Request) -> Tinker:
-    return cast("Tinker", request.app.state.tinker)
+    return cast("Tinker", request.state.tinker)
 
 
 # ---- the client and its session ----
@@ -473,7 +490,11 @@ async def archive(http: Request, run: str, kind: str, name: str) -> Response:
 
 @router.get("/links/{token}/{name}")
 async def download(http: Request, token: str, name: str) -> FileResponse:
-    return FileResponse(tinker_of(http).downloads.find(token, name), media_type="application/octet-stream")
+    for server in opened(http):  # the secret says whose it is
+        with suppress(CheckpointNotFoundError):
+            found = cast("Tinker", server.more[NAME]).downloads.find(token, name)
+            return FileResponse(found, media_type="application/octet-stream")
+    raise CheckpointNotFoundError("there is nothing at this address any more", hint="ask for a new one")
 
 
 @router.get("/billing/usage/checkpoints/current")

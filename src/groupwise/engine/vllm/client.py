@@ -108,11 +108,13 @@ def sampling_body(
     seed: int,
     eos_ids: Sequence[int],
     structured_outputs: Mapping[str, Any] | None = None,
+    apart: str = "",
 ) -> dict[str, Any]:
     """Return the options of /v1/completions. Completion j draws from `seed` + j; `structured_outputs` are
-    `params.grammar` as vLLM takes it."""
+    `params.grammar` as vLLM takes it. vLLM's cache of prompts is apart for `SamplingRequest.apart`."""
     narrowed = params.temperature > 0
     return {
+        **({"cache_salt": apart} if apart else {}),
         "prompt": list(prompt_ids),
         "n": n,
         "max_tokens": max_tokens,

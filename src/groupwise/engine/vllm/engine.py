@@ -307,6 +307,7 @@ class VllmEngine:
             seed=completion_seed(seed, 0) & SEEDS,
             eos_ids=self._eos_ids,
             structured_outputs=None if params.grammar is None else self._grammars.option(params.grammar),
+            apart=request.apart,
         )
 
     def _check_supported(self, params: SamplingParams) -> None:
@@ -327,9 +328,7 @@ class VllmEngine:
         return version.is_base and self._merge is None
 
     def _not_loaded(self, version: PolicyVersion) -> AdapterNotFoundError:
-        whole = [] if self._weights is None else [self._weights.version]
-        loaded = ", ".join(map(str, whole + self._leases.versions)) or "none"
-        return AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded; loaded: {loaded}")
+        return AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded")
 
     def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[Any]:
         """See `LiveEngine.prepare`: here. vLLM compiles what it is sent when it gets the request."""
