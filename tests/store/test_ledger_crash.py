@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import GroupwiseError, LedgerDamagedError, NotReadyError, StorageError
-from groupwise.store import faults, ledger_schema
+from groupwise.store import faults, ledger_schema, ledger_tables
 from groupwise.store.ledger import Job, JobState, Ledger, RolloutRecord
 from wording import raises
 
@@ -223,7 +223,7 @@ def test_a_damaged_ledger_and_one_of_another_version_are_refused(tmp_path):
     (tmp_path / "ledger.db").write_bytes(b"this is no database, " * 500)
     with raises(LedgerDamagedError):
         Ledger(tmp_path / "ledger.db")
-    for version, upgrades in ((99, True), (min(ledger_schema.UPGRADES) - 2, False)):
+    for version, upgrades in ((99, True), (min(ledger_tables.UPGRADES) - 2, False)):
         other = tmp_path / str(version) / "ledger.db"
         Ledger(other).close()
         with sqlite3.connect(other) as connection:
@@ -234,7 +234,7 @@ def test_a_damaged_ledger_and_one_of_another_version_are_refused(tmp_path):
         assert ("upgrade" in str(caught.value.hint)) is upgrades
 
 
-@pytest.mark.parametrize("version", [each - 1 for each in ledger_schema.UPGRADES])
+@pytest.mark.parametrize("version", [each - 1 for each in ledger_tables.UPGRADES])
 def test_a_ledger_of_a_version_before_is_brought_up_to_date(tmp_path, version):
     """What later versions added is taken away again, and a rollout is kept."""
     added = {
@@ -252,7 +252,7 @@ def test_a_ledger_of_a_version_before_is_brought_up_to_date(tmp_path, version):
             "DROP TABLE distrusted",
         ],
     }
-    assert added.keys() == ledger_schema.UPGRADES.keys()
+    assert added.keys() == ledger_tables.UPGRADES.keys()
     path = tmp_path / "ledger.db"
     book = Ledger(path)
     kept = RolloutRecord("kept", (1, 2), (7, 2), (-0.1, -0.5), "math@3", 0.7, "stop", "said")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import ConfigError, IdempotencyConflictError, JobNotFoundError, QueueFullError
-from groupwise.store import ledger_repair, ledger_schema
+from groupwise.store import ledger_repair, ledger_schema, ledger_tables
 from groupwise.store.feedback import Feedback, FeedbackLog
 from groupwise.store.keys import KeyFile
 from groupwise.store.ledger import Job, Ledger, RolloutRecord, kept_rollouts
@@ -55,7 +55,7 @@ def test_of_one_tenant_another_sees_nothing_and_the_whole_has_all(whole: Ledger)
         with pytest.raises(JobNotFoundError):
             other.jobs(before=job.id)
         with other.reader("counting") as db:
-            for table in ledger_schema.SHARE:
+            for table in ledger_tables.SHARE:
                 assert db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] == 0
     assert ours.job(job.id).tenant == whole.job(job.id).tenant == OURS
     assert set(ours.rollouts(["r"])) == set(whole.rollouts(["r"])) == {"r"}

@@ -81,7 +81,6 @@ from groupwise.store.ledger_schema import (
     read_row,
     record_event,
     storing,
-    tenant_key,
     to_event,
     to_job,
     update_job,
@@ -94,6 +93,7 @@ from groupwise.store.ledger_schema import JobState as JobState
 from groupwise.store.ledger_schema import Lease as Lease
 from groupwise.store.ledger_schema import LedgerEvent as Event
 from groupwise.store.ledger_schema import RolloutRecord as RolloutRecord
+from groupwise.store.ledger_tables import tenant_key
 from groupwise.store.tenants import OWNER
 
 WORKER_PHASES = ("loading", "training", "publishing")  # what a worker may report

@@ -26,10 +26,8 @@ from typing import Any
 
 from groupwise.errors import LedgerDamagedError
 from groupwise.store.ledger_schema import (
-    READABLE,
     SPOOL,
     SPOOLED,
-    VERSION,
     JobState,
     check_integrity,
     fsync,
@@ -42,6 +40,7 @@ from groupwise.store.ledger_schema import (
     temporary_failure,
     update_job,
 )
+from groupwise.store.ledger_tables import READABLE, VERSION
 
 BACKUP = "ledger.backup.db"
 FILES = ("", "-wal", "-shm")  # SQLite's
