@@ -87,7 +87,10 @@ ROWS = [
     Row("GET /v1/feedback", "own", path="/v1/feedback", status=200),
     # learning
     Row("GET /v1/learn", "own", status=200),
-    *(Row(f"POST /v1/learn/{act}", "owners", status=403) for act in ("pause", "resume", "promote", "reject")),
+    *(
+        Row(f"POST /v1/learn/{act}", "owners", status=403)
+        for act in ("pause", "resume", "promote", "reject", "raters/trust")
+    ),
     # training
     Row("POST /v1/train/grpo", "same", "rollout", body={"groups": [RATED]}, status=400),
     Row(
