@@ -1,6 +1,6 @@
 """What does one address cost the others? Chats beside what another address holds open, or sends again and again.
 
-    python benchmarks/floods.py                       all five, about nine minutes
+    python benchmarks/floods.py                       all seven, about twelve minutes
     python benchmarks/floods.py --flood unread --seconds 600
     python benchmarks/floods.py --quick               does it run?
 
@@ -9,11 +9,13 @@
     half-sent   1,000 requests whose body never comes whole
     schemas     50 chats a second with a response format that takes long or much to compile, each a new one
     ratings     50 ratings a second of one answer
+    pictures    10 chats a second with a hostile image: all of tests/hostile_images.py, over and over
+    addresses   50 chats a second whose image is at an address that is allowed, of a host that sends a byte now and then
 
 The flood comes from 127.0.0.2, the chats (16 tokens, one after another, 0.3 s apart) from 127.0.0.1; the server is
-`groupwise serve starter` as it is by default. p50 and p99 are of the time until a chat is answered whole, before the
-flood and beside it; MiB are the server's resident memory before, at its most, and 25 s after (an engine without work
-gives its memory back after 20 s). Linux only: other systems have no 127.0.0.2.
+`groupwise serve starter` as it is by default, for images `starter-vl`. p50 and p99 are of the time until a chat is
+answered whole, before the flood and beside it; MiB are the server's resident memory before, at its most, and 25 s after
+(an engine without work gives its memory back after 20 s). Linux only: other systems have no 127.0.0.2.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import multiprocessing
 import socket
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,11 +43,14 @@ from rich.console import Console
 from rich.table import Table
 
 ADDRESS, PAUSE_S, SETTLE_S = "127.0.0.2", 0.3, 25.0
+DRIP = 18427  # the port of a host that sends a byte now and then
 ALONE_S = 60.0  # of chats before the flood, at most
 HELD = {"unread": 1000, "watchers": 1200, "half-sent": 1000}  # connections
-SENT = {"schemas": 50, "ratings": 50}  # requests a second
+SENT = {"schemas": 50, "ratings": 50, "pictures": 10, "addresses": 50}  # requests a second
+SEEN = ("pictures", "addresses")  # by a model that sees
 SENDERS = 4  # at once; a sender waits for its answer
-CHAT = {"model": "starter", "messages": [{"role": "user", "content": "What is 3 + 4?"}]}
+MORE_SENDERS = {"addresses": 64}
+CHAT = {"messages": [{"role": "user", "content": "What is 3 + 4?"}]}
 
 
 def flooded(url: str, flood: str, size: int) -> AbstractContextManager[None]:
@@ -93,20 +99,60 @@ def repeated(url: str, flood: str, each_second: int) -> Iterator[None]:
 
 def send(url: str, flood: str, each_second: int) -> None:
     """Sends the requests of a flood for ever. A sender waits for its answer; after a slow one it is late."""
+    senders, dripping = MORE_SENDERS.get(flood, SENDERS), drip() if flood == "addresses" else ""
+    pictures = hostile_pictures() if flood == "pictures" else []
     with httpx2.Client(base_url=url, timeout=60, transport=httpx2.HTTPTransport(local_address=ADDRESS)) as client:
         rated = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 4}).json()["id"]
         started = time.monotonic()
 
         def again(sender: int) -> None:
-            for number in itertools.count(sender, SENDERS):
+            for number in itertools.count(sender, senders):
                 time.sleep(max(0.0, started + number / each_second - time.monotonic()))
                 if flood == "schemas":
                     client.post("/v1/chat/completions", json=hostile_chat(number))
+                elif flood in SEEN:
+                    shown = f"{dripping}?{number}" if dripping else pictures[number % len(pictures)]
+                    client.post("/v1/chat/completions", json=chat_about(shown))
                 else:
                     client.post("/v1/feedback", json={"rollout_id": rated, "thumb": ("up", "down")[number % 2]})
 
-        with ThreadPoolExecutor(SENDERS) as pool:
-            list(pool.map(again, range(SENDERS)))
+        with ThreadPoolExecutor(senders) as pool:
+            list(pool.map(again, range(senders)))
+
+
+def chat_about(address: str) -> dict[str, Any]:
+    """Returns a chat about an image."""
+    parts = [{"type": "image_url", "image_url": {"url": address}}, {"type": "text", "text": "How many?"}]
+    return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4}
+
+
+def hostile_pictures() -> list[str]:
+    """Returns what the tests post where an image's address should be."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from hostile_images import ADDRESSES, FILES, url  # pyright: ignore[reportMissingImports]
+
+    return [*map(url, FILES.values()), *(each.format(port=9) for each in ADDRESSES.values())]
+
+
+def drip() -> str:
+    """Answers on `DRIP`'s port with a byte now and then, without end. Returns the address of an image there."""
+    server = socket.create_server(("127.0.0.1", DRIP))
+
+    def answer() -> None:
+        with ThreadPoolExecutor(256) as pool:
+            while True:
+                pool.submit(_drip, server.accept()[0])
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"http://127.0.0.1:{DRIP}/a.png"
+
+
+def _drip(line: socket.socket) -> None:
+    with suppress(OSError), line:
+        line.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n")
+        while True:
+            line.sendall(b"a")
+            time.sleep(0.1)
 
 
 def hostile_chat(number: int) -> dict[str, Any]:
@@ -152,7 +198,8 @@ def resident() -> int:
 
 
 def measured(flood: str, size: int, seconds: float, settle: float) -> dict[str, Any]:
-    with groupwise_server() as client:
+    allowed = {"images": {"allowed_hosts": [f"http://127.0.0.1:{DRIP}"]}}
+    with groupwise_server(**({"model": "starter-vl", **allowed} if flood in SEEN else {})) as client:
         url = client._url
         chats(url, 3)  # what is computed once
         alone, _, before = chats(url, min(seconds, ALONE_S))

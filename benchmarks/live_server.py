@@ -87,8 +87,9 @@ def answers(url: str) -> bool:
 def groupwise_server(**settings: Any) -> Iterator[Client]:
     with tempfile.TemporaryDirectory(prefix="live-server-") as folder:
         port = free_port()
+        model = settings.pop("model", "starter")
         (config := Path(folder) / "server.yaml").write_text(json.dumps(settings))
-        command = [str(Path(sys.executable).with_name("groupwise")), "serve", "starter", "--port", str(port)]
+        command = [str(Path(sys.executable).with_name("groupwise")), "serve", model, "--port", str(port)]
         command += ["--config", str(config)]
         url = f"http://127.0.0.1:{port}"
         with (

@@ -237,7 +237,7 @@ RECIPES = (
     Recipe("search_tool.train", why="embeddings of Gemini's API and an index of Wikipedia, " + NETWORK + "both"),
     Recipe("harbor_rl.train", why="a sandbox of Modal's, " + NETWORK + "harbor's tasks"),
     Recipe("audio.asr, audio.emotion, audio.medical_asr", why="audio: the server's models read text"),
-    Recipe("vlm_classifier.train", why="images: the server's models read text"),
+    Recipe("vlm_classifier.train", why="needs the network: pictures of the hub"),
 )
 
 

@@ -144,7 +144,7 @@ def _path_of(given: Any, folder: Path) -> Path | None:
     if isinstance(given, str) and not given.startswith("data:"):
         parts = urlsplit(given)
         if parts.scheme in ("http", "https", "ftp", "s3", "gs"):
-            raise ValueError(f"{parts.scheme} addresses are not fetched; download it first")
+            raise ValueError(f"{parts.scheme} addresses are not fetched here; download it, or see images.allowed_hosts")
         return Path(url2pathname(unquote(parts.path))) if parts.scheme == "file" else folder / Path(given).expanduser()
     return folder / given.expanduser() if isinstance(given, Path) else None
 

@@ -118,7 +118,7 @@ def test_images_sparse_and_wide_tensors_are_refused() -> None:
         with raises(RequestError):
             datums_of(message)
 
-    refused(lambda d: d.model_input.add().image.SetInParent(), "an image")
+    refused(lambda d: d.model_input.add().image.SetInParent(), "an image")  # for a model that reads text
     refused(lambda d: d.model_input.add().dmel.SetInParent(), "audio")
     refused(lambda d: d.loss_fn_inputs["weights"].sparse_csr.SetInParent(), r"not a sparse tensor of shape \[3\]")
     refused(lambda d: d.loss_fn_inputs["target_tokens"].shape.extend([1, 1]), "3 dimensions")

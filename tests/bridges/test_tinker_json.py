@@ -128,7 +128,10 @@ def test_fractions_images_and_other_bodies_are_refused(wire: Wire) -> None:
     image = batch([datum([5, 6, 7], weights=[1, 1])])
     image["data"][0]["model_input"]["chunks"] = [{"type": "image", "data": "x", "format": "png"}]
     told = answer(wire, "forward", model_id=model, seq_id=2, forward_input=image)
-    assert "text only" in told["error"]
+    assert told["code"] == "invalid_image"
+    image["data"][0]["model_input"]["chunks"][0]["data"] = ""
+    told = answer(wire, "forward", model_id=model, seq_id=3, forward_input=image)
+    assert told["code"] == "unsupported_content"
     given = wire.http.post("/api/v1/forward_backward", content=b"x", headers={"content-type": "text/plain"})
     assert given.status_code == 415 and "application/x-protobuf" in given.text and "application/json" in given.text
 

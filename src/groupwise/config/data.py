@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from groupwise.config.images import ImagesConfig
 from groupwise.config.section import Section, Text, conflict, missing
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # what a `data.source` that is a file ends with
@@ -19,7 +20,7 @@ BUFFER = 10_000  # rows of a stream that `shuffle` draws from, where `shuffle_bu
 GENERATED = ("tasks", "size")  # keys of generated problems only
 RunKind = Literal["grpo", "sft", "dpo"]  # what of its rows a run learns: prompts to answer, their answers, or pairs
 READ = ("args", "split", "columns", "prompt_key", "answer_key")  # keys of rows that are read only
-SHARED = ("columns", "filter", "prompt_key", "answer_key", "raw", "system", "completion_only")
+SHARED = ("columns", "filter", "prompt_key", "answer_key", "raw", "system", "completion_only", "images")
 
 
 def _tasks(value: Any) -> Any:
@@ -75,6 +76,8 @@ class RowsConfig(Section):
     completion_only: bool = True
     """Of a prompt that ends with the assistant's words, which the policy continues: rewards see what was sampled alone;
     false puts those words in front of it, as TRL does. They are not trained on either way."""
+    images: ImagesConfig = ImagesConfig()
+    """Which addresses images of rows are fetched from (docs/images.md)."""
     sample: Annotated[int | float, AfterValidator(_count_or_share)] | None = None
     """Use so many rows, or a share of them (below 1), drawn at random by `seed` from those that `filter` kept; null is
     all."""

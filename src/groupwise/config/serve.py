@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from groupwise.config.chat import ChatConfig
 from groupwise.config.engine import Engine, VllmConfig
+from groupwise.config.images import ImagesConfig
 from groupwise.config.learn import GateConfig, LearnConfig, RatersConfig
 from groupwise.config.section import Section, Text, Texts, conflict
 from groupwise.config.structured import StructuredOutputsConfig
@@ -36,6 +37,7 @@ OTHER_NAMES = {
     "model_path": "model",
     "served_model_id": "served_model_name",
     "adapter_dir": "state_dir",
+    "allowed_media_domains": "images.allowed_hosts",
     "request_timeout_secs": "request_timeout_s",
     "shutdown_timeout_secs": "shutdown_timeout_s",
     "training_webhook_url": "webhook_url",
@@ -148,6 +150,8 @@ class ServeConfig(Section):
     keep_answers: bool = True
     """Keep what chats and other requests were answered among the rollouts, so that feedback can name them by the
     answer's id; false keeps only what /v1/completions/batch sampled."""
+    images: ImagesConfig = ImagesConfig()
+    """Which addresses images of requests are fetched from."""
     learn: LearnConfig | None = None
     """Train by itself on feedback (docs/learn.md); null: only on what is posted."""
     gate: GateConfig | None = None

@@ -58,7 +58,7 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.activations import ModelSize
-from groupwise.model.image_tokens import vision_of
+from groupwise.model.image_tokens import is_of_image, vision_of
 from groupwise.model.load import LoadedModel, share_weights, widest_float
 from groupwise.model.lost_device import lost_device
 from groupwise.model.memory import CACHE_SHARE, cache_token_bytes
@@ -406,7 +406,8 @@ class LocalEngine:
         cells: tuple[Sequence[int], Sequence[int]] = ((), ()),
         temperature: float = 1.0,
     ) -> SequenceScores:
-        """See `LiveEngine.score_sequence`. The LM head runs for places that are asked for, some of them at a time."""
+        """See `LiveEngine.score_sequence`. The LM head runs for places that are asked for, some of them at a time. In
+        an image's, which nobody says, it is token 0 that is scored."""
         ids, (cell_places, cell_ids) = tuple(ids), cells
         places = sorted({*range(first, len(ids)), *cell_places})
         if places and not 1 <= places[0] <= places[-1] < len(ids):
@@ -491,7 +492,8 @@ class LocalEngine:
     ) -> SequenceScores:
         """Return what `score_sequence` tells of `places`, in ascending order, from the hidden states of all tokens."""
         device = hidden_SH.device
-        place_P, id_S = on_device(places, device), on_device(ids, device)
+        place_P = on_device(places, device)
+        id_S = on_device([0 if is_of_image(token) else token for token in ids], device)
         cell_place_C, cell_id_C = (on_device(each, device, torch.long) for each in cells)
         cell_row_C = torch.searchsorted(place_P, cell_place_C)
         temperature_1 = on_device([temperature], device, widest_float(self._base.device))

@@ -35,6 +35,7 @@ from groupwise.model.image_tokens import is_of_image, vision_of
 from groupwise.recorded import RoutingShape
 from groupwise.server.bodies import check_content_type
 from groupwise.server.event_stream import while_connected
+from groupwise.server.image_urls import RemoteImages, find_addresses, knowing
 from groupwise.server.listen import INCOMING
 from groupwise.store.files import writing
 
@@ -170,6 +171,7 @@ class Reader:
         self._base, self._config = base, config
         self.directory = config.state_dir.absolute() / INCOMING
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="groupwise-read")
+        self._remote = RemoteImages(config, base)
         self._lanes = {lane: asyncio.Semaphore(count) for lane, (count, _) in LANES.items()}
         secretless = config.model_copy(update={"api_key": None, "webhook_secret": None})
         self._forks = ForkServer(
@@ -185,6 +187,7 @@ class Reader:
     def close(self) -> None:
         self._forks.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._remote.close()
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """`work` in one of this reader's threads; those that all routes share stay free."""
@@ -205,17 +208,30 @@ class Reader:
 
     async def read(self, http: Request, body: RawBody, read: Read[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """See `read_json`, of a body that was received and whose content type was checked."""
-        if body.file is None:
-            return await self._in_thread(read, body, *args, **kwargs)
-        return await self._by_process(http, "sample", body, (read, args, kwargs))
+        by_process = body.file is not None
+        return await self._whole(http, "sample", body, read, *args, by_process=by_process, **kwargs)
 
     async def read_to_train(
         self, http: Request, body: RawBody, read: Read[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """See `read`, for what is to be trained: behind others of its kind, and not before requests that sample."""
-        if body.size <= SHORT_TO_TRAIN:
-            return await self._in_thread(read, body, *args, **kwargs)
-        return await self._by_process(http, "train", body, (read, args, kwargs))
+        by_process = body.size > SHORT_TO_TRAIN
+        return await self._whole(http, "train", body, read, *args, by_process=by_process, **kwargs)
+
+    async def _whole(
+        self, http: Request, lane: str, body: RawBody, read: Read[..., T], *args: Any, by_process: bool, **kwargs: Any
+    ) -> T:
+        """Return what `read` makes of a body, once the images are there whose addresses it has."""
+
+        async def run(read: Read[..., Any]) -> Any:
+            if not by_process:
+                return await self._in_thread(read, body, *args, **kwargs)
+            return await self._by_process(http, lane, body, (read, args, kwargs))
+
+        if self._remote.are_allowed and (found := await run(find_addresses)):
+            pictures = await while_connected(http, self._remote.fetched(found))
+            return await run(knowing(pictures, read))
+        return await run(read)
 
     async def _in_thread(self, read: Read[P, T], body: RawBody, *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.wrap_future(self.submit(read, body.raw, self._base, self._config, *args, **kwargs))

@@ -12,7 +12,8 @@ loaded; of a set that is streamed it checks the first, and the others as they ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from groupwise.config.data import BUFFER, DataConfig, DatasetConfig, RowsConfig, RunKind
 from groupwise.errors import DataError
 from groupwise.pictures import COLUMNS, pictures_in
+from groupwise.tasks.image_urls import AT_ONCE, fetched
 from groupwise.tasks.mixture import MixedOrder
 from groupwise.tasks.prompt_stream import PromptSource
 from groupwise.tasks.row_formats import message_of
@@ -56,7 +58,7 @@ def open_prompts(
     prompts, counts, weights = list[Prompt](), list[RowCount](), config.weights
     for index, rows in enumerate(parts):
         before = len(prompts)
-        prompts += [to_prompt(rows.config, id, row) for id, row in rows]
+        prompts += _prompts(rows, to_prompt)
         if len(prompts) == before:
             raise rows.empty()
         share = None if weights is None else weights[index] / sum(weights)
@@ -66,8 +68,20 @@ def open_prompts(
     return PromptSource(prompts, seed=seed, shuffle=shuffle, order=order, counts=counts)
 
 
+def _prompts(rows: Rows, to_prompt: Callable[[RowsConfig, str, Any], Prompt]) -> list[Prompt]:
+    """Return the rows of a source as prompts. Where images are fetched for them, several at once."""
+    if not rows.config.images.allowed_hosts:
+        return [to_prompt(rows.config, id, row) for id, row in rows]
+    pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="groupwise-fetch")
+    try:
+        return list(pool.map(lambda each: to_prompt(rows.config, *each), rows))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def _read(config: RowsConfig, id: str, row: Any, *, cases: bool, kind: RunKind, folder: Path) -> Prompt:
     """Return a row in our words as a prompt."""
+    row = fetched(row, config.images, id=id)
     if kind == "dpo":
         from groupwise.tasks.pairs import to_pair  # which reads prompts as this does
 

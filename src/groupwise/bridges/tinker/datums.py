@@ -1,6 +1,6 @@
 """Datums of the Tinker wire -> datums of the SDK, and log-probabilities back.
 
-    tokens      model_input's chunks of text, one after the other; the last target closes the sequence
+    tokens      model_input's chunks, one after the other (`chunks`); the last target closes the sequence
     targets     target_tokens [N], any tokens; of cross_entropy also [N, K], and its weights as many
     values      weights of cross_entropy; logprobs and advantages of the other losses; sequence_ratio_mask of gspo
 
@@ -19,17 +19,21 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import groupby
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from groupwise.bridges.tinker.chunks import chunks_of_message, written_out
 from groupwise.bridges.tinker.proto import BFLOAT16, FLOAT32, INT32, INT64, ForwardBackwardOutput
-from groupwise.errors import ContextLengthError, DataError, RequestError
+from groupwise.errors import DataError, RequestError
 from groupwise.recorded import DROPPED, MaskEntry, SamplingMask
 from groupwise.sdk.datums import TARGETS, Datum
 from groupwise.sdk.losses import BUILT_IN, CROSS_ENTROPY
 from groupwise.server.errors import echo
 from groupwise.types import Completion
+
+if TYPE_CHECKING:
+    from groupwise.model.vision import Vision
 
 log = logging.getLogger(__name__)
 
@@ -82,21 +86,22 @@ def stand_in(message: Any, loss: str | None) -> bool:
     return True
 
 
-def datums_of(message: Any, *, most: int = MOST_TOKENS) -> list[Datum]:
+def datums_of(message: Any, *, vision: Vision | None = None, most: int = MOST_TOKENS) -> list[Datum]:
     """Return the datums of a ForwardBackwardRequest, as its loss reads them; those of one with K targets a position in
     a row.
 
-    `most`: tokens that the model reads.
+    `vision`: the model's eyes; `most`: tokens that it reads.
 
     Raises:
-        RequestError: images, several targets with a policy loss, a value that this loss does not have or lacks.
+        RequestError: an image that it cannot be shown, several targets with a policy loss, a value that this loss does
+            not have or lacks.
         ContextLengthError: more than `most` tokens.
         DataError: as `Datum`.
     """
     return [
         datum
         for i, each in enumerate(message.data)
-        for datum in _columns(each, message.loss_fn, where=f"data[{i}]", most=most)
+        for datum in _columns(each, message.loss_fn, vision, where=f"data[{i}]", most=most)
     ]
 
 
@@ -106,13 +111,10 @@ def widths_of(message: Any) -> list[int | None]:
     return [shape[1] if len(shape) == 2 else None for shape in shapes]
 
 
-def _columns(message: Any, loss: str, *, where: str, most: int) -> Iterator[Datum]:
+def _columns(message: Any, loss: str, vision: Vision | None, *, where: str, most: int) -> Iterator[Datum]:
     """Yield a datum of the SDK for each target of a position."""
-    tokens, inputs = _tokens(message.model_input, where), _inputs(message, loss, where=where)
-    if len(tokens) > most:
-        raise ContextLengthError(
-            f"{where} has {len(tokens)} tokens; the model reads at most {most}", hint="shorten model_input"
-        )
+    pieces, inputs = chunks_of_message(message.model_input, where), _inputs(message, loss, where=where)
+    tokens = written_out(pieces, vision, where=where, most=most)
     for name, values in inputs.items():
         if len(values) != len(tokens):
             shown = SEQUENCE_MASK if name == "mask" else name
@@ -185,20 +187,6 @@ def _ratio_mask(inputs: dict[str, Any], where: str) -> Any:
     if any(advantage and not inside for advantage, inside in outside):
         raise RequestError(f"{where} has an advantage outside its {SEQUENCE_MASK}", hint="set it to 0 there")
     return mask
-
-
-def _tokens(chunks: Sequence[Any], where: str) -> list[int]:
-    """Return the ids of chunks of text."""
-    tokens: list[int] = []
-    for chunk in chunks:
-        if not chunk.HasField("encoded_text"):
-            kind = "an image" if chunk.HasField("image") else "audio" if chunk.HasField("dmel") else "an empty chunk"
-            raise RequestError(f"{where} has {kind}; this model reads text only", hint="send encoded_text chunks")
-        raw = chunk.encoded_text.tokens
-        if len(raw) % 4:
-            raise RequestError(f"{where} has {len(raw)} bytes of tokens; they are int32, four bytes each")
-        tokens += np.frombuffer(raw, "<i4").tolist()
-    return tokens
 
 
 def _array(tensor: Any, where: str) -> Any:
@@ -313,7 +301,7 @@ class SampledMasks:
         """Keep what the tokens of a completion could be, if they could not be everything."""
         if completion.kept is None or not completion.token_ids:
             return
-        (prompt,) = _digests(np.asarray(prompt_ids, "<i4"), [len(prompt_ids)])
+        (prompt,) = _digests(np.asarray(prompt_ids, "<i8"), [len(prompt_ids)])
         ids_T, logprobs_T = np.asarray(completion.token_ids, "<i4"), np.asarray(completion.kept_logprobs, "<f4")
         made = _Sampled(prompt, len(prompt_ids), ids_T, logprobs_T, completion.kept)
         with self._lock:
@@ -372,7 +360,7 @@ class SampledMasks:
             lengths = sorted(length for length, count in self._lengths.items() if count)
             if not lengths or "logprobs" not in datum.loss_fn_inputs:
                 return []
-            ids_N, targets_J = np.asarray(datum.tokens, "<i4"), np.asarray(datum.targets)
+            ids_N, targets_J = np.asarray(datum.tokens, "<i8"), np.asarray(datum.targets)
             told_J = np.asarray(datum.loss_fn_inputs["logprobs"], "<f4")
             lengths = [length for length in lengths if length < len(ids_N)]
             known = [each for key in _digests(ids_N, lengths) for each in self._by_prompt.get(key, ())]

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from groupwise.bridges.tinker.chunks import ImageBytes, chunks_of_body
 from groupwise.bridges.tinker.proto import (
     FLOAT32,
     INT64,
@@ -66,7 +67,7 @@ class ForwardBody(Sequenced):
 
 
 def message_of(body: ForwardBackwardBody | ForwardBody) -> Any:
-    """Return the same request as protobuf. Raises RequestError: an int64 tensor has a fraction."""
+    """Return the same request as protobuf. Raises RequestError: an int64 tensor has a fraction, or a chunk is none."""
     forward_only = isinstance(body, ForwardBody)
     given = body.forward_input if isinstance(body, ForwardBody) else body.forward_backward_input
     message = ForwardBackwardRequest(
@@ -76,11 +77,14 @@ def message_of(body: ForwardBackwardBody | ForwardBody) -> Any:
         message.loss_fn_config[name] = value
     for i, datum in enumerate(given.data):
         one = message.data.add()
-        for chunk in datum.model_input.chunks:
-            if chunk.type == "encoded_text":
-                one.model_input.add().encoded_text.tokens = np.asarray(chunk.tokens, "<i4").tobytes()
-            else:
-                one.model_input.add().image.SetInParent()
+        for piece in chunks_of_body(datum.model_input.chunks, f"data[{i}]"):
+            chunk = one.model_input.add()
+            if not isinstance(piece, ImageBytes):
+                chunk.encoded_text.tokens = np.asarray(piece, "<i4").tobytes()
+                continue
+            chunk.image.data = piece.data
+            if piece.expected_tokens is not None:
+                chunk.image.expected_tokens = piece.expected_tokens
         for name, values in datum.loss_fn_inputs.items():
             _fill(one.loss_fn_inputs[name], values, where=f"data[{i}].{name}")
     return message

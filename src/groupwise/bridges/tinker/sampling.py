@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from groupwise.bridges.tinker import schema as bodies
 from groupwise.bridges.tinker.checkpoints import SAMPLER_WEIGHTS, TinkerCheckpoints, check_checkpoint_name
+from groupwise.bridges.tinker.chunks import chunks_of_body, written_out
 from groupwise.bridges.tinker.datums import sequence_ids
 from groupwise.bridges.tinker.futures import FutureResult, Futures, answer
 from groupwise.bridges.tinker.json_requests import samples_as_json
@@ -35,16 +36,21 @@ from groupwise.bridges.tinker.training import Models, TrainedModel, tokenizer_of
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConflictError, GroupwiseError, OverloadedError, RequestError
+from groupwise.model.image_tokens import is_of_image, vision_of
 from groupwise.model.load import load_model
 from groupwise.sampler import LiveEngine
 from groupwise.sdk.trainer import TrainingClient
 from groupwise.server.errors import echo
 from groupwise.server.generate import Generation
+from groupwise.server.images import folder_of
 from groupwise.server.policies import Policies
 from groupwise.server.state import Parts
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
+
+if TYPE_CHECKING:
+    from groupwise.model.vision import Vision
 
 NO_TOKEN, NO_LOGPROB = 0, -99999.0  # where a place has fewer alternatives than were asked for
 SNAPSHOT, INFLIGHT = "snapshot", "inflight"
@@ -57,10 +63,12 @@ Top = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class SampledModel:
-    """A base model that is sampled from: its engine, its policies, and the name by which clients load its tokenizer."""
+    """A base model that is sampled from: its engine, its policies, its eyes, and the name by which clients load its
+    tokenizer."""
 
     engine: LiveEngine
     policies: Policies
+    vision: Vision | None
     tokenizer: str
 
 
@@ -73,6 +81,7 @@ class SamplingSession:
     session: str
     engine: LiveEngine
     policies: Policies
+    vision: Vision | None
     version: PolicyVersion
     base_model: str  # by which the client loads the tokenizer
     model_path: str | None = None
@@ -97,6 +106,7 @@ class Samplers:
             served_name=parts.config.served_name,
             max_loaded=parts.config.max_loaded_adapters,
         )
+        self._served = _served(parts)
         self.others = _other_models(parts, self._store)
         self._by_id: dict[str, SamplingSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -121,13 +131,13 @@ class Samplers:
         other = self.others.get(body.base_model or "") if body.model_path is None else None
         if other is None:
             self._models.check_base(body.base_model)
-            other = SampledModel(self._parts.engine, self._parts.policies, self._models.tokenizer)
+            other = self._served
         version = PolicyVersion.base()
         if body.model_path is not None:
             found = await asyncio.to_thread(self._checkpoints.find_sampler, body.model_path)
             version = other.policies.resolve(adapter=found.version)
         sampler = SamplingSession(
-            id, body.session_id, other.engine, other.policies, version, other.tokenizer, body.model_path
+            id, body.session_id, other.engine, other.policies, other.vision, version, other.tokenizer, body.model_path
         )
         return self._by_id.setdefault(id, sampler)
 
@@ -146,8 +156,8 @@ class Samplers:
         policies, id = (self._snapshots if path is None else self._parts.policies), None
         if body.sampling_session_seq_id is not None:
             id = f"{model.session}:sample:{body.sampling_session_seq_id}"
-            engine, tokenizer = self._parts.engine, self._models.tokenizer
-            made = SamplingSession(id, model.session, engine, policies, version, tokenizer, path)
+            base = self._served
+            made = SamplingSession(id, model.session, base.engine, policies, base.vision, version, base.tokenizer, path)
             made.model, made.follows = model.id, body.kind == INFLIGHT
             if not self._models.is_there(model):
                 await self._discard(made)
@@ -194,7 +204,7 @@ class Samplers:
             most = self._parts.config.max_n
             raise RequestError(f"num_samples is {body.num_samples}; the most is {most} (max_n)", field="num_samples")
         id = f"{sampler.id}:{body.seq_id}"
-        numbers = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+        numbers = body.prompt.numbers
         if body.target_prompt_logprobs is not None:
             numbers += len(body.target_prompt_logprobs.data)
         future, is_new = self._futures.begin(id, size=32 * numbers)
@@ -220,8 +230,8 @@ class Samplers:
             task.cancel()
 
     async def _sample(self, sampler: SamplingSession, body: bodies.SampleBody) -> FutureResult:
-        request = self._request(body)
         async with asyncio.timeout(self._parts.config.request_timeout_s):
+            request = await asyncio.to_thread(self._request, sampler, body)
             while True:
                 try:
                     return await self._sampled(sampler, body, request)
@@ -252,10 +262,14 @@ class Samplers:
             generation.cancel()
         return completions
 
-    def _request(self, body: bodies.SampleBody) -> Callable[[PolicyVersion], SamplingRequest]:
+    def _request(self, sampler: SamplingSession, body: bodies.SampleBody) -> Callable[[PolicyVersion], SamplingRequest]:
         """Return what the engine is asked for, but for the version. Raises RequestError for what is not supported."""
         given, config = body.sampling_params, self._parts.config
         _check_supported(body, config)
+        pieces, most = chunks_of_body(body.prompt.chunks, "prompt"), sampler.engine.context_length
+        ids = tuple(written_out(pieces, sampler.vision, where="prompt", most=most))
+        if body.prompt_logprobs_last_n is not None:
+            _check_last(body.prompt_logprobs_last_n, body, tokens=len(ids))
         stops = (given.stop,) if isinstance(given.stop, str) else given.stop or ()
         try:
             params = SamplingParams(
@@ -271,7 +285,6 @@ class Samplers:
             )
         except ValueError as error:
             raise RequestError(str(error), field="sampling_params") from None
-        ids = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
         return lambda version: SamplingRequest(prompt_ids=ids, params=params, n=body.num_samples, version=version)
 
     # -- snapshots -------------------------------------------------------------------------------------------------
@@ -330,8 +343,8 @@ class Samplers:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Log-probabilities (nats) of a prompt: of each of its tokens (NaN where not asked for), of the likeliest in their
-    places, and of every id in the request's `target_prompt_logprobs` (0 for -1)."""
+    """Log-probabilities (nats) of a prompt: of each of its tokens (NaN where not asked for, and of images), of the
+    likeliest in their places, and of every id in the request's `target_prompt_logprobs` (0 for -1)."""
 
     logprobs: Sequence[float]
     top: Sequence[Top]
@@ -353,7 +366,8 @@ def _scored(engine: LiveEngine, body: bodies.SampleBody, asked: SamplingRequest)
     scores = engine.score_sequence(ids, asked.version, first=first, top=body.topk_prompt_logprobs, cells=cells)
     targets_C = np.zeros(len(id_C), "<f4")
     targets_C[asked_C] = scores.cells
-    return PromptScores([*[math.nan] * first, *scores.logprobs], [*[()] * first, *scores.top], targets_C)
+    logprobs = [math.nan if is_of_image(ids[first + i]) else each for i, each in enumerate(scores.logprobs)]
+    return PromptScores([*[math.nan] * first, *logprobs], [*[()] * first, *scores.top], targets_C)
 
 
 def _target_cells(given: bodies.TargetIds | None, tokens: int, vocabulary: int) -> tuple[Any, Any]:
@@ -402,20 +416,27 @@ def _rows_of_csr(ends: Sequence[int], columns: Sequence[int], *, shape: tuple[in
     return row_C if is_ordered.all() else None
 
 
+def _served(parts: Parts) -> SampledModel:
+    """Return the model that is served."""
+    name, vision = tokenizer_of(parts.base.name), vision_of(parts.base.tokenizer)
+    return SampledModel(parts.engine, parts.policies, vision, name)
+
+
 def _other_models(parts: Parts, store: AdapterStore) -> dict[str, SampledModel]:
     """Return the models of `tinker_other_models`, by the names that clients ask for; `store` has no adapter of theirs.
 
     Raises ModelError, EngineError: one cannot be loaded, or sampled from.
     """
-    config, others = parts.config, dict[str, SampledModel]()
-    served = SampledModel(parts.engine, parts.policies, tokenizer_of(parts.base.name))
+    config, others, served = parts.config, dict[str, SampledModel](), _served(parts)
     by_source = {config.model: served, served.tokenizer: served}
     for name, source in config.tinker_other_models.items():
         if (found := by_source.get(source) or by_source.get(tokenizer_of(source))) is None:
             base = load_model(source, device=config.device, dtype=config.dtype)
             engine = LocalEngine(base, max_rows=config.batch_rows, prefix_cache_mb=config.prefix_cache_mb)
             policies = Policies(store, engine, base=base, served_name=name)
-            found = by_source[source] = SampledModel(engine, policies, tokenizer_of(source))
+            if (vision := vision_of(base.tokenizer)) is not None:
+                vision.keep_in(folder_of(config))
+            found = by_source[source] = SampledModel(engine, policies, vision, tokenizer_of(source))
         others[name] = found
     return others
 
@@ -432,23 +453,15 @@ def _check_supported(body: bodies.SampleBody, config: ServeConfig) -> None:
     for name, (asked, hint) in unsupported.items():
         if asked:
             raise RequestError(f"{name} is not supported", hint=hint, field=name)
-    for chunk in body.prompt.chunks:
-        if chunk.type != "encoded_text":
-            hint = "send encoded_text chunks"
-            raise RequestError(
-                f"the prompt has a chunk of type {echo(chunk.type)}; text only", hint=hint, field="prompt"
-            )
-    if (last := body.prompt_logprobs_last_n) is not None:
-        _check_last(last, body)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if getattr(body, name) > most_top:
             limit = f"the most is {most_top} (max_top_logprobs)"
             raise RequestError(f"{name} is {getattr(body, name)}; {limit}", field=name)
 
 
-def _check_last(last: int, body: bodies.SampleBody) -> None:
-    """Raise RequestError unless there are log-probabilities of so many tokens to tell."""
-    name, tokens = "prompt_logprobs_last_n", sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+def _check_last(last: int, body: bodies.SampleBody, *, tokens: int) -> None:
+    """Raise RequestError unless there are log-probabilities of so many tokens of a prompt to tell."""
+    name = "prompt_logprobs_last_n"
     if not body.prompt_logprobs and not body.topk_prompt_logprobs:
         raise RequestError(f"{name} is {last} and needs prompt_logprobs", hint="ask for both", field=name)
     if last >= tokens:

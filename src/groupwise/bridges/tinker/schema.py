@@ -24,6 +24,8 @@ Metadata = dict[str, Any] | None
 
 MOST_METADATA = 1 << 14  # characters, as text
 
+TEXT = "encoded_text"  # type of chunks
+
 MOST_TARGET_IDS = 1 << 22  # of one prompt
 
 
@@ -164,16 +166,24 @@ class CreateSampler(Body):
 
 
 class Chunk(Body):
-    """A piece of a prompt."""
+    """A piece of a prompt: tokens of a text, an image's bytes in base64, or the address of one."""
 
-    type: str = "encoded_text"
+    type: str = TEXT
     tokens: tuple[Annotated[int, Field(ge=0, le=(1 << 31) - 1)], ...] = ()
+    data: str | None = None
+    location: str | None = None
+    expected_tokens: Number | None = None
 
 
 class ModelInput(Body):
-    """Token ids, in pieces."""
+    """Token ids and images, in pieces."""
 
     chunks: tuple[Chunk, ...]
+
+    @property
+    def numbers(self) -> int:
+        """How much it holds in memory: numbers, and characters of images."""
+        return sum(len(chunk.tokens) + len(chunk.data or "") for chunk in self.chunks)
 
 
 class Params(Body):

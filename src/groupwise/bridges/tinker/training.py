@@ -43,6 +43,7 @@ from groupwise.config.hub import model_path
 from groupwise.config.lora import ALL_LINEAR, EXPERTS, LoraSpec
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConfigError, ConflictError, OverloadedError, RequestError
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import AdaptableModules, LoadedModel
 from groupwise.sdk import state
 from groupwise.sdk.datums import Datum
@@ -386,7 +387,7 @@ class Models:
         return encode_output(rows, wire_metrics({}, loss=loss), widths_of(message))
 
     def _datums(self, message: Any) -> list[Datum]:
-        data = datums_of(message, most=self.base.context_length)
+        data = datums_of(message, vision=vision_of(self.base.tokenizer), most=self.base.context_length)
         if message.loss_fn == CROSS_ENTROPY:
             return data
         each = enumerate(zip(message.data, data, strict=True))

@@ -38,7 +38,7 @@ from groupwise.tasks.dialects.form import (
     together,
     unknown_kind,
 )
-from groupwise.tasks.dialects.images import Base64Image, as_data_url
+from groupwise.tasks.dialects.images import Base64Image, as_data_url, fetched_base64
 
 if TYPE_CHECKING:
     from groupwise.model.reply_formats.parser import ReplyPart
@@ -75,6 +75,8 @@ class ImageSource(BodyPart):
 
 
 def _brought(value: Any) -> Any:
+    if isinstance(value, dict) and (data := fetched_base64(value.get("url"))) is not None:
+        return {"type": "base64", "data": data}
     says, hint = "is {kind}; addresses are not fetched, and files not kept", "send its bytes, in base64"
     return unknown_kind(value, ["base64"], says, hint, code="invalid_image")
 

@@ -3,11 +3,15 @@
     ImageUrl       a data: URL; it is a `Picture` once its part was checked
     DataUrl        the same, checked and left as it is;  Base64Image  bytes in base64, likewise
 
-A request brings its images' bytes. Addresses are not fetched and files not opened, whatever their scheme.
+A request brings its images' bytes. Addresses are not fetched here and files not opened, whatever their scheme; what
+whoever reads the request has fetched before is in `FETCHED`, by address.
 """
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, InstanceOf, WithJsonSchema
@@ -18,10 +22,14 @@ from groupwise.tasks.dialects.form import LONGEST_SHOWN, fault
 
 HINT = "send a data: URL (data:image/png;base64,...) of a PNG, JPEG, WebP, GIF, BMP or TIFF"
 
+FETCHED: ContextVar[Mapping[str, Picture]] = ContextVar("FETCHED", default={})  # noqa: B039
+
 
 def _picture(value: Any) -> Any:
     if not isinstance(value, str):
         return value
+    if (picture := FETCHED.get().get(value)) is not None:
+        return picture
     if value[:5].lower() != "data:":
         shown = repr(value[:LONGEST_SHOWN])
         raise fault(
@@ -36,7 +44,7 @@ def _picture(value: Any) -> Any:
 ImageUrl = Annotated[
     InstanceOf[Picture],
     BeforeValidator(_picture),
-    WithJsonSchema({"type": "string", "format": "uri", "pattern": "^[Dd][Aa][Tt][Aa]:"}),
+    WithJsonSchema({"type": "string", "format": "uri", "pattern": "^([Dd][Aa][Tt][Aa]|[Hh][Tt][Tt][Pp][Ss]?):"}),
 ]
 
 
@@ -54,6 +62,12 @@ DataUrl = Annotated[str, AfterValidator(_readable_url)]
 Base64Image = Annotated[str, AfterValidator(_readable_base64)]
 
 
-def as_data_url(base64: str) -> str:
+def fetched_base64(address: Any) -> str | None:
+    """Return the bytes of an image that was fetched, in base64; None where it was not."""
+    picture = FETCHED.get().get(address) if isinstance(address, str) else None
+    return None if picture is None else base64.b64encode(picture.data).decode()
+
+
+def as_data_url(encoded: str) -> str:
     """Return an image's bytes in base64 as a URL. What kind of image it is, its bytes say."""
-    return f"data:;base64,{base64}"
+    return f"data:;base64,{encoded}"
