@@ -2,7 +2,7 @@
 
 launched    a browser
 watched     a page that fails its test for any request elsewhere, error of a script, or breach of the policy
-serious     what axe-core, which comes from ui/node_modules, finds serious on some pages; none may be too wide
+serious     what axe-core, which comes from ui/node_modules, finds serious on some pages; and what scrolls sideways
 accessible  the same of pages by their whole addresses
 """
 
@@ -23,6 +23,12 @@ expect = playwright.expect
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 UI = Path(__file__).parent.parent.parent / "ui"
 AXE = UI / "node_modules" / "axe-core" / "axe.min.js"
+
+SIDEWAYS = """() => [...document.querySelectorAll("html, body, main *")].filter((each) => {
+  const over = each.scrollWidth - (each === document.scrollingElement ? innerWidth : each.clientWidth);
+  const scrolls = ["auto", "scroll"].includes(getComputedStyle(each).overflowX);
+  return over > 1 && (each === document.scrollingElement || scrolls);
+}).map((each) => each.outerHTML.slice(0, 120))"""
 
 
 @contextmanager
@@ -68,8 +74,6 @@ def accessible(browser: Any, addresses: Sequence[str], *, scheme: str, width: in
         for each in page.evaluate("axe.run()")["violations"]:
             if each["impact"] in ("serious", "critical"):
                 found.append(f"{where}: {each['id']}: {each['nodes'][0]['html'][:200]}")
-        over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        if over > 0:
-            found.append(f"{where} is {over} pixels too wide at {width}")
+        found += [f"{where} at {width} scrolls sideways: {box}" for box in page.evaluate(SIDEWAYS)]
     context.close()
     return found
