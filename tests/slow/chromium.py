@@ -3,7 +3,7 @@
 launched    a browser
 watched     a page that fails its test for any request elsewhere, error of a script, or breach of the policy
 serious     what axe-core, which comes from ui/node_modules, finds serious on some pages; and what scrolls sideways
-accessible  the same of pages by their whole addresses
+accessible  the same of pages by their whole addresses;  wrong_in  of a page as it is
 """
 
 from __future__ import annotations
@@ -70,10 +70,14 @@ def accessible(browser: Any, addresses: Sequence[str], *, scheme: str, width: in
         page.goto(where)
         expect(page.get_by_role("heading", level=1)).to_be_visible()
         page.wait_for_timeout(700)
-        page.add_script_tag(path=str(AXE))
-        for each in page.evaluate("axe.run()")["violations"]:
-            if each["impact"] in ("serious", "critical"):
-                found.append(f"{where}: {each['id']}: {each['nodes'][0]['html'][:200]}")
-        found += [f"{where} at {width} scrolls sideways: {box}" for box in page.evaluate(SIDEWAYS)]
+        found += [f"{where}: {each}" for each in wrong_in(page)]
     context.close()
     return found
+
+
+def wrong_in(page: Any) -> list[str]:
+    """What axe-core finds serious on a page whose context bypasses the policy, and what of it scrolls sideways."""
+    page.add_script_tag(path=str(AXE))
+    grave = [each for each in page.evaluate("axe.run()")["violations"] if each["impact"] in ("serious", "critical")]
+    found = [f"{each['id']}: {each['nodes'][0]['html'][:200]}" for each in grave]
+    return found + [f"scrolls sideways: {box}" for box in page.evaluate(SIDEWAYS)]
