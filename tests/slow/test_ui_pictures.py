@@ -99,7 +99,7 @@ def test_a_pasted_picture_is_enlarged_taken_back_dropped_asked_about_and_found(p
     message = page.get_by_role("textbox", name="Message")
     expect(page.get_by_role("button", name="Add pictures")).to_be_visible()
     bring(page, message, DOTS)
-    small = page.get_by_role("button", name="Picture 1, dots.png, enlarge")
+    small = page.get_by_role("button", name="Enlarge Picture 1, dots.png")
     small.focus()
     page.keyboard.press("Enter")
     zoom = page.get_by_role("dialog", name="Picture 1, dots.png")
@@ -130,7 +130,7 @@ def test_a_pasted_picture_is_enlarged_taken_back_dropped_asked_about_and_found(p
     group = page.get_by_role("region", name="Group")
     is_drawn(group.get_by_role("list", name="Pictures of the prompt").locator("button img"))
     expect(group.get_by_role("listitem").filter(has_text="tokens")).to_have_count(4)
-    group.get_by_role("button", name="Picture 1, enlarge").click()
+    group.get_by_role("button", name="Enlarge Picture 1").click()
     is_drawn(page.get_by_role("dialog", name="Picture 1").get_by_role("img"))
     assert group.get_by_label("Colour by").get_by_role("option").all_inner_texts() == ["surprise (logprob)"]
 
@@ -142,7 +142,7 @@ def test_the_button_takes_files_and_what_is_none_is_said(page: Any, place: Place
         page.get_by_role("button", name="Add pictures").click()
     files = [{"name": f"{i}.png", "mimeType": "image/png", "buffer": data} for i, data in enumerate((DOTS, NOISE))]
     opened.value.set_files(files)
-    expect(page.get_by_role("button", name="Picture 2, 1.png, enlarge")).to_be_visible()
+    expect(page.get_by_role("button", name="Enlarge Picture 2, 1.png")).to_be_visible()
     refused = page.get_by_role("alert")
     bring(page, message, b"%PDF", name="paper.pdf", kind="application/pdf")
     expect(refused).to_contain_text("paper.pdf is application/pdf")
@@ -155,39 +155,24 @@ def test_the_button_takes_files_and_what_is_none_is_said(page: Any, place: Place
     expect(page.get_by_role("region", name="Chat 1").get_by_role("alert")).to_contain_text("cannot be read as an image")
 
 
-def test_versions_are_shown_the_same_picture(page: Any, place: Place) -> None:
-    go(page, place.url, "play/compare")
-    bring(page, page.get_by_label("Prompt"), DOTS)
-    page.get_by_label("Prompt").fill(QUESTION)
-    page.get_by_label("Samples").fill("1")
-    page.get_by_role("button", name="Ask", exact=True).click()
-    expect(page.get_by_role("region", name="Column 1").get_by_text("answered by base")).to_be_visible(timeout=30_000)
-    go(page, place.url, "adapters?version=base")
-    bring(page, page.get_by_label("Prompts, one a line"), DOTS)
-    page.get_by_label("Prompts, one a line").fill(QUESTION)
-    page.get_by_role("button", name="Compare", exact=True).click()
-    is_drawn(page.get_by_role("list", name="Pictures shown with each prompt").locator("button img"))
-    expect(page.locator("article pre")).to_have_text(re.compile("[0-9]"))
-
-
 # ---- teaching ----
 def test_what_is_taught_about_pictures_is_scored_beside_them(page: Any, place: Place) -> None:
     go(page, place.url, "teach")
     page.get_by_label("Prompt 1", exact=True).fill(QUESTION)
     page.get_by_label("Answer 1").fill("2")
     bring(page, page.get_by_label("Prompt 1", exact=True), DOTS)
-    expect(page.get_by_role("button", name="Picture 1, dots.png, enlarge")).to_be_visible()
+    expect(page.get_by_role("button", name="Enlarge Picture 1, dots.png")).to_be_visible()
     page.get_by_role("button", name="Sample", exact=True).click()
     group = page.get_by_role("region", name="Group 1")
     expect(group.locator("[data-card]")).to_have_count(8, timeout=60_000)
-    is_drawn(group.get_by_role("button", name="Picture 1, dots.png, enlarge").locator("img"))
+    is_drawn(group.get_by_role("button", name="Enlarge Picture 1, dots.png").locator("img"))
     page.reload()
-    is_drawn(group.get_by_role("button", name="Picture 1, dots.png, enlarge").locator("img"))
+    is_drawn(group.get_by_role("button", name="Enlarge Picture 1, dots.png").locator("img"))
     card = group.locator("[data-card]").first
     for number, key in enumerate("ynyn"):
         group.locator("[data-card]").nth(number).focus()
         page.keyboard.press(key)
-    group.get_by_role("button", name="Picture 1, dots.png, enlarge").click()
+    group.get_by_role("button", name="Enlarge Picture 1, dots.png").click()
     page.keyboard.press("n")  # in the dialog it scores nothing
     page.keyboard.press("Escape")
     expect(card).to_have_attribute("aria-label", re.compile("score 1$"))
@@ -196,6 +181,22 @@ def test_what_is_taught_about_pictures_is_scored_beside_them(page: Any, place: P
     page.get_by_label("Adapter").fill("seen")
     page.get_by_role("button", name="Train", exact=True).click()
     expect(page.get_by_role("region", name="Before and after")).to_be_visible(timeout=120_000)
+
+
+# ---- versions beside each other ----
+def test_versions_are_shown_the_same_picture(page: Any, place: Place) -> None:
+    go(page, place.url, "play/compare")
+    bring(page, page.get_by_label("Prompt"), DOTS)
+    page.get_by_label("Prompt").fill(QUESTION)
+    page.get_by_label("Samples").fill("1")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    expect(page.get_by_role("region", name="Column 1").get_by_text("answered by base")).to_be_visible(timeout=30_000)
+    go(page, place.url, "adapters?version=seen@1")
+    bring(page, page.get_by_label("Prompts, one a line"), DOTS)
+    page.get_by_label("Prompts, one a line").fill(QUESTION)
+    page.get_by_role("button", name="Compare", exact=True).click()
+    is_drawn(page.get_by_role("list", name="Pictures shown with each prompt").locator("button img"))
+    expect(page.locator("article pre")).to_have_text(re.compile("[0-9]"))
 
 
 # ---- of a run ----
@@ -236,7 +237,7 @@ def test_axe_finds_nothing_serious(browser: Any, place: Place, scheme: str, widt
     bring(page, page.get_by_role("textbox", name="Message"), b"%PDF", name="paper.pdf", kind="application/pdf")
     expect(page.get_by_role("alert")).to_be_visible()
     assert wrong_in(page) == []
-    page.get_by_role("button", name=re.compile("^Picture 1.*enlarge$")).click()
+    page.get_by_role("button", name=re.compile("^Enlarge Picture 1")).click()
     expect(page.get_by_role("dialog")).to_be_visible()
     assert wrong_in(page) == []
     page.keyboard.press("Escape")
@@ -249,6 +250,6 @@ def test_axe_finds_nothing_serious(browser: Any, place: Place, scheme: str, widt
     assert wrong_in(page) == []
     go(page, place.url, "teach")
     bring(page, page.get_by_label("Prompt 1", exact=True), DOTS)
-    expect(page.get_by_role("button", name=re.compile("^Picture 1.*enlarge$"))).to_be_visible()
+    expect(page.get_by_role("button", name=re.compile("^Enlarge Picture 1"))).to_be_visible()
     assert wrong_in(page) == []
     context.close()
