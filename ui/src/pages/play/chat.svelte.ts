@@ -108,7 +108,7 @@ class Chat {
       const threads = this.threads.map(({ version, turns }) => ({ version, turns }));
       sessionStorage.setItem(STORED, JSON.stringify({ threads, system: this.system }));
     } catch {
-      return; // until the page is closed
+      sessionStorage.removeItem(STORED); // too large, as with photographs: it is here until the page is closed
     }
   }
 
