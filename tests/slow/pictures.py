@@ -202,15 +202,17 @@ def _more(place: Place) -> None:
 # ---- a model that sees ----
 def seeing_picture(browser: Any, place: Place) -> None:
     """The playground, where a question is asked about a picture."""
-    scene = {"a1": Thing("circle", "red"), "c3": Thing("circle", "red"), "b2": Thing("square", "blue")}
+    scene = {"b1": Thing("square", "red"), "b3": Thing("circle", "blue")}
     written = io.BytesIO()
     picture_of(scene, random.Random(1)).save(written, format="PNG")
     file = {"name": "shapes.png", "mimeType": "image/png", "buffer": written.getvalue()}
     with opened(browser, DESKTOP) as page:
         go(page, place.url, "play")
-        for question in ("What is at b2?", "Where is the blue square?"):
-            if question.startswith("What"):
-                page.locator("input[type=file]").set_input_files([file])
+        page.get_by_text("Settings").click()
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_text("Settings").click()
+        page.locator("input[type=file]").set_input_files([file])
+        for question in ("What is at b1?", "Where is the red square?"):
             page.get_by_label("Message", exact=True).fill(question)
             page.get_by_label("Message", exact=True).press("Enter")
             expect(page.get_by_role("button", name="Answer again")).to_be_visible(timeout=30_000)
@@ -228,6 +230,8 @@ def run_pictures(browser: Any, root: Path, every: Path | None) -> None:
         compared = "runs?" + "&".join(f"compare={run.name}" for run in runs)
         with opened(browser, DESKTOP) as page:
             go(page, url, compared)
+            expect(page.get_by_label("Seeds of one configuration")).to_be_visible(timeout=60_000)
+            page.wait_for_timeout(1000)
             shot(page, DOCS / "ui-runs.png")
         if every is not None:
             where = [
