@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 COLUMNS = ("images", "image")  # of rows, and of what rewards get
+NAMED = "sha256:"  # what records call a picture begins so, and ends with its digest
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MOST_BYTES = 32 << 20
 MOST_PIXELS = 50_000_000  # 150 MB once decoded
@@ -74,7 +75,7 @@ class Picture:
 
     def __str__(self) -> str:
         """Return the picture as records name it."""
-        return f"sha256:{self.digest}"
+        return f"{NAMED}{self.digest}"
 
     @property
     def url(self) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ from groupwise.cli.report import data, page
 from groupwise.cli.report.build import report
 from groupwise.config.run import STARTER_DIR, dump_resolved, parse_config
 from groupwise.errors import ConfigError, DataError, StorageError
+from groupwise.model.image_tokens import FIRST, PLACES, key_of
+from groupwise.pictures import Picture, read_picture
 from groupwise.run.evaluate import Evaluation, save_evaluations
 from groupwise.run.health_report import examine
 from groupwise.run.record import read_run, read_runs
 from groupwise.server import ui
 from groupwise.store.tracking import Tracking
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+from seeing_models import drawn
 from wording import raises, wording
 
 TOKENIZER = Tokenizer.from_file(str(STARTER_DIR / "tokenizer.json"))
@@ -207,7 +211,7 @@ def test_the_page_is_the_built_interface_with_the_run_in_it(run):
     code = next(file.content.decode() for name, file in ui.built_files().items() if name.endswith(".js"))
     assert re.sub(r"\\x3C", "<", page.inside("script", type="module")) == re.sub(r"\\x3C", "<", code)
     assert page.inside("title") == "toy · Groupwise"
-    assert set(page.run) == {"detail", "steps", "health", "evaluations", "groups", "left_out"}
+    assert set(page.run) == {"detail", "steps", "health", "evaluations", "groups", "images", "left_out"}
     assert page.run["detail"]["config"]["train.learning_rate"] == 1e-3 and page.run["left_out"] == []
     assert [line["step"] for line in page.run["steps"]] == [0, 1, 2, 3, 4]
     recorded = {"eval/greedy/reward": 0.9, "eval/greedy/add/reward": 1.0, **step_metrics(4)}
@@ -533,3 +537,33 @@ def test_the_command_names_what_is_missing(tmp_path):
     result = cli("report", str(tmp_path))
     assert result.exit_code == 2
     wording(result.stderr)
+
+
+# ---- pictures ----
+def asked_of(*images: Picture) -> RolloutGroup:
+    ids = tuple(FIRST + key_of(each.digest) * PLACES for each in images)
+    whole = group(rollout("4", 1.0), rollout("5", 0.0))
+    return replace(whole, prompt=replace(whole.prompt, token_ids=(*ids, 1, 2)))
+
+
+def test_pictures_are_in_it_small_and_each_once(tmp_path: Path) -> None:
+    folder = tmp_path / "toy-1"
+    small, large = (read_picture(drawn(*size)).keep(folder / "images") for size in ((24, 16), (1200, 600)))
+    shown = page_of(write_run(folder, groups=(asked_of(small, large), asked_of(small))))
+    first = shown.run["groups"][0]["images"]
+    assert [where.rpartition("/")[2] for where in first] == [small.digest, large.digest]
+    urls = [shown.run["images"][where] for where in first]
+    assert len(shown.run["images"]) == 2 and urls[0] == f"data:image/png;base64,{base64.b64encode(small.data).decode()}"
+    assert urls[1].startswith("data:image/webp") and read_picture(urls[1]).pixels().size == (320, 160)
+    assert shown.run["left_out"] == []
+    check_inert(shown)
+
+
+def test_what_does_not_fit_of_pictures_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "toy-1"
+    kept = [read_picture(drawn(24, 16, seed=seed)).keep(folder / "images") for seed in range(4)]
+    (folder / "images" / f"{kept[0].digest}.png").write_bytes(b"x" * 9_000)
+    monkeypatch.setattr(data, "MOST_BYTES", 4_000)
+    shown = page_of(write_run(folder, groups=tuple(map(asked_of, kept))))
+    assert len(shown.run["images"]) == 2 and "of 4 pictures 2" in shown.run["left_out"][-1].lower()
+    assert all(url.startswith("data:image/png") for url in shown.run["images"].values())

@@ -31,10 +31,11 @@ ORPHAN_S = 30  # a worker may finish its step, for 10 s
 class Place:
     """One state directory, one port, and what runs there."""
 
-    def __init__(self, root: Path, *, state: Path | None = None, settings: Sequence[str] = ()):
+    def __init__(self, root: Path, *, state: Path | None = None, model: str = "starter", settings: Sequence[str] = ()):
         self.state, self.log = state or root / "state", root / "server.log"
         self.port = random.Random().randrange(20000, 32000)  # below the ports that the kernel gives to clients
         self.kills = 0
+        self._model = model
         self._settings = ("min_free_bytes=0", "worker_threads=1", "keep_versions=null", *settings)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -47,7 +48,7 @@ class Place:
     def start(self, *, fault: str = "", largest_file: int | None = None) -> None:
         """Start the server; `fault` is for it and its worker, `largest_file` in bytes, too."""
         assert not self.workers(), "a worker of an earlier server is alive"
-        command = [sys.executable, "-m", "groupwise", "serve", "starter", "--port", str(self.port)]
+        command = [sys.executable, "-m", "groupwise", "serve", self._model, "--port", str(self.port)]
         command += ["--state-dir", str(self.state), "--dtype", "float32", "--device", "cpu"]
         for setting in self._settings:
             command += ["--set", setting]

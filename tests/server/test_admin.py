@@ -51,7 +51,7 @@ def test_health_tells_strangers_only_that_it_lives(site: Whole) -> None:
 def test_health_tells_who_has_the_key_everything(site: Whole, versions: list[PolicyVersion]) -> None:
     health = site.http.get("/health").json()
     assert health["status"] == "ok" and health["model"] == "tiny" and health["backend"] == "cpu"
-    assert health["active_version"] == "base" and health["adapters_loaded"] == 0
+    assert health["active_version"] == "base" and health["adapters_loaded"] == 0 and health["images"] is False
     assert health["scheduler"]["running"] == 0 and health["training"] == {"active_job": None, "queued": 0}
     checks = {check["name"]: check["pass"] for check in health["checks"]}
     names = ("model_loaded", "ledger", "storage", "disk_space", "training_worker")

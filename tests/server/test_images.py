@@ -166,7 +166,7 @@ def test_rollouts_show_the_prompts_images(site: Whole) -> None:
     assert shown.content == data and shown.headers["content-type"] == "image/jpeg"
     assert shown.headers["x-content-type-options"] == "nosniff"
     assert "How many?" in detail["prompt"]
-    assert any(map(is_of_image, detail["prompt_token_ids"]))
+    assert any(map(is_of_image, detail["prompt_token_ids"])) and site.http.get("/v1/health").json()["images"] is True
     assert "images" not in site.http.get(f"/v1/rollouts/{last['rollout_id']}").json()
     rows = site.http.get("/v1/rollouts", params={"like": first["rollout_id"]}).json()["rows"]
     assert [row["prompt_tokens"] for row in rows] == [len(detail["prompt_token_ids"])] * 2

@@ -152,6 +152,16 @@ def test_enough_ratings_become_a_version_and_each_is_trained_once(server: Whole)
     assert (job.summary["groups"], job.summary["completions"], job.summary["rollouts"]) == (2, 4, 4)
     assert set(states(server)) == {"trained"} and shown(server)["active"] == "helper@1"
     assert [each["kind"] for each in shown(server)["transitions"]] == ["job_queued"]
+    for word in ("one", "two"):
+        server.server.feedback.note(word, word)
+    history, before = list[Any](), None
+    while before is not None or not history:
+        query = {"limit": 2} if before is None else {"limit": 2, "before": before}
+        page = server.http.get("/v1/learn/transitions", params=query).json()
+        history, before = [*history, *page["transitions"]], page["next"]
+    assert [each["kind"] for each in history] == ["two", "one", "job_queued"] and history == shown(server)[
+        "transitions"
+    ]
     rate_pairs(server, 2, first=3)
     assert step(server) is not None
     assert server.server.ledger.jobs()[0].config["base_adapter"] == "helper@1"

@@ -2,8 +2,8 @@
 
 launched    a browser
 watched     a page that fails its test for any request elsewhere, error of a script, or breach of the policy
-serious     what axe-core, which comes from ui/node_modules, finds serious on some pages; none may be too wide
-accessible  the same of pages by their whole addresses
+serious     what axe-core, which comes from ui/node_modules, finds serious on some pages; and what scrolls sideways
+accessible  the same of pages by their whole addresses;  wrong_in  of a page as it is
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ expect = playwright.expect
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 UI = Path(__file__).parent.parent.parent / "ui"
 AXE = UI / "node_modules" / "axe-core" / "axe.min.js"
+
+SIDEWAYS = """() => [...document.querySelectorAll("html, body, main *")].filter((each) => {
+  const over = each.scrollWidth - (each === document.scrollingElement ? innerWidth : each.clientWidth);
+  const scrolls = ["auto", "scroll"].includes(getComputedStyle(each).overflowX);
+  return over > 1 && (each === document.scrollingElement || scrolls);
+}).map((each) => each.outerHTML.slice(0, 120))"""
 
 
 @contextmanager
@@ -64,12 +70,14 @@ def accessible(browser: Any, addresses: Sequence[str], *, scheme: str, width: in
         page.goto(where)
         expect(page.get_by_role("heading", level=1)).to_be_visible()
         page.wait_for_timeout(700)
-        page.add_script_tag(path=str(AXE))
-        for each in page.evaluate("axe.run()")["violations"]:
-            if each["impact"] in ("serious", "critical"):
-                found.append(f"{where}: {each['id']}: {each['nodes'][0]['html'][:200]}")
-        over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        if over > 0:
-            found.append(f"{where} is {over} pixels too wide at {width}")
+        found += [f"{where}: {each}" for each in wrong_in(page)]
     context.close()
     return found
+
+
+def wrong_in(page: Any) -> list[str]:
+    """What axe-core finds serious on a page whose context bypasses the policy, and what of it scrolls sideways."""
+    page.add_script_tag(path=str(AXE))
+    grave = [each for each in page.evaluate("axe.run()")["violations"] if each["impact"] in ("serious", "critical")]
+    found = [f"{each['id']}: {each['nodes'][0]['html'][:200]}" for each in grave]
+    return found + [f"scrolls sideways: {box}" for box in page.evaluate(SIDEWAYS)]

@@ -15,6 +15,7 @@ from pathlib import Path
 from groupwise.config.run import LoraSpec
 from groupwise.model.load import load_model
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.feedback import FeedbackLog
 from groupwise.store.files import Provenance
 from groupwise.store.ledger import Ledger, RolloutRecord
 from groupwise.train.lora import add_lora, save_lora
@@ -26,7 +27,7 @@ CONFIG = {"output_name": "sums", "learning_rate": 1e-3, "iterations": 4, "seed":
 AT_A_TIME = 2000
 
 
-def fill(state: Path, *, versions: int, jobs: int, rollouts: int, scratch: Path) -> None:
+def fill(state: Path, *, versions: int, jobs: int, rollouts: int, decisions: int = 0, scratch: Path) -> None:
     """Write all of it. `scratch` is a directory that does not exist yet."""
     state.mkdir(parents=True, exist_ok=True)
     base = load_model("starter")
@@ -39,6 +40,10 @@ def fill(state: Path, *, versions: int, jobs: int, rollouts: int, scratch: Path)
         _job(ledger, i)
     for start in range(0, rollouts, AT_A_TIME):
         ledger.save_rollouts([_rollout(i) for i in range(start, min(start + AT_A_TIME, rollouts))])
+    book = FeedbackLog(ledger)
+    for i in range(decisions):
+        data = {"version": f"sums@{i + 1}", "against": f"sums@{i}"}
+        book.note(*(("gate_refused", "a mean below") if i % 2 else ("gate_passed", "a mean above")), data=data)
     ledger.close()
 
 

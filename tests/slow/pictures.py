@@ -1,7 +1,7 @@
 """The pictures of the web interface in the documentation, from a real server, the starter and real runs.
 
     cd tests && python -m slow.pictures                all of them into docs/, in minutes on two CPU cores
-    cd tests && python -m slow.pictures --only teach   one part: server, runs or teach (the animation)
+    cd tests && python -m slow.pictures --only teach   one part: server, runs, teach (the animation) or seeing
     cd tests && python -m slow.pictures --every DIR    also every page at 1440 and 390 pixels, light and dark, into DIR
 
 A lesson is taught in the browser as somebody would: its frames are the animation, its versions, jobs and rollouts what
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import random
 import re
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from crash.place import Place, a_place
 from groupwise.config.serve import ServeConfig
 from groupwise.server.run_app import build_run_app
 from groupwise.server.run_files import open_runs
+from groupwise.tasks.starter.scenes import Thing, picture_of
 from serving import running
 
 from .chromium import expect, launched
@@ -41,7 +43,7 @@ ANIMATED = (960, 600)
 TRAIN_MS = 120_000
 ROUNDS = 3
 CHAT = "What is 47 + 38? Think step by step."
-SERVER_PAGES = ("now", "jobs", "rollouts", "teach", "play", "play/compare", "adapters", "adapters?by=name")
+SERVER_PAGES = ("now", "jobs", "rollouts", "learn", "teach", "play", "play/compare", "adapters", "adapters?by=name")
 CONTROL = """
 import random
 
@@ -81,6 +83,14 @@ def go(page: Any, url: str, where: str) -> None:
     page.goto(f"{url}/ui/#/{where}")
     expect(page.get_by_role("heading", level=1)).to_be_visible()
     page.wait_for_timeout(1200)
+
+
+def shot(page: Any, target: Path) -> None:
+    """Write what is seen, in 256 colours."""
+    seen = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    few = seen.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    few.save(target, optimize=True)
+    print(f"{target}: {target.stat().st_size:,} bytes")
 
 
 # ---- a lesson ----
@@ -143,28 +153,23 @@ def server_pictures(browser: Any, place: Place, every: Path | None, *, parts: Se
         film = teach(page, place.url)
         if "teach" in parts:
             film.write(ANIMATION)
-        page.evaluate("scrollTo(0, 0)")
-        page.wait_for_timeout(300)
-        if "server" in parts:
-            page.screenshot(path=DOCS / "ui-teach.png")
     if "server" not in parts:
         return
     _more(place)
     for name, where, size, scheme in (
         ("ui-now", "now", DESKTOP, "light"),
-        ("ui-now-dark", "now", DESKTOP, "dark"),
         ("ui-now-phone", "now", PHONE, "light"),
         ("ui-jobs", "jobs", DESKTOP, "light"),
         ("ui-adapters", "adapters?version=sums@3", DESKTOP, "light"),
     ):
         with opened(browser, size, scheme=scheme) as page:
             go(page, place.url, where)
-            page.screenshot(path=DOCS / f"{name}.png")
+            shot(page, DOCS / f"{name}.png")
     with opened(browser, DESKTOP) as page:
         go(page, place.url, "rollouts")
         page.get_by_role("listbox").get_by_role("option").nth(1).click()
         page.wait_for_timeout(1000)
-        page.screenshot(path=DOCS / "ui-rollouts.png")
+        shot(page, DOCS / "ui-rollouts.png")
     with opened(browser, DESKTOP, scheme="dark") as page:
         go(page, place.url, "play")
         page.get_by_role("button", name="Compare with another").click()
@@ -173,7 +178,7 @@ def server_pictures(browser: Any, place: Place, every: Path | None, *, parts: Se
         page.get_by_label("Message", exact=True).fill(CHAT)
         page.get_by_label("Message", exact=True).press("Enter")
         expect(page.get_by_role("button", name="Answer again")).to_have_count(2, timeout=30_000)
-        page.screenshot(path=DOCS / "ui-playground-dark.png")
+        shot(page, DOCS / "ui-playground-dark.png")
     if every is not None:
         job = httpx2.get(place.url + "/v1/train/status").json()[0]["job_id"]
         _every(browser, place.url, [*SERVER_PAGES, f"jobs/{job}", "adapters?version=sums@3"], every / "server")
@@ -194,6 +199,28 @@ def _more(place: Place) -> None:
             http.post("/v1/completions/batch", json=body).raise_for_status()
 
 
+# ---- a model that sees ----
+def seeing_picture(browser: Any, place: Place) -> None:
+    """The playground, where a question is asked about a picture."""
+    scene = {"b1": Thing("square", "red"), "b3": Thing("circle", "blue")}
+    written = io.BytesIO()
+    picture_of(scene, random.Random(1)).save(written, format="PNG")
+    file = {"name": "shapes.png", "mimeType": "image/png", "buffer": written.getvalue()}
+    with opened(browser, DESKTOP) as page:
+        go(page, place.url, "play")
+        page.get_by_text("Settings").click()
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_text("Settings").click()
+        page.locator("input[type=file]").set_input_files([file])
+        for question in ("What is at b1?", "Where is the red square?"):
+            page.get_by_label("Message", exact=True).fill(question)
+            page.get_by_label("Message", exact=True).press("Enter")
+            expect(page.get_by_role("button", name="Answer again")).to_be_visible(timeout=30_000)
+        page.locator("input[type=file]").set_input_files([file])
+        page.wait_for_timeout(500)
+        shot(page, DOCS / "ui-pictures.png")
+
+
 # ---- runs on disk ----
 def run_pictures(browser: Any, root: Path, every: Path | None) -> None:
     runs = [*(_run(root, f"sums-s{seed}", seed, "my_rewards:exact") for seed in (0, 1, 2))]
@@ -203,7 +230,9 @@ def run_pictures(browser: Any, root: Path, every: Path | None) -> None:
         compared = "runs?" + "&".join(f"compare={run.name}" for run in runs)
         with opened(browser, DESKTOP) as page:
             go(page, url, compared)
-            page.screenshot(path=DOCS / "ui-runs.png")
+            expect(page.get_by_label("Seeds of one configuration")).to_be_visible(timeout=60_000)
+            page.wait_for_timeout(1000)
+            shot(page, DOCS / "ui-runs.png")
         if every is not None:
             where = [
                 "runs",
@@ -239,15 +268,21 @@ def _every(browser: Any, url: str, pages: Sequence[str], target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=["server", "runs", "teach"])
+    parser.add_argument("--only", choices=["server", "runs", "teach", "seeing"])
     parser.add_argument("--every", type=Path)
     asked = parser.parse_args()
-    parts = [asked.only] if asked.only else ["server", "runs", "teach"]
+    parts = [asked.only] if asked.only else ["server", "runs", "teach", "seeing"]
     with TemporaryDirectory() as folder, launched() as browser:
         root = Path(folder)
         if "runs" in parts:
             run_pictures(browser, root, asked.every)
-        if parts != ["runs"]:
+        if "seeing" in parts:
+            with a_place(root / "seeing", model="starter-vl") as place:
+                place.state.parent.mkdir()
+                place.start()
+                place.await_ready()
+                seeing_picture(browser, place)
+        if {"server", "teach"} & set(parts):
             with a_place(root) as place:
                 place.start()
                 place.await_ready()

@@ -96,6 +96,8 @@ def test_a_run_is_shown(opened: Any) -> None:
 def test_its_completions_are_found_and_read(opened: Any) -> None:
     opened.get_by_role("link", name="Rollouts", exact=True).click()
     rows = opened.get_by_role("listbox").get_by_role("option")
+    expect(rows).to_have_count(6)  # a prompt each
+    opened.get_by_role("button", name="A row a prompt").click()
     expect(rows).to_have_count(12)
     opened.get_by_role("spinbutton", name="Step").fill("6")
     expect(rows).to_have_count(4)
@@ -128,8 +130,9 @@ def test_several_runs_are_compared(opened: Any) -> None:
     expect(opened.get_by_role("row", name=re.compile("^seed"))).to_contain_text("7")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_axe_finds_nothing_serious(browser: Any, place: Path, width: int) -> None:
+def test_axe_finds_nothing_serious(browser: Any, place: Path, scheme: str, width: int) -> None:
     url = (place / "one.html").as_uri()
     pages = [f"{url}#/{where}" for where in ("now", "rollouts?id=6.1.0")]
-    assert accessible(browser, pages, scheme="light", width=width) == []
+    assert accessible(browser, pages, scheme=scheme, width=width) == []

@@ -23,7 +23,7 @@ from groupwise.model.load import load_model
 from serving import running
 from whole_server import whole
 
-from .chromium import CHROMIUM, expect, serious
+from .chromium import CHROMIUM, SIDEWAYS, expect, serious
 from .marked import archive, save_marked
 from .place import pid_of
 
@@ -139,6 +139,9 @@ def test_the_default_lesson_makes_more_of_what_was_not_taught_right(page: Any, p
     shares = [float(part) for part in re.findall(r"[0-9.]+", " ".join(each[4] for each in cells))]
     assert shares[-1] >= shares[0] + 15  # percent of 64 completions of prompts that were not trained on
     assert max(float(each[5]) for each in cells) < 0.5  # KL from the base model, nats a token
+    page.set_viewport_size({"width": 390, "height": 780})
+    assert page.evaluate(SIDEWAYS) == []
+    page.set_viewport_size({"width": 1280, "height": 900})
     button(page, "New lesson").click()
     assert api(place, "/v1/adapters/lesson")["history"][1]["parent"] == "lesson@1"
 
@@ -447,15 +450,41 @@ def test_back_on_a_phone_closes_what_was_opened(browser: Any, place: Place) -> N
 
 
 def test_on_a_phone_nothing_lies_beside_the_view(browser: Any, place: Place) -> None:
-    submit(place, "narrow")
+    """Of every page, with what the tests before left: neither the page nor a table in it scrolls sideways."""
+    job = submit(place, "narrow")
+    sample(place, "A_word_without_an_end" * 20, 2)
     context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     page = context.new_page()
+    for where in (*PAGES, "play/compare", "adapters?by=name", "adapters?version=lesson@1", f"jobs/{job}"):
+        go(page, place, where)
+        page.wait_for_timeout(500)
+        assert page.evaluate("document.scrollingElement.scrollWidth") <= 390, where
+        assert page.evaluate(SIDEWAYS) == [], where
+    go(page, place, "now")
+    requests = page.get_by_role("region", name="Latest requests, a table")
+    expect(requests.get_by_role("row").first).to_contain_text(re.compile("A_word.*stop|A_word.*length"))
     go(page, place, "jobs")
-    table = page.get_by_role("region", name="Jobs, a table")
-    expect(table.get_by_role("link").first).to_be_visible()
-    assert table.evaluate("box => box.scrollWidth - box.clientWidth") == 0
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    expect(page.get_by_role("region", name="Jobs, a table").get_by_role("link").first).to_be_visible()
+    go(page, place, "rollouts")
+    page.get_by_role("listbox").get_by_role("option").first.tap()
+    expect(page.get_by_role("region", name="Group").get_by_role("listitem").first).to_be_visible()
+    assert page.evaluate(SIDEWAYS) == []
     context.close()
+
+
+def test_a_model_that_reads_text_is_shown_no_picture(page: Any, place: Place) -> None:
+    go(page, place, "play")
+    message = page.get_by_role("textbox", name="Message")
+    expect(message).to_be_visible()
+    message.evaluate(
+        """node => {
+          const files = new DataTransfer();
+          files.items.add(new File(["x"], "dots.png", { type: "image/png" }));
+          node.dispatchEvent(new ClipboardEvent("paste", { bubbles: true, cancelable: true, clipboardData: files }));
+        }"""
+    )
+    expect(page.get_by_role("alert")).to_contain_text("starter reads text alone")
+    expect(page.get_by_role("button", name="Add pictures")).to_have_count(0)
 
 
 def test_the_palette_goes_anywhere_by_typing_and_says_the_keys(page: Any, place: Place) -> None:
@@ -654,9 +683,10 @@ def test_a_server_that_stands_still_is_seen_to_within_ten_seconds(page: Any, pla
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_axe_finds_nothing_serious(browser: Any, place: Place, scheme: str, width: int) -> None:
-    job = api(place, "/v1/train/status")[0]["job_id"]
+    job, other = (each["job_id"] for each in api(place, "/v1/train/status?limit=2"))
     pages = [
         *PAGES,
+        f"jobs/compare?ids={job},{other}",
         "play/compare",
         "adapters?by=name",
         f"jobs/{job}",

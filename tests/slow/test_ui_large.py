@@ -19,12 +19,13 @@ from .filled import fill
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
 
-VERSIONS, JOBS, ROLLOUTS = 500, 1500, 20_000  # more jobs than the server tells at once
+VERSIONS, JOBS, ROLLOUTS, DECISIONS = 500, 1500, 20_000, 130  # more jobs than the server tells at once
 MOST_ELEMENTS = 2000
 PAGES = {  # and what is there when its list is
     "now": "main section",
     "jobs": "tbody tr[aria-rowindex]",
     "rollouts": "[role=option]",
+    "learn": "[aria-label='Decisions'] li",
     "adapters": "[aria-label='Versions, a list'] button",
     "adapters?by=name": "[aria-label='Versions, a list'] button",
     "adapters?q=sums": "[aria-label='Versions, a list'] button",
@@ -53,7 +54,9 @@ SCROLLED = """async () => {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("large")
     with a_place(root) as place:
-        fill(place.state, versions=VERSIONS, jobs=JOBS, rollouts=ROLLOUTS, scratch=root / "adapter")
+        fill(
+            place.state, versions=VERSIONS, jobs=JOBS, rollouts=ROLLOUTS, decisions=DECISIONS, scratch=root / "adapter"
+        )
         place.start()
         place.await_ready()
         yield place
@@ -88,6 +91,20 @@ def test_the_oldest_job_is_reached_and_found(page: Any, place: Place) -> None:
     expect(page.get_by_text(re.compile("^137 of 1,500 jobs"))).to_be_visible()
 
 
+def test_the_oldest_decision_is_read(page: Any, place: Place) -> None:
+    page.goto(f"{place.url}/ui/#/learn")
+    decisions = page.get_by_role("region", name="Decisions")
+    older = decisions.get_by_role("button", name=re.compile("^Older"))
+    for shown in (50, 100, DECISIONS):
+        expect(decisions.get_by_role("listitem")).to_have_count(shown)
+        if shown < DECISIONS:
+            older.click()
+    expect(older).to_have_count(0)
+    expect(decisions.get_by_role("listitem").last).to_contain_text("sums@1")
+    page.wait_for_timeout(4_000)  # it is looked at again, and nothing is forgotten
+    expect(decisions.get_by_role("listitem")).to_have_count(DECISIONS)
+
+
 def test_the_panel_of_a_version_stays_in_view(page: Any, place: Place) -> None:
     page.set_viewport_size({"width": 1440, "height": 900})
     page.goto(f"{place.url}/ui/#/adapters?version=sums@200")
@@ -115,6 +132,12 @@ def test_all_versions_of_a_name_are_listed_once_they_are_asked_for(page: Any, pl
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(browser: Any, place: Place, scheme: str) -> None:
     assert (
-        serious(browser, place.url, ["jobs", "adapters", "adapters?by=name", "rollouts"], scheme=scheme, width=390)
+        serious(
+            browser,
+            place.url,
+            ["now", "jobs", "learn", "adapters", "adapters?by=name", "rollouts"],
+            scheme=scheme,
+            width=390,
+        )
         == []
     )

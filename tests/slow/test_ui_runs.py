@@ -273,6 +273,8 @@ def test_a_run_grows_as_it_is_written(page: Any, url: str, place: Path) -> None:
 def test_completions_show_the_parts_of_their_reward(page: Any, url: str) -> None:
     go(page, url, "rollouts?run=slow-s1")
     rows = page.get_by_role("listbox").get_by_role("option")
+    expect(rows).to_have_count(6)  # a prompt each
+    page.get_by_role("button", name="A row a prompt").click()
     expect(rows).to_have_count(12)
     page.get_by_role("spinbutton", name="Step").fill("2")
     expect(rows).to_have_count(4)
@@ -336,7 +338,8 @@ def test_nothing_yet_and_nothing_there(page: Any, url: str) -> None:
 @pytest.mark.parametrize("width", [390, 1280])
 def test_axe_finds_nothing_serious(browser: Any, url: str, scheme: str, width: int) -> None:
     compared = "runs?compare=slow-s0&compare=slow-s1&compare=fast"
-    pages = ["runs", "runs/sick", compared, "rollouts?run=slow-s0&id=1.0.0", "serve"]
+    pages = ["runs", "runs/sick", "runs/measured", compared, "rollouts?run=slow-s0", "rollouts?run=slow-s0&id=1.0.0"]
+    pages.append("serve")
     assert serious(browser, url, pages, scheme=scheme, width=width) == []
 
 

@@ -483,3 +483,22 @@ test("a job's commands name its server, and fit its state", async () => {
   assert.deepEqual(made.map((each) => each.label), ["Show", "Chat", "Activate", "Download"]);
   assert.ok(made.every((each) => each.command.endsWith(" --url http://host:9/proxied")));
 });
+
+test("token ids of images are read and written as they are", async () => {
+  const { parsed, written } = await load("api/json.ts");
+  const text = '{"ids":[1016,4611686018427387905,9205210018774450191],"said":"4611686018427387905 \\"4611686018427387906\\\\","p":-0.1234567890123456789,"e":1e21}';
+  const found = parsed(text);
+  assert.deepEqual(found.ids, [1016, 4611686018427387905n, 9205210018774450191n]);
+  assert.equal(found.said, '4611686018427387905 "4611686018427387906\\');
+  assert.equal(typeof found.p, "number");
+  assert.equal(written({ ids: found.ids, said: found.said, none: undefined }), text.replace(/,"p".*/, "}"));
+  assert.equal(written([1, "2", null]), '[1,"2",null]');
+});
+
+test("pictures stand in front of what is said about them", async () => {
+  const { content } = await load("api/pictures.ts");
+  const picture = { url: "data:image/png;base64,AA==", name: "a.png" };
+  assert.equal(content("Hello"), "Hello");
+  assert.deepEqual(content("What?", [picture]).map((part) => part.type), ["image_url", "text"]);
+  assert.deepEqual(content("", [picture]), [{ type: "image_url", image_url: { url: picture.url } }]);
+});

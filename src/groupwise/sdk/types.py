@@ -238,6 +238,15 @@ class RaterAnswer(Answer):
     """Whether their ratings make jobs and decide canaries."""
 
 
+class LearnHistory(Answer):
+    """What automatic training, gates and canaries did, in pages."""
+
+    transitions: list[LearnTransition]
+    """Newest first."""
+    next: int | None
+    """The `before` of the next page; null at the end of what is kept."""
+
+
 class LearnAnswer(Answer):
     """What automatic training does, or why it does nothing."""
 
@@ -553,6 +562,8 @@ class Health(Answer):
     """The device."""
     active_adapter: str | None = None
     active_version: str | None = absent()
+    images: bool | None = absent()
+    """Whether the model sees: messages may have images."""
     adapters_loaded: int | None = absent()
     """Adapters in the engine: versions that answer without being loaded first."""
     scheduler: dict[str, int] | None = absent()

@@ -28,6 +28,7 @@ from groupwise.model.load import LoadedModel
 from groupwise.run.memory_budget import device_memory
 from groupwise.sdk.types import Answer, Check, Health, ModelCard, ModelList
 from groupwise.server.errors import hidden
+from groupwise.server.images import sees
 from groupwise.server.metrics import Sample
 from groupwise.server.state import Parts, given
 from groupwise.server.storage import StorageProbe, room_problem
@@ -100,6 +101,7 @@ def _health(parts: HealthParts) -> Health:
         backend=str(parts.base.device),
         active_adapter=None if active.is_base else active.name,
         active_version=str(active),
+        images=sees(parts.base.tokenizer),
         adapters_loaded=stats["adapters"],
         scheduler=stats,
         gpu_memory=_gpu_memory(parts),

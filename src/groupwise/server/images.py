@@ -1,6 +1,7 @@
 """Images of a server: what requests may bring, and what is kept of them, for as long as rollouts are.
 
-readable     a prompt with images as text;  images_of  where its images are
+images_of    where the images of a prompt are
+sees         whether the model of a server does
 seeing       reads a conversation with images, or refuses it with a code and the place in the body
 folder_of    where they lie: each once, named by its SHA-256
 prune        forgets those that were not used for as long as rollouts are kept
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Response
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import FileResponse
 
 from groupwise.config.serve import ServeConfig
-from groupwise.errors import DataError, GroupwiseError, ModelError, RequestError
+from groupwise.errors import DataError, ModelError, RequestError
 from groupwise.model.image_tokens import is_first, is_of_image, vision_of
 from groupwise.pictures import Picture, is_picture, kept_pictures
+from groupwise.server.kept_images import ImageNotFoundError, shown_image
 from groupwise.server.state import given
 from groupwise.server.wire import documented
 from groupwise.store.files import writing
@@ -37,14 +38,7 @@ if TYPE_CHECKING:
     from groupwise.store.ledger import Ledger
 
 MOST_IMAGES = 256  # of one conversation
-TYPES = {"ppm": "image/x-portable-anymap"}  # others are image/<format>
-
-
-class ImageNotFoundError(GroupwiseError, LookupError):
-    """No image of this digest is kept."""
-
-    code, status, exit_code = "image_not_found", 404, 2
-
+HINT = "images are kept as long as rollouts: 7 days"
 
 _SHOWN = documented(errors=[ImageNotFoundError])
 _SHOWN["responses"][200] = {"description": "The file, as it was posted.", "content": {"image/*": {}}}
@@ -63,6 +57,11 @@ Kept = Annotated[ImageParts, given(ImageParts)]
 
 
 # ---- what requests bring ----
+def sees(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether messages may have images."""
+    return (vision := vision_of(tokenizer)) is not None and vision.blind is None
+
+
 @contextmanager
 def seeing(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, at: str) -> Iterator[None]:
     """Context manager in which the conversation is encoded that stands at the field `at` of a body.
@@ -76,8 +75,8 @@ def seeing(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizer
     if not places:
         yield
         return
-    first, vision = next(iter(places)), vision_of(tokenizer)
-    if vision is None or vision.blind is not None:
+    first = next(iter(places))
+    if not sees(tokenizer):
         message = f"{first} is an image, and the model of this server reads text only"
         hint = "serve a model that sees"
         raise RequestError(message, hint=hint, field=first, kind="image", code="unsupported_content")
@@ -150,16 +149,4 @@ def prune(config: ServeConfig, ledger: Ledger) -> None:
 @router.get("/{digest}", **_SHOWN)
 async def show_image(digest: str, parts: Kept) -> Response:
     """Return an image that a request brought, by the SHA-256 of its file, as a rollout names it."""
-    found = await run_in_threadpool(_file_of, parts.config, digest)
-    kind = found.suffix.removeprefix(".")
-    return FileResponse(found, media_type=TYPES.get(kind, f"image/{kind}"))
-
-
-def _file_of(config: ServeConfig, digest: str) -> Path:
-    found = []
-    if len(digest) == 64 and set(digest) <= set("0123456789abcdef"):
-        found = kept_pictures(folder_of(config), digest)
-    if not found:
-        message = f"there is no image {digest[:64]!r}"
-        raise ImageNotFoundError(message, hint="images are kept as long as rollouts: 7 days")
-    return found[0]
+    return await run_in_threadpool(shown_image, folder_of(parts.config), digest, hint=HINT)

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 
 from groupwise.algo.advantage import differ
 from groupwise.config.learn import LearnConfig
@@ -47,7 +47,7 @@ from groupwise.model.chat import decode
 from groupwise.rewards.base import load_rewards, refuse_failed
 from groupwise.rewards.pool import RewardPool
 from groupwise.rewards.scorer import Scorer
-from groupwise.sdk.types import LearnAnswer, LearnTransition
+from groupwise.sdk.types import LearnAnswer, LearnHistory, LearnTransition
 from groupwise.server.generate import Generation
 from groupwise.server.reader import TextModel
 from groupwise.server.schema_train import GrpoRequest
@@ -77,6 +77,7 @@ AGAIN_S = 60.0  # after a failure
 HOUR_S = 3600.0
 NEWEST = 256  # jobs that are looked at
 SHOWN = 50  # transitions, and raters, in one answer
+MOST_SHOWN = 1000  # transitions of /v1/learn/transitions
 PAUSED = "learn.paused"  # the setting
 SIMILARITY = RewardConfig(function="groupwise.rewards.text:rouge_l", args={"beyond_prompt": False})
 
@@ -520,6 +521,18 @@ Learning = Annotated[LearnParts, given(LearnParts)]
 async def learning(parts: Learning) -> LearnAnswer:
     """Say what automatic training does, or why it does nothing; and what it did lately, newest first."""
     return await asyncio.to_thread(shown, parts)
+
+
+@router.get("/transitions", **documented(answer=LearnHistory))
+async def learn_history(
+    parts: Learning,
+    before: Annotated[int | None, Query(ge=0, le=2**62, description="The `next` of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=MOST_SHOWN)] = SHOWN,
+) -> LearnHistory:
+    """List what automatic training, gates and canaries did, newest first, as far as it is kept."""
+    found = await asyncio.to_thread(parts.feedback.transitions, before=before, limit=limit + 1)
+    following = found[limit - 1].seq if len(found) > limit else None
+    return LearnHistory(transitions=[transition_shown(each) for each in found[:limit]], next=following)
 
 
 @router.post("/pause", **documented(answer=LearnAnswer, errors=[RequestError]))

@@ -18,8 +18,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from groupwise.pictures import text_of
-from groupwise.server.token_texts import token_texts
+from groupwise.pictures import NAMED, text_of
+from groupwise.server.token_texts import text_of_ids, token_texts
 
 MAX_CHARS = 4000  # of a prompt, a completion without tokens, or an error
 
@@ -49,11 +49,13 @@ class Piece:
 class Block:
     """A turn of an episode, or a message between two, and who says it; "" of a completion that is no episode.
 
-    `reward` is the turn's own; `fork`: it does not go on from the turn before, and begins a trained segment.
+    `images` are the SHA-256 of those in the message; `reward` is the turn's own; `fork`: it does not go on from the
+    turn before, and begins a trained segment.
     """
 
     role: str = ""
     pieces: tuple[Piece, ...]
+    images: tuple[str, ...] = ()
     reward: float | None = None
     fork: bool = False
 
@@ -152,10 +154,7 @@ def _transcript(raw: Mapping[str, Any], said: Sequence[Block], told: Sequence[st
         return [Block(pieces=tuple(pieces))]
     spoken = iter(said)
     if sum(message.get("role") == "assistant" for message in raw["messages"]) == len(said):
-        return [
-            next(spoken) if message["role"] == "assistant" else Block(role=_who(message), pieces=_given(_said(message)))
-            for message in raw["messages"]
-        ]
+        return [next(spoken) if message["role"] == "assistant" else _message(message) for message in raw["messages"]]
     return [
         block
         for heard, turn in zip(told, said, strict=True)
@@ -173,7 +172,7 @@ def _told(turns: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], tokeniz
         given = list(turn["prompt_ids"] or prompt_ids)
         goes_on = seen is not None and tokenizer is not None and given[: len(seen)] == seen
         new = given[len(seen) :] if seen is not None and goes_on else []
-        texts.append(tokenizer.decode(new, skip_special_tokens=False) if tokenizer is not None and new else "")
+        texts.append(text_of_ids(new, tokenizer) if tokenizer is not None and new else "")
         seen = given + list(turn["token_ids"])
     return texts
 
@@ -195,6 +194,13 @@ def _trained(turn: Mapping[str, Any], pieces: Sequence[Piece]) -> list[Piece]:
 
 def _given(text: str) -> tuple[Piece, ...]:
     return (Piece(text=_clip(text, _MAX_TOLD_CHARS), kind="given"),) if text else ()
+
+
+def _message(message: Mapping[str, Any]) -> Block:
+    parts = content if isinstance(content := message.get("content"), list) else ()
+    named = [part.get("image") for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+    images = tuple(name.removeprefix(NAMED) for name in named if isinstance(name, str) and name.startswith(NAMED))
+    return Block(role=_who(message), pieces=_given(_said(message)), images=images)
 
 
 def _who(message: Mapping[str, Any]) -> str:

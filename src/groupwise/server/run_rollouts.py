@@ -20,15 +20,18 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 from groupwise.errors import RequestError
+from groupwise.pictures import kept_pictures
 from groupwise.run.evaluate import evaluation_files
+from groupwise.server.kept_images import digests_of
 from groupwise.server.rollout_view import Block, columns, completion, finite, messages
 from groupwise.server.run_pairs import within
 from groupwise.server.schema_rollouts import (
@@ -42,7 +45,8 @@ from groupwise.server.schema_rollouts import (
     most_first,
 )
 from groupwise.server.schema_runs import RolloutPart, RunChange, RunEvaluations, RunRollout, RunRolloutGroup
-from groupwise.server.token_texts import find_tokenizer
+from groupwise.server.token_texts import find_tokenizer, text_of_ids
+from groupwise.store.rundir import IMAGES
 from groupwise.store.tracking import ROLLOUTS
 from groupwise.types import SamplingParams
 
@@ -280,7 +284,7 @@ class _Line:
 
     def __init__(self, run: RunFiles, id: str, raw: Mapping[str, Any], path: Path):
         config = run.config()[0]
-        self.id, self.raw = id, raw
+        self.id, self.raw, self._run, self._folder = id, raw, run.id, run.directory / IMAGES
         self.prompt_ids: Sequence[int] = raw["prompt"]["token_ids"]
         self.tokenizer = _tokenizer(config.get("model"))
         self.prompt = _prompt(raw["prompt"], self.tokenizer)
@@ -334,20 +338,28 @@ class _Line:
             tokens=[piece.text for piece in shown.pieces],
             logprobs=[piece.logprob for piece in shown.pieces],
             gaps=None if all(gap is None for gap in gaps) else gaps,
-            parts=[] if shown.stop is None else [_part(block) for block in shown.blocks],
+            parts=[] if shown.stop is None else [self._part(block) for block in shown.blocks],
             ended=None if shown.stop is None else shown.ended,
         )
 
+    def images(self) -> list[str | None] | None:
+        """Return the addresses of the prompt's images; None where it has none."""
+        return self._addresses(digests_of(self.prompt_ids, self._folder)) or None
 
-def _part(block: Block) -> RolloutPart:
-    kinds = {piece.kind for piece in block.pieces}
-    return RolloutPart(
-        role=block.role,
-        tokens=len(block.pieces),
-        reward=block.reward,
-        begins_segment=block.fork,
-        trained=not kinds & {"seen", "given"},
-    )
+    def _part(self, block: Block) -> RolloutPart:
+        kinds = {piece.kind for piece in block.pieces}
+        kept = (digest if kept_pictures(self._folder, digest) else None for digest in block.images)
+        return RolloutPart(
+            role=block.role,
+            tokens=len(block.pieces),
+            images=self._addresses(kept) or None,
+            reward=block.reward,
+            begins_segment=block.fork,
+            trained=not kinds & {"seen", "given"},
+        )
+
+    def _addresses(self, digests: Iterable[str | None]) -> list[str | None]:
+        return [None if digest is None else f"/v1/runs/{quote(self._run)}/images/{digest}" for digest in digests]
 
 
 def _params(rollout: object) -> SamplingParams:
@@ -362,6 +374,7 @@ def _group(line: _Line, *, tokens: int = MOST_TOKENS) -> RunRolloutGroup:
         group=line.id,
         prompt=line.prompt,
         prompt_token_ids=list(line.prompt_ids),
+        images=line.images(),
         columns=dict(columns(line.raw["prompt"])),
         rollouts=best_first(line.detail(i, tokens=tokens) for i in range(len(line.raw["rollouts"]))),
     )
@@ -376,7 +389,7 @@ def _prompt(raw: Mapping[str, Any], tokenizer: Tokenizer | None) -> str:
     """Return it as the model reads it; without its tokenizer, message by message; "" of a case that failed before it
     had one."""
     if tokenizer is not None and raw["token_ids"]:
-        return tokenizer.decode(list(raw["token_ids"]), skip_special_tokens=False)
+        return text_of_ids(raw["token_ids"], tokenizer)
     told: Callable[[tuple[str, str]], str] = ": ".join
     return raw["text"] or "" if raw["messages"] is None else "\n\n".join(map(told, messages(raw)))
 
@@ -407,6 +420,7 @@ def change_of(run: RunFiles) -> RunEvaluations:
         pairs = [
             RunChange(
                 prompt=before.prompt,
+                images=before.images(),
                 columns=dict(columns(before.raw["prompt"])),
                 before=before.detail(0, tokens=PAIR_TOKENS),
                 after=after.detail(0, tokens=PAIR_TOKENS),

@@ -5,6 +5,7 @@ GET /v1/runs/{run}/metrics            its steps, or those behind a cursor
 GET /v1/runs/{run}/health             what is going wrong in it
 GET /v1/runs/{run}/evaluations        what it changed on the held-out prompts
 GET /v1/runs/{run}/rollouts[/{id}]    its completions, in pages; and the group of one
+GET /v1/runs/{run}/images/{digest}    an image of its prompts
 GET /v1/diff                          where configurations and held-out rewards differ
 GET /v1/metrics/definitions           what each metric means (groupwise.server.findings)
 GET /v1/events, /v1/events/{run}      the list whenever it changes; a run's metrics while it goes on
@@ -23,6 +24,7 @@ from starlette.concurrency import run_in_threadpool
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.server.event_stream import following, sse
 from groupwise.server.findings import told
+from groupwise.server.kept_images import ImageNotFoundError, shown_image
 from groupwise.server.run_files import RecordPage, RunFiles
 from groupwise.server.run_pairs import against
 from groupwise.server.run_rollouts import SampleQuery, change_of, facets, group, page, prompt_id, sorted_page
@@ -37,6 +39,7 @@ from groupwise.server.schema_runs import (
     RunRolloutGroup,
 )
 from groupwise.server.wire import documented
+from groupwise.store.rundir import IMAGES
 
 POLL_S = 0.5
 
@@ -182,6 +185,17 @@ async def count_run_rollouts(request: Request, run: str) -> RolloutFacets:
 async def run_rollout(request: Request, run: str, id: str) -> RunRolloutGroup:
     """Show the group of a rollout: every completion of its prompt, token by token, with the parts of its reward."""
     return await run_in_threadpool(group, _run(request, run), id)
+
+
+_SHOWN = documented(errors=[RunNotFoundError, ImageNotFoundError])
+_SHOWN["responses"][200] = {"description": "The file, as the run keeps it.", "content": {"image/*": {}}}
+
+
+@router.get("/runs/{run}/images/{digest}", **_SHOWN)
+async def run_image(request: Request, run: str, digest: str) -> Response:
+    """Return an image of a run's prompts, by the SHA-256 of its file, as its rollouts name it."""
+    folder = _run(request, run).directory / IMAGES
+    return await run_in_threadpool(shown_image, folder, digest, hint="GET .../rollouts/{id} names a prompt's images")
 
 
 # ---- as it happens ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from groupwise.sdk.types import Answer
+from groupwise.sdk.types import Answer, absent
 from groupwise.server.findings import Findings
 from groupwise.server.schema_rollouts import RolloutDetail
 
@@ -111,6 +111,8 @@ class RolloutPart(Answer):
     role: str
     """`assistant` for the policy; else who said it, as `user` or `tool NAME`."""
     tokens: int
+    images: list[str | None] | None = absent()
+    """Of a message with images, in order: the address of each; null where it is not kept any more."""
     reward: float | None
     """The turn's own."""
     begins_segment: bool
@@ -135,6 +137,8 @@ class RunRolloutGroup(Answer):
     group: str
     prompt: str
     prompt_token_ids: list[int]
+    images: list[str | None] | None = absent()
+    """Of a prompt with images, in order: the address of each; null where it is not kept any more."""
     columns: dict[str, str]
     """The prompt's other columns, as text."""
     rollouts: list[RunRollout]
@@ -144,6 +148,8 @@ class RunChange(Answer):
     """A held-out prompt, answered before and after."""
 
     prompt: str
+    images: list[str | None] | None = absent()
+    """Of a prompt with images, in order: the address of each; null where it is not kept any more."""
     columns: dict[str, str]
     before: RunRollout
     after: RunRollout

@@ -7,6 +7,7 @@ the last.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from groupwise.config.hub import model_path
+from groupwise.model.image_tokens import is_first, is_of_image
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,17 @@ def token_texts(token_ids: Sequence[int], tokenizer: Tokenizer | None, *, text: 
     except Exception:  # an id that it does not have, or one that is no id
         return None
     return texts if text.strip() in "".join(texts) else None
+
+
+def text_of_ids(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the text of token ids, special tokens and all; [image] in the place of each image."""
+    texts: list[str] = []
+    for is_image, some in itertools.groupby(ids, is_of_image):
+        if is_image:
+            texts += ["[image]" for token in some if is_first(token)]
+        else:
+            texts.append(tokenizer.decode(list(some), skip_special_tokens=False))
+    return "".join(texts)
 
 
 def _find_file(model: str) -> Path | None:

@@ -306,12 +306,15 @@ class FeedbackLog:
                 db.execute("INSERT OR REPLACE INTO main.setting (key, value) VALUES (?, ?)", (key, dump(value)))
         return Transition(seq, at, kind, message, data or {})
 
-    def transitions(self, *, after: int = 0, limit: int = 50, kinds: Sequence[str] = ()) -> list[Transition]:
-        """Transitions behind `after`, newest first, of these kinds; none means all."""
+    def transitions(
+        self, *, after: int = 0, before: int | None = None, limit: int = 50, kinds: Sequence[str] = ()
+    ) -> list[Transition]:
+        """Transitions behind `after` and in front of `before`, newest first, of these kinds; none means all."""
         of = f" AND kind IN ({marks(kinds)})" if kinds else ""
-        query = f"SELECT * FROM transition WHERE seq > ?{of} ORDER BY seq DESC LIMIT ?"
+        upto = "" if before is None else " AND seq < ?"
+        query = f"SELECT * FROM transition WHERE seq > ?{of}{upto} ORDER BY seq DESC LIMIT ?"
         with self._db.reading("reading transitions") as db:
-            rows = db.execute(query, (after, *kinds, limit)).fetchall()
+            rows = db.execute(query, (after, *kinds, *(() if before is None else (before,)), limit)).fetchall()
         return [_transition(row) for row in rows]
 
     def next_transition(self, after: int) -> Transition | None:

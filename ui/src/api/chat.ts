@@ -1,5 +1,6 @@
 /** A conversation, several completions of it, streamed token by token. */
 import { ApiError, asJson, request } from "./http";
+import { type Content, content, type Given } from "./pictures";
 import { events } from "./sse";
 import type { ErrorEnvelope, TokenLogprob } from "./types";
 
@@ -13,7 +14,7 @@ export interface Said {
 
 export interface Message {
   role: string;
-  content: string;
+  content: Content;
 }
 
 export interface Asked {
@@ -43,8 +44,8 @@ interface Chunk {
   }[];
 }
 
-export function messages(asked: { prompt: string; system: string }): Message[] {
-  const turn = { role: "user", content: asked.prompt };
+export function messages(asked: { prompt: string; system: string; pictures: Given[] }): Message[] {
+  const turn = { role: "user", content: content(asked.prompt, asked.pictures) };
   return asked.system ? [{ role: "system", content: asked.system }, turn] : [turn];
 }
 

@@ -1,6 +1,6 @@
 /** What people say of answers, and what the server does with it. */
 import { get, post } from "./http";
-import type { FeedbackAnswer, FeedbackPage, LearnAnswer } from "./types";
+import type { FeedbackAnswer, FeedbackPage, LearnAnswer, LearnHistory } from "./types";
 
 export interface Opinion {
   thumb?: "up" | "down";
@@ -19,6 +19,11 @@ export function listFeedback(limit: number): Promise<FeedbackPage> {
 
 export function learning(): Promise<LearnAnswer> {
   return get<LearnAnswer>("v1/learn");
+}
+
+/** What happened before a transition, newest first. */
+export function learnedBefore(seq: number): Promise<LearnHistory> {
+  return get<LearnHistory>("v1/learn/transitions", { before: seq });
 }
 
 /** Make no more jobs by itself, or make them again. */

@@ -1,5 +1,6 @@
 /** Requests to the server that this page came from; errors as the server words them. */
 import { settings } from "../state/settings.svelte";
+import { parsed, written } from "./json";
 import { answered, saved } from "./saved";
 import type { ErrorEnvelope } from "./types";
 
@@ -59,6 +60,11 @@ export async function get<T>(path: string, query?: Query, signal?: AbortSignal):
   return (await request(path, { query, signal })).json() as Promise<T>;
 }
 
+/** `get` of what has the token ids of a prompt, which may be of images: numbers that a double does not hold are BigInt. */
+export async function getExactly<T>(path: string): Promise<T> {
+  return parsed<T>(await (await request(path)).text());
+}
+
 export async function post<T>(path: string, body?: unknown, init: RequestInit = {}): Promise<T> {
   return (await request(path, { ...init, ...asJson(body), method: "POST" })).json() as Promise<T>;
 }
@@ -72,7 +78,7 @@ export async function remove<T>(path: string): Promise<T> {
 }
 
 export function asJson(body: unknown): RequestInit {
-  return body === undefined ? {} : { body: JSON.stringify(body), headers: { "content-type": "application/json" } };
+  return body === undefined ? {} : { body: written(body), headers: { "content-type": "application/json" } };
 }
 
 /** Save what a route sends, or a text made here, as a file. */

@@ -1,10 +1,11 @@
 /** Where rollouts come from: a page reads lists and groups, and does not know whether of a server, a job or a run. */
-import { asJson, get, request, segment } from "./http";
+import { asJson, get, getExactly, request, segment } from "./http";
 import type { RolloutDetail, RolloutFacets, RolloutGroup, RolloutPage, RunRollout, RunRolloutGroup, TextCompletion } from "./types";
 
 /** A completion as it is shown: that of a run says more. */
 export type ShownRollout = RolloutDetail & Partial<RunRollout>;
-export type ShownGroup = Omit<RolloutGroup, "rollouts"> & Partial<Pick<RunRolloutGroup, "columns">> & { rollouts: ShownRollout[] };
+export type TokenId = number | bigint;
+export type ShownGroup = Omit<RolloutGroup, "rollouts" | "prompt_token_ids"> & Partial<Pick<RunRolloutGroup, "columns">> & { rollouts: ShownRollout[]; prompt_token_ids: TokenId[] };
 
 export interface Filter {
   contains: string;
@@ -54,8 +55,12 @@ export function liveSource(job: string | null): RolloutSource {
     facets: job === null ? () => get<RolloutFacets>("v1/rollouts/facets") : null,
     since: job === null ? (filter, newest) => get<RolloutPage>("v1/rollouts", { ...asked(filter), sort: null, since: newest, limit: 2000 }) : null,
     page: (filter, after, limit) => get<RolloutPage>("v1/rollouts", { ...asked(filter), after, limit }),
-    group: (id) => get<RolloutGroup>(`v1/rollouts/${segment(id)}`),
+    group: liveGroup,
   };
+}
+
+export function liveGroup(id: string): Promise<ShownGroup> {
+  return getExactly<ShownGroup>(`v1/rollouts/${segment(id)}`);
 }
 
 /** What a run on disk sampled. */
@@ -81,12 +86,12 @@ export function runSource(run: string): RolloutSource {
         like: filter.like,
         sort: filter.sort,
       }),
-    group: (id) => get<RunRolloutGroup>(`v1/runs/${segment(run)}/rollouts/${segment(id)}`),
+    group: (id) => getExactly<ShownGroup>(`v1/runs/${segment(run)}/rollouts/${segment(id)}`),
   };
 }
 
 /** The log-probability that a version gives each token of a completion, behind its prompt. */
-export async function score(version: string, prompt: number[], completion: number[], temperature: number): Promise<(number | null)[]> {
+export async function score(version: string, prompt: TokenId[], completion: number[], temperature: number): Promise<(number | null)[]> {
   const body = { model: version, prompt: [...prompt, ...completion], echo: true, logprobs: 0, max_tokens: 0, temperature };
   const answer = (await (await request("v1/completions", { method: "POST", ...asJson(body) })).json()) as TextCompletion;
   return answer.choices[0]?.logprobs?.token_logprobs.slice(prompt.length) ?? [];

@@ -11,6 +11,8 @@ export interface SavedRun {
   health: RunHealth;
   evaluations: RunEvaluations;
   groups: RunRolloutGroup[];
+  /** Pictures of their prompts by address, as data: URLs. */
+  images: Record<string, string>;
   /** What is not in the file, in words. */
   left_out: string[];
 }
@@ -48,11 +50,17 @@ export function answered(from: Saved, path: string, query: URLSearchParams): Res
   if (part === "metrics") return json(metrics(run, query.get("after")));
   if (part === "health") return json(run.health);
   if (part === "evaluations") return json(run.evaluations);
+  if (part === "images") return drawn(run.images[`/${path}`]) ?? missing("image_not_found", "not in this report, for its size");
   if (part !== "rollouts") return missing("not_found", `a report has no ${path}`);
   if (!rollout) return json({ rows: rows(run, query), next: null });
   if (rollout === "facets") return json(facets(run));
   const group = run.groups.find((each) => each.group === rollout.split(".").slice(0, 2).join("."));
   return group ? json(group) : missing("rollout_not_found", `rollout ${rollout} is not in this report`);
+}
+
+function drawn(url: string | undefined): Response | null {
+  const [, kind, body] = /^data:([^;]*);base64,(.*)$/.exec(url ?? "") ?? [];
+  return kind && body ? new Response(Uint8Array.from(atob(body), (byte) => byte.charCodeAt(0)), { headers: { "content-type": kind } }) : null;
 }
 
 function metrics(run: SavedRun, after: string | null): RunMetrics {

@@ -286,6 +286,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/learn/transitions": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Learn History
+         * @description List what automatic training, gates and canaries did, newest first, as far as it is kept.
+         */
+        get: operations["learn_history_v1_learn_transitions_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/learn/pause": {
         parameters: {
             query?: never;
@@ -3027,6 +3047,11 @@ export interface components {
             /** Active Version */
             active_version?: string | null;
             /**
+             * Images
+             * @description Whether the model sees: messages may have images.
+             */
+            images?: boolean | null;
+            /**
              * Adapters Loaded
              * @description Adapters in the engine: versions that answer without being loaded first.
              */
@@ -3323,6 +3348,22 @@ export interface components {
              * @description What happened lately, newest first.
              */
             transitions: components["schemas"]["LearnTransition"][];
+        };
+        /**
+         * LearnHistory
+         * @description What automatic training, gates and canaries did, in pages.
+         */
+        LearnHistory: {
+            /**
+             * Transitions
+             * @description Newest first.
+             */
+            transitions: components["schemas"]["LearnTransition"][];
+            /**
+             * Next
+             * @description The `before` of the next page; null at the end of what is kept.
+             */
+            next: number | null;
         };
         /**
          * LearnTransition
@@ -6640,6 +6681,104 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["LearnAnswer"];
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    learn_history_v1_learn_transitions_get: {
+        parameters: {
+            query?: {
+                /** @description The `next` of the page before. */
+                before?: number | null;
+                limit?: number;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["LearnHistory"];
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */

@@ -24,6 +24,7 @@ export type Health = Schemas["Health"];
 export type JobHealth = Schemas["JobHealth"];
 export type JobMetrics = Schemas["JobMetrics"];
 export type LearnAnswer = Schemas["LearnAnswer"];
+export type LearnHistory = Schemas["LearnHistory"];
 export type LearnTransition = Schemas["LearnTransition"];
 export type MetricDefinition = Schemas["MetricDefinition"];
 export type MetricDefinitions = Schemas["MetricDefinitions"];

@@ -2,7 +2,8 @@
 
 Metrics, health, evaluations and configuration are whole, but that a very long run has every so many steps. Of
 completions there are as many as fit: whole steps, spread over the run, and of a step that is large by itself the groups
-whose rewards differ most, which are those that taught. What is left out is said in `left_out`.
+whose rewards differ most, which are those that taught.
+Pictures are small, and so many of them as fit (`pictures`). What is left out is said in `left_out`.
 
 Text of models and users goes in as text: what would hide or reorder it is made visible.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from groupwise.cli.report.pictures import MOST_BYTES, embedded
 from groupwise.server.metric_definitions import defined_metrics
 from groupwise.server.run_files import RunFiles
 from groupwise.server.run_pairs import against
@@ -24,6 +26,7 @@ from groupwise.server.run_rollouts import change_of, groups_of, steps_of
 from groupwise.server.runs import judged
 from groupwise.server.schema_runs import RunRolloutGroup
 from groupwise.server.visible_text import plain
+from groupwise.store.rundir import IMAGES
 
 MOST_COMPLETION_BYTES = 8_000_000  # of all runs together, as JSON
 MOST_VALUES = 150_000  # of metrics, of all runs together: about 5 MB
@@ -36,30 +39,47 @@ def data_of(runs: Sequence[RunFiles], *, steps: Sequence[int] = ()) -> dict[str,
     """Return the report's data, as JSON has it. `steps` are those whose completions are in it; none means those that
     fit."""
     share = len(runs)
-    saved = [_run(run, steps, room=MOST_COMPLETION_BYTES // share, values=MOST_VALUES // share) for run in runs]
+    rooms = {"room": MOST_COMPLETION_BYTES // share, "values": MOST_VALUES // share, "pictures": MOST_BYTES // share}
+    saved = [_run(run, steps, **rooms) for run in runs]
     definitions = defined_metrics().model_dump(mode="json")["definitions"]
     held_out = [each.model_dump(mode="json") for each in against(runs)] if len(runs) > 1 else []
     written = datetime.now(UTC).isoformat(timespec="seconds")
     return {"written": written, "definitions": definitions, "runs": saved, "held_out": held_out}
 
 
-def _run(run: RunFiles, steps: Sequence[int], *, room: int, values: int) -> dict[str, Any]:
+def _run(run: RunFiles, steps: Sequence[int], *, room: int, values: int, pictures: int) -> dict[str, Any]:
     lines, every = _thinned(run.metrics.by_step(), values)
     evaluations = _evaluations(run, room=room // 2)
     found = _completions(run, steps, room=room - _size(evaluations))
     notes = [*found.notes(run)]
     if every > 1:
         notes.insert(0, f"Metrics are of every {every} steps, of each evaluation and of the last step.")
+    groups = [group for step in sorted(found.steps, reverse=True) for group in found.steps[step]]
+    named = [*_addresses(evaluations["changed"]), *_addresses(groups)]
+    shown = embedded(named, run.directory / IMAGES, room=pictures)
+    if missing := len({address for address in named if address} - {*shown}):
+        some = f"Of {len(shown) + missing} pictures {len(shown)} are here"
+        notes.append(f"{some}; groupwise ui {run.directory.name} shows all.")
     return _shown(
         {
             "detail": run.detail().model_dump(mode="json"),
             "steps": [_rounded(line) for line in lines],
             "health": judged(run).model_dump(mode="json"),
             "evaluations": evaluations,
-            "groups": [group for step in sorted(found.steps, reverse=True) for group in found.steps[step]],
+            "groups": groups,
+            "images": shown,
             "left_out": notes,
         }
     )
+
+
+def _addresses(entries: Sequence[Mapping[str, Any]]) -> Iterator[str | None]:
+    """Yield the pictures of prompts, and of the messages of their episodes."""
+    for entry in entries:
+        yield from entry.get("images") or ()
+        for rollout in entry["rollouts"] if "rollouts" in entry else (entry["before"], entry["after"]):
+            for part in rollout["parts"]:
+                yield from part.get("images") or ()
 
 
 # ---- metrics ----

@@ -205,6 +205,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/runs/{run}/images/{digest}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Run Image
+         * @description Return an image of a run's prompts, by the SHA-256 of its file, as its rollouts name it.
+         */
+        get: operations["run_image_v1_runs__run__images__digest__get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/events": {
         parameters: {
             query?: never;
@@ -517,6 +537,11 @@ export interface components {
             /** Tokens */
             tokens: number;
             /**
+             * Images
+             * @description Of a message with images, in order: the address of each; null where it is not kept any more.
+             */
+            images?: (string | null)[] | null;
+            /**
              * Reward
              * @description The turn's own.
              */
@@ -598,6 +623,11 @@ export interface components {
         RunChange: {
             /** Prompt */
             prompt: string;
+            /**
+             * Images
+             * @description Of a prompt with images, in order: the address of each; null where it is not kept any more.
+             */
+            images?: (string | null)[] | null;
             /** Columns */
             columns: {
                 [key: string]: string;
@@ -882,6 +912,11 @@ export interface components {
             /** Prompt Token Ids */
             prompt_token_ids: number[];
             /**
+             * Images
+             * @description Of a prompt with images, in order: the address of each; null where it is not kept any more.
+             */
+            images?: (string | null)[] | null;
+            /**
              * Columns
              * @description The prompt's other columns, as text.
              */
@@ -987,7 +1022,7 @@ export interface operations {
                     "application/json": components["schemas"]["RunsHealth"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1028,7 +1063,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1038,7 +1073,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1114,7 +1149,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1134,7 +1169,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1213,7 +1248,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1233,7 +1268,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1309,7 +1344,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1329,7 +1364,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1405,7 +1440,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1425,7 +1460,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1501,7 +1536,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1521,7 +1556,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1616,7 +1651,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1636,7 +1671,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1712,7 +1747,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1732,7 +1767,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1809,7 +1844,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1829,7 +1864,105 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    run_image_v1_runs__run__images__digest__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+                digest: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description The file, as the run keeps it. */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                    "image/*": unknown;
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `run_not_found`, `image_not_found` */
+            404: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1904,7 +2037,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1914,7 +2047,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -2005,7 +2138,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -2025,7 +2158,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -2099,7 +2232,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `forbidden`: another host name, or another site's page */
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
             403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -2109,7 +2242,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
             429: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];

@@ -1,6 +1,7 @@
 /** What the playground asks, and who: kept while one looks at other pages. */
 import type { Message, Said } from "../../api/chat";
 import { messages, stream } from "../../api/chat";
+import type { Given } from "../../api/pictures";
 
 export class Column {
   version = $state("");
@@ -42,6 +43,7 @@ export class Column {
 export class Question {
   prompt = $state("");
   system = $state("");
+  pictures = $state.raw<Given[]>([]);
   n = $state(2);
   temperature = $state(1);
   maxTokens = $state(128);

@@ -1,12 +1,15 @@
 /** Conversations with one version or two: each keeps its own history, and what is typed goes to all of them. */
 import type { Message, Said } from "../../api/chat";
 import { stream } from "../../api/chat";
+import { content, type Given } from "../../api/pictures";
 
 const STORED = "groupwise.chat";
 
 export interface Turn {
   role: "user" | "assistant";
   content: string;
+  /** What a person showed with it. */
+  pictures?: Given[];
   /** What it wrote in <think> before; it is not sent back. */
   thought?: string;
   /** Which version answered; "" for what a person wrote. */
@@ -35,9 +38,9 @@ export class Thread {
   }
 
   /** Say something; from `at` on what was said before is replaced. */
-  say(text: string, at = this.turns.length): void {
+  say(text: string, pictures: Given[], at = this.turns.length): void {
     this.cancel();
-    this.turns = [...this.turns.slice(0, at), { role: "user", content: text, version: "", finish: null }];
+    this.turns = [...this.turns.slice(0, at), { role: "user", content: text, pictures, version: "", finish: null }];
     void this.answer();
   }
 
@@ -50,7 +53,7 @@ export class Thread {
 
   private async answer(): Promise<void> {
     const stop = (this.stop = new AbortController());
-    const history: Message[] = this.turns.map(({ role, content }) => ({ role, content }));
+    const history: Message[] = this.turns.map((turn) => ({ role: turn.role, content: content(turn.content, turn.pictures) }));
     const messages = chat.system.trim() ? [{ role: "system", content: chat.system }, ...history] : history;
     this.turns.push({ role: "assistant", content: "", version: this.version, finish: null });
     const turn = this.turns.at(-1);
@@ -87,6 +90,7 @@ class Chat {
   temperature = $state(0.7);
   maxTokens = $state(256);
   draft = $state("");
+  pictures = $state.raw<Given[]>([]);
 
   constructor() {
     try {
@@ -104,7 +108,7 @@ class Chat {
       const threads = this.threads.map(({ version, turns }) => ({ version, turns }));
       sessionStorage.setItem(STORED, JSON.stringify({ threads, system: this.system }));
     } catch {
-      return; // until the page is closed
+      sessionStorage.removeItem(STORED); // too large, as with photographs: it is here until the page is closed
     }
   }
 

@@ -3,6 +3,7 @@
  * All of it is kept in the browser's localStorage as it changes, so that a reload loses nothing. What is sampled comes
  * from the version that training starts from, and that version is always named to the server. */
 import { get, post, segment } from "../../api/http";
+import { content, type Given } from "../../api/pictures";
 import type { BatchAnswer, BatchCompletion, JobMetrics, TrainStatus, TrainSubmitted } from "../../api/types";
 import { server } from "../../state/server.svelte";
 import type { ExampleTask } from "./examples";
@@ -19,6 +20,7 @@ export interface Item {
   answer: string;
   /** Held out: evaluated before and after, not taught. */
   held: boolean;
+  pictures?: Given[];
 }
 
 export interface Example {
@@ -31,6 +33,7 @@ export interface Example {
 
 export interface Group {
   prompt: string;
+  pictures?: Given[];
   answer: string;
   version: string;
   examples: Example[];
@@ -40,7 +43,7 @@ export interface Group {
 /** The held-out prompts as a version answers them. */
 export interface Evaluation {
   version: string;
-  prompts: { text: string; answer: string; said: string[] }[];
+  prompts: { text: string; answer: string; pictures?: Given[]; said: string[] }[];
 }
 
 export interface Round {
@@ -81,6 +84,7 @@ interface Kept {
   seed: number;
 }
 
+const isAsked = (item: Item): boolean => item.text.trim() !== "" || Boolean(item.pictures?.length);
 const fresh = (): Kept => ({
   items: [{ text: "", answer: "", held: false }], system: "", n: 8, maxTokens: 64, by: "thumbs", check: "number", pattern: "",
   from: "", name: "taught", rate: null, passes: 8, kl: 0.1,
@@ -99,8 +103,8 @@ class Lesson {
 
   readonly regex = $derived.by(() => compiled(this.now.pattern));
   readonly from = $derived(this.now.from || server.active);
-  readonly taught = $derived(this.now.items.filter((item) => item.text.trim() && !item.held));
-  readonly held = $derived(this.now.items.filter((item) => item.text.trim() && item.held));
+  readonly taught = $derived(this.now.items.filter((item) => isAsked(item) && !item.held));
+  readonly held = $derived(this.now.items.filter((item) => isAsked(item) && item.held));
   readonly flat = $derived(this.now.groups.flatMap((group) => group.examples.map((example, i) => ({ group, example, i }))));
   readonly rewards = $derived(new Map(this.flat.map(({ group, example, i }) => [example.rollout, this.rewardOf(group, example, i)])));
   readonly scored = $derived(this.flat.filter(({ example }) => this.rewards.get(example.rollout) !== null));
@@ -155,8 +159,8 @@ class Lesson {
     this.error = null;
   }
 
-  add(prompts: { text: string; answer: string }[]): void {
-    const given = this.now.items.filter((item) => item.text.trim());
+  add(prompts: { text: string; answer: string; pictures?: Given[] }[]): void {
+    const given = this.now.items.filter(isAsked);
     this.now.items = [...given, ...prompts.map((prompt) => ({ ...prompt, held: false }))];
   }
 
@@ -239,15 +243,15 @@ class Lesson {
   private async evaluate(version: string, signal: AbortSignal): Promise<Evaluation | null> {
     if (!this.held.length) return null;
     const said = await this.ask(this.held, version, HELD_SEED, signal);
-    return { version, prompts: this.held.map(({ text, answer }, i) => ({ text, answer, said: (said[i] ?? []).map((each) => each.text) })) };
+    return { version, prompts: this.held.map(({ text, answer, pictures }, i) => ({ text, answer, pictures, said: (said[i] ?? []).map((each) => each.text) })) };
   }
 
   private async groups(version: string, signal: AbortSignal): Promise<Group[]> {
     this.now.seed += 1;
     const taught = this.taught;
     const said = await this.ask(taught, version, this.now.seed, signal);
-    return taught.map(({ text, answer }, i) => ({
-      prompt: text, answer, version: said[i]?.[0]?.adapter ?? version, votes: [],
+    return taught.map(({ text, answer, pictures }, i) => ({
+      prompt: text, answer, pictures, version: said[i]?.[0]?.adapter ?? version, votes: [],
       examples: (said[i] ?? []).map((each) => ({ rollout: each.rollout_id, text: each.text, finish: each.finish_reason, score: null })),
     }));
   }
@@ -259,7 +263,7 @@ class Lesson {
     const found: BatchCompletion[][] = [];
     for (let begin = 0; begin < items.length; begin += at) {
       const some = items.slice(begin, begin + at);
-      const prompts = some.map(({ text }) => [...(system ? [{ role: "system", content: system }] : []), { role: "user", content: text }]);
+      const prompts = some.map(({ text, pictures }) => [...(system ? [{ role: "system", content: system }] : []), { role: "user", content: content(text, pictures) }]);
       const body = { prompts, n, max_tokens: maxTokens, adapter, seed: seed + begin };
       const { completions } = await post<BatchAnswer>("v1/completions/batch", body, { signal });
       found.push(...some.map((_, i) => completions.filter((each) => each.prompt_index === i)));
