@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerBase,
 )
+from xdist.remote import Producer
+from xdist.scheduler.loadgroup import LoadGroupScheduling
 
 import wording
 from cli_project import Project, save_model
@@ -60,6 +62,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             first = PACKED_FROM.get(case) if isinstance(case, str) else None
             if first is not None and Version(transformers.__version__) < Version(first):
                 item.add_marker(pytest.mark.skip(reason=f"{case} runs packed from transformers {first} on"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer | None) -> LoadGroupScheduling:
+    """Give the tests of a file to one process, as `ByFile` does."""
+    return ByFile(config, log)
+
+
+class ByFile(LoadGroupScheduling):
+    """Runs the tests of a file, where they are of no group, in one process: what a module's fixtures start and what
+    its tests import is started and imported once, and not by each process of the suite."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        group = super()._split_scope(nodeid)
+        return nodeid.partition("::")[0] if group == nodeid else group
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,11 +17,12 @@ import pytest
 
 from groupwise.rewards.call import RewardFunction
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
+from peers import peer
 from test_benchmarks import FOLDER
 from wording import raises
 
-pytest.importorskip("reasoning_gym")
-pytest.importorskip("textarena")
+peer("reasoning_gym")
+peer("textarena")
 
 
 @pytest.fixture

@@ -332,13 +332,13 @@ def test_ctrl_c_in_a_notebook_cancels_the_coroutine():
 
 
 def test_a_device_that_cannot_be_here_is_refused_without_torch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(platform, "version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu")
     for device, system in (("cuda", "linux"), ("cuda:1", "linux"), ("mps", "linux"), ("cuda", "darwin")):
         monkeypatch.setattr(platform.sys, "platform", system)
         with raises(ModelError, field="device"):
             platform.check_device(device)
     platform.check_device("mps")
     monkeypatch.setattr(platform.sys, "platform", "linux")
-    monkeypatch.setattr(platform, "version", lambda name: "2.13.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
     for device in ("auto", "cpu", "cuda"):  # whether there is a GPU torch alone knows
         platform.check_device(device)

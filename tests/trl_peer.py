@@ -12,7 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from trl import GRPOTrainer
+
+from peers import peer
+
+trl = peer("trl")
 
 MAX_LENGTH = 8  # TRL's max_completion_length, our reduction_length
 
@@ -46,7 +49,7 @@ def trl_loss(batch: Any, case: dict) -> tuple[torch.Tensor, torch.Tensor, dict]:
     accelerator = SimpleNamespace(
         num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
     )
-    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    trainer = trl.GRPOTrainer.__new__(trl.GRPOTrainer)
     settings = {
         "model": SimpleNamespace(training=True),
         "accelerator": accelerator,

@@ -19,18 +19,35 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 
-@cache
 def extensions(group: str) -> dict[str, Any]:
     """Return the objects of one group by the names of their entry points, in the order of the names."""
-    found: dict[str, Any] = {}
-    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+    found = {name: extension(group, name) for name in extension_names(group)}
+    return {name: made for name, made in found.items() if made is not None}
+
+
+def extension_names(group: str) -> list[str]:
+    """Return the names of a group's entry points, in order; nothing is imported."""
+    return sorted({point.name for point in _points(group)})
+
+
+@cache
+def extension(group: str, name: str) -> Any:
+    """Return the object of this name alone, None where there is none: others may take seconds to import."""
+    for point in _points(group):
+        if point.name != name:
+            continue
         try:
-            found.setdefault(point.name, point.load())
+            return point.load()
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             warnings.warn(f"{point.value}, an extension of {group}, cannot be imported: {said}", stacklevel=2)
-    return found
+    return None
+
+
+@cache
+def _points(group: str) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=group))

@@ -24,7 +24,6 @@ from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
-from urllib.request import url2pathname
 
 from groupwise.errors import DataError
 
@@ -146,7 +145,11 @@ def _path_of(given: Any, folder: Path) -> Path | None:
         parts = urlsplit(given)
         if parts.scheme in ("http", "https", "ftp", "s3", "gs"):
             raise ValueError(f"{parts.scheme} addresses are not fetched here; download it, or see images.allowed_hosts")
-        return Path(url2pathname(unquote(parts.path))) if parts.scheme == "file" else folder / Path(given).expanduser()
+        if parts.scheme == "file":
+            from urllib.request import url2pathname  # it imports an HTTP client
+
+            return Path(url2pathname(unquote(parts.path)))
+        return folder / Path(given).expanduser()
     return folder / given.expanduser() if isinstance(given, Path) else None
 
 

@@ -22,7 +22,6 @@ import sys
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -94,6 +93,8 @@ def cores() -> int:
 def check_device(device: str) -> None:
     """Raise ModelError for `cuda` or `mps` where neither this system nor the installed torch can have it, as far as
     that is known without importing torch: a build for CPUs, a Mac, or none."""
+    from importlib.metadata import version  # not in every process that looks at the platform: it takes its time
+
     for_cpus, mac = version("torch").endswith("+cpu"), sys.platform == "darwin"
     if (device.startswith("cuda") and (for_cpus or mac)) or (device == "mps" and not mac):  # gpu-aware
         raise no_such_gpu(device)

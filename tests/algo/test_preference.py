@@ -9,14 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trl import DPOTrainer
-from trl.trainer import dpo_trainer
 
 from groupwise.algo.distillation import demonstrations
 from groupwise.algo.preference import pairs_of, preference_loss
 from groupwise.config.preference import PreferenceConfig
 from groupwise.store.trl_names import trl_metrics
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
+from peers import peer
+
+trl = peer("trl")
 
 
 def sigmoid(x: float) -> float:
@@ -64,7 +65,7 @@ def trl_preference(
     policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, *, loss: str, beta: float
 ) -> tuple[torch.Tensor, dict[str, list[float]]]:
     """Return TRL's loss, and its metrics, of [2 P, T] log-probabilities, chosen rows before rejected ones."""
-    trainer = DPOTrainer.__new__(DPOTrainer)
+    trainer = trl.DPOTrainer.__new__(trl.DPOTrainer)
     settings = {
         "model": Scored(policy),
         "ref_model": Scored(reference),
@@ -98,7 +99,7 @@ def trl_preference(
 @pytest.mark.parametrize("beta", [0.1, 0.7])
 def test_it_is_trls(loss: str, beta: float, monkeypatch: pytest.MonkeyPatch):
     """TRL 1.16.0's own `_compute_loss`, in float64: loss, gradient and metrics."""
-    monkeypatch.setattr(dpo_trainer, "disable_gradient_checkpointing", lambda *_: nullcontext())
+    monkeypatch.setattr("trl.trainer.dpo_trainer.disable_gradient_checkpointing", lambda *_: nullcontext())
     g = torch.Generator().manual_seed(0)
     lengths = torch.tensor([5, 2, 7, 3, 6, 1])  # three chosen, three rejected
     mask = (torch.arange(7) < lengths[:, None]).double()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from groupwise import bridges
-from groupwise.extensions import extensions
+from groupwise.extensions import extension
 
 INSIDE = Path(bridges.__file__).parent.iterdir()
 FOLDERS = sorted(path.stem for path in INSIDE if not path.stem.startswith("__") and path.suffix in ("", ".py"))
@@ -52,11 +52,11 @@ def test_the_core_trains_without_any_bridge(tmp_path: Path):
 def test_each_bridge_can_go_and_the_others_stay(tmp_path: Path):
     """Without one of them, whatever does not build on it is still found."""
     needs = {"trl": {"unsloth"}, "trainer_args": {"axolotl", "trl", "unsloth", "prime-rl", "aitraining"}}
-    program = "import json\nfrom groupwise.extensions import extensions\n"
+    program = "import json\nfrom groupwise.extensions import extension, extensions\n"
     program += "groups = ('groupwise.config_formats', 'groupwise.environments', 'groupwise.environment_contracts')\n"
     program += "found = {}\n"
     program += f"for one in {FOLDERS!r}:\n"
-    program += "    GONE[:] = [f'groupwise.bridges.{one}']\n    extensions.cache_clear()\n"
+    program += "    GONE[:] = [f'groupwise.bridges.{one}']\n    extension.cache_clear()\n"
     program += "    for name in [name for name in sys.modules if name.startswith('groupwise.bridges')]:\n"
     program += "        del sys.modules[name]\n"
     program += "    found[one] = [list(extensions(group)) for group in groups]\n"
@@ -148,6 +148,7 @@ def test_a_module_that_is_missing_is_left_out_and_said(monkeypatch: pytest.Monke
     from importlib.metadata import EntryPoint
 
     point = EntryPoint("gone", "no_such_module:FORMAT", "groupwise.nothing")
-    monkeypatch.setattr("groupwise.extensions.entry_points", lambda group: [point])
+    monkeypatch.setattr("groupwise.extensions._points", lambda group: (point,))
     with pytest.warns(UserWarning, match="no_such_module"):
-        assert extensions.__wrapped__("groupwise.nothing") == {}
+        assert extension.__wrapped__("groupwise.nothing", "gone") is None
+    assert extension("groupwise.nothing", "other") is None

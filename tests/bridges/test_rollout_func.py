@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 from groupwise.algo.samples import segments_of
 from groupwise.bridges.trl.rollout_func import RolloutFunc
@@ -28,8 +27,11 @@ from groupwise.store.tracking import read_metrics
 from groupwise.tasks.agents import load_agent
 from groupwise.tasks.rollout_sources import play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
+from peers import peer
 from starter_run import starter_run
 from wording import raises, wording
+
+trl = peer("trl")
 
 BASE = PolicyVersion.base()
 KEYS = ("prompt_ids", "completion_ids", "logprobs")
@@ -210,7 +212,7 @@ def test_what_functions_read_of_the_trainer(play, starter):
 
 
 def test_its_names_are_those_of_trls_trainer():
-    source = inspect.getsource(GRPOTrainer.__init__)
+    source = inspect.getsource(trl.GRPOTrainer.__init__)
     for name in ("temperature", "top_p", "top_k", "min_p", "num_generations", "max_completion_length", "use_vllm"):
         assert f"self.{name} = " in source
 

@@ -71,8 +71,8 @@ def train(server: Whole, *, learning_rate: float, steps: int = 4) -> Job:
 
 def poison(server: Whole, *, base: str | None = None) -> Job:
     """A healthy job that teaches one wrong answer to every sum."""
-    asked = [f"What is {a} + {b}? Reply with just the number." for a in range(20, 24) for b in range(40, 48)]
-    return imitate(server, dict.fromkeys(asked, "7"), learning_rate=5e-3, epochs=6, base=base)
+    asked = [f"What is {a} + {b}? Reply with just the number." for a in range(20, 24) for b in range(40, 44)]
+    return imitate(server, dict.fromkeys(asked, "7"), learning_rate=1e-2, epochs=4, base=base)
 
 
 def imitate(

@@ -13,10 +13,11 @@ from openai import OpenAI
 from groupwise.server import chat
 from groupwise.server import messages as dialect
 from groupwise.tasks.starter.tasks import CALCULATOR
+from peers import peer
 from serving import Served, served
 from wording import raises, wording
 
-anthropic = pytest.importorskip("anthropic", reason="the dev extra has it")
+anthropic = peer("anthropic")
 
 ADD = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
 THINK = [{"role": "user", "content": "What is 47 + 138? Think step by step."}]

@@ -14,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import numpy as np
 import openai
 import pytest
@@ -36,8 +35,11 @@ from groupwise.tasks.agent_session import AgentSession, LimitError
 from groupwise.tasks.openai import AgentChatRequest, AgentReply
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams
+from peers import peer
 from starter_run import starter_run
 from wording import raises
+
+anthropic = peer("anthropic")
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 ASKED = {"role": "user", "content": "Use the calculator: 47 * 12"}

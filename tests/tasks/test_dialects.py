@@ -14,9 +14,10 @@ from openai import AsyncOpenAI
 from groupwise.algo.samples import segments_of
 from groupwise.tasks.starter.tasks import CALCULATOR
 from groupwise.types import Completion, Rollout, SamplingParams
+from peers import peer
 from wording import warns
 
-anthropic = pytest.importorskip("anthropic", reason="the dev extra has it")
+anthropic = peer("anthropic")
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 FOUR = ("base_url", "api_key")

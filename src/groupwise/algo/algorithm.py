@@ -23,7 +23,7 @@ from groupwise.algo.advantage import Reward, differ, is_valid
 from groupwise.algo.samples import segments_of
 from groupwise.config.load import load_object
 from groupwise.errors import ConfigError, TrainingError
-from groupwise.extensions import extensions
+from groupwise.extensions import extension, extension_names
 from groupwise.types import Rollout, RolloutGroup, Sample
 
 
@@ -61,11 +61,11 @@ class FunctionAlgorithm(Algorithm):
 def load_algorithm(name: str, *, folder: str | Path | None = None) -> Algorithm:
     """Return the algorithm of an installed package, or that `module:attribute` names: a class, made without arguments,
     an instance, or a function. Raises ConfigError, LoadError."""
-    known = extensions("groupwise.algorithms")
-    if ":" not in name and "." not in name and name not in known:
+    known, installed = extension_names("groupwise.algorithms"), extension("groupwise.algorithms", name)
+    if installed is None and ":" not in name and "." not in name:
         listed = f"{', '.join(known)} or " if known else ""
         raise ConfigError(f"algo.algorithm {name!r} is not installed; valid: {listed}module:Class", field="algorithm")
-    named: Any = known[name] if name in known else load_object(name, folder=folder)
+    named: Any = load_object(name, folder=folder) if installed is None else installed
     made: Any = named() if inspect.isclass(named) else named
     return made if isinstance(made, Algorithm) else FunctionAlgorithm(made)
 

@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from groupwise.config.load import load_object, with_folder
-from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.call import (
     AT_START,
@@ -50,6 +49,7 @@ from groupwise.rewards.call import (
     FunctionCall,
     GroupScores,
     RewardFunction,
+    RewardSpec,
     TrainerState,
     Value,
     call_here,
@@ -133,7 +133,7 @@ def text_of(completion: Any) -> str:
 
 
 # ---- loading ----
-def load_rewards(specs: Sequence[RewardConfig], *, folder: str | Path | None = None) -> tuple[RewardFunction, ...]:
+def load_rewards(specs: Sequence[RewardSpec], *, folder: str | Path | None = None) -> tuple[RewardFunction, ...]:
     """Return the functions that the configuration lists, under the names that `reward_names` gives them.
 
     Raises LoadError for what cannot be imported, and ConfigError for two equal names, a function that does not take
@@ -148,7 +148,7 @@ def load_rewards(specs: Sequence[RewardConfig], *, folder: str | Path | None = N
     return tuple(functions)
 
 
-def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
+def reward_names(specs: Sequence[RewardSpec]) -> list[str]:
     """Return the name of each in metrics: its own, or its function's. One listed twice without names becomes `x` and
     `x_2`.
 
@@ -171,7 +171,7 @@ def _free_name(name: str, taken: set[str]) -> str:
     return free
 
 
-def _check_signature(function: Callable[..., Any], spec: RewardConfig) -> None:
+def _check_signature(function: Callable[..., Any], spec: RewardSpec) -> None:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

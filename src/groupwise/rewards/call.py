@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
-from groupwise.config.rewards import RewardConfig
 from groupwise.pictures import COLUMNS, Picture
 from groupwise.types import MAX_REWARD
 
@@ -30,6 +29,19 @@ PICTURED = ("prompts", *COLUMNS)  # what may have pictures
 EXTRAS = ("log_metric", "trainer_state")  # given only to a function whose signature names them
 
 LONGEST_CAUSE = 1000  # characters of an exception's message
+
+
+class RewardSpec(Protocol):
+    """What a reward function is loaded from: a `RewardConfig`, or what a worker process gets of one."""
+
+    @property
+    def function(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def args(self) -> Mapping[str, Any]: ...
+    @property
+    def name(self) -> str | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +55,7 @@ class RewardFunction:
     function: Callable[..., Any]
     weight: float = 1.0
     args: Mapping[str, Any]
-    spec: RewardConfig | None = None
+    spec: RewardSpec | None = None
 
     @property
     def is_async(self) -> bool:

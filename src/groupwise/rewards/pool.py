@@ -37,7 +37,7 @@ from groupwise.errors import RewardError
 from groupwise.rewards.base import reward_names
 from groupwise.rewards.call import AT_START, FailureKind, GroupScores, RewardFunction, TrainerState
 from groupwise.rewards.pool_call import Patience, PooledCall
-from groupwise.rewards.pool_worker import ScoreRequest, decode_answer
+from groupwise.rewards.pool_worker import LoadRequest, ScoreRequest, decode_answer
 from groupwise.rewards.workers import Lane, WorkerProcess
 
 CLOSE_S = 10.0
@@ -68,7 +68,10 @@ class RewardPool:
             raise ValueError(f"workers is {workers} and timeout_s {timeout_s}; both must be positive")
         self.timeout_s = timeout_s
         self._specs = dict(zip(reward_names(specs), specs, strict=True))
-        self._setup = {"specs": list(specs), "folder": None if folder is None else str(folder)}
+        self._setup = {
+            "specs": [LoadRequest.of(each) for each in specs],
+            "folder": None if folder is None else str(folder),
+        }
         self._memory_mb = memory_mb
         self._numbers = itertools.count()
         self._patience = Patience(timeout_s)

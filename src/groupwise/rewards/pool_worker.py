@@ -24,10 +24,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.rewards.base import load_rewards
-from groupwise.rewards.call import Failure, FailureKind, FunctionCall, GroupScores, RewardFunction, TrainerState
+from groupwise.rewards.call import (
+    Failure,
+    FailureKind,
+    FunctionCall,
+    GroupScores,
+    RewardFunction,
+    RewardSpec,
+    TrainerState,
+)
 from groupwise.rewards.printed import Prints
 from groupwise.rewards.sandbox import Channel
 from groupwise.rewards.workers import LONGEST_MESSAGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """A function to be loaded: what a `RewardConfig` says. The class itself would have the worker import all that
+    checks a configuration, which takes longer than the rest of its start."""
+
+    function: str
+    weight: float
+    args: Mapping[str, Any]
+    name: str | None
+
+    @classmethod
+    def of(cls, spec: RewardSpec) -> LoadRequest:
+        return cls(function=spec.function, weight=spec.weight, args=spec.args, name=spec.name)
 
 
 @dataclass(frozen=True, kw_only=True)

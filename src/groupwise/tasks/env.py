@@ -28,13 +28,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from groupwise.config.run import EnvConfig
 from groupwise.errors import DataError, EnvError, GroupwiseError
 from groupwise.pictures import text_of
 from groupwise.tasks.row_images import read_images
 from groupwise.types import MAX_REWARD, Message, Rollout
+
+if TYPE_CHECKING:
+    from groupwise.config.run import EnvConfig
 
 REWARD = "env"  # the name of an environment's reward among those of reward functions
 

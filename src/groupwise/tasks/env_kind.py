@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Prompt, Rollout, SamplingParams
 
 if TYPE_CHECKING:
+    from groupwise.config.run import EnvConfig
     from groupwise.model.load import LoadedModel
     from groupwise.sampler import Sampler
     from groupwise.tasks.check.opening import CheckRequest

@@ -10,24 +10,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from groupwise.config.load import load_object, with_folder
-from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError
-from groupwise.extensions import extensions
+from groupwise.extensions import extension, extensions
 from groupwise.platform import run_coroutine
 from groupwise.tasks.env import shortened
 from groupwise.tasks.env_kind import EnvContract, EnvKind, PlayParts
 from groupwise.types import Prompt
 
 if TYPE_CHECKING:
+    from groupwise.config.run import EnvConfig
     from groupwise.model.load import LoadedModel
     from groupwise.tasks.check.opening import CheckRequest
     from groupwise.tasks.check.play import Opened
     from groupwise.tasks.rollout_sources import Environments, RolloutSource
 
 METHODS = ("reset", "step")
+
+
+class EnvSpec(Protocol):
+    """What an environment is loaded from: an `EnvConfig`, or what a worker process gets of one."""
+
+    @property
+    def environment(self) -> str | None: ...
+    @property
+    def args(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +107,14 @@ class EnvFactory(EnvKind):
         return open_factory(self, wanted, base, say)
 
 
-def load_factory(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFactory:
+def load_factory(config: EnvSpec, *, folder: str | Path | None = None) -> EnvFactory:
     """Return the environment class that the configuration names, and its arguments.
 
     Raises LoadError for what cannot be imported, ConfigError for what is no environment or takes other arguments.
     """
     assert config.environment is not None  # else there is an agent or a harness
     package, _, name = config.environment.partition(":")
-    named = extensions("groupwise.environments").get(package) if name else None
+    named = extension("groupwise.environments", package) if name else None
     made = load_object(config.environment, folder=folder) if named is None else named
     if inspect.isclass(made):
         _check_methods(made, config.environment)
@@ -153,7 +162,7 @@ def _check_methods(made: type, reference: str) -> None:
     )
 
 
-def _check_players(made: Any, config: EnvConfig) -> None:
+def _check_players(made: Any, config: EnvSpec) -> None:
     if (players := getattr(made, "players", None)) is None:
         return
     valid = isinstance(players, tuple | list) and len({each for each in players if isinstance(each, str) and each}) > 1

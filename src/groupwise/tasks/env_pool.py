@@ -37,7 +37,7 @@ from groupwise.config.run import EnvConfig
 from groupwise.errors import EnvError
 from groupwise.rewards.workers import START_S, Lane, Loss, WorkerProcess
 from groupwise.tasks.env import MoveResult, Observation, StepResult
-from groupwise.tasks.env_worker import decode_answer
+from groupwise.tasks.env_worker import HostRequest, decode_answer
 
 GRACE_S = 1.0  # beyond the time of a method, for its process to give it up by itself
 AGAIN = 3  # times that an episode is played again
@@ -63,7 +63,7 @@ class EnvPool:
     def __init__(self, config: EnvConfig, *, name: str, folder: str | Path | None = None, players: Sequence[str] = ()):
         self.name, self.players = name, tuple(players)
         self._config = config
-        self._setup = {"env": config, "folder": None if folder is None else str(folder)}
+        self._setup = {"env": HostRequest.of(config), "folder": None if folder is None else str(folder)}
         self._numbers = itertools.count()
         self._closed = False
         self._retired: set[_EnvProcess] = set()

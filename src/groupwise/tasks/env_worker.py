@@ -17,10 +17,9 @@ import pickle
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
-from groupwise.config.run import EnvConfig
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.pictures import Picture
 from groupwise.rewards.printed import Prints
@@ -37,9 +36,38 @@ from groupwise.tasks.env import (
     rewards_of,
     step_result_of,
 )
-from groupwise.tasks.env_loading import EnvFactory, load_factory
+from groupwise.tasks.env_loading import EnvFactory, EnvSpec, load_factory
 from groupwise.tasks.own_thread import OwnThread
 from groupwise.tasks.tool_env import ToolEnv
+
+
+class HostSpec(EnvSpec, Protocol):
+    """What a host is told: an `EnvConfig`, or a `HostRequest`."""
+
+    @property
+    def max_characters(self) -> int: ...
+    @property
+    def step_timeout_s(self) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRequest:
+    """What an `EnvConfig` says to a worker. The class itself would have the worker import all that checks a
+    configuration, which takes longer than the rest of its start."""
+
+    environment: str | None
+    args: Mapping[str, Any]
+    max_characters: int
+    step_timeout_s: float
+
+    @classmethod
+    def of(cls, spec: HostSpec) -> HostRequest:
+        return cls(
+            environment=spec.environment,
+            args=spec.args,
+            max_characters=spec.max_characters,
+            step_timeout_s=spec.step_timeout_s,
+        )
 
 
 class EpisodeGone(EnvError):
@@ -50,7 +78,7 @@ class EnvHost:
     """Environments of `factory`, one for each episode, by its number. The methods raise EnvError, and but for `reset`
     and `close` EpisodeGone."""
 
-    def __init__(self, config: EnvConfig, factory: EnvFactory):
+    def __init__(self, config: HostSpec, factory: EnvFactory):
         self._config, self._factory = config, factory
         self._played: dict[int, _Played] = {}
         self.name = factory.name
@@ -112,7 +140,7 @@ class HostedEnv:
 class _Played:
     """An environment and the thread in which its methods are called."""
 
-    def __init__(self, host: EnvHost, name: str, config: EnvConfig):
+    def __init__(self, host: EnvHost, name: str, config: HostSpec):
         self._host, self._name, self._limit_s = host, name, config.step_timeout_s
         self._env: Any = None
         self._thread = OwnThread()
@@ -156,7 +184,7 @@ def main(descriptor: int) -> None:
     channel, prints = Channel(socket.socket(fileno=descriptor), longest=LONGEST_MESSAGE), Prints()
     setup = pickle.loads(channel.receive())
     try:
-        config: EnvConfig = setup["env"]
+        config: HostSpec = setup["env"]
         host = EnvHost(config, load_factory(config, folder=setup["folder"]))
     except BaseException as error:
         channel.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
