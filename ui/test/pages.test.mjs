@@ -446,9 +446,9 @@ test("what learning waits for is counted", async () => {
 test("raters are told apart, with what became of their ratings", async () => {
   const { raters, said } = await load("pages/learn/decisions.ts");
   const rating = (user, score, state) => ({ user, score, state, correction: null, better_than: null, comment: null });
-  const found = raters([rating("a", 1, "trained"), rating(null, 0, "dropped"), rating("a", 0, "waiting"), { ...rating("b", null, "trained"), correction: "9" }]);
-  assert.deepEqual(found.map((each) => [each.name, each.total, each.mean]), [["a", 2, 0.5], ["", 1, 0], ["b", 1, null]]);
-  assert.deepEqual(found[0].states, { waiting: 1, training: 0, trained: 1, dropped: 0 });
+  const found = raters([rating("a", 1, "trained"), rating(null, 0, "dropped"), rating("a", 0, "waiting"), { ...rating("b", null, "trained"), correction: "9" }, { ...rating("a", 1, "distrusted"), key: "phone" }]);
+  assert.deepEqual(found.map((each) => [each.user, each.key, each.total, each.mean]), [["a", null, 2, 0.5], [null, null, 1, 0], ["b", null, 1, null], ["a", "phone", 1, 1]]);
+  assert.deepEqual(found[0].states, { waiting: 1, training: 0, trained: 1, dropped: 0, distrusted: 0 });
   assert.equal(said({ ...rating("b", 0, "trained"), correction: "9" }), "bad; should have said: 9");
 });
 

@@ -177,10 +177,13 @@ class FeedbackAnswer(Answer):
     better_than: str | None
     """Another rollout of the same prompt, which is worse."""
     user: str | None
+    key: str | None = None
+    """The name of the key that it came with; null is the owner's, or none."""
     comment: str | None
     created_at: str
     state: Literal["waiting", "training", "trained", "dropped", "distrusted"]
-    """Waiting for a job; in one that has not ended; in one that is completed; or nothing could be trained on it."""
+    """Waiting for a job; in one that has not ended; in one that is completed; nothing could be trained on it; or its
+    rater contradicted what is known (`raters` of the server's configuration)."""
     job_id: str | None
     """The job that took it."""
 

@@ -189,6 +189,7 @@ def shown(rating: Feedback) -> FeedbackAnswer:
         correction=rating.correction,
         better_than=rating.worse,
         user=rating.author,
+        key=rating.sender or None,
         comment=rating.comment,
         created_at=str(utc(rating.created_at)),
         state=rating.state,

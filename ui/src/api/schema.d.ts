@@ -386,6 +386,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/learn/raters/trust": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Trust
+         * @description Let the ratings of a rater count again who is distrusted, and begin anew to compare them.
+         */
+        post: operations["trust_v1_learn_raters_trust_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/train/grpo": {
         parameters: {
             query?: never;
@@ -1001,6 +1021,46 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/audit": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Show Audit
+         * @description List what was changed with the keys of the sender's tenant, or, for the owner, with those that have none.
+         */
+        get: operations["show_audit_v1_audit_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/tenants": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Tenants
+         * @description List the tenants with what each has. To see it as the tenant does, send `x-groupwise-tenant` with any request.
+         */
+        get: operations["list_tenants_v1_tenants_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/events": {
         parameters: {
             query?: never;
@@ -1402,6 +1462,14 @@ export interface components {
             hint: string | null;
         };
         /**
+         * AuditAnswer
+         * @description What was changed, the newest first.
+         */
+        AuditAnswer: {
+            /** Changes */
+            changes: components["schemas"]["Change"][];
+        };
+        /**
          * AutoChoice
          * @description The model decides whether it calls a tool (`auto`), or must not (`none`), or must call some tool (`any`).
          */
@@ -1720,6 +1788,40 @@ export interface components {
              * @enum {string}
              */
             status: "cancelled" | "cancelling";
+        };
+        /**
+         * Change
+         * @description What one request changed, or was refused: `at` is UTC, ISO 8601; `things` are the names in its path, and what
+         *     came of it, such as a job's id.
+         */
+        Change: {
+            /** At */
+            at: string;
+            /** Who */
+            who: string;
+            /**
+             * Tenant
+             * @default
+             */
+            tenant: string;
+            /** Method */
+            method: string;
+            /** Route */
+            route: string;
+            /**
+             * Things
+             * @default {}
+             */
+            things: {
+                [key: string]: string;
+            };
+            /** Status */
+            status: number;
+            /**
+             * Request
+             * @default
+             */
+            request: string;
         };
         /** ChatChoice */
         ChatChoice: {
@@ -2547,16 +2649,22 @@ export interface components {
             better_than: string | null;
             /** User */
             user: string | null;
+            /**
+             * Key
+             * @description The name of the key that it came with; null is the owner's, or none.
+             */
+            key?: string | null;
             /** Comment */
             comment: string | null;
             /** Created At */
             created_at: string;
             /**
              * State
-             * @description Waiting for a job; in one that has not ended; in one that is completed; or nothing could be trained on it.
+             * @description Waiting for a job; in one that has not ended; in one that is completed; nothing could be trained on it; or its
+             *     rater contradicted what is known (`raters` of the server's configuration).
              * @enum {string}
              */
-            state: "waiting" | "training" | "trained" | "dropped";
+            state: "waiting" | "training" | "trained" | "dropped" | "distrusted";
             /**
              * Job Id
              * @description The job that took it.
@@ -2612,7 +2720,7 @@ export interface components {
             better_than?: string | null;
             /**
              * User
-             * @description Who says so; of several scores of one answer by the same user the last one counts.
+             * @description Who says so; of several scores of one answer by the same user, with the same key, the last one counts.
              */
             user?: string | null;
             /**
@@ -3344,6 +3452,12 @@ export interface components {
              */
             trial_most: number | null;
             /**
+             * Raters
+             * @description Raters who were compared with what is known: those who do not count first, then those who agreed least.
+             * @default []
+             */
+            raters: components["schemas"]["RaterAnswer"][];
+            /**
              * Transitions
              * @description What happened lately, newest first.
              */
@@ -3700,6 +3814,37 @@ export interface components {
             logprob: number;
             /** Decoded Token */
             decoded_token: string;
+        };
+        /**
+         * RaterAnswer
+         * @description What is known of somebody who rates.
+         */
+        RaterAnswer: {
+            /**
+             * User
+             * @description The `user` of the ratings; null is those that name none.
+             */
+            user: string | null;
+            /**
+             * Key
+             * @description The name of the key that they came with; null is the owner's, or none.
+             */
+            key: string | null;
+            /**
+             * Known
+             * @description Prompts of `raters` of which they rated an answer.
+             */
+            known: number;
+            /**
+             * Agreed
+             * @description How many of these ratings the rewards agree with.
+             */
+            agreed: number;
+            /**
+             * Counts
+             * @description Whether their ratings make jobs and decide canaries.
+             */
+            counts: boolean;
         };
         /** Ready */
         Ready: {
@@ -4350,6 +4495,32 @@ export interface components {
             [key: string]: unknown;
         };
         /**
+         * TenantList
+         * @description The tenants of this server, by name.
+         */
+        TenantList: {
+            /** Tenants */
+            tenants: {
+                [key: string]: components["schemas"]["TenantShown"];
+            };
+        };
+        /**
+         * TenantShown
+         * @description What a tenant has.
+         */
+        TenantShown: {
+            /** Keys */
+            keys: string[];
+            /** Adapters */
+            adapters: string[];
+            /** Bytes */
+            bytes: number;
+            /** Jobs Waiting */
+            jobs_waiting: number;
+            /** Jobs Running */
+            jobs_running: number;
+        };
+        /**
          * TextBlock
          * @description Text. `cache_control` and `citations` beside it change nothing.
          */
@@ -4733,6 +4904,22 @@ export interface components {
             };
         };
         /**
+         * TrustRequest
+         * @description The body of POST /v1/learn/raters/trust: who counts again.
+         */
+        TrustRequest: {
+            /**
+             * User
+             * @description The `user` of the ratings; null is those that name none.
+             */
+            user?: string | null;
+            /**
+             * Key
+             * @description The name of the key that they came with; null is the owner's, or none.
+             */
+            key?: string | null;
+        };
+        /**
          * Usage
          * @description Tokens. A prompt counts once, whatever n is; the end-of-turn token counts.
          */
@@ -4753,7 +4940,8 @@ export interface components {
         UsageAnswer: {
             /**
              * Days
-             * @description A day (UTC) of the last 32 -> a key's name -> its counts. Jobs' tokens are not among them.
+             * @description A day (UTC) of the last 32 -> a key's name -> its counts. Jobs' tokens are not among them. To the owner a
+             *     tenant's key is `TENANT:NAME`.
              */
             days: {
                 [key: string]: {
@@ -6404,7 +6592,7 @@ export interface operations {
                 /** @description Only of what this version sampled. */
                 version?: string | null;
                 /** @description Only in this state. */
-                state?: ("waiting" | "training" | "trained" | "dropped") | null;
+                state?: ("waiting" | "training" | "trained" | "dropped" | "distrusted") | null;
                 /** @description The `next` of the page before. */
                 before?: number | null;
                 limit?: number;
@@ -7232,6 +7420,136 @@ export interface operations {
             };
         };
     };
+    trust_v1_learn_raters_trust_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["TrustRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["LearnAnswer"];
+                };
+            };
+            /** @description `invalid_value`; `invalid_json`, or `invalid_value` (`param` says where) */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `body_timeout`: the body did not arrive in time */
+            408: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `body_too_large` */
+            413: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `unsupported_media_type`: not JSON, or compressed */
+            415: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
     train_grpo_v1_train_grpo_post: {
         parameters: {
             query?: never;
@@ -7373,7 +7691,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full`, `storage_denied`, `storage_failed` */
+            /** @description `tenant_full`, `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7527,7 +7845,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full`, `storage_denied`, `storage_failed` */
+            /** @description `tenant_full`, `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9630,7 +9948,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full`, `storage_denied`, `storage_failed` */
+            /** @description `tenant_full`, `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -9899,7 +10217,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full`, `storage_denied`, `storage_failed` */
+            /** @description `tenant_full`, `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -10735,6 +11053,207 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["UsageAnswer"];
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    show_audit_v1_audit_get: {
+        parameters: {
+            query?: {
+                limit?: number;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AuditAnswer"];
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page; `role_too_small`: the key may not do this */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; `rate_limited`: too many of one key in a minute; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `in_use`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `storage_full`, `storage_denied`, `storage_failed` */
+            507: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    list_tenants_v1_tenants_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["TenantList"];
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */

@@ -132,22 +132,29 @@ export function waiting(known: LearnAnswer): Waiting {
 }
 
 export interface Rater {
-  name: string;
+  id: string;
+  user: string | null;
+  key: string | null;
   total: number;
   /** The mean of the scores; null where only corrections and comparisons were given. */
   mean: number | null;
   states: Record<FeedbackAnswer["state"], number>;
 }
 
+/** What stands for who rates: a user, within the key that a rating came with. */
+export function rater(of: { user: string | null; key?: string | null }): string {
+  return JSON.stringify([of.key ?? null, of.user]);
+}
+
 /** What each rater's feedback came to, who said most first. */
 export function raters(feedback: FeedbackAnswer[]): Rater[] {
   const found = new Map<string, FeedbackAnswer[]>();
-  for (const each of feedback) found.set(each.user ?? "", [...(found.get(each.user ?? "") ?? []), each]);
-  return [...found].map(([user, its]) => {
+  for (const each of feedback) found.set(rater(each), [...(found.get(rater(each)) ?? []), each]);
+  return [...found.values()].map((its) => {
     const scores = its.flatMap((each) => (each.score === null ? [] : [each.score]));
-    const states = { waiting: 0, training: 0, trained: 0, dropped: 0 };
+    const states = { waiting: 0, training: 0, trained: 0, dropped: 0, distrusted: 0 };
     for (const each of its) states[each.state] += 1;
-    return { name: user, total: its.length, mean: scores.length ? scores.reduce((a, b) => a + b, 0) / scores.length : null, states };
+    return { id: rater(its[0]!), user: its[0]!.user, key: its[0]!.key ?? null, total: its.length, mean: scores.length ? scores.reduce((a, b) => a + b, 0) / scores.length : null, states };
   }).sort((a, b) => b.total - a.total);
 }
 
