@@ -24,7 +24,7 @@ from groupwise.config.hub import reading
 from groupwise.config.rewards import RewardConfig
 from groupwise.errors import ModelError, RewardError
 from groupwise.rewards.base import RewardWorkers, text_of
-from groupwise.rewards.call import Failure, FunctionCall, RewardFunction, call_here
+from groupwise.rewards.call import Failure, FunctionCall, RewardFunction, RewardSpec, call_here
 from groupwise.rewards.text import prompt_text
 
 _IN_USE = threading.Lock()
@@ -76,7 +76,7 @@ def reward_model(
     return scores
 
 
-def reward_models(specs: Sequence[RewardConfig]) -> list[RewardConfig]:
+def reward_models(specs: Sequence[RewardSpec]) -> list[RewardConfig]:
     """Return the reward models inside `specs`: members of ensembles and the like, whose options name other rewards."""
     found: dict[str, RewardConfig] = {}
     waiting: list[Any] = [spec.args for spec in specs]

@@ -32,10 +32,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.rewards import RewardConfig
 from groupwise.errors import RewardError
 from groupwise.rewards.base import reward_names
-from groupwise.rewards.call import AT_START, FailureKind, GroupScores, RewardFunction, TrainerState
+from groupwise.rewards.call import AT_START, FailureKind, GroupScores, RewardFunction, RewardSpec, TrainerState
 from groupwise.rewards.pool_call import Patience, PooledCall
 from groupwise.rewards.pool_worker import LoadRequest, ScoreRequest, decode_answer
 from groupwise.rewards.workers import Lane, WorkerProcess
@@ -57,7 +56,7 @@ class RewardPool:
 
     def __init__(
         self,
-        specs: Sequence[RewardConfig],
+        specs: Sequence[RewardSpec],
         *,
         folder: str | Path | None = None,
         workers: int = 1,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from groupwise.config.rewards import RewardConfig
 from groupwise.config.run import RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GrammarError
@@ -23,6 +22,7 @@ from groupwise.model.load import LoadedModel, load_configured
 from groupwise.model.memory import GIB, Load, fitting_tokens
 from groupwise.platform import run_coroutine, trim_memory
 from groupwise.rewards.base import RewardWorkers, load_rewards
+from groupwise.rewards.call import RewardSpec
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
 from groupwise.rewards.pool import RewardPool
 from groupwise.rewards.scorer import Scorer
@@ -93,7 +93,7 @@ class RemoteBackends:
     environments."""
 
     engine: Callable[[RunConfig, LoadedModel], Sampler]
-    rewards: Callable[[RunConfig, Sequence[RewardConfig]], RewardWorkers]
+    rewards: Callable[[RunConfig, Sequence[RewardSpec]], RewardWorkers]
     envs: Callable[[RunConfig, EnvKind], Environments] | None = None
 
 
@@ -344,7 +344,7 @@ def open_scorer(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Score
     return scorer
 
 
-def _pool(plan: RunPlan, specs: Sequence[RewardConfig], remote: RemoteBackends | None) -> RewardWorkers | None:
+def _pool(plan: RunPlan, specs: Sequence[RewardSpec], remote: RemoteBackends | None) -> RewardWorkers | None:
     """Return the reward workers; none where all functions were handed over as objects, which other processes cannot
     load."""
     scoring = plan.config.scoring

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.rewards import RewardConfig
 from groupwise.config.run import RunConfig
 from groupwise.engine.worker_group import WorkerGroup
 from groupwise.errors import RewardError
 from groupwise.rewards.base import reward_names
-from groupwise.rewards.call import AT_START, FailureKind, GroupScores, RewardFunction, TrainerState
+from groupwise.rewards.call import AT_START, FailureKind, GroupScores, RewardFunction, RewardSpec, TrainerState
 from groupwise.rewards.pool import RewardPool, pickled
 from groupwise.run.ray_actors import Actor, Place, enter
 
@@ -24,7 +23,7 @@ from groupwise.run.ray_actors import Actor, Place, enter
 class RewardActor:
     """A reward worker on some machine; `open` it first."""
 
-    def open(self, specs: Sequence[RewardConfig], reward_folder: Path, timeout_s: float, folder: str) -> None:
+    def open(self, specs: Sequence[RewardSpec], reward_folder: Path, timeout_s: float, folder: str) -> None:
         """Have a pool for the functions, whose modules are looked for in `reward_folder`."""
         enter(folder)
         self._pool = RewardPool(specs, folder=reward_folder, timeout_s=timeout_s)
@@ -40,7 +39,7 @@ class RewardActor:
 class RayRewards:
     """`RewardWorkers` in actors, all in one `place`, of which each takes its share."""
 
-    def __init__(self, config: RunConfig, specs: Sequence[RewardConfig], *, place: Place):
+    def __init__(self, config: RunConfig, specs: Sequence[RewardSpec], *, place: Place):
         scoring, launcher = config.scoring, config.launcher
         self._specs = dict(zip(reward_names(specs), specs, strict=True))
         self._workers = WorkerGroup(
