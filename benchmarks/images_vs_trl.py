@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -91,9 +91,9 @@ def trl_side(case: Case, folder: Path, tower: Tower) -> dict[str, Any]:
     model = AutoModelForImageTextToText.from_pretrained(model_path(case.model), dtype=getattr(torch, case.dtype))
     model.model.get_image_features = tower.timed(model.model.get_image_features)
     recorder.model_is_loaded()
-    trainer = GRPOTrainer(
+    trainer: Any = GRPOTrainer(
         model=model,
-        reward_funcs=even_ids,
+        reward_funcs=cast(Any, even_ids),
         args=trl_config(case, folder, continuous=False),
         train_dataset=Dataset.from_list(rows),
         processing_class=processor,
@@ -107,9 +107,9 @@ def trl_side(case: Case, folder: Path, tower: Tower) -> dict[str, Any]:
 def be_a_side(role: str, case: Case, folder: Path) -> None:
     tower, at_load, is_loaded = Tower(), [0.0], Recorder.model_is_loaded
 
-    def loaded(recorder: Recorder) -> None:
+    def loaded(self: Recorder) -> None:
         at_load[0] = time.process_time()
-        is_loaded(recorder)
+        is_loaded(self)
 
     Recorder.model_is_loaded = loaded
     result = (groupwise_side if role == GROUPWISE else trl_side)(case, folder, tower)

@@ -16,7 +16,7 @@ import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 from urllib.parse import quote
 
 from pydantic import AfterValidator
@@ -90,7 +90,7 @@ class ImageAddress:
         return f"{self.scheme}://{self.host}{self.path}"
 
 
-def is_address(value: Any) -> bool:
+def is_address(value: Any) -> TypeGuard[str]:
     """Return whether a value is a URL that would have to be fetched."""
     return isinstance(value, str) and value[:8].lower().startswith(("http://", "https://"))
 

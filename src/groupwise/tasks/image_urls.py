@@ -46,11 +46,11 @@ def _held(part: Mapping[Any, Any]) -> tuple[tuple[str, ...], str] | None:
     if part.get("type") not in KINDS:
         return None
     for name in HOLDERS:
-        held = part.get(name)
+        held: Any = part.get(name)
         if is_address(held):
             return (name,), held
-        if isinstance(held, Mapping) and is_address(held.get("url")):
-            return (name, "url"), held["url"]
+        if isinstance(held, Mapping) and is_address(within := held.get("url")):
+            return (name, "url"), within
     return None
 
 
@@ -84,9 +84,8 @@ def _is_said(value: Any) -> bool:
 def _of_column(value: Any, get: Get, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_of_column(each, get, f"{where}[{i}]") for i, each in enumerate(value)]
-    if isinstance(value, Mapping) and value.get("bytes") is None:  # Hugging Face's
-        return _of_column(value["path"], get, where) if is_address(value.get("path")) else value
-    return get(value, where) if is_address(value) else value
+    address = value.get("path") if isinstance(value, Mapping) and value.get("bytes") is None else value
+    return get(address, where) if is_address(address) else value
 
 
 def _of_parts(value: Any, get: Get, where: str) -> Any:
