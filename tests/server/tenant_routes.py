@@ -87,6 +87,7 @@ ROWS = [
     Row("GET /v1/feedback", "own", path="/v1/feedback", status=200),
     # learning
     Row("GET /v1/learn", "own", status=200),
+    Row("GET /v1/learn/transitions", "own", status=200),
     *(
         Row(f"POST /v1/learn/{act}", "owners", status=403)
         for act in ("pause", "resume", "promote", "reject", "raters/trust")

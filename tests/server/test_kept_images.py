@@ -15,7 +15,7 @@ from groupwise.pictures import Picture, read_picture
 from groupwise.run.evaluate import Evaluation, save_evaluations
 from groupwise.server.run_app import build_run_app
 from groupwise.server.run_files import open_runs
-from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup
+from groupwise.types import Message, PolicyVersion, Prompt, Rollout, RolloutGroup
 from run_place import ASKED, make_run, scored, turn
 from seeing_models import drawn
 
@@ -30,7 +30,7 @@ def ids_of(*pictures: Picture) -> tuple[int, ...]:
 
 def asked(*pictures: Picture, id: str = "p:1", rollouts: tuple[Rollout, ...] = (scored("4", 1.0),)) -> RolloutGroup:
     parts = [{"type": "image", "image": each} for each in pictures]
-    messages = ({"role": "user", "content": [*parts, {"type": "text", "text": "2+2?"}]},)
+    messages = (Message(role="user", content=[*parts, {"type": "text", "text": "2+2?"}]),)
     return RolloutGroup(prompt=Prompt(id=id, messages=messages, token_ids=ids_of(*pictures)), rollouts=rollouts)
 
 

@@ -24,7 +24,7 @@ from groupwise.pictures import Picture, read_picture
 from groupwise.server.run_app import build_run_app
 from groupwise.server.run_files import open_runs
 from groupwise.tasks.starter.scenes import Thing, picture_of
-from groupwise.types import Prompt, RolloutGroup
+from groupwise.types import Message, Prompt, RolloutGroup
 from run_place import ASKED, make_run, scored
 from seeing_models import drawn
 from serving import running
@@ -209,7 +209,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def group_about(picture: Picture) -> RolloutGroup:
     first = FIRST + key_of(picture.digest) * PLACES
-    messages = ({"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]},)
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
+    messages = (Message(role="user", content=content),)
     prompt = Prompt(id=picture.digest, messages=messages, token_ids=(*range(first, first + 16), *ASKED))
     return RolloutGroup(prompt=prompt, rollouts=(scored("2", 1.0), scored("3", 0.0)))
 

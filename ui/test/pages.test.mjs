@@ -495,6 +495,12 @@ test("token ids of images are read and written as they are", async () => {
   assert.equal(written([1, "2", null]), '[1,"2",null]');
 });
 
+test("a prompt is a line without what its template writes", async () => {
+  const { lastTurn } = await load("state/format.ts");
+  assert.equal(lastTurn("<|im_start|>user\n<img><IMG_CONTEXT></img>What is it?<|im_end|>\n<|im_start|>assistant\n"), "[image] What is it?");
+  assert.equal(lastTurn("<|im_start|>user\nHello <img> there<|im_end|>\n"), "Hello <img> there");
+});
+
 test("pictures stand in front of what is said about them", async () => {
   const { content } = await load("api/pictures.ts");
   const picture = { url: "data:image/png;base64,AA==", name: "a.png" };

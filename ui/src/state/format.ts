@@ -37,9 +37,11 @@ export function count(value: number, one: string, many = `${one}s`): string {
   return `${value.toLocaleString("en")} ${value === 1 ? one : many}`;
 }
 
+const IMAGE = /<img>(?:<IMG_CONTEXT>|\[image\])<\/img>/g; // as a template may write one
+
 /** A prompt as one line of a list: the last turn, without the template's own tokens. */
 export function lastTurn(prompt: string): string {
-  const turns = prompt.split(/<\|[^|<>]*\|>/).map((turn) => turn.replace(/^(user|assistant|system|tool)\n/, "").trim());
+  const turns = prompt.replace(IMAGE, "[image] ").split(/<\|[^|<>]*\|>/).map((turn) => turn.replace(/^(user|assistant|system|tool)\n/, "").trim());
   return turns.findLast((turn) => turn !== "" && turn !== "assistant") ?? prompt.trim();
 }
 
