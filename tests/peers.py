@@ -11,12 +11,15 @@ import pytest
 
 
 class Peer:
-    """Stands for a module; what is read of it is the module's."""
+    """Stands for a module; what is read of it is the module's. It has no private names: plugins of pytest look for
+    their own in everything that a test file holds."""
 
     def __init__(self, name: str):
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 
 
