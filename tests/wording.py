@@ -52,6 +52,7 @@ PLACES = [
     (re.compile(r"(?<=[-_])[0-9a-f]{8}(?:[0-9a-f]{16})?\b|\b[0-9a-f]{32}\b"), "ID"),
     (re.compile(r"\b\d{10,}\b"), "N"),
     (re.compile(r"\b\d{4}-\d\d-\d\dT[\d:.]+Z|\b\d\d:\d\d:\d\d\b"), "TIME"),
+    (re.compile(r"(?<='model)\d+(?=')"), "N"),  # a directory of pytest's
     (re.compile(r"(?<= at )0x[0-9a-f]+"), "ADDRESS"),
     (re.compile(r"(?<=/\.mine-)\w{8}\b"), "ID"),
     (re.compile(r"Server disconnected without sending a response\.?|\[Errno (?:-\d+|104|32)\] [A-Z][\w ]+"), "CAUSE"),

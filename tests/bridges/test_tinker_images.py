@@ -125,7 +125,7 @@ def test_a_loop_over_images_samples_rewards_trains_and_saves(site: tuple[Whole, 
     last = service.create_sampling_client(model_path=path).sample(prompt, 1, types.SamplingParams(max_tokens=5, seed=4))
     (answer,) = last.result().sequences
     told, ids = list(answer.logprobs), [*ids_of(whole, data), *answer.tokens]
-    version = PolicyVersion.parse(whole.app.state.tinker.checkpoints.find_sampler(path).version)
+    version = PolicyVersion.parse(whole.app.state.server.more["tinker"].checkpoints.find_sampler(path).version)
     again = load_model(base.name, device="cpu", dtype="float32")
     plain = own_logprobs(again.model, ids, data)[-len(told) :].tolist()
     PeftModel.from_pretrained(again.model, str(whole.server.store.path(version)))  # in place

@@ -109,6 +109,7 @@ ELSEWHERE = {  # answered where there is no operation, or in a stream; or a base
     *("route_not_found", "method_not_allowed", "invalid_http", "bad_request", "client_too_slow", "try_again"),
     *("checkpoint_not_found", "future_gone", "not_offered", "session_gone"),  # under /api/v1, which is Tinker's
     "run_not_found",  # of `groupwise ui`
+    *("owners_only", "tenant_not_found"),  # before any operation
 }
 
 
@@ -165,7 +166,7 @@ def test_every_route_but_health_needs_the_key(site: Whole, document: dict[str, A
 
 JSON_ROUTES = [
     *[f"/v1/{path}" for path in ("chat/completions", "completions", "completions/batch", "train/grpo", "train/sft")],
-    *[f"/v1/{path}" for path in ("messages", "messages/count_tokens", "responses", "feedback")],
+    *[f"/v1/{path}" for path in ("messages", "messages/count_tokens", "responses", "feedback", "learn/raters/trust")],
     *[f"/v1/adapters/{path}" for path in ("load", "merge", "math/activate", "math/notes")],
 ]
 PUT = {"/v1/adapters/math/notes"}  # the others are POST

@@ -127,7 +127,7 @@ def test_only_what_came_later_is_told_to_one_who_follows(site: Whole, sampled: l
     alike = [row["id"] for row in listed(site, like=sampled[0]["rollout_id"])["rows"]]
     assert alike == [one, *(each["rollout_id"] for each in reversed(sampled[:3]))]
     with site.server.ledger._db.transaction("removing it again") as db:
-        db.execute("DELETE FROM rollout WHERE id = ?", (one,))
+        db.execute("DELETE FROM main.rollout WHERE id = ?", (one,))
 
 
 def test_facets_count_what_can_be_filtered_by(site: Whole, sampled: list[dict[str, Any]]) -> None:

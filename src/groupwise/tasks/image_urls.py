@@ -19,7 +19,6 @@ from typing import Any
 from groupwise.config.images import ImagesConfig, allowed, is_address
 from groupwise.errors import DataError
 from groupwise.pictures import COLUMNS, Picture, read_picture
-from groupwise.store.files import writing
 from groupwise.tasks.fetching import HINT, fetch_picture
 from groupwise.tasks.row_images import HOLDERS, KINDS
 
@@ -114,6 +113,8 @@ def _kept(address: str, config: ImagesConfig, *, where: str) -> Picture:
         raise DataError(message, hint=HINT, kind="image") from None
     if not path.exists():
         data = fetch_picture(address, hosts, where=where).data
+        from groupwise.store.files import writing  # it imports numpy, and most rows name no address
+
         with writing("keeping an image"):
             path.parent.mkdir(parents=True, exist_ok=True)
             (draft := path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.tmp")).write_bytes(data)
