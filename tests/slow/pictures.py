@@ -231,6 +231,7 @@ def run_pictures(browser: Any, root: Path, every: Path | None) -> None:
         with opened(browser, DESKTOP) as page:
             go(page, url, compared)
             expect(page.get_by_label("Seeds of one configuration")).to_be_visible(timeout=60_000)
+            page.get_by_role("heading", name="Curves").evaluate("heading => heading.scrollIntoView()")
             page.wait_for_timeout(1000)
             shot(page, DOCS / "ui-runs.png")
         if every is not None:
