@@ -103,41 +103,8 @@ class UpdatesInFlight(Protocol):
 
 
 class Scores(Protocol):
-    """An engine that computes the log-probability of a given completion, without sampling."""
-
-    def score(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        version: PolicyVersion,
-        *,
-        temperature: float = 1.0,
-    ) -> tuple[float, ...]:
-        """Log-probability (nats) of each completion token after the prompt, under `version`. Raises as `sample`."""
-        ...
-
-    def score_top(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        version: PolicyVersion,
-        *,
-        temperature: float = 1.0,
-        top: int,
-    ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-        """See `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
-        ...
-
-
-class LiveEngine(Sampler, Scores, Protocol):
-    """An engine behind a live server: it also streams tokens, scores completions, and serves weighted sums of
-    adapters."""
-
-    def submit(
-        self, requests: Sequence[SamplingRequest], *, on_token: TokenSink | None = None
-    ) -> list[Future[list[Completion]]]:
-        """See `Sampler.submit`. `on_token` hears of every token, in a thread of the engine, and must return at once."""
-        ...
+    """An engine that computes the log-probability of given tokens, without sampling. Engines that inherit from this
+    write `score_sequence` alone."""
 
     def score_sequence(
         self,
@@ -161,6 +128,45 @@ class LiveEngine(Sampler, Scores, Protocol):
 
         Raises as `sample`.
         """
+        ...
+
+    def score(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        version: PolicyVersion,
+        *,
+        temperature: float = 1.0,
+    ) -> tuple[float, ...]:
+        """Return the log-probability (nats) of each completion token after the prompt, under `version`. Raises as
+        `sample`."""
+        scored = self.score_top(prompt_ids, completion_ids, version, temperature=temperature, top=0)
+        return tuple(logprob for logprob, _ in scored)
+
+    def score_top(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        version: PolicyVersion,
+        *,
+        temperature: float = 1.0,
+        top: int,
+    ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
+        """Return what `score` does; with each log-probability those of the `top` likeliest tokens in its place, by
+        their ids."""
+        ids, first = (*prompt_ids, *completion_ids), len(prompt_ids)
+        scores = self.score_sequence(ids, version, first=first, top=top, temperature=temperature)
+        return tuple(zip(scores.logprobs, scores.top, strict=True))
+
+
+class LiveEngine(Sampler, Scores, Protocol):
+    """An engine behind a live server: it also streams tokens, scores completions, and serves weighted sums of
+    adapters."""
+
+    def submit(
+        self, requests: Sequence[SamplingRequest], *, on_token: TokenSink | None = None
+    ) -> list[Future[list[Completion]]]:
+        """See `Sampler.submit`. `on_token` hears of every token, in a thread of the engine, and must return at once."""
         ...
 
     @property

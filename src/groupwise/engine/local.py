@@ -66,7 +66,7 @@ from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_not_c
 from groupwise.model.recurrent_layers import is_recurrent
 from groupwise.model.transfer import on_device
 from groupwise.platform import trim_memory
-from groupwise.sampler import TokenSink
+from groupwise.sampler import Scores, TokenSink
 from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, SequenceScores
 
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
@@ -116,7 +116,7 @@ def _owner_apart(apart: str) -> object:
     return object()
 
 
-class LocalEngine:
+class LocalEngine(Scores):
     """Samples from a `LoadedModel` and any number of adapter versions over it; a `Sampler`.
 
     Args:
@@ -366,36 +366,6 @@ class LocalEngine:
             if not self._interactive.load:
                 self._wakeup.notify_all()  # batches go on
 
-    def score(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        version: PolicyVersion,
-        *,
-        temperature: float = 1.0,
-    ) -> tuple[float, ...]:
-        """Log-probability (nats) of each completion token after the prompt, under `version`.
-
-        Raises:
-            AdapterNotFoundError, ContextLengthError, ModelError: as `sample`.
-        """
-        scored = self.score_top(prompt_ids, completion_ids, version, temperature=temperature, top=0)
-        return tuple(logprob for logprob, _ in scored)
-
-    def score_top(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        version: PolicyVersion,
-        *,
-        temperature: float = 1.0,
-        top: int,
-    ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-        """See `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
-        ids, first = (*prompt_ids, *completion_ids), len(prompt_ids)
-        scores = self.score_sequence(ids, version, first=first, top=top, temperature=temperature)
-        return tuple(zip(scores.logprobs, scores.top, strict=True))
-
     def score_sequence(
         self,
         ids: Sequence[int],
@@ -406,7 +376,7 @@ class LocalEngine:
         cells: tuple[Sequence[int], Sequence[int]] = ((), ()),
         temperature: float = 1.0,
     ) -> SequenceScores:
-        """See `LiveEngine.score_sequence`. The LM head runs for places that are asked for, some of them at a time. In
+        """See `Scores.score_sequence`. The LM head runs for places that are asked for, some of them at a time. In
         an image's, which nobody says, it is token 0 that is scored."""
         ids, (cell_places, cell_ids) = tuple(ids), cells
         places = sorted({*range(first, len(ids)), *cell_places})

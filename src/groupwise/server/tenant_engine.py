@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from groupwise.sampler import Scores
 from groupwise.store.tenants import BETWEEN, label
 from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, SequenceScores
 
@@ -30,7 +31,7 @@ class _OwnedVersion(PolicyVersion):
         return f"{self.name.partition(BETWEEN)[2]}@{self.number}"
 
 
-class TenantEngine:
+class TenantEngine(Scores):
     """A `LiveEngine` over another one, which it does not close."""
 
     def __init__(self, engine: LiveEngine, tenant: str):
@@ -72,32 +73,8 @@ class TenantEngine:
 
     # --- scoring ---
 
-    def score(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        version: PolicyVersion,
-        *,
-        temperature: float = 1.0,
-    ) -> tuple[float, ...]:
-        """See `Scores.score`."""
-        return self._engine.score(prompt_ids, completion_ids, self._mine(version), temperature=temperature)
-
-    def score_top(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        version: PolicyVersion,
-        *,
-        temperature: float = 1.0,
-        top: int,
-    ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-        """See `Scores.score_top`."""
-        options = {"temperature": temperature, "top": top}
-        return self._engine.score_top(prompt_ids, completion_ids, self._mine(version), **options)  # pyright: ignore[reportArgumentType]
-
     def score_sequence(self, ids: Sequence[int], version: PolicyVersion, **options: Any) -> SequenceScores:
-        """See `LiveEngine.score_sequence`."""
+        """See `Scores.score_sequence`."""
         return self._engine.score_sequence(ids, self._mine(version), **options)
 
     # --- versions ---

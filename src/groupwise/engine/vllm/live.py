@@ -42,14 +42,14 @@ from groupwise.errors import (
     NotReadyError,
 )
 from groupwise.model.load import LoadedModel
-from groupwise.sampler import TokenSink
+from groupwise.sampler import Scores, TokenSink
 from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest, SequenceScores
 
 RANK = 32  # of the largest adapter, where vllm.max_lora_rank does not say
 
 
-class LiveVllm(VllmEngine):
+class LiveVllm(VllmEngine, Scores):
     """A `LiveEngine` over vLLM servers. Raises as `VllmEngine`."""
 
     def __init__(self, config: VllmConfig, base: LoadedModel, local: LocalEngine, *, most_rank: int, **how: Any):
@@ -126,27 +126,6 @@ class LiveVllm(VllmEngine):
             self.load(version, Path(place))
 
     # -- and what the local engine does --------------------------------------------------------------------------------
-
-    def score(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        version: PolicyVersion,
-        *,
-        temperature: float = 1.0,
-    ) -> tuple[float, ...]:
-        return self._local.score(prompt_ids, completion_ids, version, temperature=temperature)
-
-    def score_top(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        version: PolicyVersion,
-        *,
-        temperature: float = 1.0,
-        top: int,
-    ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-        return self._local.score_top(prompt_ids, completion_ids, version, temperature=temperature, top=top)
 
     def score_sequence(self, ids: Sequence[int], version: PolicyVersion, **what: Any) -> SequenceScores:
         return self._local.score_sequence(ids, version, **what)
