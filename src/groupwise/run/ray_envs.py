@@ -24,7 +24,7 @@ from groupwise.tasks.env import MoveResult, Observation, StepResult
 from groupwise.tasks.env_kind import EnvKind
 from groupwise.tasks.env_loading import load_factory
 from groupwise.tasks.env_pool import PATIENCE_S, EnvPool, PooledEnv
-from groupwise.tasks.env_worker import EnvHost, EpisodeGone, HostedEnv
+from groupwise.tasks.env_worker import EnvHost, EpisodeGone, HostedEnv, HostRequest
 
 
 class EnvActor:
@@ -35,7 +35,7 @@ class EnvActor:
         """Load the class, whose module is looked for in `env_folder`. Raises LoadError, ConfigError."""
         enter(folder)
         factory = load_factory(env, folder=env_folder)
-        self._host = EnvHost(env, factory)
+        self._host = EnvHost(HostRequest.of(env), factory)
         self._pool = (
             EnvPool(env, name=factory.name, folder=env_folder, players=factory.players) if env.workers else None
         )

@@ -18,7 +18,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.pictures import Picture
@@ -36,18 +36,12 @@ from groupwise.tasks.env import (
     rewards_of,
     step_result_of,
 )
-from groupwise.tasks.env_loading import EnvFactory, EnvSpec, load_factory
+from groupwise.tasks.env_loading import EnvFactory, load_factory
 from groupwise.tasks.own_thread import OwnThread
 from groupwise.tasks.tool_env import ToolEnv
 
-
-class HostSpec(EnvSpec, Protocol):
-    """What a host is told: an `EnvConfig`, or a `HostRequest`."""
-
-    @property
-    def max_characters(self) -> int: ...
-    @property
-    def step_timeout_s(self) -> float: ...
+if TYPE_CHECKING:
+    from groupwise.config.run import EnvConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +55,12 @@ class HostRequest:
     step_timeout_s: float
 
     @classmethod
-    def of(cls, spec: HostSpec) -> HostRequest:
+    def of(cls, config: EnvConfig) -> HostRequest:
         return cls(
-            environment=spec.environment,
-            args=spec.args,
-            max_characters=spec.max_characters,
-            step_timeout_s=spec.step_timeout_s,
+            environment=config.environment,
+            args=config.args,
+            max_characters=config.max_characters,
+            step_timeout_s=config.step_timeout_s,
         )
 
 
@@ -78,7 +72,7 @@ class EnvHost:
     """Environments of `factory`, one for each episode, by its number. The methods raise EnvError, and but for `reset`
     and `close` EpisodeGone."""
 
-    def __init__(self, config: HostSpec, factory: EnvFactory):
+    def __init__(self, config: HostRequest, factory: EnvFactory):
         self._config, self._factory = config, factory
         self._played: dict[int, _Played] = {}
         self.name = factory.name
@@ -140,7 +134,7 @@ class HostedEnv:
 class _Played:
     """An environment and the thread in which its methods are called."""
 
-    def __init__(self, host: EnvHost, name: str, config: HostSpec):
+    def __init__(self, host: EnvHost, name: str, config: HostRequest):
         self._host, self._name, self._limit_s = host, name, config.step_timeout_s
         self._env: Any = None
         self._thread = OwnThread()
@@ -184,7 +178,7 @@ def main(descriptor: int) -> None:
     channel, prints = Channel(socket.socket(fileno=descriptor), longest=LONGEST_MESSAGE), Prints()
     setup = pickle.loads(channel.receive())
     try:
-        config: HostSpec = setup["env"]
+        config: HostRequest = setup["env"]
         host = EnvHost(config, load_factory(config, folder=setup["folder"]))
     except BaseException as error:
         channel.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
