@@ -140,13 +140,10 @@ def _what(change: Change) -> str:
 
 def _logged(state_dir: Path, how: str, key: Key) -> None:
     """Write into the audit log what was done to a key, with this command."""
-    from datetime import UTC, datetime
-
-    from groupwise.store.audit import AuditLog, Change
+    from groupwise.store.audit import AuditLog, Change, now
 
     things = {"key": key.label, "role": key.role}
-    at = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
-    change = Change(at=at, who="groupwise keys", method=how, route="keys", things=things, status=200)
+    change = Change(at=now(), who="groupwise keys", method=how, route="keys", things=things, status=200)
     AuditLog(state_dir.absolute()).append(change)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -24,7 +23,7 @@ from groupwise.server.quotas import Quotas
 from groupwise.server.roles import SHOWS, Caller
 from groupwise.server.state import given
 from groupwise.server.wire import documented
-from groupwise.store.audit import MOST_TEXT, AuditLog, Change
+from groupwise.store.audit import MOST_TEXT, AuditLog, Change, now
 
 NOT_CHANGES = (  # the ends of paths
     "/chat/completions",
@@ -66,7 +65,7 @@ def note(audit: AuditLog, scope: Scope, status: int) -> None:
         return
     things = {**scope.get("path_params", {}), **state.get("things", {})}
     change = Change(
-        at=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}",
+        at=now(),
         who=caller.label,
         tenant=state.get("tenant", ""),
         method=printable(scope["method"])[:MOST_TEXT],

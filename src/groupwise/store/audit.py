@@ -3,7 +3,7 @@
     STATE_DIR/audit.jsonl                   the owner's, and what was done to keys
     STATE_DIR/tenants/acme/audit.jsonl      acme's; audit.jsonl.1 to .4 are older
 
-    log.append(Change(at=..., who="acme:app", tenant="acme", method="DELETE", route="/v1/adapters/{name}", ...))
+    log.append(Change(at=now(), who="acme:app", tenant="acme", method="DELETE", route="/v1/adapters/{name}", ...))
 
 Mode 0600. Each file has at most MOST_BYTES, and KEPT older ones stay: nobody's changes push out another's. A line has
 names and ids, and no body, no query and no key. It is written when the request has been answered; the kernel has it
@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -42,6 +43,11 @@ class Change(BaseModel):
     things: dict[str, str] = {}
     status: int
     request: str = ""
+
+
+def now() -> str:
+    """Return the time, as `Change.at` has it."""
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
 
 
 class AuditLog:
