@@ -115,7 +115,7 @@ class KeyFile:
             if bound is not None and tenant == OWNER and field in OF_TENANTS:
                 hint = "give the key a tenant, too; the owner has what the disk has"
                 raise ConfigError(f"{field} bounds a tenant, and the key {name} has none", field=field, hint=hint)
-        if tenant != OWNER and role == "admin" and check_tenant(tenant):
+        if tenant != OWNER and check_tenant(tenant) and role == "admin":
             hint = "give it train, which may do all that a tenant can"
             raise ConfigError(f"a key of the tenant {tenant} cannot be an admin's", field="role", hint=hint)
         with self._changing() as keys:
@@ -124,8 +124,7 @@ class KeyFile:
                 raise ConfigError(f"there is a key {name} already ({keys[name].role})", field="name", hint=hint)
             text = _new()
             given: dict[str, Any] = dict(bounds)
-            whose = OWNER if tenant == OWNER else check_tenant(tenant)
-            keys[name] = Key(name=name, role=role, digest=digest(text), made=_now(), tenant=whose, **given)
+            keys[name] = Key(name=name, role=role, digest=digest(text), made=_now(), tenant=tenant, **given)
         return text
 
     def named(self, name: str) -> Key:
@@ -172,9 +171,7 @@ class KeyFile:
             with files.locked(self.path.parent):
                 keys = {key.name: key for key in self.all()}
                 yield keys
-                rows = [
-                    key.model_dump(exclude_none=True, exclude={} if key.tenant else {"tenant"}) for key in keys.values()
-                ]
+                rows = [key.model_dump(exclude_defaults=True) for key in keys.values()]
                 files.replace(self.path, json.dumps(rows, indent=1) + "\n", mode=0o600)
         except GroupwiseError:
             raise
