@@ -194,16 +194,16 @@ class Ledger:
         row = {"id": id, "kind": kind, "adapter": adapter, "config": dump(config), "summary": dump(summary)}
         row |= {"auto_load": auto_load, "steps": steps, "created_at": time.time(), "effective": dump(effective or {})}
         row |= {"tenant": self.tenant} if self.tenant else {}
-        key = None
+        entry = None
         if idempotency_key is not None:
-            key = {"key": tenant_key(self.tenant, idempotency_key), "fingerprint": fingerprint}
+            entry = {"key": tenant_key(self.tenant, idempotency_key), "fingerprint": fingerprint}
         temporary = self._spool / f".{id}.tmp"
         try:
             with storing("spooling a job", at=self.path):
                 faults.point("submit:before-spool")
-                write_payload(temporary, payload, row=row, key=key)
+                write_payload(temporary, payload, row=row, key=entry)
                 faults.point("submit:after-spool")
-            limits = {"max_queued": max_queued, "rewards": rewards or {}, "claim": claim}
+            limits = {"max_queued": max_queued, "rewards": rewards or {}, "claim": claim, "entry": entry}
             job = self._queue(row, temporary, idempotency_key, fingerprint, **limits)
         except BaseException:
             self._discard_payload(id)
@@ -221,6 +221,7 @@ class Ledger:
         key: str | None,
         fingerprint: str,
         *,
+        entry: Mapping[str, str] | None,
         max_queued: int,
         rewards: Mapping[str, float],
         claim: Claim | None,
@@ -231,14 +232,8 @@ class Ledger:
                 return known
             _check_room(db, max_queued)
             seq = insert(db, "job", row)
-            if key is not None:
-                entry = {
-                    "key": tenant_key(self.tenant, key),
-                    "fingerprint": fingerprint,
-                    "job": seq,
-                    "created_at": time.time(),
-                }
-                insert(db, "idempotency", entry)
+            if entry is not None:
+                insert(db, "idempotency", {**entry, "job": seq, "created_at": time.time()})
             record_event(db, seq, "state", "queued", data={"state": JobState.QUEUED, "phase": "waiting"})
             write_rewards(db, row["id"], rewards)
             if claim is not None:
