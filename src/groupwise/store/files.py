@@ -385,13 +385,14 @@ def read_json(path: Path, kind: TypeAdapter[T], *, hint: str) -> T | None:
         raise StorageError(f"{path} is damaged: {error.error_count()} errors", hint=hint) from error
 
 
-def replace(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Put `text` at `path` in one step, with this mode less the umask: after a crash the file is the old one or the new
-    one."""
+def replace(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+    """Put `content` at `path` in one step, with this mode less the umask: after a crash the file is the old one or the
+    new one. Text is written as UTF-8."""
+    data = content.encode() if isinstance(content, str) else content
     temporary = staging_path(path.parent)
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
         fsync(temporary)
         os.replace(temporary, path)
     finally:

@@ -66,10 +66,14 @@ def fetch_picture(
     try:
         data = _fetched(url, hosts, most=most, until=time.monotonic() + seconds, resolve=resolve)
     except (ValueError, OSError, http.client.HTTPException) as error:
-        why = _why(error)
-        shown = url if len(url) <= 80 else f"{url[:77]}..."
-        raise DataError(f"{where} is {shown!r}, which is not fetched: {why}", hint=HINT, kind="image") from error
+        raise not_fetched(url, _why(error), where=where) from error
     return read_picture(data, where=where)
+
+
+def not_fetched(url: str, why: str, *, where: str) -> DataError:
+    """Return the error of an image that is not fetched."""
+    shown = url if len(url) <= 80 else f"{url[:77]}..."
+    return DataError(f"{where} is {shown!r}, which is not fetched: {why}", hint=HINT, kind="image")
 
 
 def _why(error: Exception) -> str:

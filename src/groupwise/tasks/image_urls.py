@@ -13,13 +13,11 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 from groupwise.config.images import ImagesConfig, allowed, is_address
-from groupwise.errors import DataError
 from groupwise.pictures import COLUMNS, Picture, read_picture
-from groupwise.tasks.fetching import HINT, fetch_picture
+from groupwise.tasks.fetching import fetch_picture, not_fetched
 from groupwise.tasks.row_images import HOLDERS, KINDS
 
 AT_ONCE = 8  # images of rows
@@ -109,14 +107,12 @@ def _kept(address: str, config: ImagesConfig, *, where: str) -> Picture:
     try:
         allowed(address, hosts)  # also of what was fetched under another configuration
     except ValueError as error:
-        message = f"{where} is {address[:80]!r}, which is not fetched: {error}"
-        raise DataError(message, hint=HINT, kind="image") from None
+        raise not_fetched(address, str(error), where=where) from None
     if not path.exists():
         data = fetch_picture(address, hosts, where=where).data
-        from groupwise.store.files import writing  # it imports numpy, and most rows name no address
+        from groupwise.store import files  # it imports numpy, and most rows name no address
 
-        with writing("keeping an image"):
+        with files.writing("keeping an image"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            (draft := path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.tmp")).write_bytes(data)
-            draft.replace(path)
+            files.replace(path, data)
     return read_picture(path, where=where)
