@@ -69,15 +69,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         vision.keep_in(state_dir / IMAGES)
         if config.engine == "vllm":
             vision.blind = "vLLM samples, and is given no images"
-    policies = RecordedPolicies(
-        store,
-        engine,
-        base=base,
-        served_name=config.served_name,
-        max_loaded=config.max_loaded_adapters,
-        max_waiting=max(1, config.max_concurrent // 2),  # the other half is for those that need not wait
-    )
-    policies.recorder = recorder
+    policies = RecordedPolicies(config, store, engine, base=base, recorder=recorder)
     command = worker_command(
         state_dir=state_dir,
         model=config.model,
@@ -124,10 +116,10 @@ def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Serv
     prompts not be used.
     """
     config, answers = parts.config, AnswerLog(parts.ledger)
-    usage = KeyUsage(config.state_dir.absolute() / USAGE)
+    state_dir = config.state_dir.absolute()
+    usage = KeyUsage(state_dir / USAGE)
     gate = None if config.gate is None else Gatekeeper(parts, config.gate)
     held_out = frozenset[tuple[int, ...]]() if gate is None else gate.held_out
-    state_dir = config.state_dir.absolute()
     return Server(
         **vars(parts),
         reader=reader,

@@ -51,6 +51,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:
+    from groupwise.config.serve import ServeConfig
     from groupwise.server.metrics import Recorder
 
 _MAX_TEXT = 80  # more than any name@number has: what is longer is not found, though as a file name it would be an error
@@ -597,9 +598,20 @@ class Policies:
 
 
 class RecordedPolicies(Policies):
-    """Policies whose swaps are counted and timed."""
+    """The policies of a server, or of a tenant's part of it, as `config` says; swaps are counted and timed."""
 
-    recorder: Recorder
+    def __init__(
+        self, config: ServeConfig, store: AdapterStore, engine: LiveEngine, *, base: LoadedModel, recorder: Recorder
+    ):
+        super().__init__(
+            store,
+            engine,
+            base=base,
+            served_name=config.served_name,
+            max_loaded=config.max_loaded_adapters,
+            max_waiting=max(1, config.max_concurrent // 2),  # the other half is for those that need not wait
+        )
+        self.recorder = recorder
 
     async def swap(self, version: PolicyVersion) -> PolicyVersion:
         began, ok = time.monotonic(), False

@@ -1,8 +1,10 @@
 """What a tenant may have, by the bounds of its keys (`groupwise keys add`).
 
     quotas.check_adapter("math", names)    another adapter is to be made: 507 `tenant_full` where there are as many
-    quotas.check_bytes()                   more is to be kept: 507 where the tenant's directory holds as much
-    quotas.check_job                       in the transaction that queues a job: these, and 429 `quota_exceeded`
+    quotas.check_bytes()                   more is to be kept: 507 where the tenant's directory holds as much; before a
+                                           job is queued, too
+    quotas.check_job                       in the transaction that queues a job: the adapter that it makes, and 429
+                                           `quota_exceeded` where as many jobs wait or run
 
 The owner has no such bounds. Bytes are those of adapters, optimizers and Tinker's checkpoints; what is under way when
 the bound is reached may end. A day's tokens and a minute's requests are a key's own (`usage`).

@@ -197,15 +197,7 @@ class Tenants:
         quotas, ledger = Quotas(self.keys, tenant, home), self._whole.of(tenant)
         engine, store = TenantEngine(server.engine, tenant), TenantStore(home / "adapters", quotas)
         recorder = TenantRecorder(server.recorder, tenant, model_name=config.served_name)
-        policies = RecordedPolicies(
-            store,
-            engine,
-            base=server.base,
-            served_name=config.served_name,
-            max_loaded=config.max_loaded_adapters,
-            max_waiting=max(1, config.max_concurrent // 2),
-        )
-        policies.recorder = recorder
+        policies = RecordedPolicies(config, store, engine, base=server.base, recorder=recorder)
         return Parts(
             config=config,
             base=server.base,
