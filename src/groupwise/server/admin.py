@@ -24,6 +24,7 @@ from fastapi import APIRouter, Request, Response
 from groupwise import __version__
 from groupwise.config.job import GrpoJobConfig, JobConfig, SftJobConfig
 from groupwise.errors import DeviceLostError, GroupwiseError, ModelError, NotReadyError
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel
 from groupwise.run.memory_budget import device_memory
 from groupwise.sdk.types import Answer, Check, Health, ModelCard, ModelList
@@ -101,7 +102,7 @@ def _health(parts: HealthParts) -> Health:
         backend=str(parts.base.device),
         active_adapter=None if active.is_base else active.name,
         active_version=str(active),
-        images=sees(parts.base.tokenizer),
+        images=sees(vision_of(parts.base.tokenizer)),
         adapters_loaded=stats["adapters"],
         scheduler=stats,
         gpu_memory=_gpu_memory(parts),

@@ -1,7 +1,7 @@
 """Images of a server: what requests may bring, and what is kept of them, for as long as rollouts are.
 
 images_of    where the images of a prompt are
-sees         whether the model of a server does
+sees         whether a model does
 seeing       reads a conversation with images, or refuses it with a code and the place in the body
 folder_of    where they lie: each once, named by its SHA-256
 prune        forgets those that were not used for as long as rollouts are kept
@@ -35,6 +35,8 @@ from groupwise.store.rundir import IMAGES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from groupwise.model.vision import Vision
+
     from groupwise.store.ledger import Ledger
 
 MOST_IMAGES = 256  # of one conversation
@@ -57,9 +59,9 @@ Kept = Annotated[ImageParts, given(ImageParts)]
 
 
 # ---- what requests bring ----
-def sees(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether messages may have images."""
-    return (vision := vision_of(tokenizer)) is not None and vision.blind is None
+def sees(vision: Vision | None) -> bool:
+    """Return whether a model with these eyes can be given images."""
+    return vision is not None and vision.blind is None
 
 
 @contextmanager
@@ -76,7 +78,7 @@ def seeing(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizer
         yield
         return
     first = next(iter(places))
-    if not sees(tokenizer):
+    if not sees(vision_of(tokenizer)):
         message = f"{first} is an image, and the model of this server reads text only"
         hint = "serve a model that sees"
         raise RequestError(message, hint=hint, field=first, kind="image", code="unsupported_content")

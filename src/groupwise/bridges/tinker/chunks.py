@@ -22,7 +22,7 @@ from groupwise.bridges.tinker import schema as bodies
 from groupwise.errors import ChatError, ContextLengthError, DataError, ModelError, RequestError
 from groupwise.pictures import read_picture
 from groupwise.server.errors import echo
-from groupwise.server.images import MOST_IMAGES
+from groupwise.server.images import MOST_IMAGES, sees
 from groupwise.store.files import writing
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def written_out(pieces: Pieces, vision: Vision | None, *, where: str, most: int)
         ContextLengthError: more than `most` tokens. Images after the first that is too much are not decoded.
     """
     ids, images = list[int](), sum(isinstance(piece, ImageBytes) for piece in pieces)
-    if images and (vision is None or vision.blind is not None):
+    if images and not sees(vision):
         message = f"{where} has an image, and this model reads text only"
         hint = "serve a model that sees, or send encoded_text chunks"
         raise RequestError(message, hint=hint, field=where, kind="image", code="unsupported_content")
