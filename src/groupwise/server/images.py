@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from groupwise.model.vision import Vision
-
     from groupwise.store.ledger import Ledger
 
 MOST_IMAGES = 256  # of one conversation
