@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from groupwise.bridges.tinker.proto import ForwardBackwardOutput, ForwardBackwardRequest, SampleResponse
 from groupwise.bridges.tinker.routes import Tinker
+from serving import running
 from whole_server import Whole, whole
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
@@ -93,6 +95,26 @@ def tinker_site(state_dir: Path, model: Path, **settings: Any) -> Iterator[Whole
         finally:
             assert site.http.portal is not None
             site.http.portal.call(_close, site.app.state.server.more["tinker"])
+
+
+@contextmanager
+def listening(state_dir: Path, model: Path) -> Iterator[tuple[Whole, str]]:
+    """A server with the wire that has a key, and its address, for `package_client`."""
+    with tinker_site(state_dir, model, api_key="secret") as site, running(site.app) as port:
+        yield site, f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def package_client(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of the unmodified package's."""
+    import tinker
+
+    monkeypatch.setenv("TINKER_BASE_URL", address)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    client = tinker.ServiceClient()
+    yield client
+    client.close("success").result()
 
 
 async def _close(tinker: Tinker) -> None:

@@ -20,8 +20,7 @@ from groupwise.pictures import read_picture
 from groupwise.server.images import folder_of
 from groupwise.types import PolicyVersion
 from seeing_models import drawn, save_seeing
-from serving import running
-from tinker_wire import PROTOBUF, Wire, datum, request, sample, tinker_site
+from tinker_wire import PROTOBUF, Wire, datum, listening, package_client, request, sample, tinker_site
 from whole_server import Whole
 
 tinker = pytest.importorskip("tinker", "0.38")
@@ -39,19 +38,14 @@ def file_of(seed: int = 0, *, width: int = 84, height: int = 56, kind: str = "PN
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "smolvlm"])
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Whole, str]]:
     model = save_seeing(request.param, tmp_path_factory.mktemp("model"))
-    state_dir = tmp_path_factory.mktemp("state")
-    with tinker_site(state_dir, model, api_key="secret") as site, running(site.app) as port:
-        yield site, f"http://127.0.0.1:{port}"
+    with listening(tmp_path_factory.mktemp("state"), model) as found:
+        yield found
 
 
 @pytest.fixture
 def service(site: tuple[Whole, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv("TINKER_BASE_URL", site[1])
-    monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    client = tinker.ServiceClient()
-    yield client
-    client.close("success").result()
+    with package_client(site[1], monkeypatch) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,7 @@ from groupwise.bridges.tinker import schema as bodies
 from groupwise.bridges.tinker.training import tokenizer_of
 from groupwise.model.load import plain_attention
 from groupwise.train.lora import adapter_off
-from serving import running
-from tinker_wire import tinker_site
+from tinker_wire import listening, package_client
 from whole_server import Whole
 
 types: Any = tinker.types
@@ -32,19 +31,14 @@ types: Any = tinker.types
 
 @pytest.fixture(scope="module")
 def site(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Whole, str]]:
-    state_dir = tmp_path_factory.mktemp("state")
-    with tinker_site(state_dir, model_dir, api_key="secret") as site, running(site.app) as port:
-        yield site, f"http://127.0.0.1:{port}"
+    with listening(tmp_path_factory.mktemp("state"), model_dir) as found:
+        yield found
 
 
 @pytest.fixture
 def service(site: tuple[Whole, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv("TINKER_BASE_URL", site[1])
-    monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    client = tinker.ServiceClient()
-    yield client
-    client.close("success").result()
+    with package_client(site[1], monkeypatch) as client:
+        yield client
 
 
 @pytest.fixture
