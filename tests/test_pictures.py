@@ -15,7 +15,7 @@ from PIL import Image
 
 from groupwise import pictures
 from groupwise.errors import DataError
-from groupwise.pictures import Picture, pictures_in, read_picture, text_of
+from groupwise.pictures import Picture, kept_pictures, pictures_in, read_picture, text_of
 from seeing_models import drawn
 from wording import raises
 
@@ -141,6 +141,13 @@ def test_it_is_kept_once_by_its_digest(tmp_path: Path) -> None:
     read_picture(PNG).keep(tmp_path / "images")
     (kept,) = (tmp_path / "images").iterdir()
     assert kept.name == f"{Picture(PNG).digest}.png" and kept.read_bytes() == PNG
+
+
+@pytest.mark.parametrize("beginning", ["**", "*", "/etc/", "../", "[0-9a-f]", ".", "\0"])
+def test_what_a_digest_begins_with_names_no_file(tmp_path: Path, beginning: str) -> None:
+    kept = read_picture(PNG).keep(tmp_path / "images")
+    assert kept_pictures(tmp_path / "images", kept.digest[:5]) == [kept.path]
+    assert kept_pictures(tmp_path / "images", beginning) == kept_pictures(tmp_path / "none") == []
 
 
 def test_what_is_seen_of_messages() -> None:

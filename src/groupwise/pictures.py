@@ -223,8 +223,13 @@ def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
 
 
 def kept_pictures(folder: Path, beginning: str = "") -> list[Path]:
-    """Return the files of pictures that are kept in `folder` (`Picture.keep`) and whose digests begin so."""
-    return [path for path in folder.glob(f"{beginning}*") if path.suffix != ".tmp"]
+    """Return the files of pictures that are kept in `folder` (`Picture.keep`) and whose digests begin so. What they are
+    to begin with may be anything: it is compared with names, and names no file."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return [folder / name for name in names if name.startswith(beginning) and not name.endswith(".tmp")]
 
 
 def is_image(value: Any) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 
+from groupwise.bridges.tinker import futures
 from groupwise.model.image_tokens import FIRST, vision_of
 from groupwise.model.load import load_model
 from groupwise.pictures import read_picture
@@ -207,6 +208,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "text": (image_chunk(b"How many dots?"), "invalid_image"),
     "cut off": (image_chunk(file_of()[:200]), "invalid_image"),
     "another number of tokens": (image_chunk(file_of(), expected_tokens=3), "invalid_value"),
+    "another size": (image_chunk(file_of(), override_dimensions={"width": 9, "height": 9}), "invalid_value"),
     "sound": ({"type": "dmel", "dmel": ""}, "invalid_value"),
 }
 
@@ -222,6 +224,12 @@ def test_the_number_of_tokens_is_told(wire: Wire) -> None:
     width = width_of(wire.site, file_of())
     assert f"{width} tokens" in asked(wire, 200, image_chunk(file_of(), expected_tokens=width + 1))["error"]
     assert asked(wire, 201, image_chunk(file_of(), expected_tokens=width)).sequences
+
+
+def test_an_image_waits_as_bytes_and_not_as_numbers(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = file_of(7)
+    monkeypatch.setattr(futures, "MOST_WAITING_BYTES", 8 * len(data))
+    assert asked(wire, 250, image_chunk(data)).sequences
 
 
 def test_images_are_bounded_in_number_and_in_tokens(wire: Wire) -> None:

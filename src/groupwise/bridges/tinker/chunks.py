@@ -50,8 +50,7 @@ def chunks_of_message(chunks: Iterable[Any], where: str) -> Pieces:
         if chunk.HasField("image"):
             image = chunk.image
             if image.HasField("override_dimensions"):
-                message = f"{where} has an image with override_dimensions, which is not supported"
-                raise RequestError(message, hint="send it in that size", field=where, kind="image")
+                raise _other_size(where)
             expected = image.expected_tokens if image.HasField("expected_tokens") else None
             pieces.append(ImageBytes(image.data, expected))
             continue
@@ -72,18 +71,26 @@ def chunks_of_body(chunks: Iterable[bodies.Chunk], where: str) -> Pieces:
 
 
 def image_of_body(chunk: bodies.Chunk, where: str) -> ImageBytes:
-    """Return the image that a JSON chunk has. Raises RequestError: it is none, or names one that is elsewhere."""
+    """Return the image that a JSON chunk has. Raises RequestError: it is none, names one that is elsewhere, or is to be
+    shown in another size than its own."""
     if chunk.type == "image_asset_pointer":
         message = f"{where} has an image_asset_pointer to {echo(chunk.location)}, and this server keeps no assets"
         raise RequestError(message, hint=BYTES_HINT, field=where, kind="image", code="invalid_image")
     if chunk.type != "image":
         message = f"{where} has a chunk of type {echo(chunk.type)}; encoded_text and image are read"
         raise RequestError(message, hint="send encoded_text chunks, or images", field=where)
+    if chunk.override_dimensions is not None:
+        raise _other_size(where)
     try:
         return ImageBytes(base64.b64decode(chunk.data or "", validate=True), chunk.expected_tokens)
     except (binascii.Error, ValueError) as error:
         message = f"{where} has an image whose data is no base64: {error}"
         raise RequestError(message, hint=BYTES_HINT, field=where, kind="image", code="invalid_image") from None
+
+
+def _other_size(where: str) -> RequestError:
+    message = f"{where} has an image with override_dimensions, which is not supported"
+    return RequestError(message, hint="send it in that size", field=where, kind="image")
 
 
 def written_out(pieces: Pieces, vision: Vision | None, *, where: str, most: int) -> list[int]:

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 POLL_S = 10.0  # the longest that /retrieve_future waits
 PAGE = 100  # checkpoints or runs of one listing, where the request does not say
 AT_ONCE = 2000  # samples that one client may have under way
-HELD = 4  # bytes in memory of a byte of a request, until it has run
 NAME = "tinker"  # in `Server.more`, and of the entry point
 SILENT_S = 60.0  # six heartbeats; a session that misses them goes when its models are in the way
 
@@ -305,7 +304,7 @@ async def forward_backward(http: Request) -> Any:
     if message.seq_id < 1:
         raise RequestError(f"seq_id is {message.seq_id}; it counts from 1", field="seq_id")
     work = partial(models.forward_backward, model, message)
-    return models.request(model, message.seq_id, work, size=HELD * len(raw))
+    return models.request(model, message.seq_id, work, size=bodies.HELD_BY_BYTE * len(raw))
 
 
 @router.post("/forward")
@@ -349,7 +348,7 @@ async def _in_turn(
         body = await read_body(http, kind)
     except (RequestError, MediaTypeError) as error:
         return await _refused(http, error)
-    models, size = tinker_of(http).models, HELD * len(await http.body())
+    models, size = tinker_of(http).models, bodies.HELD_BY_BYTE * len(await http.body())
     model = models.find(body.model_id)
     return models.request(model, body.seq_id, partial(work, model, body), size=size)
 

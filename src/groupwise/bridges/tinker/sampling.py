@@ -204,10 +204,10 @@ class Samplers:
             most = self._parts.config.max_n
             raise RequestError(f"num_samples is {body.num_samples}; the most is {most} (max_n)", field="num_samples")
         id = f"{sampler.id}:{body.seq_id}"
-        numbers = body.prompt.numbers
+        size = body.prompt.held
         if body.target_prompt_logprobs is not None:
-            numbers += len(body.target_prompt_logprobs.data)
-        future, is_new = self._futures.begin(id, size=32 * numbers)
+            size += bodies.HELD_BY_TOKEN * len(body.target_prompt_logprobs.data)
+        future, is_new = self._futures.begin(id, size=size)
         if is_new:
             settled = self._futures.settle(future, lambda: self._sample(sampler, body))
             self._tasks[id] = task = asyncio.create_task(settled)

@@ -24,6 +24,8 @@ Metadata = dict[str, Any] | None
 
 MOST_METADATA = 1 << 14  # characters, as text
 
+HELD_BY_BYTE, HELD_BY_TOKEN = 4, 32  # bytes in memory of a byte of a request, and of a token in JSON, until it has run
+
 TEXT = "encoded_text"  # type of chunks
 
 MOST_TARGET_IDS = 1 << 22  # of one prompt
@@ -173,6 +175,7 @@ class Chunk(Body):
     data: str | None = None
     location: str | None = None
     expected_tokens: Number | None = None
+    override_dimensions: Any = None
 
 
 class ModelInput(Body):
@@ -181,9 +184,10 @@ class ModelInput(Body):
     chunks: tuple[Chunk, ...]
 
     @property
-    def numbers(self) -> int:
-        """How much it holds in memory: numbers, and characters of images."""
-        return sum(len(chunk.tokens) + len(chunk.data or "") for chunk in self.chunks)
+    def held(self) -> int:
+        """Return about how many bytes it takes in memory until it has run."""
+        tokens = sum(len(chunk.tokens) for chunk in self.chunks)
+        return HELD_BY_TOKEN * tokens + HELD_BY_BYTE * sum(len(chunk.data or "") for chunk in self.chunks)
 
 
 class Params(Body):
