@@ -133,7 +133,7 @@ app.add_typer(cli_envs.envs_app, name="env")
 
 
 def main() -> None:
-    """The `groupwise` command."""
+    """Run the `groupwise` command."""
     app(prog_name="groupwise")
 
 

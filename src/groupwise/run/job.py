@@ -83,7 +83,7 @@ class WorkerContext:
 
     @property
     def moments(self) -> Path:
-        """Where the moments are, as `store.job_checkpoint` has them."""
+        """Return where the moments are, as `store.job_checkpoint` has them."""
         return (self.home or self.state_dir) / MOMENTS
 
 

@@ -72,7 +72,7 @@ class Caller:
 
     @property
     def label(self) -> str:
-        """Who it is in logs and counts."""
+        """Return who it is in logs and counts."""
         return "owner" if self.key is None else self.key.label
 
     def check(self, method: str, path: str) -> None:

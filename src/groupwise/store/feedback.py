@@ -191,8 +191,9 @@ class FeedbackLog:
     # --- what jobs take ---
 
     def waiting(self, *, limit: int = 10_000) -> list[Feedback]:
-        """Ratings that no job has taken, oldest first: where there are more than `limit`, the newest of every answer
-        before the second newest of any, so that many of one answer hide no other. Nobody waits for who reads them."""
+        """Return ratings that no job has taken, oldest first: where there are more than `limit`, the newest of every
+        answer before the second newest of any, so that many of one answer hide no other. Nobody waits for who reads
+        them."""
         query = f"""
             SELECT * FROM (
                 SELECT *, row_number() OVER (PARTITION BY rollout ORDER BY seq DESC) AS turn FROM ({_ROWS}) AS feedback
@@ -244,8 +245,8 @@ class FeedbackLog:
             return [unpacked_ids(row["prompt_ids"]) for row in db.execute(query, (job, limit))]
 
     def claim(self, db: sqlite3.Connection, seqs: Sequence[int], job: str) -> None:
-        """These ratings are the job's; in the transaction that queues it. Raises FeedbackTakenError unless all of them
-        wait."""
+        """Give these ratings to the job, in the transaction that queues it. Raises FeedbackTakenError unless all of
+        them wait."""
         taken = 0
         for begin in range(0, len(seqs), 1000):
             some = list(seqs[begin : begin + 1000])
@@ -256,7 +257,7 @@ class FeedbackLog:
             raise FeedbackTakenError(message, hint="this job is not queued; the others go on")
 
     def give_back(self) -> int:
-        """Return the ratings of jobs that failed or were cancelled wait again; returns how many."""
+        """Let the ratings of jobs that failed or were cancelled wait again, and return how many they are."""
         query = f"""
             UPDATE main.feedback SET trained_by = NULL, failures = failures + 1
             WHERE trained_by IN (SELECT id FROM job WHERE state IN {ENDED_BADLY})
@@ -265,7 +266,7 @@ class FeedbackLog:
             return db.execute(query).rowcount
 
     def failed(self, seqs: Sequence[int], *, for_good: bool = False) -> None:
-        """No job came of these ratings, which wait: it counts as a job that failed; `for_good`, as the last one."""
+        """Count a failed job for these ratings, which wait, as none came of them; `for_good`, as many as drop them."""
         more = MAX_FAILURES if for_good else 1
         with self._db.transaction("dropping feedback") as db:
             for begin in range(0, len(seqs), 1000):
@@ -309,7 +310,7 @@ class FeedbackLog:
     def transitions(
         self, *, after: int = 0, before: int | None = None, limit: int = 50, kinds: Sequence[str] = ()
     ) -> list[Transition]:
-        """Transitions behind `after` and in front of `before`, newest first, of these kinds; none means all."""
+        """Return transitions behind `after` and in front of `before`, newest first, of these kinds; none means all."""
         of = f" AND kind IN ({marks(kinds)})" if kinds else ""
         upto = "" if before is None else " AND seq < ?"
         query = f"SELECT * FROM transition WHERE seq > ?{of}{upto} ORDER BY seq DESC LIMIT ?"

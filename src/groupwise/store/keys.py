@@ -70,7 +70,7 @@ class Key(BaseModel):
 
     @property
     def label(self) -> str:
-        """The name, behind the tenant's where it has one: no other key, also of another time, has it."""
+        """Return the name, behind the tenant's where it has one: no other key, also of another time, has it."""
         return label(self.tenant, self.name)
 
 
