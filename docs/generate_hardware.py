@@ -66,6 +66,7 @@ def tables() -> Iterator[str]:
     for shape in SIZES:
         for gpus in GPUS:
             yield row("", shape, gpus, found("gsm8k-qwen3-0.6b", shape, gpus))
+        yield row("`engine=vllm`", shape, GPUS[-1], found("gsm8k-qwen3-0.6b", shape, GPUS[-1], "engine=vllm"))
 
 
 def example() -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cli_project import cli
+from groupwise.cli.print_fit import _smaller
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError
 from groupwise.model.memory import GIB
@@ -209,6 +210,18 @@ def test_the_command_says_so(run, tmp_path: Path, gpus: str, code: int):
     assert "4.02B parameters" in shown.stdout and ("quantization: nf4" in shown.stderr) == bool(code)
     found = json.loads(said.stdout)
     assert found["fits"] == (not code) and found["memory_bytes"]["total"] > found["memory_bytes"]["weights"]
+
+
+def test_what_would_make_it_smaller_is_what_could(run):
+    """Experts are not quantised, what is set already is not named again, and small parts of a large lack are no way."""
+    mixture, dense = (fit(run(shape), Cards(count=1, gib=12)) for shape in ("Qwen3-30B-A3B", "Qwen3-8B"))
+    assert mixture.weights_nf4 is None and dense.weights_nf4 is not None
+    assert dense.weights_nf4 < 0.4 * dense.needed.weights
+    asked = {"train": {"gradient_checkpointing": True}}
+    for found in (mixture, dense, fit(run("Qwen3-30B-A3B", **asked), Cards(count=1, gib=60))):
+        assert not found.fits and "gradient_checkpointing" not in _smaller(found)
+        assert ("nf4" in _smaller(found)) == (found is dense)
+    assert fit(run("Qwen3-8B", engine="vllm"), Cards(count=1, gib=12)).weights_nf4 is None
 
 
 def test_more_gpus_than_there_are_is_an_error(run):

@@ -37,6 +37,8 @@ def print_fit(console: Console, found: GpuFit) -> None:
     parts = {name.replace("_", " "): size for name, size in asdict(found.needed).items() if size}
     listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sorted(parts.items(), key=lambda each: -each[1]))
     who = f"{found.learners} train" + (f", {found.samplers} sample (vLLM)" if found.samplers else "")
+    if found.learners > 1 and found.rows:
+        who += "; the first samples, and the others wait meanwhile (with engine: vllm another one does)"
     sampling = f"local engine, {found.rows} completions at once at their longest"
     if config.engine == "vllm":
         share = found.vllm_share
@@ -46,7 +48,7 @@ def print_fit(console: Console, found: GpuFit) -> None:
     low, high = found.hours
     time = f"{low:,.0f} to {high:,.0f} hours" if high >= 1 else f"{duration(3600 * low)} to {duration(3600 * high)}"
     verdict = "fits" if found.fits else "does not fit"
-    rows = (
+    rows = [
         ("model", f"{config.model}: {_counted(found.parameters)} parameters, {_counted(found.trained)} trained"),
         ("GPUs", f"{cards.count} x {cards.gib:g} GiB: {who}"),
         ("sampling", sampling),
@@ -61,12 +63,10 @@ def print_fit(console: Console, found: GpuFit) -> None:
             f"{verdict}: {found.needed.total / 2**30:.1f} of {found.available / 2**30:.1f} GiB in the worst batch: "
             f"{listed}",
         ),
-        (
-            "time",
-            f"{time} for {train.steps} steps on H100s, from what was measured on one "
-            "(docs/performance.md); the lower end is for completions of a quarter of rollout.max_tokens",
-        ),
-    )
+    ]
+    if found.fits:
+        measured = f"{time} for {train.steps} steps on H100s, from what was measured on one (docs/performance.md); "
+        rows.append(("time", f"{measured}the lower end is for completions of a quarter of rollout.max_tokens"))
     print_pairs(rows, console=console)
     if not found.fits:
         say(f"error: the run does not fit {cards.count} x {cards.gib:g} GiB: {_smaller(found)}")
@@ -77,16 +77,21 @@ def _counted(parameters: int) -> str:
 
 
 def _smaller(found: GpuFit) -> str:
-    """Return what would make a run smaller, the largest part first."""
+    """Return what would make a run smaller: of the largest parts as many as are together what is too much."""
+    checkpointed = "" if found.config.train.gradient_checkpointing else "set train.gradient_checkpointing: true, or "
+    nf4 = "" if found.weights_nf4 is None else f"set quantization: nf4 ({found.weights_nf4 / 2**30:.1f} GiB), or "
     ways = {
         "kv_cache": "lower rollout.cache_gb, rollout.batch_rows or rollout.max_tokens",
-        "activations": "set train.gradient_checkpointing: true, or lower train.micro_tokens or rollout.max_tokens",
-        "weights": "set quantization: nf4, or take a smaller model",
+        "activations": f"{checkpointed}lower train.micro_tokens or rollout.max_tokens",
+        "weights": f"{nf4}take a smaller model, or GPUs with more memory",
         "trained": "train an adapter (train.lora), or of a lower rank",
         "shards": "use more GPUs (train.parallel: fsdp)",
     }
     if found.vllm_share == 0:
         return "training leaves too little for vLLM; use engine: local, or give vLLM a GPU of its own"
-    sizes = asdict(found.needed)
-    largest = sorted((name for name in ways if sizes.get(name)), key=lambda name: -sizes[name])
-    return "; ".join(ways[name] for name in largest[:2])
+    sizes, said, left = asdict(found.needed), list[str](), found.needed.total - found.available
+    for name in sorted((name for name in ways if sizes.get(name)), key=lambda name: -sizes[name]):
+        if left > 0:
+            said.append(ways[name])
+            left -= sizes[name]
+    return "; ".join(said)

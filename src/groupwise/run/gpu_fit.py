@@ -43,6 +43,7 @@ CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process
 PROMPT_TOKENS = 512  # where the configuration does not bound a prompt
 BETWEEN_TURNS = 128  # tokens that an environment says between two turns
 QUANTIZED_BYTES = {"nf4": 0.57, "int8": 1.02}  # of a value, with its scales
+WORTH_NF4 = 0.9  # of the weights' bytes: what nf4 leaves of them where it is worth naming
 VLLM_SPARE = 0.02  # of a GPU's memory that nobody is given
 LEAST_VLLM = 1.2  # of the model's weights: what a vLLM needs at least
 
@@ -85,6 +86,8 @@ class GpuFit:
         left: the share of a learner's GPU that is left to a vLLM; 0 where that does not suffice for its weights.
         active: parameters that a token meets: of routed experts those that are chosen.
         decode_s: seconds of a decode step on an H100.
+        weights_nf4: bytes of the weights with `quantization: nf4`; None where it cannot be set or saves next to nothing
+            (experts of a mixture stay as they are).
         prompt: tokens of the longest prompt; `assumed` says that the configuration does not bound it.
     """
 
@@ -104,6 +107,7 @@ class GpuFit:
     decode_s: float
     prompt: int
     assumed: bool
+    weights_nf4: int | None
 
     @property
     def vllm_share(self) -> float | None:
@@ -152,6 +156,7 @@ def fit(config: RunConfig, cards: Cards) -> GpuFit:
     model = empty_model(shape, dtype=torch.float32 if value == 4 else torch.bfloat16)
     packed = ways_of(shape).why_not_packed is None
     size, active = _size(config, model, packed=packed), _active(model)
+    smaller = _weights_nf4(config, model, size.weights)
     lora = config.train.lora
     if lora is not None:
         with torch.device("meta"):
@@ -198,6 +203,7 @@ def fit(config: RunConfig, cards: Cards) -> GpuFit:
         decode_s=DECODE_LAYER_S * size.layers + size.weights / READ_BYTES_S,
         prompt=prompt,
         assumed=assumed,
+        weights_nf4=smaller,
     )
 
 
@@ -219,6 +225,15 @@ def _size(config: RunConfig, model: PreTrainedModel, *, packed: bool) -> ModelSi
         stored=stored,
         product=product,
     )
+
+
+def _weights_nf4(config: RunConfig, model: PreTrainedModel, weights: int) -> int | None:
+    """Return `GpuFit.weights_nf4`."""
+    train = config.train
+    if config.quantization or config.engine == "vllm" or train.lora is None or train.parallel == "fsdp":
+        return None
+    small = _size(config.model_copy(update={"quantization": "nf4"}), model, packed=False).weights
+    return small if small < WORTH_NF4 * weights else None
 
 
 def _active(model: PreTrainedModel) -> int:
