@@ -12,13 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from groupwise.cli.frame import print_table
 from groupwise.cli.output import json_alone, print_json, print_line, say, stdout
 from groupwise.errors import GroupwiseError, Interrupted, TrainingError
-from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
     from groupwise.run.plan import RunPlan
@@ -42,7 +39,7 @@ def run_several(plans: Mapping[str, RunPlan], *, as_json: bool) -> None:
         of = {outcome.run.label: outcome for outcome in run_sweep(groups, shown=shown)}
     outcomes = [of[run.label] for run in runs]
     ranking = rank(outcomes)
-    print_json(sweep_as_json(outcomes, ranking)) if as_json else print_sweep(stdout(), outcomes, ranking)
+    print_json(sweep_as_json(outcomes, ranking)) if as_json else print_sweep(outcomes, ranking)
     if (code := exit_code(outcomes)) != 0:
         raise typer.Exit(code)
 
@@ -92,33 +89,30 @@ def sweep_as_json(outcomes: Sequence[Outcome], ranking: Ranking) -> dict[str, An
     return {"runs": runs, "best": best, "measure": ranking.measure, "paired": paired, "why_none": ranking.why}
 
 
-def print_sweep(console: Console, outcomes: Sequence[Outcome], ranking: Ranking) -> None:
+def print_sweep(outcomes: Sequence[Outcome], ranking: Ranking) -> None:
     """Print a row for each run, and the best."""
     from groupwise.cli.print import overall_rows, print_tests, why_untrained
 
-    rows = {each.run.label: overall_rows(each.run.config, each.result) for each in outcomes if each.result is not None}
-    metrics = list(dict.fromkeys(metric for every in rows.values() for metric, _, _ in every))
-    table = Table("run", "steps", box=None, pad_edge=False)
-    for metric in metrics:
-        table.add_column(metric, justify="right")
-    table.add_column("directory", overflow="fold")
+    of = {each.run.label: overall_rows(each.run.config, each.result) for each in outcomes if each.result is not None}
+    metrics = list(dict.fromkeys(metric for every in of.values() for metric, _, _ in every))
+    rows = [("run", "steps", *metrics, "directory")]
     for each in outcomes:
-        values = {metric: (before, after) for metric, before, after in rows.get(each.run.label, ())}
+        values = {metric: (before, after) for metric, before, after in of.get(each.run.label, ())}
         cells = [_change(*values[metric]) if metric in values else "-" for metric in metrics]
         done, total = (0 if each.result is None else each.result.steps), each.run.config.train.steps
-        table.add_row(Text(visible(each.run.label)), f"{done}/{total}", *cells, Text(visible(_where(each))))
-    console.print(table)
+        rows.append((each.run.label, f"{done}/{total}", *cells, _where(each)))
+    print_table(rows)
     for each in outcomes:
         if each.error is not None:
             say(f"error: {each.run.label}: {each.error}")
         elif each.result is not None and not each.result.trained:
             say(f"error: {each.run.label}: nothing was trained, because {why_untrained(each.result)}")
-    console.print()
+    print_line("")
     if ranking.best is None:
-        return print_line(f"best     none is named: {ranking.why}", console=console)
-    print_line(f"best     {ranking.best.run.label} by {ranking.measure}  {_where(ranking.best)}", console=console)
-    for label, test in ranking.against.items():
-        print_tests(console, {f"{ranking.measure}": test}, policy=ranking.best.run.label, against=label)
+        return print_line(f"no run is called the best: {ranking.why}")
+    print_line(f"best  {ranking.best.run.label}  {_where(ranking.best)}")
+    others = f"each other, by {ranking.measure}"
+    print_tests(stdout(), ranking.against, policy=ranking.best.run.label, against=others)
 
 
 def _change(before: float, after: float) -> str:
