@@ -160,25 +160,55 @@ def groupwise(
     epilog=examples(
         "groupwise run my_run.yaml",
         "groupwise run my_run.yaml train.steps=20 algo.policy_loss=dapo",
+        "groupwise run my_run.yaml --sweep seed=0,1,2 --sweep train.learning_rate=1e-5,3e-5",
+        "groupwise run baseline.yaml shaped.yaml train.steps=20",
         "groupwise run --model Qwen/Qwen3-0.6B --rl-env-module my_envs.hotel --rl-env-class HotelEnv --peft",
     ),
 )
 def run(
-    config: Config, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False, debug: Debug = False
+    config: Config,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG]... [KEY=VALUE]...",
+            help="More files, and overrides, such as train.steps=10, for all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep", metavar="KEY=A,B,...", help="A run for each value, or each pair of values; may be repeated."
+        ),
+    ] = None,
+    set_: Set = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
-    """Train as CONFIG says; Ctrl-C finishes the step, saves and evaluates.
+    """Train as CONFIG says; Ctrl-C finishes the step, saves and evaluates. Several files, or --sweep, are several runs,
+    trained beside each other over one base model (docs/sweeps.md).
 
     CONFIG may also be Axolotl's, TRL's or prime-rl's; overrides are in its own words (docs/migrating.md). In its place
     aitraining's flags name an environment: --rl-env-module, --rl-env-class, --rl-env-config and the others.
     """
-    loaded = _load(config, overrides, set_)
     from groupwise.engine.vllm.installed import check_installed
+    from groupwise.run.sweep_words import read_runs
     from groupwise.store.rundir import check_place
 
-    check_place(loaded)
-    check_installed(loaded)
+    words = [config, *(overrides or ()), *(set_ or ())]
+    runs = {each.label: _runnable(each.loaded) for each in read_runs(words, sweep or ())}
+    for each in runs.values():
+        check_device(each.device)
+        check_place(each)
+        check_installed(each)
     from groupwise.run.plan import make_plan
 
+    if len(runs) > 1:
+        from groupwise.cli.sweep import run_several
+
+        quiet_libraries()
+        return run_several({label: make_plan(each) for label, each in runs.items()}, as_json=as_json)
+    (loaded,) = runs.values()
     plan = _plan(loaded, make_plan)
     from groupwise.cli.print import print_run, run_as_json, why_untrained
     from groupwise.run.loop import run_loop as train
@@ -526,7 +556,10 @@ def _check_gpus(config: RunConfig, gpus: str, *, as_json: bool) -> None:
 
 def _load(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None) -> RunConfig:
     """Return the run; what of a file comes out otherwise than in the system that it was written for is said first."""
-    loaded = _read(path, overrides, more)
+    return _runnable(_read(path, overrides, more))
+
+
+def _runnable(loaded: LoadedRun) -> RunConfig:
     config = loaded.runnable()
     for note in loaded.differs:
         say(f"not as in {loaded.system}: {note}")

@@ -164,6 +164,13 @@ def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]
     return [(f"{name}, first and last step", values[0], values[-1])] if values else []
 
 
+def overall_rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]]:
+    """Return of before and after what is of all held-out prompts or rows; see `_rows`."""
+    modes = dict.fromkeys(f"{mode}/reward" for mode in result.after)
+    rows = _rows(config, result)
+    return [row for row in rows if row[0] in modes] or rows
+
+
 def print_extremes(console: Console, result: RunResult) -> None:
     """Print the completions of the trained policy that were rewarded most and least, of those on held-out prompts."""
     sampled = result.after.get("sampled") or next(iter(result.after.values()), None)

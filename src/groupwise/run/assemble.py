@@ -67,7 +67,7 @@ class Components:
     teacher: Teacher | None
     eval_prompts: tuple[Prompt, ...]
     load: Load | None  # what the memory that the run may take was compared with
-    threads: int  # of torch, which the calling thread had
+    threads: int | None  # of torch, which the calling thread had; None: whoever opened this gives them back
 
     def __enter__(self) -> Components:
         return self
@@ -82,9 +82,19 @@ class Components:
             self.teacher.close()
         self.engine.close()
         self.scorer.close()
-        gc.unfreeze()
-        torch.set_num_threads(self.threads)
+        if self.threads is not None:
+            gc.unfreeze()
+            torch.set_num_threads(self.threads)
         trim_memory()  # of the engine's thread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What runs that are trained beside each other have in common: the base model (None: the first of them loads it),
+    and how many of torch's threads each may have, which are the process's."""
+
+    base: LoadedModel | None
+    threads: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,20 +114,23 @@ def open_components(
     say: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
     remote: RemoteBackends | None = None,
+    beside: Beside | None = None,
 ) -> Components:
     """Load the model and make engine, learner, reward workers and batches. Use it in a `with`, or close it.
 
     With `ranks` the learner leads those of the other processes; `remote` replaces the engine, the reward workers and
-    perhaps the environments. `say` is told what is waited for, where that takes a while.
+    perhaps the environments. `say` is told what is waited for, where that takes a while. Engine and learner make module
+    trees of their own over the base, so that runs `beside` each other have one between them.
 
     Until it is closed the calling thread computes alone: of the threads of a process one has OpenMP's helpers, the
     engine's (`LocalEngine`).
 
     Raises ModelError, ConfigError, ContextLengthError.
     """
-    config, threads = plan.config, torch.get_num_threads()
+    config, threads = plan.config, torch.get_num_threads() if beside is None else beside.threads
     with ExitStack() as opened:  # what is undone if a later part cannot be opened
-        opened.callback(torch.set_num_threads, threads)
+        if beside is None:
+            opened.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
         on_phase("loading")
         scorer = open_scorer(plan, remote=remote)  # its processes start meanwhile, and those of environments
@@ -125,7 +138,8 @@ def open_components(
         if (envs := open_envs(plan, remote=remote)) is not None:
             opened.callback(envs.close)
         device = config.device if ranks is None else str(ranks.device)
-        base = load_configured(config, device=device)
+        shared = None if beside is None else beside.base
+        base = load_configured(config, device=device) if shared is None else shared
         learner = open_learner(config, base, threads=threads, ranks=ranks)
         if plan.keeps_reference:
             learner.keep_reference()
@@ -164,7 +178,7 @@ def open_components(
         teacher=teacher,
         eval_prompts=eval_prompts,
         load=load,
-        threads=threads,
+        threads=threads if beside is None else None,
     )
 
 

@@ -89,8 +89,8 @@ def open_display(total_steps: int, *, stream: TextIO | None = None) -> Display:
     return LiveDisplay(total_steps, console=console) if live else LineDisplay(total_steps, stream=target)
 
 
-class _Progress:
-    """What both displays know: how far the run is and how long a step takes."""
+class Progress:
+    """What all displays know: how far the run is and how long a step takes."""
 
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
@@ -124,7 +124,7 @@ class LineDisplay:
     """One line a step, for logs and pipes. Phases are not shown."""
 
     def __init__(self, total_steps: int, *, stream: TextIO):
-        self._progress = _Progress(total_steps)
+        self._progress = Progress(total_steps)
         self._stream = stream
 
     def phase(self, name: str) -> None:
@@ -160,7 +160,7 @@ class LiveDisplay:
     """A progress bar and the latest numbers, redrawn in place."""
 
     def __init__(self, total_steps: int, *, console: Console):
-        self._progress = _Progress(total_steps)
+        self._progress = Progress(total_steps)
         self._standing: Sequence[Finding] = ()
         self._stopping = False
         self._console = console

@@ -18,7 +18,8 @@ before, during and after, a display; and `StopRequest`, a clean Ctrl-C.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from groupwise.config.run import RunConfig
 from groupwise.model.load import auto_class
 from groupwise.platform import run_coroutine
 from groupwise.rewards.call import RewardFunction
-from groupwise.run.assemble import RemoteBackends, open_components
+from groupwise.run.assemble import Beside, RemoteBackends, open_components
 from groupwise.run.display import Display, open_display
 from groupwise.run.plan import RunPlan, make_plan
 from groupwise.run.ranks import on_all_ranks
@@ -112,19 +113,33 @@ def _run(
     remote: RemoteBackends | None,
     stop: StopRequest,
 ) -> RunResult:
+    with opened_run(plan, shown=shown, ranks=ranks, remote=remote) as (run, state):
+        return run_coroutine(train(run, state, stop=stop))
+
+
+@contextmanager
+def opened_run(
+    plan: RunPlan,
+    *,
+    shown: Display,
+    ranks: Ranks | None = None,
+    remote: RemoteBackends | None = None,
+    beside: Beside | None = None,
+) -> Iterator[tuple[TrainingRun, RunState | None]]:
+    """Context manager: a run with its directory, its components and its trackers, and the state that it goes on from;
+    what `train` takes. Raises as `run_loop` before the first step."""
     config = plan.config
     resolved = config.model_dump(mode="json")
     with (
         open_run_dir(config, note=shown.note) as (run_dir, state),
-        open_components(plan, on_phase=shown.phase, say=shown.note, ranks=ranks, remote=remote) as parts,
+        open_components(plan, on_phase=shown.phase, say=shown.note, ranks=ranks, remote=remote, beside=beside) as parts,
         open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config=resolved) as tracking,
     ):
         if plan.env is not None:
             shown.note(str(template_check(parts.base.tokenizer)))
         for warning in plan.warnings:
             shown.note(f"warning: {warning}")
-        run = TrainingRun(plan, parts, run_dir, tracking=tracking, display=shown)
-        return run_coroutine(train(run, state, stop=stop))
+        yield TrainingRun(plan, parts, run_dir, tracking=tracking, display=shown), state
 
 
 async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) -> RunResult:

@@ -37,7 +37,7 @@ def on_all_ranks(config: RunConfig, lead: Callable[[Ranks | None], R]) -> R:
         DeviceLostError: the process's GPU is lost to it.
     """
     here = world()
-    _check(config, here)
+    check_started(config, here)
     if here.size == 1:
         with naming_a_lost_device(resolve_device(config.device)):
             return lead(None)
@@ -84,7 +84,8 @@ def _follow(config: RunConfig, ranks: Ranks) -> R:  # pyright: ignore[reportInva
     return follow(learner)
 
 
-def _check(config: RunConfig, here: World) -> None:
+def check_started(config: RunConfig, here: World) -> None:
+    """Raise ConfigError where as many processes as were started cannot train as the configuration says."""
     devices = config.train.devices
     if devices is not None and devices != here.size:
         raise ConfigError(
