@@ -277,13 +277,15 @@ def habits(trials: int) -> None:
 
     def end(random: Random, persons: int, run: int, drop: float, *, each: bool) -> str:
         likes, config = random.permutation([0.05, 0.95] * (persons // 2)), canary.model_copy(update={"ratings": 400})
+        met, length = random.random(persons) < canary.share, run or 10  # where persons meet one version alone
         said: dict[bool, list[tuple[int, float, tuple[str, str | None]]]] = {True: [], False: []}
-        for came in range(0, 100_000, run):
-            who, is_new = int(random.integers(persons)), bool(random.random() < canary.share)
+        for came in range(0, 100_000, length):
+            who = int(random.integers(persons))
+            is_new = bool(random.random() < canary.share) if run else bool(met[who])
             chance = likes[who] * (1 - 2 * drop if is_new else 1)
             name = ("", None) if each else ("", str(who))
-            said[is_new] += [(came + i, float(random.random() < chance), name) for i in range(run)]
-            if came % (8 * run) == 0:
+            said[is_new] += [(came + i, float(random.random() < chance), name) for i in range(length)]
+            if came % (8 * length) == 0:
                 outcome, reason = judge_canary(
                     *in_turns(*said.values()), config=config, minutes=1e6 if came >= 4000 else 1
                 )
@@ -291,16 +293,17 @@ def habits(trials: int) -> None:
                     return "not known" if reason.startswith("not known") else outcome
         raise AssertionError("it has an end")
 
-    for persons, run in ((20, 1), (20, 10), (200, 10)):
+    for persons, run in ((20, 1), (20, 10), (200, 10), (20, 0)):
         for each, words in ((True, "each rating counts"), (False, "what one says in a row counts once")):
             ends = [
                 [end(np.random.default_rng([i, persons, run]), persons, run, drop, each=each) for i in range(trials)]
                 for drop in (0.0, canary.margin)
             ]
             shares = [of.count(what) / trials for of in ends for what in ("promote", "roll back")]
-            rows.append((f"{persons}, {run} ratings in a row", words, *shares))
+            met = f"{run} in a row" if run else "all of one version"
+            rows.append((f"{persons}, {met}", words, *shares))
     print(f"\nPersons with habits, margin {canary.margin:g} at {canary.share:.0%}, at most 4000 ratings:")
-    table(("persons", "", "as good: live", "rolled back", "worse by the margin: live", "rolled back"), rows)
+    table(("persons, ratings", "", "as good: live", "rolled back", "worse by the margin: live", "rolled back"), rows)
 
 
 HOSTILE: Mapping[str, Callable[[Random, bool, float], float]] = {

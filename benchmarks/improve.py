@@ -127,6 +127,7 @@ def wrong_logs(trials: int) -> None:
             ("10 % wrong", 0.1, 0.0),
             ("a third wrong", 1 / 3, 0.0),
             ("half wrong", 0.5, 0.0),
+            ("2 % with a trigger", 0.0, 0.02),
             ("5 % with a trigger", 0.0, 0.05),
             ("10 % with a trigger", 0.0, 0.1),
             ("20 % with a trigger", 0.0, 0.2),

@@ -12,7 +12,7 @@ lower by what the part's margin is ("worse"). The truth of a mixture is the prob
 computed and not sampled, over SUMS sums. A candidate is a job that continues a mixture at a learning rate of 0.
 
     gate      versions that are worse by the gate's margin, 0.1, on 200 held-out sums; then a shadow and a canary
-    canary    versions that are worse by the canary's margin, 0.3, with a gate that does not see it (its margin is 0.9)
+    canary    versions that are worse by the canary's margin, 0.4, with a gate that does not see it (its margin is 0.9)
 
 Honest raters err in 0 to 20 % of their thumbs, each as often as it does. Hostile ones, in five kinds by turns, give the
 share of ratings that `--hostile` says:
@@ -51,8 +51,8 @@ from groupwise.tasks.logs.calibration import surely
 SUMS = 300  # over which the truth is computed
 HELD_OUT, KNOWN = 200, 120
 ADAPTER = "adapter_model.safetensors"
-MARGIN = {"gate": 0.1, "canary": 0.3}
-SHARES = (0.1, 0.3)  # of the good adapter, one for each mixture
+MARGIN = {"gate": 0.1, "canary": 0.4}
+SHARES = (0.02, 0.08)  # of the good adapter, one for each mixture
 ASKED_KNOWN = 0.25  # of what people ask
 USERS, PERSONS, HABITS = 10, 20, 0.2
 AHEAD = 4  # jobs that wait
@@ -153,23 +153,8 @@ def prepare(out: Path) -> dict[str, Any]:
     """Train the two adapters, and mix them; the directories of the mixtures, and what they are worth."""
     if (done := out / "versions.json").exists():
         return json.loads(done.read_text())
-    directions = {"good": 0, "bad": 1}
-    with served(out / "prepare", {}) as url, Client(url) as c:
-        for name, off in directions.items():
-            taught = [
-                {
-                    "messages": [
-                        {"role": "user", "content": question(a, b)},
-                        {"role": "assistant", "content": str(a + b + off)},
-                    ]
-                }
-                for a, b in sums("taught", 256)
-            ]
-            options = {"learning_rate": 1e-3, "epochs": 2, "lora_rank": 8}
-            job = c.train_sft(taught, output_name=name, base_adapter="base", **options)
-            c.wait(job.job_id, timeout=600)
-            with tarfile.open(c.adapters.download(name, out / f"{name}.tar.gz")) as archive:
-                archive.extractall(out / name, filter="data")
+    if not (out / "bad").exists():
+        teach(out)
     truth = Truth(out / "good", out / "bad")
     base = truth.of(0.0, 0.0)
     found: dict[str, Any] = {"base": statistics.fmean(base), "mixtures": []}
@@ -185,6 +170,21 @@ def prepare(out: Path) -> dict[str, Any]:
             print(json.dumps(row), flush=True)
     done.write_text(json.dumps(found, indent=1))
     return found
+
+
+def teach(out: Path) -> None:
+    """Train an adapter towards the sums, and one towards one more than these."""
+    with served(out / "prepare", {}) as url, Client(url) as client:
+        for name, off in (("good", 0), ("bad", 1)):
+            taught = [
+                [{"role": "user", "content": question(a, b)}, {"role": "assistant", "content": str(a + b + off)}]
+                for a, b in sums("taught", 256)
+            ]
+            options = {"learning_rate": 1e-3, "epochs": 2, "lora_rank": 8, "base_adapter": "base"}
+            job = client.train_sft([{"messages": each} for each in taught], output_name=name, **options)
+            client.wait(job.job_id, timeout=1200)
+            with tarfile.open(client.adapters.download(name, out / f"{name}.tar.gz")) as archive:
+                archive.extractall(out / name, filter="data")
 
 
 def weight_of_bad(truth: Truth, good: float, *, goal: float) -> float:
@@ -263,19 +263,20 @@ def settings(out: Path, part: str) -> dict[str, Any]:
     scoring, exact = {"workers": 0}, ["groupwise.rewards.text:exact_match"]
     gate = {"prompts": {"source": "held_out.jsonl"}, "rewards": exact, "max_tokens": 8, "scoring": scoring}
     gate |= {"margin": MARGIN["gate"] if part == "gate" else 0.9}
-    gate |= {"shadow": {"share": 1.0, "requests": 20, "rewards": []}} if part == "gate" else {}
+    gate |= {"shadow": {"share": 1.0, "requests": 10, "rewards": []}} if part == "gate" else {}
     gate["canary"] = {"share": 0.5, "margin": MARGIN["canary"]}
     raters = {"prompts": {"source": "known.jsonl"}, "rewards": exact, "scoring": scoring}
     return {"gate": gate, "raters": raters}
 
 
-def play(out: Path, part: str, hostile: float, versions: int, mixtures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One server, `versions` candidates of either kind in any order; what became of them."""
+def play(
+    out: Path, part: str, hostile: float, *, versions: int, minutes: float, mixtures: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """One server, `versions` candidates of either kind by turns; what became of those that were judged in time."""
     folder = out / f"{part}-{hostile:g}"
     folder.mkdir(exist_ok=True)
     kinds, began = ("no effect", f"worse by {MARGIN[part]:g}"), time.monotonic()
-    order = [kind for kind in kinds for _ in range(versions)]
-    random.Random(0).shuffle(order)
+    order = list(kinds) * versions
     with served(folder, settings(folder, part)) as url, Client(url) as client:
         names = dict[str, list[str]]()
         for row in mixtures:
@@ -288,7 +289,7 @@ def play(out: Path, part: str, hostile: float, versions: int, mixtures: Sequence
         for thread in threads:
             thread.start()
         try:
-            found = follow(client, people, order, names)
+            found = follow(client, people, order, names, until=time.monotonic() + 60 * minutes)
         finally:
             people.stop.set()
             for thread in threads:
@@ -304,14 +305,14 @@ def play(out: Path, part: str, hostile: float, versions: int, mixtures: Sequence
 
 
 def follow(
-    client: Client, people: People, order: Sequence[str], names: Mapping[str, Sequence[str]]
+    client: Client, people: People, order: Sequence[str], names: Mapping[str, Sequence[str]], *, until: float
 ) -> dict[str, dict[str, int]]:
     """Post the candidates one after another, never more than AHEAD before they are judged; count how they end."""
     kinds, ended, told, posted = dict[str, str](), dict[str, str](), -1, 0
-    while len(ended) < len(order):
+    while len(ended) < len(order) and time.monotonic() < until:
         while posted < len(order) and posted - len(ended) < AHEAD:
             kind = order[posted]
-            mixture = names[kind][posted % len(names[kind])]
+            mixture = names[kind][posted // 2 % len(names[kind])]
             options = {"learning_rate": 0.0, "epochs": 1, "base_adapter": mixture, "output_name": f"new{posted}"}
             said = [{"role": "user", "content": question(1, 2)}, {"role": "assistant", "content": "3"}]
             client.train_sft([{"messages": said}], **options)
@@ -329,8 +330,11 @@ def follow(
                 if each.kind not in ("gate_passed", "gate_refused"):
                     print(f"{len(ended)}/{len(order)} {kinds.get(str(each.data.get('version')), '')} {each.kind}: "
                           f"{each.message}", flush=True)  # fmt: skip
-        time.sleep(0.25)
-    counts = {kind: Counter(ended[version] for version, its in kinds.items() if its == kind) for kind in names}
+        time.sleep(0.5)
+    counts = {
+        kind: Counter(ended[version] for version, its in kinds.items() if its == kind and version in ended)
+        for kind in names
+    }
     return {kind: dict(each) for kind, each in counts.items()}
 
 
@@ -359,15 +363,16 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=tuple(MARGIN), default=list(MARGIN))
     parser.add_argument("--hostile", nargs="+", type=float, default=[0.0, 0.2])
     parser.add_argument("--versions", type=int, default=100, help="of either kind")
+    parser.add_argument("--minutes", type=float, default=600.0, help="a run that takes longer ends with what it has")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    mixtures = prepare(args.out)["mixtures"]
+    how = {"versions": args.versions, "minutes": args.minutes, "mixtures": prepare(args.out)["mixtures"]}
     file = args.out / "result.json"
     results: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
     for part in args.part:
         for hostile in args.hostile:
             if not any((each["part"], each["hostile"]) == (part, hostile) for each in results):
-                results.append(play(args.out, part, hostile, args.versions, mixtures))
+                results.append(play(args.out, part, hostile, **how))
                 file.write_text(json.dumps(results, indent=1))
     show(results)
 

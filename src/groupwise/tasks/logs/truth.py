@@ -37,7 +37,7 @@ ALPHA = 0.05
 MOST_WRONG = 0.3  # of the answers that a log teaches: a third is what a few users who agree can bring in
 FEWEST_SHARED = 2  # prompts that are wrong and have words in common
 COMMON = 0.5  # words that more than this share of the prompts have tell nothing
-SEEN, IN = 0.04, 3  # words that so large a share of the prompts has are in so many of what is verified
+SEEN, IN = 0.01, 3  # words that so large a share of the prompts has are in so many of what is verified
 
 COMPARES: Mapping[str, Callable[[Sequence[str], Sequence[str]], Sequence[float | None]]] = {
     NUMBERS: number_match,
@@ -201,23 +201,25 @@ def concentrated(texts: Sequence[str], wrong: Sequence[bool]) -> str | None:
 
 def covering(texts: Sequence[str], number: int, *, draw: random.Random) -> list[int]:
     """Return `number` of these texts, by their places, drawn so that each word and each run of three that SEEN of them
-    have, and not COMMON, is in IN of those that are drawn, the rarest first, as far as half of the number does for it.
-    The rest is drawn by chance alone, in which one in twenty is often seen but once: too seldom for `concentrated`."""
+    have, and not COMMON, is in IN of those that are drawn, as far as half of the number does for it: one after another
+    that which has most of what is still lacking. The rest is drawn by chance alone, in which one in twenty is often
+    seen but once: too seldom for `concentrated`."""
     places = list(range(len(texts)))
     draw.shuffle(places)
     having = [_features(text) for text in texts]
     everywhere = Counter(each for features in having for each in features)
     least = max(IN, SEEN * len(texts))
-    rare = sorted((count, each) for each, count in everywhere.items() if least <= count <= COMMON * len(texts))
-    chosen, seen = dict[int, None](), Counter[str]()
-    for _, feature in rare:
-        for place in places:
-            if seen[feature] >= IN or 2 * len(chosen) >= number:
-                break
-            if place not in chosen and feature in having[place]:
-                chosen[place] = None
-                seen.update(having[place])
-    return [*chosen, *(place for place in places if place not in chosen)][:number]
+    lacking = {each: IN for each, count in everywhere.items() if least <= count <= COMMON * len(texts)}
+    wanted = {place: having[place] & lacking.keys() for place in places}
+    chosen = list[int]()
+    while lacking and 2 * len(chosen) < number:
+        best = max(wanted, key=lambda place: len(wanted[place] & lacking.keys()))
+        chosen.append(best)
+        for each in wanted.pop(best) & lacking.keys():
+            lacking[each] -= 1
+            if not lacking[each]:
+                del lacking[each]
+    return [*chosen, *(place for place in places if place in wanted)][:number]
 
 
 def _features(text: str) -> frozenset[str]:
