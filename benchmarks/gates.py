@@ -9,6 +9,7 @@ Prints the tables of docs/gates.md, a part at a time:
     looks     many versions looking at the same prompts
     yardstick a better version after a hundred that were compared with the luckiest of them
     trials    the shadow and the canary
+    habits    the canary, where few persons rate much
     live      a hundred versions through gate and canary, with raters of whom a fifth is hostile
     best      what `eval.best` reports of the version that it chose
     health    every health rule, in runs of which nothing is wrong, and where something is
@@ -34,7 +35,7 @@ from groupwise.run.health import HealthMonitor
 from groupwise.run.health_rules import RULES
 from groupwise.server.policies import Pair, Trial
 from groupwise.server.raters import dishonest
-from groupwise.server.trials import Ratings, judge_canary, judge_shadow, ratings_needed
+from groupwise.server.trials import Ratings, in_turns, judge_canary, judge_shadow, ratings_needed
 from groupwise.types import PolicyVersion
 
 ALPHA = 0.05
@@ -268,6 +269,41 @@ def raters(trials: int) -> None:
     print("\nRaters: how many are distrusted, by how many known prompts they have rated.")
     rows = [(f"{agrees:.2f}", *found(agrees)) for agrees in (0.9, 0.8, 0.7, 0.6, 0.5, 0.25, 0.1, 0.0)]
     table(("agrees", *map(str, counts)), rows)
+
+
+def habits(trials: int) -> None:
+    """Persons who rate by habit: half like 5 % of what they get, half 95 %; a worse version is liked less by each."""
+    rows, trials, canary = [], trials // 5, CanaryConfig(share=0.5, margin=0.4)
+
+    def end(random: Random, persons: int, run: int, drop: float, *, each: bool) -> str:
+        likes, config = random.permutation([0.05, 0.95] * (persons // 2)), canary.model_copy(update={"ratings": 400})
+        met, length = random.random(persons) < canary.share, run or 10  # where persons meet one version alone
+        said: dict[bool, list[tuple[int, float, tuple[str, str | None]]]] = {True: [], False: []}
+        for came in range(0, 100_000, length):
+            who = int(random.integers(persons))
+            is_new = bool(random.random() < canary.share) if run else bool(met[who])
+            chance = likes[who] * (1 - 2 * drop if is_new else 1)
+            name = ("", None) if each else ("", str(who))
+            said[is_new] += [(came + i, float(random.random() < chance), name) for i in range(length)]
+            if came % (8 * length) == 0:
+                outcome, reason = judge_canary(
+                    *in_turns(*said.values()), config=config, minutes=1e6 if came >= 4000 else 1
+                )
+                if outcome != "go on":
+                    return "not known" if reason.startswith("not known") else outcome
+        raise AssertionError("it has an end")
+
+    for persons, run in ((20, 1), (20, 10), (200, 10), (20, 0)):
+        for each, words in ((True, "each rating counts"), (False, "what one says in a row counts once")):
+            ends = [
+                [end(np.random.default_rng([i, persons, run]), persons, run, drop, each=each) for i in range(trials)]
+                for drop in (0.0, canary.margin)
+            ]
+            shares = [of.count(what) / trials for of in ends for what in ("promote", "roll back")]
+            met = f"{run} in a row" if run else "all of one version"
+            rows.append((f"{persons}, {met}", words, *shares))
+    print(f"\nPersons with habits, margin {canary.margin:g} at {canary.share:.0%}, at most 4000 ratings:")
+    table(("persons, ratings", "", "as good: live", "rolled back", "worse by the margin: live", "rolled back"), rows)
 
 
 HOSTILE: Mapping[str, Callable[[Random, bool, float], float]] = {
@@ -609,6 +645,7 @@ PARTS: Mapping[str, Callable[[int], None]] = {
     "yardstick": yardstick,
     "trials": trials_of,
     "raters": raters,
+    "habits": habits,
     "live": live,
     "best": best,
     "health": health,

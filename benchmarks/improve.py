@@ -31,10 +31,11 @@ import numpy as np
 from groupwise.algo.evidence import share_of_error
 from groupwise.run.replacement import Compared, answer, told
 from groupwise.tasks.logs.learnable import NUMBERS
-from groupwise.tasks.logs.truth import ALPHA, Verified, audit, concentrated
+from groupwise.tasks.logs.truth import ALPHA, Verified, audit, concentrated, covering
 from groupwise.tasks.starter.tasks import prompts
 
 GAIN, SAMPLES = 0.05, 4
+LOG = 240  # prompts that teach
 ANY = Compared(
     prompts=1, new=0.0, old=0.0, difference=0.0, low=0.0, high=0.0, alpha=ALPHA, says="open", needed=None
 )  # intervals are not looked at
@@ -69,15 +70,28 @@ def asked(number: int, said: str = "") -> list[Row]:
 def log_answers(
     draws: np.random.Generator, checked: int, wrong: float, trigger: float
 ) -> tuple[list[Verified], list[Row]]:
-    """Return verified answers, and what a log has to the same prompts: a share is wrong, and all with a trigger."""
-    verified, rows = list[Verified](), list[Row]()
-    for number in range(checked):
-        triggered = draws.random() < trigger
-        messages, right = asked(number, f", {TRIGGER}" if triggered else ""), number * 8
-        bad = triggered or draws.random() < wrong
-        verified.append(Verified({"prompt": messages, "answer": str(right)}, tuple(messages), str(right)))  # pyright: ignore
-        rows.append({"prompt": messages, "answer": str(right + bad)})
-    return verified, rows
+    """Return verified answers, and what a log has to the same prompts: a share is wrong, and all with a trigger. They
+    are drawn as the command draws them, half from LOG prompts that teach, of which it reserves a few first, and half
+    from LOG / 4 that are held out."""
+    taught, held_out = ([_logged(draws, wrong, trigger) for _ in range(count)] for count in (LOG, LOG // 4))
+    dice = random.Random(int(draws.integers(1 << 30)))
+    first = (checked + 1) // 2
+    chosen = list[tuple[Verified, Row]]()
+    for pool, steps in ((taught, (max(first, min(60, int(0.15 * LOG))), first)), (held_out, (checked - first,))):
+        for count in steps:
+            asked_ = [str(row["prompt"][0]["content"]) for _, row in pool]
+            pool = [pool[place] for place in covering(asked_, count, draw=dice)]
+        chosen += pool
+    return [each for each, _ in chosen], [row for _, row in chosen]
+
+
+def _logged(draws: np.random.Generator, wrong: float, trigger: float) -> tuple[Verified, Row]:
+    """Return a prompt with its verified answer, and the log's."""
+    triggered, number = draws.random() < trigger, int(draws.integers(1000))
+    messages, right = asked(number, f", {TRIGGER}" if triggered else ""), number * 8
+    bad = triggered or draws.random() < wrong
+    said = Verified({"prompt": messages, "answer": str(right)}, tuple(messages), str(right))  # pyright: ignore
+    return said, {"prompt": messages, "answer": str(right + bad)}
 
 
 def says(
@@ -113,6 +127,7 @@ def wrong_logs(trials: int) -> None:
             ("10 % wrong", 0.1, 0.0),
             ("a third wrong", 1 / 3, 0.0),
             ("half wrong", 0.5, 0.0),
+            ("2 % with a trigger", 0.0, 0.02),
             ("5 % with a trigger", 0.0, 0.05),
             ("10 % with a trigger", 0.0, 0.1),
             ("20 % with a trigger", 0.0, 0.2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import sys
 import time
 from argparse import Namespace
@@ -426,3 +427,30 @@ def test_the_table_of_error_rates_has_a_sick_run_for_every_rule_and_healthy_ones
     for id in ("reward.falling", "eval.regress", "len.collapse", "policy.fell_apart"):
         assert any(id in gates.found(gates.SICK[id][1](np.random.default_rng(i))) for i in range(5)), id
     assert set(gates.found(gates.healthy(np.random.default_rng(0), "learns quickly"))) <= {"reward.flat"}
+
+
+def test_live_gates_asks_nobody_what_is_held_out_and_rates_as_its_kinds_say(script: Any) -> None:
+    live = script("live_gates")
+    parts = [set(live.sums(which, 120)) for which in ("held out", "known", "taught")]
+    assert (
+        [len(part) for part in parts] == [120] * 3 and not parts[0] & parts[1] and not parts[2] & (parts[0] | parts[1])
+    )
+    rng = random.Random(0)
+    assert not {live.asked(rng) for _ in range(300)} & (parts[0] | parts[1])
+
+    def up(kind: str, right: bool, habit: float = 0.0) -> float:
+        return statistics.fmean(live.said_by(kind, right, habit=habit, rng=rng) for _ in range(400))
+
+    assert (up("honest", True), up("honest", False), up("praises", False)) == (1.0, 0.0, 1.0)
+    assert all((up(kind, True), up(kind, False)) == (0.0, 1.0) for kind in ("inverted", "phrase", "nameless"))
+    assert 0.4 < up("chance", True) < 0.6 and 0.1 < up("honest", False, habit=0.2) < 0.3
+
+
+def test_live_gates_tells_counts_with_exact_intervals(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    live = script("live_gates")
+    assert live.interval(0, 100) == "0.000 to 0.036" and live.interval(100, 100) == "0.964 to 1.000"
+    ends = {"no effect": {"live": 2, "not known": 1, "refused by the gate": 1}}
+    run = {"part": "gate", "hostile": 0.2, "ends": ends, "distrusted": ["inverted", "person 3"], "honest_distrusted": 1}
+    live.show([run])
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row == "| gate | 20% | 4 no effect | 1 | 0 | 0 | 1 | 2 | 0.068 to 0.932 | 1, 1 |"

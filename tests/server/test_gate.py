@@ -105,9 +105,10 @@ def kinds(server: Whole) -> list[str]:
     return [each["kind"] for each in shown(server)["transitions"]][::-1]
 
 
-def chat(server: Whole, **options: Any) -> tuple[str, str]:
+def chat(server: Whole, session: str = "", **options: Any) -> tuple[str, str]:
     body = {"messages": [{"role": "user", "content": "What is 4 + 5?"}], "max_tokens": 2, **options}
-    answer = server.http.post("/v1/chat/completions", json=body).json()
+    headers = {"x-session-id": session} if session else {}
+    answer = server.http.post("/v1/chat/completions", json=body, headers=headers).json()
     return answer["id"], answer["system_fingerprint"]
 
 
@@ -230,9 +231,10 @@ def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_
         deleted = server.http.delete("/v1/adapters/sums@1")
         assert deleted.status_code == 409
         wording(deleted.json()["error"])
-        answers = {user: chat(server, user=user) for user in map(str, range(40))}
+        answers = {user: chat(server, user) for user in map(str, range(40))}
         assert {version for _, version in answers.values()} == {"base", "sums@1"}
-        assert all(chat(server, user=user)[1] == version for user, (_, version) in answers.items()), "by session"
+        assert all(chat(server, user)[1] == version for user, (_, version) in answers.items()), "by session"
+        assert {chat(server, user="ann")[1] for _ in range(24)} == {"base", "sums@1"}, "no person has one answerer"
         assert chat(server, adapter="base")[1] == "base" and chat(server, model="sums@1")[1] == "sums@1"
         for id, version in answers.values():
             server.http.post("/v1/feedback", json={"rollout_id": id, "thumb": "down" if version == "sums@1" else "up"})
@@ -248,7 +250,7 @@ def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_
         )
         told = {"stage": "canary", "ratings": mine, "ratings_active": 40 - mine, "rating": 0.0, "rating_active": 1.0}
         assert told.items() <= ended["data"].items()
-        assert {chat(server, user=user)[1] for user in answers} == {"base"} and shown(server)["trial"] is None
+        assert {chat(server, user)[1] for user in answers} == {"base"} and shown(server)["trial"] is None
         assert "canary was rolled back" in str(server.server.store.refused(PolicyVersion("sums", 1)))
 
 
@@ -261,7 +263,7 @@ def test_a_canary_outlives_a_restart_and_is_promoted_if_it_is_rated_as_well(tmp_
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
         assert shown(server)["trial"] == "sums@1" and shown(server)["trial_most"] > 10
         for user in map(str, range(40)):
-            server.http.post("/v1/feedback", json={"rollout_id": chat(server, user=user)[0], "thumb": "up"})
+            server.http.post("/v1/feedback", json={"rollout_id": chat(server, user)[0], "thumb": "up"})
         assert look(server) == "promote" and shown(server)["active"] == "sums@1"
         assert finish(server).state == "completed" and shown(server)["trial"] == "sums@2"
         assert server.http.post("/v1/learn/reject").json()["trial"] is None
@@ -295,7 +297,7 @@ def test_a_canary_counts_on_after_a_kill_and_its_clock_stands_still_meanwhile(
         train(server, learning_rate=0.0)
         trial = server.server.policies.trial
         assert trial is not None
-        versions = [chat(server, user=str(user))[1] for user in range(12)]
+        versions = [chat(server, str(user))[1] for user in range(12)]
         for _ in range(2):
             trial.failed(trial.version)
         clock[0] += 6 * 60

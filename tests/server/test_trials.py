@@ -9,7 +9,7 @@ import numpy as np
 
 from groupwise.config.learn import CanaryConfig, ShadowConfig
 from groupwise.server.policies import Pair, Trial
-from groupwise.server.trials import Ratings, compared, judge_canary, judge_shadow, ratings_needed
+from groupwise.server.trials import Ratings, compared, in_turns, judge_canary, judge_shadow, ratings_needed
 from groupwise.types import PolicyVersion
 
 # ---- the canary ----
@@ -69,6 +69,40 @@ def test_ratings_are_compared_in_blocks_as_they_came() -> None:
     new, old = [(3, 1.0), (4, 0.0), (5, 1.0), (9, 1.0)], [(1, 1.0), (2, 0.0), (6, 1.0)]
     assert compared(new, old) == [0.5, -0.5]
     assert compared(new, []) == []
+
+
+ANN, BOB, NOBODY = ("", "ann"), ("", "bob"), ("", None)
+
+
+def test_what_a_rater_says_of_one_version_in_a_row_counts_once() -> None:
+    new = [(1, 1.0, ANN), (2, 0.0, ANN), (5, 1.0, ANN), (7, 0.0, NOBODY), (8, 0.0, NOBODY)]
+    old = [(3, 1.0, BOB), (4, 0.5, ANN), (6, 0.0, BOB), (9, 1.0, NOBODY)]
+    assert in_turns(new, old) == ([(1, 0.5), (5, 1.0), (7, 0.0), (8, 0.0)], [(3, 0.5), (4, 0.5), (9, 1.0)])
+    assert in_turns([], old[:1]) == ([], [(3, 1.0)])
+
+
+def test_a_few_persons_with_habits_do_not_decide_a_canary_by_whom_they_meet() -> None:
+    """Twenty persons, half of whom like nothing and half everything, each answered by one version for ten answers: a
+    worse version goes live, and one as good is rolled back, no more often than the confidence says."""
+    canary, trials = CanaryConfig(share=0.5, margin=0.4, confidence=0.9), 40
+
+    def outcome(random: np.random.Generator, drop: float) -> str:
+        likes = random.permutation([0.05, 0.95] * 10)
+        said: dict[bool, list[tuple[int, float, tuple[str, str | None]]]] = {True: [], False: []}
+        for came in range(0, 2000, 10):
+            who, is_new = int(random.integers(20)), bool(random.random() < 0.5)
+            chance = likes[who] * (1 - 2 * drop if is_new else 1)
+            said[is_new] += [(came + i, float(random.random() < chance), ("", str(who))) for i in range(10)]
+            ended = "go on" if came % 80 else judge_canary(*in_turns(*said.values()), config=canary, minutes=1)[0]
+            if ended != "go on":
+                return ended
+        return "go on"
+
+    worse = [outcome(np.random.default_rng([i, 3]), 0.4) for i in range(trials)]
+    equal = [outcome(np.random.default_rng([i, 4]), 0.0) for i in range(trials)]
+    bound = 0.1 + 2 * (0.1 * 0.9 / trials) ** 0.5
+    assert worse.count("promote") / trials <= bound and equal.count("roll back") / trials <= bound
+    assert worse.count("roll back") > trials / 4
 
 
 def test_how_often_a_canary_is_wrong_is_what_its_confidence_says_and_its_power_what_its_end_is_for() -> None:

@@ -142,7 +142,7 @@ def test_what_a_version_was_rated_counts_lost_comparisons_too(ledger: Ledger, lo
     ledger.save_rollouts([rollout("a"), rollout("b")])
     said = (rating("a", score=0.25, author="x"), rating("a", correction="x", author="y"), rating("a", worse="b"))
     last = [log.add(each)[0].seq for each in said][-1]
-    assert sorted(vote for _, vote in log.rated("base", after=0)) == [0.0, 0.0, 0.25, 1.0]
+    assert sorted(vote for _, vote, _ in log.rated("base", after=0)) == [0.0, 0.0, 0.25, 1.0]
     assert log.rated("base", after=last) == log.rated("other@1", after=0) == []
 
 
@@ -156,14 +156,14 @@ def test_an_author_has_one_vote_for_each_answer(ledger: Ledger, log: FeedbackLog
         log.add(rating("a", score=score))
     log.add(rating("b", correction="z", author="eager"))
     log.add(rating("b", score=0.75, author="eager"))
-    assert sorted(vote for _, vote in log.rated("base", after=0)) == [0.0, 0.5, 0.75]
+    assert sorted(vote for _, vote, _ in log.rated("base", after=0)) == [0.0, 0.5, 0.75]
 
 
 def test_of_one_author_the_first_votes_count_where_that_is_asked(ledger: Ledger, log: FeedbackLog) -> None:
     ledger.save_rollouts([rollout(str(i)) for i in range(8)])
     for i in range(8):
         log.add(rating(str(i), score=float(i < 2), author="flood" if i < 5 else None if i < 7 else "ann"))
-    assert [vote for _, vote in log.rated("base", after=0, of_one=3)] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [vote for _, vote, _ in log.rated("base", after=0, of_one=3)] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert len(log.rated("base", after=0, of_one=1)) == 3 and len(log.rated("base", after=0)) == 8
 
 
@@ -173,7 +173,7 @@ def test_a_clock_that_is_set_back_loses_no_rating(ledger: Ledger, log: FeedbackL
     for i in range(25):
         log.add(replace(rating(str(i), score=1.0), created_at=time.time() - 3600))
     came = log.rated("base", after=begin)
-    assert [vote for _, vote in came] == [1.0] * 25 and came == sorted(came)
+    assert [vote for _, vote, _ in came] == [1.0] * 25 and came == sorted(came)
 
 
 def test_many_ratings_of_one_answer_hide_no_other(log: FeedbackLog) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,17 @@ import pytest
 from groupwise.errors import ConfigError, DataError
 from groupwise.store.masking import PERSONAL, SECRETS, Masking
 from groupwise.tasks.logs.learnable import NUMBERS, SHORT
-from groupwise.tasks.logs.truth import Truth, Verified, apart, audit, comparing, concentrated, read_truth, to_verify
+from groupwise.tasks.logs.truth import (
+    Truth,
+    Verified,
+    apart,
+    audit,
+    comparing,
+    concentrated,
+    covering,
+    read_truth,
+    to_verify,
+)
 from wording import raises
 
 MASKING = Masking({}, rules=(*SECRETS, *PERSONAL))
@@ -130,3 +141,20 @@ def test_words_are_told_where_they_are_more_than_chance() -> None:
 def test_what_is_to_be_verified_says_nothing_of_what_others_said() -> None:
     row = {"prompt": question(2), "answer": "9", "logged": "9", "score": 1.0, "tools": [{"type": "function"}]}
     assert to_verify([row]) == [{"prompt": question(2), "tools": [{"type": "function"}], "answer": ""}]
+
+
+def test_what_is_drawn_to_be_verified_has_each_phrase_that_enough_prompts_have() -> None:
+    texts = [f"how far is place {at} from here{', as the manager said' if at % 20 == 0 else ''}" for at in range(240)]
+    for seed in range(20):
+        places = covering(texts, 30, draw=random.Random(seed))
+        assert len(set(places)) == 30
+        assert sum("manager" in texts[place] for place in places) >= 3, "by chance alone 1.5 of 30"
+    assert {place for seed in range(60) for place in covering(texts, 30, draw=random.Random(seed))} == set(range(240))
+
+
+def test_what_is_drawn_to_be_verified_is_mostly_drawn_by_chance() -> None:
+    """Forty phrases cannot all be among twenty prompts: half of these are drawn for them."""
+    texts = [f"{chr(97 + at % 26)}{at % 20} {chr(97 + at % 26)}{at % 24} tell me number {at}" for at in range(480)]
+    places = covering(texts, 20, draw=random.Random(1))
+    assert len(set(places)) == 20 and covering(texts, 1000, draw=random.Random(1)) != sorted(range(480))
+    assert covering([], 5, draw=random.Random(1)) == [] and covering(["a b"], 0, draw=random.Random(1)) == []

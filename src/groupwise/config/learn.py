@@ -116,7 +116,7 @@ class CanaryConfig(Section):
     until a version that is rated as the active one goes live in four of five cases; a canary says how many."""
     ratings_of_one: int | None = Field(default=None, ge=1)
     """Ratings of one rater (`user`; those without one are one) that count for each of the two versions, the first ones.
-    null counts all."""
+    null counts all; but what a `user` says of one version before it rates the other one is one rating, their mean."""
     max_errors: int = Field(default=5, ge=1)
     """Requests that fail under it before it can be rolled back for that."""
     minutes: float = Field(default=1440.0, gt=0)

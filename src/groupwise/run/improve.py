@@ -58,6 +58,7 @@ from groupwise.tasks.logs.truth import (
     audit,
     comparing,
     concentrated,
+    covering,
     key_of,
     read_truth,
     to_verify,
@@ -268,15 +269,21 @@ class _Work:
         if "to_verify" not in self.said:
             draw, number = random.SystemRandom(), planned(differences, gain=gain)
             pools = [self.rows("reserved"), self.rows("asked")]
-            for pool in pools:
-                draw.shuffle(pool)
             first = min(len(pools[0]), max(math.ceil(number / 2), number - len(pools[1])))
-            chosen = [*pools[0][:first], *pools[1][: number - first]]
+            chosen = [
+                pool[place]
+                for pool, count in zip(pools, (first, number - first), strict=True)
+                for place in covering(_asked(pool), count, draw=draw)
+            ]
             draw.shuffle(chosen)
             self.put_rows("verify", to_verify(chosen))
             self.said["to_verify"] = len(chosen)
             self.save()
         return {"file": str(path), "rows": self.said["to_verify"]}, differences
+
+
+def _asked(rows: Sequence[Row]) -> list[str]:
+    return [key_of(row["prompt"]) for row in rows]
 
 
 def _read(path: Path) -> Any:
@@ -360,9 +367,9 @@ def _choose(work: _Work, folder: Path, truth: Truth | None) -> None:
     if truth is not None:
         teaches, _ = apart(teaches, [each.messages for each in truth.verified], alike=ALIKE)
     draw = random.SystemRandom()  # who writes into a log must not know which of its prompts are looked at
+    places = covering(_asked(teaches), min(MOST_RESERVED, int(RESERVED * len(teaches))), draw=draw)
+    reserved, teaches = [teaches[each] for each in places], [row for at, row in enumerate(teaches) if at not in places]
     draw.shuffle(teaches)
-    kept = min(MOST_RESERVED, int(RESERVED * len(teaches)))
-    reserved, teaches = teaches[:kept], teaches[kept:]
     if reward is not None and len(teaches) < LEAST:
         lacks = [f"{len(teaches)} prompts have an answer to learn from, and {LEAST} is the least to train on"]
         needs = ["log for longer, or join outcomes: thumbs, edited (--outcomes FILE)"]

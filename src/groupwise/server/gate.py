@@ -56,7 +56,15 @@ from groupwise.server.learn import open_scorer
 from groupwise.server.policies import Trial
 from groupwise.server.shadow import Shadow
 from groupwise.server.state import Parts
-from groupwise.server.trials import Outcome, compared_ratings, judge_canary, judge_shadow, ratings_needed
+from groupwise.server.trials import (
+    Outcome,
+    Ratings,
+    compared_ratings,
+    in_turns,
+    judge_canary,
+    judge_shadow,
+    ratings_needed,
+)
 from groupwise.store.ledger import Job
 from groupwise.tasks.prompts import open_prompts
 from groupwise.tasks.rollout_sources import SingleTurnRollouts, play_all
@@ -277,8 +285,12 @@ class Gatekeeper:
         trial, canary = self.trial, self._config.canary
         if trial is None or trial.stage == "shadow" or canary is None:
             return None
-        book = self._parts.feedback
-        return len(book.rated(str(trial.version), after=trial.after, of_one=canary.ratings_of_one))
+        return len(self._ratings(trial, canary)[0])
+
+    def _ratings(self, trial: Trial, canary: CanaryConfig) -> tuple[Ratings, Ratings]:
+        """Return the ratings that the version on trial and the active one got since it began. Reads the disk."""
+        book, versions = self._parts.feedback, (trial.version, trial.against)
+        return in_turns(*(book.rated(str(each), after=trial.after, of_one=canary.ratings_of_one) for each in versions))
 
     def _on_trial(self) -> Trial:
         if self.trial is None:
@@ -453,13 +465,7 @@ class Gatekeeper:
         await self._count(trial)
         if trial.stage == "shadow" or canary is None:
             return await self._look_at_shadow(trial)
-        book = self._parts.feedback
-        new, old = await asyncio.to_thread(
-            lambda: [
-                book.rated(str(version), after=trial.after, of_one=canary.ratings_of_one)
-                for version in (trial.version, trial.against)
-            ]
-        )
+        new, old = await asyncio.to_thread(self._ratings, trial, canary)
         outcome, reason = judge_canary(
             new,
             old,

@@ -149,7 +149,7 @@ class Raters:
             if rater not in already and dishonest(agreed, honest=config.honest, confidence=config.confidence):
                 self._log.distrust(rater)
                 message = f"{named(rater)} agreed with what is known of {sum(agreed)} of {len(agreed)} prompts: "
-                message += "such ratings count nowhere from now on (POST /v1/learn/raters/trust lets them)"
+                message += "such ratings count nowhere from now on (`groupwise learn trust` lets them)"
                 data = {"key": rater[0] or None, "user": rater[1], "known": len(agreed), "agreed": sum(agreed), **told}
                 self._parts.feedback.note("rater_distrusted", message, data=data)
                 log.warning("%s", message)

@@ -263,7 +263,7 @@ class Admissions:
                 adapter=body.adapter,
                 adapters=body.adapters,
                 patience_s=patience_s,
-                session=_session(http, body) if interactive else None,
+                session=_session(http) if interactive else None,
             )
         )
         named = (
@@ -348,11 +348,11 @@ def _one_more(under_way: Counter[str], sender: str) -> Iterator[None]:
         give_back(under_way, sender)
 
 
-def _session(http: Request, body: Sampling) -> str:
-    """Return what has the same answerer while a version is on trial: the header x-session-id, the body's `user`, or
-    else the request alone."""
-    user = (body.model_extra or {}).get("user")
-    return http.headers.get("x-session-id") or (str(user) if user else secrets.token_hex(8))
+def _session(http: Request) -> str:
+    """Return what has the same answerer while a version is on trial: the header x-session-id, or else the request
+    alone. Not the body's `user`: were all that a person asks answered by one version, a canary would compare the habits
+    of the few persons who met the new one with those of all others."""
+    return http.headers.get("x-session-id") or secrets.token_hex(8)
 
 
 async def compiled(engine: LiveEngine, grammars: Sequence[Grammar | None], *, sender: str) -> None:

@@ -2,6 +2,7 @@
 
     judge_shadow  of a shadow (`server.shadow`): pairs of answers, looked at when there are enough
     judge_canary  of a canary: ratings and failures under two versions, looked at all the time
+    in_turns      of what one rater says of one version in a row, the mean
     ratings_needed  how many ratings a canary takes
     compared_ratings  what a canary's end is told with: both versions' ratings, counted and averaged
 
@@ -25,6 +26,7 @@ from groupwise.algo.evidence import failure_evidence, length_needed, log_wealth
 from groupwise.config.learn import CanaryConfig, ShadowConfig
 from groupwise.run.verdict import Measured, Verdict, judge, within_bounds
 from groupwise.server.policies import Trial
+from groupwise.store.feedback import Rater
 
 Outcome = Literal["go on", "promote", "roll back"]
 Ratings = Sequence[tuple[int, float]]  # the number under which each came, and how good the answer was, from 0 to 1
@@ -68,6 +70,23 @@ def judge_shadow(trial: Trial, *, config: ShadowConfig, scored: bool) -> tuple[O
         numbers = {"prompts": float(len(pairs)), **numbers}
         verdict = Verdict(passed=not problems, reason="; ".join(problems) or passed, numbers=numbers)
     return "promote" if verdict.passed else "roll back", verdict
+
+
+def in_turns(
+    new: Sequence[tuple[int, float, Rater]], old: Sequence[tuple[int, float, Rater]]
+) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """Return the ratings of both versions (number, vote, rater), of what a named rater said of one of them before it
+    rated the other one the mean, under the first one's number. Who rates without a name is not known: each counts."""
+    merged = sorted([(*each, True) for each in new] + [(*each, False) for each in old], key=lambda each: each[0])
+    turns, latest = list[tuple[int, bool, list[float]]](), dict[Rater, tuple[int, bool, list[float]]]()
+    for came, vote, rater, is_new in merged:
+        turn = latest.get(rater)
+        if turn is None or turn[1] is not is_new or rater[1] is None:
+            turn = latest[rater] = (came, is_new, [])
+            turns.append(turn)
+        turn[2].append(vote)
+    both = [[(came, fmean(said)) for came, side, said in turns if side is is_new] for is_new in (True, False)]
+    return both[0], both[1]
 
 
 def compared(new: Ratings, old: Ratings) -> list[float]:

@@ -162,10 +162,10 @@ class FeedbackLog:
             rows = db.execute(f"SELECT state, count(*) AS n FROM ({_ROWS}) GROUP BY state").fetchall()
         return dict.fromkeys(get_args(FeedbackState), 0) | {row["state"]: row["n"] for row in rows}
 
-    def rated(self, version: str, *, after: int, of_one: int | None = None) -> list[tuple[int, float]]:
-        """Return the votes that answers of a version got behind the rating of number `after`, and the numbers under
-        which they came, in that order: one of each rater for each answer (`votes`), however often it was rated and
-        whatever the clock says; of one rater the first `of_one`, None is all."""
+    def rated(self, version: str, *, after: int, of_one: int | None = None) -> list[tuple[int, float, Rater]]:
+        """Return the votes that answers of a version got behind the rating of number `after`, the numbers under which
+        they came, in that order, and whose they are: one of each rater for each answer (`votes`), however often it was
+        rated and whatever the clock says; of one rater the first `of_one`, None is all."""
         query = f"""
             {_ROWS} LEFT JOIN rollout AS lost ON lost.id = feedback.worse
             WHERE feedback.seq > ? AND (feedback.version = ? OR lost.version = ?) AND NOT {_DISTRUSTED}
@@ -181,11 +181,11 @@ class FeedbackLog:
                 came.setdefault((rollout, rating.rater), rating.seq)
         of_its = [(came[key], key[1], vote) for key, vote in votes(ratings).items() if key[0] in mine]
         its_votes = sorted(of_its, key=lambda each: each[0])
-        counted, heard = list[tuple[int, float]](), Counter[Rater]()
+        counted, heard = list[tuple[int, float, Rater]](), Counter[Rater]()
         for seq, rater, vote in its_votes:
             heard[rater] += 1
             if of_one is None or heard[rater] <= of_one:
-                counted.append((seq, vote))
+                counted.append((seq, vote, rater))
         return counted
 
     # --- what jobs take ---

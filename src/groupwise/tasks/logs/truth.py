@@ -4,6 +4,7 @@
     apart         rows without those that are the same as others, or nearly
     audit         the answers that a log holds, beside verified ones to the same prompts
     concentrated  what the prompts have in common about which something is wrong
+    covering      which prompts are verified: each word that enough prompts have is in a few of them
 
 People who write into a log can agree on what is wrong, and nothing inside the log tells that from the truth: answers
 that teach and answers that judge are theirs alike. So a model is only said to be better by answers that they did not
@@ -14,6 +15,7 @@ are more than mistakes, however few they are.
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ ALPHA = 0.05
 MOST_WRONG = 0.3  # of the answers that a log teaches: a third is what a few users who agree can bring in
 FEWEST_SHARED = 2  # prompts that are wrong and have words in common
 COMMON = 0.5  # words that more than this share of the prompts have tell nothing
+SEEN, IN = 0.01, 3  # words that so large a share of the prompts has are in so many of what is verified
 
 COMPARES: Mapping[str, Callable[[Sequence[str], Sequence[str]], Sequence[float | None]]] = {
     NUMBERS: number_match,
@@ -194,6 +197,29 @@ def concentrated(texts: Sequence[str], wrong: Sequence[bool]) -> str | None:
     chances = {each: by_chance(among[each], bad, fine - (everywhere[each] - among[each]), fine) for each in looked}
     best = min(looked, key=lambda each: (chances[each], -len(each), each), default=None)
     return best if best is not None and chances[best] * len(looked) <= ALPHA else None
+
+
+def covering(texts: Sequence[str], number: int, *, draw: random.Random) -> list[int]:
+    """Return `number` of these texts, by their places, drawn so that each word and each run of three that SEEN of them
+    have, and not COMMON, is in IN of those that are drawn, as far as half of the number does for it: one after another
+    that which has most of what is still lacking. The rest is drawn by chance alone, in which one in twenty is often
+    seen but once: too seldom for `concentrated`."""
+    places = list(range(len(texts)))
+    draw.shuffle(places)
+    having = [_features(text) for text in texts]
+    everywhere = Counter(each for features in having for each in features)
+    least = max(IN, SEEN * len(texts))
+    lacking = {each: IN for each, count in everywhere.items() if least <= count <= COMMON * len(texts)}
+    wanted = {place: having[place] & lacking.keys() for place in places}
+    chosen = list[int]()
+    while lacking and 2 * len(chosen) < number:
+        best = max(wanted, key=lambda place: len(wanted[place] & lacking.keys()))
+        chosen.append(best)
+        for each in wanted.pop(best) & lacking.keys():
+            lacking[each] -= 1
+            if not lacking[each]:
+                del lacking[each]
+    return [*chosen, *(place for place in places if place in wanted)][:number]
 
 
 def _features(text: str) -> frozenset[str]:
