@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cli_project import REWARDS, Project, cli
 from groupwise.config.run import RunConfig, load_config
@@ -84,7 +85,18 @@ def left(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-def test_each_run_leaves_what_it_leaves_alone(project: Project):
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Gives torch its threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("number", [1, 2])
+def test_each_run_leaves_what_it_leaves_alone(project: Project, number: int):
+    torch.set_num_threads(number)
     each = {
         "a": ["seed=0"],
         "b": ["seed=1", "algo.kl=k3", "algo.kl_coeff=0.1", "train.lora.rank=4", "rollout.group_size=4"],
@@ -95,6 +107,7 @@ def test_each_run_leaves_what_it_leaves_alone(project: Project):
         alone = run_loop(load_config(project.config, ["train.steps=2", *overrides]))
         beside = outcomes[label].result
         assert beside is not None and beside.trained and beside.steps == 2
+        assert torch.get_num_threads() == number
         assert beside.version == alone.version and left(beside.run_dir) == left(alone.run_dir)
 
 
@@ -245,6 +258,12 @@ def test_two_files_are_two_runs_and_the_page_says_what_failed(project: Project):
     assert "2 runs beside each other" in ran.stderr and "error: other: " in ran.stderr
     rows = [line.split()[:2] for line in ran.stdout.splitlines()]
     assert ["run", "1/1"] in rows and ["other", "0/1"] in rows
+
+
+def test_a_mistake_in_one_of_them_is_said_before_anything_starts(project: Project):
+    ran = cli("run", project.config, "--sweep", "data.source=prompts.jsonl,missing.jsonl")
+    assert ran.exit_code == 2 and not Path("runs").exists()
+    assert "of the run source=missing.jsonl:" in ran.stderr
 
 
 def test_files_of_one_name_have_directories_of_their_own(project: Project):

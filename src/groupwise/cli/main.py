@@ -201,14 +201,13 @@ def run(
         check_device(each.device)
         check_place(each)
         check_installed(each)
-    from groupwise.run.plan import make_plan
-
     if len(runs) > 1:
         from groupwise.cli.sweep import run_several
 
-        quiet_libraries()
-        return run_several({label: make_plan(each) for label, each in runs.items()}, as_json=as_json)
+        return run_several(runs, as_json=as_json)
     (loaded,) = runs.values()
+    from groupwise.run.plan import make_plan
+
     plan = _plan(loaded, make_plan)
     from groupwise.cli.print import print_run, run_as_json, why_untrained
     from groupwise.run.loop import run_loop as train

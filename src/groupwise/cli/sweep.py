@@ -13,19 +13,32 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from groupwise.cli.frame import print_table
+from groupwise.cli.frame import print_table, quiet_libraries
 from groupwise.cli.output import json_alone, print_json, print_line, say, stdout
 from groupwise.errors import GroupwiseError, Interrupted, TrainingError
 
 if TYPE_CHECKING:
-    from groupwise.run.plan import RunPlan
+    from groupwise.config.run import RunConfig
     from groupwise.run.ranking import Ranking
     from groupwise.run.sweep import Heat, Outcome
 
 
-def run_several(plans: Mapping[str, RunPlan], *, as_json: bool) -> None:
-    """Train the runs of these plans, by their labels, and print what came of each. Ends with the exit code of the first
-    that failed, or of what was interrupted, or that one learned nothing."""
+def run_several(configs: Mapping[str, RunConfig], *, as_json: bool) -> None:
+    """Train these runs, by their labels, and print what came of each. Ends with the exit code of the first that failed,
+    or of what was interrupted, or that one learned nothing.
+
+    Raises GroupwiseError where one of them cannot be planned; nothing was begun.
+    """
+    from groupwise.run.plan import RunPlan, make_plan
+
+    plans = dict[str, RunPlan]()
+    for label, config in configs.items():
+        try:
+            plans[label] = make_plan(config)
+        except GroupwiseError:
+            say(f"of the run {label}:")
+            raise
+    quiet_libraries()
     from groupwise.run.ranking import rank
     from groupwise.run.sweep import SweptRun, heats, run_sweep
     from groupwise.run.sweep_display import open_sweep_display
