@@ -385,11 +385,15 @@ class Ways:
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """A configuration, the same as another if it says the same."""
+class Shape:
+    """A configuration, the same as another if it says the same: what is found of one is kept by it."""
 
     text: str
     config: PreTrainedConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Shape:
+        return cls(f"{type(config).__name__} {config.to_json_string()}", config)
 
 
 def ways_of(config: PreTrainedConfig) -> Ways:
@@ -399,11 +403,11 @@ def ways_of(config: PreTrainedConfig) -> Ways:
     Raises:
         ModelError: as `turn_plain`. Or what transformers raises where it cannot make such a model.
     """
-    return _ways_of(_Shape(f"{type(config).__name__} {config.to_json_string()}", config))
+    return _ways_of(Shape.of(config))
 
 
 @lru_cache(maxsize=16)
-def _ways_of(shape: _Shape) -> Ways:
+def _ways_of(shape: Shape) -> Ways:
     model = _small_model(shape.config)
     why, uncached = why_not_packed(model), None
     if why is not None:
