@@ -1,6 +1,7 @@
 """Checks whether a model may run packed, by comparing the packed forward with the model's own before its first use.
 
     why_not_packed(model)     None, or the reason in words
+    why_twin_not_packed(..)   likewise for one of the twins of a base, which are all alike: it is tried once
     why_not_cached(model)     likewise for the model's own cache, which decodes what cannot run packed
     turn_plain(model)         what cannot run packed, to the model's own attention
     ways_of(config)           all of this from a configuration, before the model is loaded
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -62,6 +64,7 @@ _WIDTH = 32  # features of an MLP
 _VOCABULARY = 101
 _MOST_PARAMETERS = 200_000_000  # 0.8 GB in float32
 CPU = torch.device("cpu")
+_WHY: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
 
 
 def packed_tolerance(model: PreTrainedModel) -> float:
@@ -84,6 +87,14 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
         return why or f"what it does at the lengths that its configuration names cannot be tried ({_said(error)})"
     beyond = _difference(twin, LONG)
     return beyond and (why or f"{beyond}, in rows beyond the lengths that its configuration names")
+
+
+def why_twin_not_packed(base: PreTrainedModel, twin: PreTrainedModel) -> str | None:
+    """Return `why_not_packed(twin)` of what `model.load.share_weights` has made of `base` and nobody has changed since.
+    What an engine was told, the learner beside it is told: it is tried once, for as long as `base` lives."""
+    if base not in _WHY:
+        _WHY[base] = why_not_packed(twin)
+    return _WHY[base]
 
 
 def _may_choose_other_experts(model: PreTrainedModel) -> bool:
