@@ -173,7 +173,7 @@ class LocalEngine:
                 raise ConfigError("dtype cannot be had with compile: compiled steps take weights in float32")
         self._base, self._model = base, share_weights(base.model)
         self.max_rows, self.reserved_rows = max_rows, reserved_rows
-        why = why_twin_not_packed(base.model, self._model)
+        why = why_twin_not_packed(base, self._model)
         self.packed = why is None
         look(self._model, why)
         self._budget = RowBudget(max_rows, reserved_rows, paced_rows)

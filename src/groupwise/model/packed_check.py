@@ -1,7 +1,7 @@
 """Checks whether a model may run packed, by comparing the packed forward with the model's own before its first use.
 
     why_not_packed(model)     None, or the reason in words
-    why_twin_not_packed(..)   likewise for one of the twins of a base, which are all alike: it is tried once
+    why_twin_not_packed(..)   likewise for a twin of a base; a model is tried once a process
     why_not_cached(model)     likewise for the model's own cache, which decodes what cannot run packed
     turn_plain(model)         what cannot run packed, to the model's own attention
     ways_of(config)           all of this from a configuration, before the model is loaded
@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,6 +34,7 @@ from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import (
     AdaptableModules,
     Head,
+    LoadedModel,
     auto_class,
     empty_model,
     longest_row,
@@ -64,7 +64,7 @@ _WIDTH = 32  # features of an MLP
 _VOCABULARY = 101
 _MOST_PARAMETERS = 200_000_000  # 0.8 GB in float32
 CPU = torch.device("cpu")
-_WHY: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
+_WHY: dict[Any, str | None] = {}  # by model: `why_twin_not_packed`
 
 
 def packed_tolerance(model: PreTrainedModel) -> float:
@@ -89,12 +89,15 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     return beyond and (why or f"{beyond}, in rows beyond the lengths that its configuration names")
 
 
-def why_twin_not_packed(base: PreTrainedModel, twin: PreTrainedModel) -> str | None:
+def why_twin_not_packed(base: LoadedModel, twin: PreTrainedModel) -> str | None:
     """Return `why_not_packed(twin)` of what `model.load.share_weights` has made of `base` and nobody has changed since.
-    What an engine was told, the learner beside it is told: it is tried once, for as long as `base` lives."""
-    if base not in _WHY:
-        _WHY[base] = why_not_packed(twin)
-    return _WHY[base]
+    It is tried once a process for a model of these weights in this type and place: what an engine was told, the learner
+    beside it is told, and the next run of the model."""
+    computed = base.model.dtype, Head.of(twin).in_float32, base.device.type
+    key = type(twin), Shape.of(base.model.config), base.hash, computed
+    if key not in _WHY:
+        _WHY[key] = why_not_packed(twin)
+    return _WHY[key]
 
 
 def _may_choose_other_experts(model: PreTrainedModel) -> bool:

@@ -566,7 +566,7 @@ class Learner:
         return is_light(sum(weight.numel() * weight.itemsize for weight in self.base.model.parameters()))
 
     def _verify_packed(self) -> bool:
-        why = why_twin_not_packed(self.base.model, self.model)
+        why = why_twin_not_packed(self.base, self.model)
         look(self.model, why)
         if why is None:
             return True
