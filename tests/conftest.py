@@ -35,6 +35,7 @@ from slow_cases import slow_but
 from threads import THREADS
 from tiny_tokenizer import starter_tokenizer
 
+gc.disable()  # until all tests are collected
 torch.set_num_threads(int(THREADS))
 build_once()
 
@@ -94,10 +95,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Modules and thousands of tests stay until the end: no collection of garbage, of which each job makes one, need
-    look through them again, which would take half a second."""
+    """Modules and thousands of tests stay until the end: no collection of garbage looks through them while they are
+    made, nor again later, which would take half a second, as each job makes one."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def tiny_config(architecture: str, context: int, **options):

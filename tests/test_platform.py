@@ -2,6 +2,8 @@
 
 import asyncio
 import contextvars
+import gc
+import importlib
 import os
 import re
 import signal
@@ -342,3 +344,17 @@ def test_a_device_that_cannot_be_here_is_refused_without_torch(monkeypatch: pyte
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
     for device in ("auto", "cpu", "cuda"):  # whether there is a GPU torch alone knows
         platform.check_device(device)
+
+
+# ---- garbage ----
+@pytest.mark.parametrize("collects", [True, False])
+def test_while_modules_are_imported_nobody_looks_for_garbage(collects: bool) -> None:
+    """Nor where nobody did before; and again after an import that failed."""
+    before, during = gc.isenabled(), list[bool]()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(ImportError), platform.importing():
+            importlib.import_module("groupwise.nothing", during.append(gc.isenabled()))
+        assert during == [False] and gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -4,6 +4,7 @@
     cores, memory_bytes   what this process may use of the machine, limits of its control group (container) included
     try_lock, unlock      advisory locks of open files (`flock`)
     run_coroutine         a coroutine to its end, also in a notebook, whose thread has an event loop already
+    importing             a block that imports torch and what is as large, a sixth faster
     the rest              priorities, limits and facts that the kernel gives or not
 
 Only Linux has /proc, control groups and prctl. Where a fact is not to be had, a function returns what its docstring
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import gc
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -378,6 +380,19 @@ def limit_processor(more_s: int) -> None:
     most = int(used.ru_utime + used.ru_stime) + 1 + more_s
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Context manager in which nobody looks for garbage: modules are none, and to look for some takes a sixth of the
+    time of importing torch and transformers."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:

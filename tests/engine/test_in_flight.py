@@ -34,7 +34,7 @@ def open_engine(make_base, make_adapter, monkeypatch: pytest.MonkeyPatch) -> Ite
         base = make_base(architecture, context=256)
         with monkeypatch.context() as patch:
             if plain:
-                patch.setattr("groupwise.engine.local.why_not_packed", lambda model: "this test says so")
+                patch.setattr("groupwise.engine.local.why_twin_not_packed", lambda base, twin: "this test says so")
             opened.append(LocalEngine(base, lanes=lanes, **options))
         for version in (FIRST, SECOND):
             opened[-1].load(version, make_adapter(base, seed=version.number))

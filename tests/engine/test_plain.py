@@ -32,7 +32,7 @@ def open_engine(make_base, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     def make(architecture: str = "qwen3", *, packed: bool = False, cached: bool = True, **options) -> LocalEngine:
         with monkeypatch.context() as patch:
             if not packed:
-                patch.setattr("groupwise.engine.local.why_not_packed", lambda model: "this test says so")
+                patch.setattr("groupwise.engine.local.why_twin_not_packed", lambda base, twin: "this test says so")
             if not cached:
                 patch.setattr("groupwise.engine.local.why_not_cached", lambda model: "this test says so")
             opened.append(LocalEngine(make_base(architecture, dtype=torch.float64), **{"lanes": 1} | options))

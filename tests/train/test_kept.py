@@ -172,7 +172,7 @@ def test_packed_trees_and_padded_rows_agree(sampler: LocalEngine, make_base):
 
 
 def test_the_plain_decoder_records_the_same(sampler: LocalEngine, make_base, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("groupwise.engine.local.why_not_packed", lambda model: "this test says so")
+    monkeypatch.setattr("groupwise.engine.local.why_twin_not_packed", lambda base, twin: "this test says so")
     requests = [asked((1, 2, 3), n=2, top_p=0.8), asked((4, 5, 6), n=2), asked((1, 2), n=1, min_p=0.1)]
     with pytest.warns(UserWarning, match="this test says so"), closing(LocalEngine(make_base("qwen3"))) as plain:
         found = plain.generate(requests)

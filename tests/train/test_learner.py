@@ -280,6 +280,7 @@ def test_a_wrong_packed_forward_falls_back(make_learner, make_samples, monkeypat
     samples = on_policy(right, make_samples(GROUPS))
     right.forward_backward(samples, SPECS["grpo with k3"])
     expected = gradients(right)
+    monkeypatch.setattr("groupwise.model.packed_check._WHY", {})  # the code is another from here on
     monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, window: gap < -1)
     with warns():
         fallen = make_learner(gradient_checkpointing=checkpointing)
@@ -293,6 +294,7 @@ def test_a_model_that_cannot_be_packed_falls_back(make_learner, make_samples, mo
         raise NotImplementedError("it is not known how")
 
     expected = make_learner().forward(make_samples(GROUPS))
+    monkeypatch.setattr("groupwise.model.packed_check._WHY", {})  # the code is another from here on
     monkeypatch.setattr("groupwise.model.attention.SharedPrompts.attend", raises)
     with warns():
         fallen = make_learner()

@@ -177,7 +177,7 @@ def adapters_of(make_base, family: str, root: Path) -> list[Path]:
 def test_adapters_of_experts_in_one_batch(make_base, tmp_path: Path, monkeypatch, family: str, packed: bool):
     """With the base and with each other: every row gets what it would get alone (DeepSeek's router is float32)."""
     if not packed:
-        monkeypatch.setattr("groupwise.engine.local.why_not_packed", lambda model: "this test says so")
+        monkeypatch.setattr("groupwise.engine.local.why_twin_not_packed", lambda base, twin: "this test says so")
     versions = [PolicyVersion("math", i) for i in (1, 2, 3)]
     greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     asked = [

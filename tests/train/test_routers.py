@@ -56,7 +56,7 @@ def test_the_auxiliary_loss_is_that_of_a_plain_batch(make_base, monkeypatch, fam
     """Of prompts that are packed once, too; and its gradient, where the policy has none, is that of transformers'."""
     base = make_base(family, dtype=torch.float32, router_aux_loss_coef=0.5)
     if not packed:
-        monkeypatch.setattr("groupwise.train.learner.why_not_packed", lambda model: "this test says so")
+        monkeypatch.setattr("groupwise.train.learner.why_twin_not_packed", lambda base, twin: "this test says so")
     learner = Learner(base, lora=LoraSpec(rank=2, alpha=4.0, targets=[FAMILIES[family][0]]))
     assert learner.packed == packed
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ from groupwise.model.image_tokens import is_of_image, vision_of
 from groupwise.model.load import LoadedModel, share_weights, widest_float
 from groupwise.model.lost_device import lost_device
 from groupwise.model.memory import CACHE_SHARE, cache_token_bytes
-from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_not_cached, why_not_packed
+from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_not_cached, why_twin_not_packed
 from groupwise.model.recurrent_layers import is_recurrent
 from groupwise.model.transfer import on_device
 from groupwise.platform import trim_memory
@@ -173,7 +173,7 @@ class LocalEngine(Scores):
                 raise ConfigError("dtype cannot be had with compile: compiled steps take weights in float32")
         self._base, self._model = base, share_weights(base.model)
         self.max_rows, self.reserved_rows = max_rows, reserved_rows
-        why = why_not_packed(self._model)
+        why = why_twin_not_packed(base, self._model)
         self.packed = why is None
         look(self._model, why)
         self._budget = RowBudget(max_rows, reserved_rows, paced_rows)

@@ -1,6 +1,7 @@
 """Checks whether a model may run packed, by comparing the packed forward with the model's own before its first use.
 
     why_not_packed(model)     None, or the reason in words
+    why_twin_not_packed(..)   likewise for a twin of a base; a model is tried once a process
     why_not_cached(model)     likewise for the model's own cache, which decodes what cannot run packed
     turn_plain(model)         what cannot run packed, to the model's own attention
     ways_of(config)           all of this from a configuration, before the model is loaded
@@ -33,6 +34,7 @@ from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import (
     AdaptableModules,
     Head,
+    LoadedModel,
     auto_class,
     empty_model,
     longest_row,
@@ -62,6 +64,7 @@ _WIDTH = 32  # features of an MLP
 _VOCABULARY = 101
 _MOST_PARAMETERS = 200_000_000  # 0.8 GB in float32
 CPU = torch.device("cpu")
+_WHY: dict[Any, str | None] = {}  # by model: `why_twin_not_packed`
 
 
 def packed_tolerance(model: PreTrainedModel) -> float:
@@ -84,6 +87,17 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
         return why or f"what it does at the lengths that its configuration names cannot be tried ({_said(error)})"
     beyond = _difference(twin, LONG)
     return beyond and (why or f"{beyond}, in rows beyond the lengths that its configuration names")
+
+
+def why_twin_not_packed(base: LoadedModel, twin: PreTrainedModel) -> str | None:
+    """Return `why_not_packed(twin)` of what `model.load.share_weights` has made of `base` and nobody has changed since.
+    It is tried once a process for a model of these weights in this type and place: what an engine was told, the learner
+    beside it is told, and the next run of the model."""
+    computed = base.model.dtype, Head.of(twin).in_float32, base.device.type
+    key = type(twin), Shape.of(base.model.config), base.hash, computed
+    if key not in _WHY:
+        _WHY[key] = why_not_packed(twin)
+    return _WHY[key]
 
 
 def _may_choose_other_experts(model: PreTrainedModel) -> bool:
@@ -385,11 +399,15 @@ class Ways:
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """A configuration, the same as another if it says the same."""
+class Shape:
+    """A configuration, the same as another if it says the same: what is found of one is kept by it."""
 
     text: str
     config: PreTrainedConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Shape:
+        return cls(f"{type(config).__name__} {config.to_json_string()}", config)
 
 
 def ways_of(config: PreTrainedConfig) -> Ways:
@@ -399,11 +417,11 @@ def ways_of(config: PreTrainedConfig) -> Ways:
     Raises:
         ModelError: as `turn_plain`. Or what transformers raises where it cannot make such a model.
     """
-    return _ways_of(_Shape(f"{type(config).__name__} {config.to_json_string()}", config))
+    return _ways_of(Shape.of(config))
 
 
 @lru_cache(maxsize=16)
-def _ways_of(shape: _Shape) -> Ways:
+def _ways_of(shape: Shape) -> Ways:
     model = _small_model(shape.config)
     why, uncached = why_not_packed(model), None
     if why is not None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from groupwise.config.lora import LoraSpec
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError
 from groupwise.model.activations import ModelSize
@@ -34,7 +36,7 @@ from groupwise.model.memory import (
     memory,
 )
 from groupwise.model.mixture import routing_shape
-from groupwise.model.packed_check import ways_of
+from groupwise.model.packed_check import Shape, ways_of
 from groupwise.run.memory_budget import ASLEEP, FRAGMENTED, sleeps_while_training
 from groupwise.train.learner import is_light
 from groupwise.train.lora import add_lora
@@ -152,16 +154,12 @@ def fit(config: RunConfig, cards: Cards) -> GpuFit:
         ModelError: the model's configuration cannot be read, or the model can be neither trained nor sampled.
     """
     shape = load_config(config.model)
-    value = 4 if config.dtype == "float32" else 2
-    model = empty_model(shape, dtype=torch.float32 if value == 4 else torch.bfloat16)
     packed = ways_of(shape).why_not_packed is None
-    size, active = _size(config, model, packed=packed), _active(model)
-    smaller = _weights_nf4(config, model, size.weights)
     lora = config.train.lora
-    if lora is not None:
-        with torch.device("meta"):
-            add_lora(model, lora, seed=0)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    adapter = None if lora is None else lora.model_dump_json()
+    counts = _counts(Shape.of(shape), dtype, config.quantization, adapter, packed)
+    size, trained = counts.size, counts.trained
     learners, samplers = _shared_out(config, cards)
     prompt, assumed = _longest_prompt(config, context=context_length(shape))
     total = int(cards.gib * GIB)
@@ -199,23 +197,48 @@ def fit(config: RunConfig, cards: Cards) -> GpuFit:
         left=_left(needed.total - (needed.activations + needed.vllm if needed.vllm else 0), total, size.weights),
         needed=needed,
         available=available,
-        active=active,
+        active=counts.active,
         decode_s=DECODE_LAYER_S * size.layers + size.weights / READ_BYTES_S,
         prompt=prompt,
         assumed=assumed,
-        weights_nf4=smaller,
+        weights_nf4=_weights_nf4(config, counts.nf4, size.weights),
     )
 
 
-def _size(config: RunConfig, model: PreTrainedModel, *, packed: bool) -> ModelSize:
+@dataclass(frozen=True)
+class _Counts:
+    """Parameters of a model, those of them that a token meets, those that are trained, and the bytes of all with
+    weights of 4 bits."""
+
+    size: ModelSize
+    active: int
+    trained: int
+    nf4: int
+
+
+@lru_cache(maxsize=16)
+def _counts(shape: Shape, dtype: torch.dtype, quantization: str | None, adapter: str | None, packed: bool) -> _Counts:
+    """Count once a process what no GPU changes: a model of 36 layers and its adapter, without weights, take a second to
+    make. `adapter` is a LoraSpec in JSON; without one all parameters are trained."""
+    model = empty_model(shape.config, dtype=dtype)
+    size, active = _size(model, quantization, packed=packed), _active(model)
+    nf4 = _size(model, "nf4", packed=False).weights
+    if adapter is not None:
+        with torch.device("meta"):
+            add_lora(model, LoraSpec.model_validate_json(adapter), seed=0)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return _Counts(size, active, trained, nf4)
+
+
+def _size(model: PreTrainedModel, quantization: str | None, *, packed: bool) -> ModelSize:
     """Return the size of a model, with the layers in few bits that bitsandbytes would quantise."""
     value, stored, product = model.dtype.itemsize, None, 0
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if config.quantization is not None:
+    if quantization is not None:
         kept = set(not_quantised(model.config))
         linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in kept}
         sizes = [module.weight.numel() for module in linear.values()]
-        stored = int(sum(sizes) * QUANTIZED_BYTES[config.quantization] + (parameters - sum(sizes)) * value)
+        stored = int(sum(sizes) * QUANTIZED_BYTES[quantization] + (parameters - sum(sizes)) * value)
         product = max(sizes, default=0) * value  # one layer at a time is multiplied with in the weights' own type
     return ModelSize.of(
         model.config.get_text_config(),
@@ -227,12 +250,11 @@ def _size(config: RunConfig, model: PreTrainedModel, *, packed: bool) -> ModelSi
     )
 
 
-def _weights_nf4(config: RunConfig, model: PreTrainedModel, weights: int) -> int | None:
-    """Return `GpuFit.weights_nf4`."""
+def _weights_nf4(config: RunConfig, small: int, weights: int) -> int | None:
+    """Return `GpuFit.weights_nf4`, of these bytes of weights in 4 bits and as they are."""
     train = config.train
     if config.quantization or config.engine == "vllm" or train.lora is None or train.parallel == "fsdp":
         return None
-    small = _size(config.model_copy(update={"quantization": "nf4"}), model, packed=False).weights
     return small if small < WORTH_NF4 * weights else None
 
 

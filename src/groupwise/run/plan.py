@@ -7,6 +7,7 @@ configuration, the data or the rewards is told within a second or two.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from groupwise.config.load import load_object
 from groupwise.config.loss import LossSpec, loss_of
 from groupwise.config.run import RunConfig, identity, resolved
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
-from groupwise.config.yaml import to_yaml
 from groupwise.errors import ConfigError, DataError, GrammarError, GroupwiseError
 from groupwise.rewards.base import check_columns, load_rewards, reward_names
 from groupwise.rewards.call import RewardFunction
@@ -54,7 +54,7 @@ class RunPlan:
     def config_hash(self) -> str:
         """Return a digest of what makes it this run: the same when it is resumed, wherever and on however many
         devices."""
-        return hashlib.sha256(to_yaml(identity(resolved(self.config))).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(identity(resolved(self.config)), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def rows(self) -> int | None:

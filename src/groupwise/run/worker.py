@@ -66,16 +66,15 @@ def _leave(*_: object) -> None:
 
 
 def _work(options: argparse.Namespace, parent: int) -> None:
-    gc.disable()  # modules are no garbage: looking for some takes a sixth of the time of importing them
-    import torch
+    with platform.importing():
+        import torch
 
-    from groupwise.model.image_tokens import vision_of
-    from groupwise.run.job import WorkerContext
-    from groupwise.run.job_queue import LeaseHeartbeat, Worker
-    from groupwise.store.mapped_weights import map_weights
-    from groupwise.store.rundir import IMAGES
+        from groupwise.model.image_tokens import vision_of
+        from groupwise.run.job import WorkerContext
+        from groupwise.run.job_queue import LeaseHeartbeat, Worker
+        from groupwise.store.mapped_weights import map_weights
+        from groupwise.store.rundir import IMAGES
 
-    gc.enable()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     state: Path = options.state

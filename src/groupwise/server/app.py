@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.config.hub import check_model
 from groupwise.errors import GroupwiseError
+from groupwise.platform import importing
 from groupwise.server.listen import bind, incoming, own, url_of
 
 if TYPE_CHECKING:
@@ -415,10 +416,9 @@ def _open_state(config: ServeConfig, announce: Callable[[str], None], *, repair:
 
 
 def _load(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:
-    gc.disable()  # modules are no garbage: looking for some takes a sixth of the time of importing them
-    from groupwise.server.assemble import assemble
+    with importing():
+        from groupwise.server.assemble import assemble
 
-    gc.enable()
     return assemble(config, ledger, store, recorder)
 
 

@@ -53,7 +53,7 @@ from groupwise.model.image_tokens import vision_of
 from groupwise.model.layouts import FLEX, MERGED, Layouts
 from groupwise.model.load import LoadedModel, longest_row, share_weights
 from groupwise.model.mixture import RouterOutput, Routers, balancing_coefficient, load_balancing
-from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_not_packed
+from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_twin_not_packed
 from groupwise.model.packing import (
     MicroBatch,
     count_loss_tokens,
@@ -566,7 +566,7 @@ class Learner:
         return is_light(sum(weight.numel() * weight.itemsize for weight in self.base.model.parameters()))
 
     def _verify_packed(self) -> bool:
-        why = why_not_packed(self.model)
+        why = why_twin_not_packed(self.base, self.model)
         look(self.model, why)
         if why is None:
             return True
