@@ -1,6 +1,6 @@
 """What does one address cost the others? Chats beside what another address holds open, or sends again and again.
 
-    python benchmarks/floods.py                       all seven, about twelve minutes
+    python benchmarks/floods.py                       all eight, about fourteen minutes
     python benchmarks/floods.py --flood unread --seconds 600
     python benchmarks/floods.py --quick               does it run?
 
@@ -10,6 +10,7 @@
     schemas     50 chats a second with a response format that takes long or much to compile, each a new one
     ratings     50 ratings a second of one answer
     pictures    10 chats a second with a hostile image: all of tests/hostile_images.py, over and over
+    pixels      10 chats a second with an image of 50 million pixels in 47 KB, cut off, each another one
     addresses   50 chats a second whose image is at an address that is allowed, of a host that sends a byte now and then
 
 The flood comes from 127.0.0.2, the chats (16 tokens, one after another, 0.3 s apart) from 127.0.0.1; the server is
@@ -29,6 +30,7 @@ import statistics
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -46,8 +48,8 @@ ADDRESS, PAUSE_S, SETTLE_S = "127.0.0.2", 0.3, 25.0
 DRIP = 18427  # the port of a host that sends a byte now and then
 ALONE_S = 60.0  # of chats before the flood, at most
 HELD = {"unread": 1000, "watchers": 1200, "half-sent": 1000}  # connections
-SENT = {"schemas": 50, "ratings": 50, "pictures": 10, "addresses": 50}  # requests a second
-SEEN = ("pictures", "addresses")  # by a model that sees
+SENT = {"schemas": 50, "ratings": 50, "pictures": 10, "pixels": 10, "addresses": 50}  # requests a second
+SEEN = ("pictures", "pixels", "addresses")  # by a model that sees
 SENDERS = 4  # at once; a sender waits for its answer
 MORE_SENDERS = {"addresses": 64}
 CHAT = {"messages": [{"role": "user", "content": "What is 3 + 4?"}]}
@@ -99,8 +101,14 @@ def repeated(url: str, flood: str, each_second: int) -> Iterator[None]:
 
 def send(url: str, flood: str, each_second: int) -> None:
     """Sends the requests of a flood for ever. A sender waits for its answer; after a slow one it is late."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # whose images some are of
     senders, dripping = MORE_SENDERS.get(flood, SENDERS), drip() if flood == "addresses" else ""
     pictures = hostile_pictures() if flood == "pictures" else []
+    shown = {
+        "pictures": lambda i: pictures[i % len(pictures)],
+        "pixels": many_pixels,
+        "addresses": lambda i: f"{dripping}?{i}",
+    }
     with httpx2.Client(base_url=url, timeout=60, transport=httpx2.HTTPTransport(local_address=ADDRESS)) as client:
         rated = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 4}).json()["id"]
         started = time.monotonic()
@@ -111,8 +119,7 @@ def send(url: str, flood: str, each_second: int) -> None:
                 if flood == "schemas":
                     client.post("/v1/chat/completions", json=hostile_chat(number))
                 elif flood in SEEN:
-                    shown = f"{dripping}?{number}" if dripping else pictures[number % len(pictures)]
-                    client.post("/v1/chat/completions", json=chat_about(shown))
+                    client.post("/v1/chat/completions", json=chat_about(shown[flood](number)))
                 else:
                     client.post("/v1/feedback", json={"rollout_id": rated, "thumb": ("up", "down")[number % 2]})
 
@@ -126,9 +133,16 @@ def chat_about(address: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4}
 
 
+def many_pixels(number: int) -> str:
+    """Returns an image of 50 million pixels whose last two thirds are missing; each number's is another one."""
+    from hostile_images import chunk, png, url  # pyright: ignore[reportMissingImports]
+
+    said = chunk(b"tEXt", b"a\0" + str(number).encode())
+    return url(png(7000, 7000, said, chunk(b"IDAT", zlib.compress(bytes(7000 * 3 * 2300), 9))))
+
+
 def hostile_pictures() -> list[str]:
     """Returns what the tests post where an image's address should be."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from hostile_images import ADDRESSES, FILES, url  # pyright: ignore[reportMissingImports]
 
     return [*map(url, FILES.values()), *(each.format(port=9) for each in ADDRESSES.values())]

@@ -15,7 +15,7 @@ from PIL import Image
 
 from groupwise import pictures
 from groupwise.errors import DataError
-from groupwise.pictures import Picture, kept_pictures, pictures_in, read_picture, text_of
+from groupwise.pictures import Picture, TooManyPixels, decoding, kept_pictures, pictures_in, read_picture, text_of
 from seeing_models import drawn
 from wording import raises
 
@@ -155,3 +155,12 @@ def test_what_is_seen_of_messages() -> None:
     assert pictures_in([{"role": "user", "content": said}, {"role": "user", "content": "And?"}]) == [Picture(PNG)]
     assert text_of(said) == "[image] How many?" and text_of(None) == "" and text_of("so") == "so"
     assert str(Picture(PNG)) == f"sha256:{Picture(PNG).digest}"
+
+
+def test_so_many_pixels_are_decoded_and_no_more() -> None:
+    picture = read_picture(drawn(10, 10))
+    with decoding(250):
+        assert [picture.pixels().size for _ in range(2)] == [(10, 10)] * 2
+        with pytest.raises(TooManyPixels):
+            picture.pixels()
+    assert picture.pixels().size == (10, 10)

@@ -2,6 +2,7 @@
 
     read_picture    whatever a dataset's cell or a message's part has -> Picture
     Picture         the bytes of an image file, known by their SHA-256; `pixels` decodes them
+    decoding        a bound of the pixels that a thread decodes, for work that others wait for
     pictures_in     the pictures of a conversation
     text_of         a message's content as people read it, images or not
 
@@ -18,7 +19,10 @@ import hashlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from threading import get_ident
@@ -36,6 +40,39 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MOST_BYTES = 32 << 20
 MOST_PIXELS = 50_000_000  # 150 MB once decoded
 HINT = "give a path, a file: or data: URL, the file's bytes, or a PIL image, of PNG, JPEG, WebP, GIF, BMP or TIFF"
+
+
+class ImageError(DataError):
+    """A picture cannot be decoded, or is one that a model does not take."""
+
+    def __init__(self, picture: Picture, message: str, *, hint: str):
+        super().__init__(message, hint=hint, kind="image")
+        self.picture = picture
+
+
+class TooManyPixels(Exception):
+    """An image was not decoded here: with it there were more pixels than `decoding` allows."""
+
+
+@dataclass
+class _Allowance:
+    """Pixels that are still decoded."""
+
+    left: int
+
+
+_ALLOWANCE = ContextVar[_Allowance | None]("_ALLOWANCE", default=None)
+
+
+@contextmanager
+def decoding(pixels: int) -> Iterator[None]:
+    """Context manager in which images of so many pixels are decoded, all together. `Picture.pixels` raises
+    TooManyPixels for the first one beyond them, once its head is read."""
+    token = _ALLOWANCE.set(_Allowance(pixels))
+    try:
+        yield
+    finally:
+        _ALLOWANCE.reset(token)
 
 
 class Picture:
@@ -105,16 +142,20 @@ class Picture:
         """Return the decoded image, RGB, upright.
 
         Raises:
-            DataError: it cannot be decoded, as where the file was cut off.
+            ImageError: it cannot be decoded, as where the file was cut off.
+            TooManyPixels: it is to be decoded elsewhere (`decoding`).
         """
         from PIL import ImageOps
 
         data = self.data
         try:
             with _opened(data) as image:
+                _take(*image.size)
                 return ImageOps.exif_transpose(image).convert("RGB")
+        except TooManyPixels:
+            raise
         except Exception as error:  # PIL's readers raise anything
-            raise DataError(f"an image cannot be decoded: {error}", hint=HINT, kind="image") from error
+            raise ImageError(self, f"an image cannot be decoded: {error}", hint=HINT) from error
 
 
 def read_picture(given: Any, *, folder: Path = Path(), where: str = "an image") -> Picture:
@@ -199,6 +240,14 @@ def _check(data: bytes) -> None:
             raise ValueError(f"it has {width} x {height} pixels; at most {MOST_PIXELS:,} are read")
         if (frames := getattr(image, "n_frames", 1)) > 1:
             raise ValueError(f"it has {frames} frames; a still image has one")
+
+
+def _take(width: int, height: int) -> None:
+    """Take an image's pixels from what may be decoded here. Raises TooManyPixels."""
+    if (allowance := _ALLOWANCE.get()) is not None:
+        if width * height > allowance.left:
+            raise TooManyPixels
+        allowance.left -= width * height
 
 
 def _opened(data: bytes) -> Image:

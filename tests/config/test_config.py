@@ -194,7 +194,7 @@ def test_all_problems_are_reported_together(write):
         ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: nan is not valid"),
         (
             {"train": {"lora": {"targets": []}}},
-            "train.lora.targets: [] is not valid; write all-linear, experts or a list",
+            "train.lora.targets: [] is not valid; write all-linear, experts, vision, projector or a list",
         ),
         ({"train": None}, "train: None is not valid; it must be a mapping"),
         ({3: 4}, "[3]: every key must be a string"),

@@ -9,23 +9,33 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
 
 from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
-from groupwise.errors import ChatError, DataError, ModelError
+from groupwise.errors import ChatError, DataError, FieldError, ModelError
 from groupwise.model.chat import decode, encode_prompt
 from groupwise.model.image_tokens import FIRST, is_of_image, vision_of
-from groupwise.model.load import LoadedModel, share_weights
+from groupwise.model.load import LoadedModel, adapted_modules, share_weights
 from groupwise.model.packed_check import look, packed_tolerance, why_blind
 from groupwise.model.packing import micro_batches, padded_batches
 from groupwise.model.supervised import encode_supervised
-from groupwise.model.vision import Features, Vision
+from groupwise.model.vision import Features, Vision, linear_of_eyes
 from groupwise.pictures import Picture, read_picture
 from groupwise.tasks.transcript import Transcript
 from groupwise.train.forward import packed_logprobs, plain_logprobs
-from groupwise.train.lora import add_lora
-from groupwise.types import Completion, FinishReason, Message, Prompt, Sample, SamplingParams, SamplingRequest
+from groupwise.train.lora import add_lora, save_lora
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    Message,
+    PolicyVersion,
+    Prompt,
+    Sample,
+    SamplingParams,
+    SamplingRequest,
+)
 from seeing_models import FAMILIES, drawn, load_seeing
 from wording import raises
 
@@ -126,10 +136,16 @@ def test_sampler_and_trainer_are_the_models_own_forward(load: Load, name: str) -
         assert packed == pytest.approx(expected, abs=1e-9) and plain == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("turns", [1, 2])
-def test_gradients_of_an_adapter_are_those_of_the_plain_forward(load: Load, name: str, turns: int) -> None:
-    """A group of four over one image, and of four over two images in two turns."""
+@pytest.mark.parametrize("targets", ["all-linear", ("vision", "projector", "all-linear")])
+def test_gradients_of_an_adapter_are_those_of_the_plain_forward(
+    load: Load, name: str, turns: int, targets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of four over one image, and of four over two images in two turns. What changes the eyes is trained too,
+    and an image encoded once for its group."""
+    if name == "llava_onevision" and turns == 2:
+        pytest.skip("one image a prompt")
     base = load(name)
     messages = [user(ONE, "How many?")]
     messages += [{"role": "assistant", "content": "2"}, user(TWO, "And here?")] if turns == 2 else []
@@ -138,14 +154,16 @@ def test_gradients_of_an_adapter_are_those_of_the_plain_forward(load: Load, name
     gradients = list[dict[str, Tensor]]()
     for packed in (True, False):
         model = share_weights(base.model)
-        add_lora(model, LoraSpec(rank=4), seed=0)
+        add_lora(model, LoraSpec(rank=4, targets=targets), seed=0)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = torch.sin(torch.arange(parameter.numel(), dtype=torch.float64)).view_as(parameter) / 9
         total = torch.zeros((), dtype=torch.float64)
         if packed:
-            for batch in micro_batches(samples, token_budget=10_000):
-                total = total + (packed_logprobs(model, batch)[0] * batch.advantages_N).sum()
+            (batch,) = micro_batches(samples, token_budget=10_000)
+            runs = count_calls(eyes(base), "computed", monkeypatch)
+            total = (packed_logprobs(model, batch)[0] * batch.advantages_N).sum()
+            assert targets == "all-linear" or len(runs) == turns
         else:
             for sample in samples:
                 row = (*prompt, *sample.completion_ids)
@@ -156,8 +174,18 @@ def test_gradients_of_an_adapter_are_those_of_the_plain_forward(load: Load, name
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     ours, own = gradients
     assert ours and ours.keys() == own.keys()
+    assert targets == "all-linear" or {*linear_of_eyes(base.model), *linear_of_eyes(base.model, projector=True)} <= {
+        name_of.partition(".lora_")[0] for name_of in ours
+    }
     for name_of, gradient in ours.items():  # norms are computed in float32, whatever the model is in
         assert float((gradient - own[name_of]).norm() / own[name_of].norm()) < 1e-6, name_of
+
+
+def count_calls(vision: Vision, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that grows by the first argument of each call."""
+    calls, method = list[Any](), getattr(vision, name)
+    monkeypatch.setattr(vision, name, lambda first, *args: calls.append(first) or method(first, *args))
+    return calls
 
 
 def _own_of_twin(base: LoadedModel, model: Any, row: Sequence[int]) -> Tensor:
@@ -165,6 +193,61 @@ def _own_of_twin(base: LoadedModel, model: Any, row: Sequence[int]) -> Tensor:
 
     with plain_attention(model):
         return own_logits(base, row, eyes(base).pictures(row), model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_of_the_eyes_sample_as_peft_has_it(load: Load, name: str, tmp_path: Path) -> None:
+    """Two versions and the base, over one image at once, and again from what is kept."""
+    base, versions = load(name), [PolicyVersion("a", 1), PolicyVersion("a", 2)]
+    prompt = asked(base, user(ONE, "How many?"))
+    params = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+    requests = [
+        SamplingRequest(prompt_ids=prompt, n=2, params=params, version=version, cache=True)
+        for version in (PolicyVersion.base(), *versions)
+    ]
+    with closing(LocalEngine(base, max_rows=8)) as engine:
+        for version in versions:
+            adapter_of_eyes(base, tmp_path / str(version), seed=version.number)
+            engine.load(version, tmp_path / str(version))
+        said, again = engine.generate(requests), engine.generate(requests)
+    found = list[list[Tensor]]()
+    for version, mine, same in zip((None, *versions), said, again, strict=True):
+        model = load_seeing(name, tmp_path / "model").model
+        if version is not None:
+            model = PeftModel.from_pretrained(model, str(tmp_path / str(version)), autocast_adapter_dtype=False)
+        found.append([])
+        for each, other in zip(mine, same, strict=True):
+            with torch.no_grad():
+                own = own_logits(base, (*prompt, *each.token_ids), [ONE], model).log_softmax(-1)
+            expected = [float(own[len(prompt) - 1 + i, token]) for i, token in enumerate(each.token_ids)]
+            assert each.logprobs == pytest.approx(expected, abs=1e-9)
+            assert each.token_ids == other.token_ids and other.logprobs == pytest.approx(expected, abs=1e-9)
+            found[-1].append(own[len(prompt) - 1])
+    first, *others = (each[0] for each in found)
+    assert all(float((first - other).abs().max()) > 1e-4 for other in others)
+
+
+def adapter_of_eyes(base: LoadedModel, folder: Path, *, seed: int) -> None:
+    """Write an adapter of the vision tower and the projector alone."""
+    folder.mkdir()
+    model = share_weights(base.model)
+    config = add_lora(model, LoraSpec(rank=4, targets=("vision", "projector")), seed=seed)
+    for i, parameter in enumerate(each for each in model.parameters() if each.requires_grad):
+        wave = torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) * seed + i)
+        parameter.data = wave.view_as(parameter) / 9
+    save_lora(model, config, folder, base_name="tiny")
+
+
+def test_a_model_that_reads_text_has_no_eyes_to_adapt(tiny: LoadedModel) -> None:
+    for target in ("vision", "projector"):
+        with raises(FieldError, field="train.lora.targets"):
+            add_lora(share_weights(tiny.model), LoraSpec(targets=target), seed=0)
+
+
+def test_names_of_modules_mean_the_text_decoders(load: Load) -> None:
+    """SigLIP's are called the same."""
+    names = adapted_modules(load("smolvlm").model, ["q_proj"])
+    assert names and all(".text_model." in name for name in names)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
@@ -209,15 +292,15 @@ def test_a_model_that_reads_text_refuses_images(tiny: LoadedModel) -> None:
 
 
 def test_images_are_encoded_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, runs = load("qwen3_vl"), list[Any]()
+    base = load("qwen3_vl")
     vision = eyes(base)
     vision._features.clear()
-    computed = vision._computed
-    monkeypatch.setattr(vision, "_computed", lambda seen: runs.append(seen.picture) or computed(seen))
+    runs = count_calls(vision, "computed", monkeypatch)
     prompt = asked(base, user(ONE, TWO, ONE, "Which?"))
     said = sampled(base, prompt)
     trained(share_weights(base.model), samples_of(prompt, said))
-    assert [each for each in runs if each in (ONE, TWO)] == [ONE, TWO] and len(runs) <= 3  # one tries it out
+    shown = [vision.picture(token) for token in runs]
+    assert [each for each in shown if each in (ONE, TWO)] == [ONE, TWO] and len(runs) <= 3  # one tries it out
 
 
 def test_a_conversation_goes_on_with_what_was_kept(load: Load) -> None:

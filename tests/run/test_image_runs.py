@@ -11,10 +11,11 @@ import pytest
 import torch
 from peft import PeftModel
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file
 
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.local import LocalEngine
-from groupwise.errors import ChatError
+from groupwise.errors import ChatError, ConfigError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.image_tokens import FIRST, vision_of
 from groupwise.model.load import load_model
@@ -72,8 +73,9 @@ def test_it_trains_what_it_sees(tmp_path: Path, model: Path) -> None:
     ran = run_loop(place(tmp_path, model))
     assert ran.trained
     measured = metrics_of(ran.run_dir)
-    assert all(line["train/grad_norm"] > 0 for line in measured if "train/grad_norm" in line)
-    assert all(line["mismatch/logprob_gap"] < 1e-4 for line in measured if "mismatch/logprob_gap" in line)
+    steps = [line for line in measured if "optim/grad_norm" in line]
+    assert len(steps) == 2 and all(line["optim/grad_norm"] > 0 for line in steps)
+    assert all(line["mismatch/logprob_diff_max"] < 1e-4 for line in steps)
     kept = sorted(path.name for path in (ran.run_dir / "images").iterdir())
     pictures = [read_picture(f"{count}.png", folder=tmp_path) for count in range(1, 6)]
     assert kept == sorted(f"{each.digest}.png" for each in pictures)
@@ -109,6 +111,27 @@ def test_the_adapter_answers_the_same_with_peft(tmp_path: Path, model: Path) -> 
     assert not torch.allclose(before, after, atol=1e-4)
 
 
+def test_what_it_sees_is_trained_too(tmp_path: Path, model: Path) -> None:
+    """Sampler and trainer see the same with each new version."""
+    targets = ["vision", "projector", "all-linear"]
+    train = {"steps": 3, "learning_rate": 1e-2, "lora": {"targets": targets, "rank": 4}}
+    ran = run_loop(place(tmp_path, model, train=train))
+    measured = metrics_of(ran.run_dir)
+    gaps = [line["mismatch/logprob_diff_max"] for line in measured if "mismatch/logprob_diff_max" in line]
+    assert len(gaps) == 3 and max(gaps) < 1e-4
+    written = load_file(AdapterStore(ran.run_dir / "adapters").path(ran.version) / "adapter_model.safetensors")
+    moved = {name for name, tensor in written.items() if name.endswith("lora_B.weight") and tensor.abs().max() > 0}
+    assert any(".visual.blocks." in name for name in moved) and any(".merger." in name for name in moved)
+
+
+@pytest.mark.parametrize(
+    "sections", [{"engine": "vllm"}, {"train": {"parallel": "fsdp", "devices": 2, "lora": {"targets": "projector"}}}]
+)
+def test_where_it_cannot_be_trained_it_is_refused(tmp_path: Path, model: Path, sections: dict[str, Any]) -> None:
+    with raises(ConfigError):
+        place(tmp_path, model, **({"train": {"lora": {"targets": ["vision"]}}} | sections))
+
+
 def test_it_goes_on_bit_for_bit(tmp_path: Path, model: Path) -> None:
     """Groups that wait in the buffer have images that are only on the run's shelf."""
     sections: dict[str, Any] = {
@@ -127,6 +150,7 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, model: Path) -> None:
 
 LOOKING = """
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file
 from groupwise.tasks.tool_env import ToolEnv
 
 class Looking:

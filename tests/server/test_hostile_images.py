@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from groupwise.model.vision import Vision
 from groupwise.server.images import folder_of
+from groupwise.server.reader import PIXELS, SHORT
 from hostile_images import ADDRESSES, FILES, GOOD, PARTS, file_of, url
 from seeing_models import drawn, save_seeing
 from whole_server import Whole, whole
 
-MOST_GROWTH = 700 << 20  # bytes: an image of 50 million pixels, decoded, turned and made into an array
+MOST_GROWTH = 64 << 20  # bytes: none of 50 million pixels is decoded in the server's process
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +99,20 @@ def test_an_address_is_not_followed(site: Whole, listener: socket.socket, name: 
 @pytest.mark.parametrize("name", PARTS)
 def test_what_is_no_url_is_refused(site: Whole, name: str) -> None:
     check_refused(site, PARTS[name], ("invalid_messages", "invalid_value", "invalid_type", "invalid_image", "missing"))
+
+
+def test_an_image_of_many_pixels_is_looked_at_elsewhere(site: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, which tells the server what it found; here it is decoded for the model alone."""
+    looked_at, here = Vision._looked_at, list[object]()
+    monkeypatch.setattr(
+        Vision, "_looked_at", lambda self, picture: here.append(seen := looked_at(self, picture)) or seen
+    )
+    many = file_of(Image.new("RGB", (2000, 1100)))
+    assert len(many) < SHORT / 2 and PIXELS < 2000 * 1100
+    part = {"type": "image_url", "image_url": {"url": url(many)}}
+    body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+    answer = site.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200 and not here, answer.text
 
 
 def test_a_kind_that_is_said_wrong_changes_nothing(site: Whole) -> None:

@@ -91,9 +91,9 @@ class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target
     lora_dropout: Dropout = LoraSpec().dropout
     """Dropout on the adapter's input while training."""
     target_modules: Targets | None = None
-    """`all-linear` (the projections of attention and of dense MLPs), `experts` (the routed experts of a mixture), or a
-    list of these and of names of modules; null is those of the adapter that is continued, all-linear for a fresh
-    one."""
+    """`all-linear` (the projections of attention and of dense MLPs), `experts` (the routed experts of a mixture),
+    `vision` and `projector` (of a model that sees), or a list of these and of names of modules; null is those of the
+    adapter that is continued, all-linear for a fresh one."""
     checkpoint_interval: int | None = Field(default=None, ge=1)
     """Steps between checkpoints, from which the job goes on if its worker dies; null is 10."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -8,7 +8,9 @@ from pydantic import BeforeValidator, Field
 
 from groupwise.config.section import Section
 
-ALL_LINEAR, EXPERTS = "all-linear", "experts"
+ALL_LINEAR, EXPERTS, VISION, PROJECTOR = "all-linear", "experts", "vision", "projector"
+KINDS = (ALL_LINEAR, EXPERTS, VISION, PROJECTOR)  # what stands for many modules; others are names of modules
+EYES = (VISION, PROJECTOR)
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # 3-D, in the order in which transformers registers them
 MAX_ALPHA = 1e6  # in practice it is a few times the rank; far beyond that float32 overflows
 
@@ -16,10 +18,10 @@ MAX_ALPHA = 1e6  # in practice it is a few times the rank; far beyond that float
 def _targets(value: Any) -> Any:
     if isinstance(value, list | tuple) and value and all(isinstance(x, str) for x in value):
         return tuple(value)
-    if value in (ALL_LINEAR, EXPERTS):
+    if value in KINDS:
         return value
     names = "a list of these and of module names, such as [q_proj, v_proj]"
-    raise ValueError(f"{value!r} is not valid; write {ALL_LINEAR}, {EXPERTS} or {names}")
+    raise ValueError(f"{value!r} is not valid; write {', '.join(KINDS)} or {names}")
 
 
 Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
@@ -45,4 +47,11 @@ class LoraSpec(Section):
     base, or vLLM but with vllm.push: merged."""
     targets: Targets = "all-linear"
     """`all-linear`: the projections of attention and of dense MLPs, shared experts included, not the LM head;
-    `experts`: the routed experts of a mixture; or a list of these and of names of modules, which may be routers."""
+    `experts`: the routed experts of a mixture; of a model that sees, `vision`: the linear layers of the tower, and
+    `projector`: those between it and the text decoder; or a list of these and of names of the text decoder's modules,
+    which may be routers."""
+
+    @property
+    def changes_eyes(self) -> bool:
+        """Return whether what the model makes of an image is trained."""
+        return bool(set(EYES).intersection([self.targets] if isinstance(self.targets, str) else self.targets))

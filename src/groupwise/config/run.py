@@ -550,7 +550,8 @@ class RunConfig(Section):
         return self.rollout.may_be_stale or rounds
 
     def _check_precision(self) -> None:
-        """Refuse a mixture of precisions without float32, what cannot go with a base in few bits, or with DoRA."""
+        """Refuse a mixture of precisions without float32, what cannot go with a base in few bits, with DoRA, or
+        with an adapter of what the model sees."""
         if self.train.mixed_precision and self.dtype != "float32":
             message = f"is over weights in float32, and dtype is {self.dtype}; set dtype: float32, or leave it out"
             raise conflict("train", "mixed_precision", message)
@@ -560,6 +561,10 @@ class RunConfig(Section):
             why = "engine vllm, which serves no DoRA; set vllm.push: merged, or engine: local"
             why = why if by_vllm else f"quantization {kind}: it needs norms of the weights; leave one of the two out"
             raise conflict("train", "lora", f"use_dora does not go with {why}")
+        if lora is not None and lora.changes_eyes and (self.engine == "vllm" or self.train.parallel == "fsdp"):
+            why = "engine vllm, which is given no images here; set engine: local"
+            why = why if self.engine == "vllm" else "parallel fsdp, where not every process sees images; set ddp"
+            raise conflict("train", "lora", f"targets vision and projector do not go with {why}")
         if kind and lora is None:
             raise conflict("quantization", f"{kind} weights cannot be trained; set train.lora")
         if kind and self.rollout.dtype is not None:

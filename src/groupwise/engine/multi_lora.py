@@ -214,6 +214,11 @@ class AdapterBank:
                 self._rounded = self._new_rounded()
                 self._own.clear()
 
+    @property
+    def owners(self) -> Sequence[AdapterWeights | None]:
+        """What the calling thread has selected."""
+        return self._now.owners
+
     def select(self, owners: Sequence[AdapterWeights | None]) -> None:
         """Set the adapters of the calling thread's next forwards: one for each token of the packed row, None where it
         is the base."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.engine.adapted_eyes import AdaptedEyes
 from groupwise.engine.admission import (
     EXTEND_TOKENS,
     Admitted,
@@ -82,7 +83,9 @@ class PackedDecoder(DecodedRows):
     ):
         super().__init__(shared, shared.budget.most)
         self.past = past
-        self._backbone, self._vision = Backbone(shared.model, shared.bank.project), vision_of(shared.model)
+        self._vision = vision_of(shared.model)
+        see = None if self._vision is None else AdaptedEyes(shared.model, shared.bank, self._vision)
+        self._backbone = Backbone(shared.model, shared.bank.project, see)
         self.cache, self.lookup = KeyValueCache(shared.budget.most, cache_tokens), Lookup(draft_tokens, shared.device)
         self._since_sorted = 0  # decode steps
         self._grid: Grid | None = None  # None: rows have come or gone since it was made

@@ -18,7 +18,7 @@ Shapes: S packed tokens, H query heads, K key-value heads, D head size, F interm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from transformers import PreTrainedModel
 from groupwise.errors import ConfigError
 from groupwise.model.attention import Layout, Scoring
 from groupwise.model.image_tokens import FIRST, vision_of
+
+if TYPE_CHECKING:
+    from groupwise.model.vision import See
 
 LEAN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -60,20 +63,22 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     raise NotImplementedError(f"{type(model).__name__} has no module {model.base_model_prefix!r}")
 
 
-def decoder_inputs(model: PreTrainedModel, ids_BT: Tensor) -> dict[str, Any]:
-    """Return token ids as the text decoder takes them: as they are, or as embeddings where images are among them."""
+def decoder_inputs(model: PreTrainedModel, ids_BT: Tensor, see: See | None = None) -> dict[str, Any]:
+    """Return token ids as the text decoder takes them: as they are, or as embeddings where images are among them, with
+    the features that `see` says; None: as the model sees."""
     vision = vision_of(model)
     if vision is None or not bool((ids_BT >= FIRST).any()):
         return {"input_ids": ids_BT}
-    return vision.embed(ids_BT, model.get_input_embeddings())
+    return vision.embed(ids_BT, model.get_input_embeddings(), see or vision.see(model))
 
 
 class Backbone:
     """`Backbone(model)(ids_S, positions_S, layout)` -> the last hidden states [S, hidden]. Positions are [3, S] where a
-    model that sees has three for each token (`Vision.positions`)."""
+    model that sees has three for each token (`Vision.positions`); `see` says what it sees, where that is not what its
+    own modules make of an image."""
 
-    def __init__(self, model: PreTrainedModel, project: Project = project_plainly):
-        self.model = model
+    def __init__(self, model: PreTrainedModel, project: Project = project_plainly, see: See | None = None):
+        self.model, self._see = model, see
         self._own: Any = decoder_of(model)
         self._project = project
         self.lean = is_lean(model)
@@ -82,7 +87,8 @@ class Backbone:
         own = self._own
         if not self.lean:
             where = positions_S.unsqueeze(-2)
-            out = own(**decoder_inputs(self.model, ids_S[None]), position_ids=where, layout=layout, use_cache=False)
+            told = decoder_inputs(self.model, ids_S[None], self._see)
+            out = own(**told, position_ids=where, layout=layout, use_cache=False)
             return out.last_hidden_state[0]
         h, cos, sin = self.opening(ids_S, positions_S)
         saving = own.gradient_checkpointing and own.training and torch.is_grad_enabled()

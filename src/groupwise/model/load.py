@@ -37,7 +37,7 @@ with importing():
 
 from groupwise.config.chat import ChatConfig
 from groupwise.config.hub import model_path, reading
-from groupwise.config.lora import ALL_LINEAR, EXPERTS
+from groupwise.config.lora import ALL_LINEAR, EXPERTS, KINDS, PROJECTOR, VISION
 from groupwise.errors import FieldError, ModelError
 from groupwise.model.attention import ATTENTION
 from groupwise.model.chat import configure_chat, remember_ends, stop_ids
@@ -52,7 +52,7 @@ from groupwise.model.quantized import (
     take_over,
 )
 from groupwise.model.recurrent_layers import pack_recurrent_layers
-from groupwise.model.vision import open_eyes
+from groupwise.model.vision import attention_of_eyes, linear_of_eyes, open_eyes, set_attention_of_eyes
 from groupwise.platform import no_such_gpu
 from groupwise.recorded import RoutingShape
 
@@ -343,6 +343,7 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     tensors = [*model.parameters(), *model.buffers()]
     twin: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     twin.set_attn_implementation(ATTENTION)
+    set_attention_of_eyes(twin, attention_of_eyes(model))
     pack_recurrent_layers(twin)
     return twin
 
@@ -366,7 +367,7 @@ class AdaptableModules:
 
     `refused` has the modules of the text decoder in the model's order, and after fused experts their parameters, and
     why each takes no adapter, or None. `experts` are modules of experts, and what adapters of them change: their fused
-    parameters, or their linear layers.
+    parameters, or their linear layers. `eyes` are the linear layers of a vision tower and of its projector.
     """
 
     architecture: str
@@ -374,6 +375,7 @@ class AdaptableModules:
     all_linear: tuple[str, ...]
     experts: Mapping[str, tuple[str, ...]]
     tensors: tuple[str, ...]
+    eyes: Mapping[str, tuple[str, ...]]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> AdaptableModules:
@@ -398,7 +400,8 @@ class AdaptableModules:
         linear = [name for name, why in refused.items() if why is None and name not in fused]
         all_linear = tuple(name for name in linear if not _is_routed(name, every))
         tensors = tuple(name for name, _ in model.named_parameters())
-        return cls(type(model).__name__, refused, all_linear, experts, tensors)
+        eyes = {VISION: linear_of_eyes(model), PROJECTOR: linear_of_eyes(model, projector=True)}
+        return cls(type(model).__name__, refused, all_linear, experts, tensors, eyes)
 
     def has(self, target: str) -> bool:
         """Return whether there is a module of this name."""
@@ -406,12 +409,12 @@ class AdaptableModules:
 
     def meant(self, targets: str | Sequence[str]) -> list[str]:
         """See `adapted_modules`."""
-        if isinstance(targets, str) and targets not in (ALL_LINEAR, EXPERTS):
+        if isinstance(targets, str) and targets not in KINDS:
             raise _target_error(f" is {targets!r}")
         wanted: set[str] = set()
         for target in [targets] if isinstance(targets, str) else targets:
             wanted.update(self._named(target))
-        return [name for name in self.refused if name in wanted]
+        return [name for name in (*self.refused, *self.eyes[VISION], *self.eyes[PROJECTOR]) if name in wanted]
 
     def _named(self, target: str) -> Sequence[str]:
         """Return what one target means."""
@@ -419,6 +422,10 @@ class AdaptableModules:
             if not self.all_linear:
                 raise _target_error(f": {self.architecture} has no linear layer that {ALL_LINEAR} means", hint=None)
             return self.all_linear
+        if target in self.eyes:
+            if not self.eyes[target]:
+                raise _target_error(f": {self.architecture} reads text alone, and has no {target}")
+            return self.eyes[target]
         found = [name for name in self.refused if _names(target, name) and self._may_be_meant(target, name)]
         if not found:
             raise self._not_found(target)
@@ -446,9 +453,10 @@ def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> lis
     parameters of experts, in the model's order.
 
     `all-linear` is every linear layer of the text decoder but the LM head: the projections of attention and of dense
-    MLPs, shared experts included. It is neither a router nor a routed expert. `experts` is all routed experts. Names
-    mean the modules that have them, or whose last parts they are, and may name a router (`gate`, `mlp.router`) or a
-    parameter of experts (`experts.down_proj`).
+    MLPs, shared experts included. It is neither a router nor a routed expert. `experts` is all routed experts, `vision`
+    every linear layer of the vision tower, and `projector` those between it and the text decoder. Names mean the
+    text decoder's modules that have them, or whose last parts they are, and may name a router (`gate`, `mlp.router`)
+    or a parameter of experts (`experts.down_proj`).
 
     Raises:
         FieldError: a target names no module of the model, the LM head, or something that is not a linear layer, such
@@ -465,7 +473,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 _EXPERTS = ": transformers has no exchangeable forward of these experts, so they take no adapter"
-_TARGETS_HINT = f'use "{ALL_LINEAR}", "{EXPERTS}" or names of linear modules, such as [q_proj, v_proj]'
+_TARGETS_HINT = (
+    f'use "{ALL_LINEAR}", "{EXPERTS}", "{VISION}", "{PROJECTOR}" or names of linear modules, such as [q_proj, v_proj]'
+)
 
 
 def _target_error(message: str, *, hint: str | None = _TARGETS_HINT) -> FieldError:
@@ -578,9 +588,10 @@ def plain_implementation(model: PreTrainedModel) -> str:
 @contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
     """Context manager in which the model runs its own attention on ordinary padded rows."""
-    before = str(model.config._attn_implementation)
+    before, eyes = str(model.config._attn_implementation), attention_of_eyes(model)
     model.set_attn_implementation(plain_implementation(model))
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+        set_attention_of_eyes(model, eyes)

@@ -9,8 +9,8 @@ every vocabulary, made of the image's content and the number of the place:
     Vision.embed            token ids -> embeddings, an image's from the vision tower, which runs once for each image
     Vision.positions        token ids -> rotary positions: one a token, or three (M-RoPE, arXiv 2409.12191, section 2.1)
 
-The tower is frozen: its features are computed without a graph, and kept for the next sampling or training of the same
-image, up to a number of bytes.
+Where the tower is frozen, its features are computed without a graph, and kept for the next sampling or training of the
+same image, up to a number of bytes. Where an adapter changes it, who runs it says what an image's features are (`See`).
 
 Shapes: S packed tokens, n tokens of an image, H hidden size.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -34,10 +34,11 @@ from torch import Tensor
 from transformers import PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.errors import ChatError, DataError, ModelError
-from groupwise.model.image_tokens import FIRST, PLACES, VISION, is_first, key_of
-from groupwise.pictures import Picture, kept_pictures, read_picture
+from groupwise.model.image_tokens import FIRST, PLACES, VISION, is_first, key_of, vision_of
+from groupwise.pictures import ImageError, Picture, kept_pictures, read_picture
 
 KEPT_BYTES = 1 << 30  # of features
+PROJECTORS = {"multi_modal_projector", "connector", "merger", "deepstack_merger_list"}  # as families call it
 MOST_SEEN = 1 << 14  # images that are known at once, where others can be looked at again
 
 
@@ -65,6 +66,10 @@ class Features:
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (self.rows, *self.deep))
+
+
+# Tokens of images, and their places in the packed row -> the features of each one's image
+See = Callable[[Sequence[int], Sequence[int]], Sequence[Features]]
 
 
 class Vision:
@@ -192,6 +197,16 @@ class Vision:
             for known in (self._seen, self._features):
                 known.pop(key_of(picture.digest), None)
 
+    def noted(self) -> dict[int, Seen]:
+        """Return the images that are known here and kept on the shelf: what `learn` takes in another process."""
+        with self._lock:
+            return {} if self.shelf is None else dict(self._seen)
+
+    def learn(self, noted: Mapping[int, Seen]) -> None:
+        """Know images that another process has looked at, with the same shelf."""
+        with self._lock:
+            self._seen |= {key: seen for key, seen in noted.items() if key not in self._seen}
+
     def warm_up(self) -> None:
         """Import what prepares images."""
         if self.blind is None:
@@ -217,7 +232,7 @@ class Vision:
         tokens, grid = shown.count(self.token_id), inputs.get("image_grid_thw")
         if tokens > PLACES:
             message = f"an image has {tokens} tokens; at most {PLACES} are supported"
-            raise DataError(message, hint="make it smaller", kind="image")
+            raise ImageError(picture, message, hint="make it smaller")
         extent = None if grid is None else _extent(grid[0].tolist(), self._merge)
         return Seen(picture, shown, tokens, extent, alone="batch_num_images" in inputs)
 
@@ -234,7 +249,7 @@ class Vision:
 
     def _prepared(self, picture: Picture) -> tuple[Any, str]:
         """Return what the processor makes of an image: the tensors, and what stands in the text for it. Raises
-        DataError where it refuses the image."""
+        ImageError where it refuses the image."""
         processor, settings = self.processor, self.processor.tokenizer.init_kwargs
         told = processor._merge_kwargs(
             processor.valid_processor_kwargs, tokenizer_init_kwargs=settings, return_tensors="pt"
@@ -244,7 +259,7 @@ class Vision:
             inputs, (replacement,) = processor._process_images([[pixels]], **told["images_kwargs"])
         except ValueError as error:  # as of one that is far wider than high
             message = f"this model's processor does not take an image: {error}"
-            raise DataError(message, hint="crop it, or give it another size", kind="image") from error
+            raise ImageError(picture, message, hint="crop it, or give it another size") from error
         return inputs, replacement
 
     def save(self, folder: Path) -> None:
@@ -264,7 +279,7 @@ class Vision:
 
     # -- embeddings ---------------------------------------------------------------------------------------------------
 
-    def embed(self, ids_BT: Tensor, embeddings: torch.nn.Module) -> dict[str, Any]:
+    def embed(self, ids_BT: Tensor, embeddings: torch.nn.Module, see: See) -> dict[str, Any]:
         """Return the inputs of the text decoder for rows of tokens: `inputs_embeds` [B, T, H], and what deepstack adds.
 
         Raises:
@@ -272,10 +287,11 @@ class Vision:
         """
         image_BT = ids_BT >= FIRST
         embeds_BTH, tokens = embeddings(ids_BT.masked_fill(image_BT, self.token_id)), ids_BT[image_BT].tolist()
-        of_image = {token // PLACES: token for token in tokens}  # one of its tokens
-        every = {image: self.features(token) for image, token in of_image.items()}
+        seen = see(tokens, image_BT.flatten().nonzero()[:, 0].tolist())
+        every = {id(each): each for each in seen}
         starts = dict(zip(every, accumulate((len(each.rows) for each in every.values()), initial=0), strict=False))
-        at_n = torch.tensor([starts[token // PLACES] + token % PLACES for token in tokens], device=ids_BT.device)
+        at_n = [starts[id(each)] + token % PLACES for each, token in zip(seen, tokens, strict=True)]
+        at_n = torch.tensor(at_n, device=ids_BT.device)
         rows_nH = torch.cat([each.rows for each in every.values()])[at_n].to(embeds_BTH)
         told: dict[str, Any] = {"inputs_embeds": embeds_BTH.index_put((image_BT,), rows_nH)}
         if levels := list(zip(*(each.deep for each in every.values()), strict=True)):
@@ -283,26 +299,42 @@ class Vision:
             told["deepstack_visual_embeds"] = [torch.cat(level)[at_n] for level in levels]
         return told
 
+    def see(self, model: PreTrainedModel) -> See:
+        """Return what a second module tree sees: with an adapter in its eyes anew for each forward, with a graph, once
+        for each image; with frozen ones what is kept."""
+        if any(parameter.requires_grad for parameter in parameters_of_eyes(model)):
+            return lambda tokens, _: self._once(tokens, lambda token: self.computed(token, model))
+        return lambda tokens, _: self._once(tokens, self.features)
+
+    def _once(self, tokens: Sequence[int], features: Callable[[int], Features]) -> list[Features]:
+        every = {image: features(token) for image, token in {token // PLACES: token for token in tokens}.items()}
+        return [every[token // PLACES] for token in tokens]
+
     def features(self, token: int) -> Features:
-        """Return what the tower makes of the image that a token is of."""
+        """Return what the frozen tower makes of the image that a token is of."""
         key = (token - FIRST) // PLACES
         with self._lock:
             if (found := self._features.get(key)) is None:
-                seen = self._known(token)
-                found = self._features[key] = self._computed(seen)
-                if len(found.rows) != seen.tokens:
-                    raise DataError(f"an image has {seen.tokens} tokens and {len(found.rows)} features", kind="image")
+                with torch.inference_mode(False), torch.no_grad():
+                    found = self._features[key] = self.computed(token, self._model)
                 while len(self._features) > 1 and sum(each.nbytes for each in self._features.values()) > KEPT_BYTES:
                     self._features.popitem(last=False)
             self._features.move_to_end(key)
         return found
 
-    def _computed(self, seen: Seen) -> Features:
-        with torch.inference_mode(False), torch.no_grad():
-            inputs = _accepted(_inner(self._model).get_image_features, self._on_device(seen.picture))
-            out = _inner(self._model).get_image_features(**inputs, return_dict=True)
+    def computed(self, token: int, model: PreTrainedModel) -> Features:
+        """Return what the tower of a module tree makes of the image that a token is of. Raises DataError for an image
+        that is not known here."""
+        with self._lock:
+            seen = self._known(token)
+            prepared = self._on_device(seen.picture)
+        inputs = _accepted(_inner(model).get_image_features, prepared)
+        out = _inner(model).get_image_features(**inputs, return_dict=True)
         deep = getattr(out, "deepstack_features", None) or ()
-        return Features(_flat(out.pooler_output), tuple(_flat(each) for each in deep))
+        found = Features(_flat(out.pooler_output), tuple(_flat(each) for each in deep))
+        if len(found.rows) != seen.tokens:
+            raise DataError(f"an image has {seen.tokens} tokens and {len(found.rows)} features", kind="image")
+        return found
 
     def _on_device(self, picture: Picture) -> dict[str, Any]:
         inputs = self._prepared(picture)[0].to(self._model.device)
@@ -356,13 +388,55 @@ def sample_picture() -> Picture:
     return read_picture(Image.fromarray(pixels))
 
 
-def freeze_eyes(model: PreTrainedModel) -> None:
-    """Let nothing of a model be trained but its text decoder and its LM head."""
+def eyes_of(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """Return, by their full names, the modules that are neither of the text decoder nor the LM head; none of a model
+    that reads text alone."""
+    if vision_of(model) is None:
+        return {}
+    head, decoder = model.get_output_embeddings(), model.get_decoder()
+    ours = {id(module) for module in (*decoder.modules(), head)}
+    every = dict(model.named_modules())
+    names = [name for name, module in every.items() if id(module) in ours]
+    around = {"", *(name[:i] for name in names for i, letter in enumerate(name) if letter == ".")}
+    return {name: module for name, module in every.items() if id(module) not in ours and name not in around}
+
+
+def parameters_of_eyes(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """Return the parameters that are neither of the text decoder nor of the LM head."""
     head: Any = model.get_output_embeddings()
     ours = {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in ours:
-            parameter.requires_grad_(False)
+    return [parameter for parameter in model.parameters() if id(parameter) not in ours]
+
+
+def linear_of_eyes(model: PreTrainedModel, *, projector: bool = False) -> tuple[str, ...]:
+    """Return the names of the linear layers of a vision tower, or of the projector behind it. A pooling head, which
+    makes one vector of an image, has no part in what the text decoder gets."""
+    found = list[str]()
+    for name, module in eyes_of(model).items():
+        parts = name.split(".")
+        if type(module) is torch.nn.Linear and "head" not in parts and projector != PROJECTORS.isdisjoint(parts):
+            found.append(name)
+    return tuple(found)
+
+
+def attention_of_eyes(model: PreTrainedModel) -> str | None:
+    """Return the name of the attention that the vision tower runs with; None of a model that reads text alone."""
+    config: Any = model.config
+    return None if vision_of(model) is None else str(config.vision_config._attn_implementation)
+
+
+def set_attention_of_eyes(model: PreTrainedModel, name: str | None) -> None:
+    """Have the vision tower run with this attention, whatever the text decoder runs with."""
+    for module in eyes_of(model).values():
+        if name is not None and getattr(module, "config", None) is not None:
+            config: Any = module.config
+            config._attn_implementation = name
+
+
+def freeze_eyes(model: PreTrainedModel) -> None:
+    """Let nothing of a model be trained but its text decoder and its LM head."""
+    for parameter in parameters_of_eyes(model):
+        parameter.requires_grad_(False)
 
 
 def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -24,7 +24,7 @@ from starlette.concurrency import run_in_threadpool
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import DataError, ModelError, RequestError
 from groupwise.model.image_tokens import is_first, is_of_image, vision_of
-from groupwise.pictures import Picture, is_picture, kept_pictures
+from groupwise.pictures import ImageError, Picture, is_picture, kept_pictures
 from groupwise.server.kept_images import ImageNotFoundError, shown_image
 from groupwise.server.state import given
 from groupwise.server.wire import documented
@@ -69,7 +69,7 @@ def seeing(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizer
 
     Raises:
         RequestError: the model cannot see (unsupported_content); there are too many images (limit_exceeded); one of
-            them cannot be decoded (invalid_image).
+            them cannot be decoded, or the model takes none such (invalid_image).
         StorageError: they cannot be kept.
     """
     places = dict(_pictures(messages, at))
@@ -88,7 +88,8 @@ def seeing(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizer
         with writing("keeping an image"):
             yield
     except DataError as error:
-        field = next((where for where, picture in places.items() if not _decodes(picture)), at)
+        wrong = error.picture if isinstance(error, ImageError) else None
+        field = next((where for where, picture in places.items() if picture == wrong), at)
         raise RequestError(
             f"{field}: {error.message}", hint=error.hint, field=field, kind="image", code="invalid_image"
         ) from None
@@ -105,14 +106,6 @@ def _pictures(messages: Sequence[Mapping[str, Any]], at: str) -> Iterator[tuple[
         for j, part in enumerate(content if isinstance(content, list) else ()):
             if is_picture(part):
                 yield f"{at}[{i}].content[{j}]", part["image"]
-
-
-def _decodes(picture: Picture) -> bool:
-    try:
-        picture.pixels()
-    except DataError:
-        return False
-    return True
 
 
 # ---- what is kept ----

@@ -5,7 +5,8 @@
     TextModel       what such a function knows of the model: the tokenizer and a few numbers, and no weights
 
 Parsing and tokenising keep Python's interpreter lock, which every request and the engine wait for; and a body can be
-made so that either takes minutes and gigabytes. A short body costs milliseconds, and is read in a thread. A long one is
+made so that either takes minutes and gigabytes. A short body costs milliseconds, and is read in a thread, unless it has
+images of many pixels, which a file of a few kilobytes may. Such a one, once their heads are read, and a long one are
 read in a process with a lower priority and a limit on its memory, which ends when the client leaves, when the request's
 time is over, or with the server. Few run at once, and others wait for their turn; what they wait with is on the disk.
 
@@ -20,10 +21,11 @@ import os
 import pickle
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from starlette.requests import Request
@@ -32,6 +34,7 @@ from groupwise.config.serve import MIB, ServeConfig
 from groupwise.engine.forks import GO, ForkServer, frame
 from groupwise.errors import BodyTooLargeError, GroupwiseError, NotReadyError
 from groupwise.model.image_tokens import is_of_image, vision_of
+from groupwise.pictures import TooManyPixels, decoding
 from groupwise.recorded import RoutingShape
 from groupwise.server.bodies import check_content_type
 from groupwise.server.event_stream import while_connected
@@ -43,8 +46,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from groupwise.model.load import AdaptableModules, LoadedModel
+    from groupwise.model.vision import Seen
 
 SHORT = 1 << 16  # bytes of a body that is kept in memory, and read in a thread
+PIXELS = 1 << 21  # of the images of a body that is read in a thread: some 30 ms of a processor
 SHORT_TO_TRAIN = 1 << 14  # ... where a conversation comes to many more steps of work
 THREADS = 2
 LANES = {
@@ -225,7 +230,8 @@ class Reader:
 
         async def run(read: Read[..., Any]) -> Any:
             if not by_process:
-                return await self._in_thread(read, body, *args, **kwargs)
+                with suppress(TooManyPixels):
+                    return await self._in_thread(read, body, *args, **kwargs)
             return await self._by_process(http, lane, body, (read, args, kwargs))
 
         if self._remote.are_allowed and (found := await run(find_addresses)):
@@ -234,7 +240,8 @@ class Reader:
         return await run(read)
 
     async def _in_thread(self, read: Read[P, T], body: RawBody, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.wrap_future(self.submit(read, body.raw, self._base, self._config, *args, **kwargs))
+        work = partial(read, body.raw, self._base, self._config, *args, **kwargs)
+        return await asyncio.wrap_future(self.submit(_of_few_pixels, work))
 
     async def _by_process(self, http: Request, lane: str, body: RawBody, task: tuple[Any, ...]) -> Any:
         async def work() -> ReadResult | None:
@@ -252,6 +259,8 @@ class Reader:
             raise outcome.refused
         if outcome.bug is not None:
             raise RuntimeError(f"a body could not be read:\n{outcome.bug}")
+        if outcome.seen and (vision := vision_of(self._base.tokenizer)) is not None:
+            vision.learn(outcome.seen)  # and does not decode them here to find out what they are
         return outcome.result
 
     async def _fork(self, body: RawBody, task: bytes) -> ReadResult | None:
@@ -277,6 +286,12 @@ class Reader:
         return None
 
 
+def _of_few_pixels(read: Callable[[], T]) -> T:
+    """Return what `read` returns. Raises TooManyPixels where it would decode more than `PIXELS`."""
+    with decoding(PIXELS):
+        return read()
+
+
 def _load(answer: int) -> ReadResult:
     """Load from the file itself: what a long job trains on is there once, and not in the file's bytes as well."""
     with os.fdopen(answer, "rb") as file:
@@ -287,8 +302,10 @@ def _load(answer: int) -> ReadResult:
 # ---- what the process says ----
 @dataclass(frozen=True, kw_only=True)
 class ReadResult:
-    """What a reading process has to say: its function's result, what it raised, or the traceback of a bug."""
+    """What a reading process has to say: its function's result and the images that it looked at, what it raised, or the
+    traceback of a bug."""
 
     result: Any = None
+    seen: Mapping[int, Seen] = field(default_factory=dict)
     refused: GroupwiseError | None = None
     bug: str | None = None
