@@ -436,7 +436,7 @@ def test_no_rank_holds_more_than_its_parts_and_what_is_gathered_at_once(
     """Counted on four ranks, in bytes of tensors, while each reads its parts and while it trains: far from the whole
     model, which each of them had before it was cut."""
     memory = script("fsdp_memory")
-    sizes = "--hidden 128 --layers 8 --vocabulary 2000".split()
+    sizes = ["--hidden", "128", "--layers", "8", "--vocabulary", "2000"]
     monkeypatch.setattr(sys, "argv", ["fsdp_memory.py", *sizes, *(["--all-parameters"] if all_parameters else [])])
     assert memory.main() == 0
     head, _, *rows = capsys.readouterr().out.splitlines()

@@ -624,6 +624,18 @@ class RunConfig(Section):
         """Return whether the policy samples nothing at all: with kind sft and dpo, where no completion is evaluated."""
         return self.supervised and not self.samples_evaluations
 
+    @property
+    def keeps_base(self) -> bool:
+        """Return whether rank 0 computes with the whole base beside its learner: its own engine samples; episodes,
+        whose tools and agents may ask for more than log-probabilities of what was sampled; grammars, which are checked
+        with whole distributions; or a teacher that is another version of the base."""
+        if self.never_samples:
+            return False
+        rollout, teacher = self.rollout, self.teacher
+        shaped = rollout.grammar is not None or rollout.thinking_budget is not None or self.env is not None
+        taught = teacher is not None and teacher.base_url is None and teacher.model is None
+        return self.engine == "local" or shaped or taught
+
     def _check_engine(self) -> None:
         """Refuse a knob of the engine that does not sample."""
         if self.engine == "local":

@@ -190,7 +190,7 @@ def open_engine(
 
 
 def open_engine_apart(config: RunConfig, learner: Learner, *, say: Callable[[str], None]) -> Sampler:
-    """Return what samples where no process has the whole base (`open_base.keeps_base`)."""
+    """Return what samples where no process has the whole base (`RunConfig.keeps_base`)."""
     scores = LearnerScores(learner)
     if config.never_samples:
         return scores

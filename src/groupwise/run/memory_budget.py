@@ -67,6 +67,7 @@ def load_of(
         eager=plain_implementation(model) == "eager",
         own_cache=None if learner.packed or config.engine != "local" else _own_cache(model),
         cache=engine.cache_bytes if isinstance(engine, LocalEngine) else None,
+        whole=base.device.type != "meta",
         free=free_memory(learner.device),
     )
 

@@ -1,7 +1,7 @@
 """Opens the base model of a run: whole, or, where its weights are cut (`train.parallel: fsdp`), read in parts.
 
 Then rank 0 alone has the whole base, and only where something in it computes with that beside the learner
-(`keeps_base`). Models that can only be read whole are, on every rank, and a warning says why.
+(`RunConfig.keeps_base`). Models that can only be read whole are, on every rank, and a warning says why.
 """
 
 from __future__ import annotations
@@ -44,21 +44,9 @@ def open_base(config: RunConfig, ranks: Ranks | None, *, remote: bool = False) -
             )
         dtype = str(resolve_dtype(config.dtype, ranks.device)).removeprefix("torch.")
         return load_configured(config, device=str(ranks.device) if ranks.leads else "cpu", dtype=dtype), None
-    if ranks.leads and (remote or keeps_base(config)):
+    if ranks.leads and (remote or config.keeps_base):
         return load_configured(config, device=str(ranks.device)), parts
     return parts.base, parts
-
-
-def keeps_base(config: RunConfig) -> bool:
-    """Return whether rank 0 computes with the whole base beside its learner: its own engine samples; episodes, whose
-    tools and agents may ask for more than log-probabilities of what was sampled; grammars, which are checked with
-    whole distributions; or a teacher that is another version of the base."""
-    if config.never_samples:
-        return False
-    rollout, teacher = config.rollout, config.teacher
-    shaped = rollout.grammar is not None or rollout.thinking_budget is not None or config.env is not None
-    taught = teacher is not None and teacher.base_url is None and teacher.model is None
-    return config.engine == "local" or shaped or taught
 
 
 def _parts(config: RunConfig, ranks: Ranks) -> Parts:
