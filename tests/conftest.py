@@ -26,6 +26,7 @@ from xdist.scheduler.loadgroup import LoadGroupScheduling
 import wording
 from cli_project import Project, save_model
 from command_tree import build_once
+from exact_norms import with_exact_norms
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_model, wrap_model
 from groupwise.types import Sample
@@ -119,34 +120,10 @@ def tiny_weights(architecture: str, context: int, seed: int, **options):
                 parameter.data.add_(0.2 * torch.randn_like(parameter))
         if "gemma" in architecture:  # which scales its embeddings up: without this a token predicts itself
             model.get_input_embeddings().weight.data.mul_(0.4)
-    return _with_exact_norms(model)
+    return with_exact_norms(model)
 
 
 _weights = functools.lru_cache(tiny_weights)
-
-
-def _with_exact_norms(model):
-    """transformers' RMS norms round to float32 in any type; here float64 is to mean float64."""
-
-    def forward(module, x):
-        if x.dtype != torch.float64:
-            return super(type(module), module).forward(x)
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", 0.0))
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (module.offset + getattr(module, "weight", 0.0))
-
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            kind = type(module)
-            module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "offset": _offset(module)})
-    return model
-
-
-@torch.no_grad()
-def _offset(norm) -> float:
-    """What an RMS norm adds to its weight before it multiplies: 1 of Gemma 2's and Qwen3-Next's, and where there is no
-    weight."""
-    weight = getattr(norm, "weight", torch.zeros(8))
-    return float((norm(torch.ones_like(weight)) - weight).mean().round())
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ from groupwise.run import assemble
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt, Rollout, RolloutGroup
 from processes import becomes, descendants
+from slow_cases import slow_but
 from wording import raises
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -454,3 +455,32 @@ def test_live_gates_tells_counts_with_exact_intervals(script: Any, capsys: pytes
     live.show([run])
     row = capsys.readouterr().out.splitlines()[-1]
     assert row == "| gate | 20% | 4 no effect | 1 | 0 | 0 | 1 | 2 | 0.068 to 0.932 | 1, 1 |"
+
+
+@pytest.mark.parametrize("all_parameters", slow_but({False}, of=(False, True)))
+def test_no_rank_holds_more_than_its_parts_and_what_is_gathered_at_once(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], all_parameters: bool
+) -> None:
+    """Counted on four ranks, in bytes of tensors, while each reads its parts and while it trains: far from the whole
+    model, which each of them had before it was cut."""
+    memory = script("fsdp_memory")
+    sizes = ["--hidden", "128", "--layers", "8", "--vocabulary", "2000"]
+    monkeypatch.setattr(sys, "argv", ["fsdp_memory.py", *sizes, *(["--all-parameters"] if all_parameters else [])])
+    assert memory.main() == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    whole = float(head.split()[1])
+    assert len(rows) == 4
+    for row in rows:
+        _, _, reading, may_read, _, _ = map(float, row.split())
+        assert reading <= may_read < 0.8 * whole
+
+
+def test_a_plan_for_70b_on_64_gpus_has_room_on_every_one(script: Any) -> None:
+    """Parts of the frozen base in bfloat16, and what is gathered at once, on eight GPUs that share a copy, or all."""
+    memory = script("fsdp_memory")
+    for shared, most in ((8, 30e9), (64, 12e9)):
+        found = list(memory.plan("70b", world=64, shard_size=shared))
+        assert [rank for rank, *_ in found] == sorted({0, shared - 1, 63})
+        for _, parts, layer, rest in found:
+            assert parts == pytest.approx(2 * 70.55e9 / shared, rel=0.01)
+            assert parts + 2 * layer + rest < most < 80e9

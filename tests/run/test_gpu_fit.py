@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from cli_project import cli
 from groupwise.cli.print_fit import _smaller
@@ -228,3 +229,35 @@ def test_more_gpus_than_there_are_is_an_error(run):
     with pytest.raises(ConfigError):
         fit(run(engine="vllm", vllm={"tensor_parallel_size": 4}, train={"devices": 6}), Cards(count=8, gib=80))
     assert isinstance(fit(run(), Cards(count=1, gib=80)), GpuFit)
+
+
+def test_70b_on_eight_machines_of_eight_gpus_has_room_on_rank_0_too(run, tmp_path: Path):
+    """LoRA over a base that is cut within each machine and copied between them, sampled by vLLM servers elsewhere."""
+    place = tmp_path / "70b"
+    LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+        max_position_embeddings=8192,
+    ).save_pretrained(place)
+    sections = {
+        "model": str(place),
+        "engine": "vllm",
+        "vllm": {"urls": ["http://elsewhere"]},
+        "train": {"parallel": "fsdp", "gradient_checkpointing": True},
+    }
+    found = fit(run(**sections), Cards(count=8, gib=80, nodes=8))
+    assert found.learners == 64 and found.config.train.shard_size == 8 and found.fits
+    assert found.needed.weights == 0 and found.needed.total < 80e9
+    gathered = 2 * 2 * 855_638_016 + 2 * (found.parameters - 80 * 855_638_016)  # two layers' matrices, and the rest
+    assert found.needed.shards == pytest.approx(2 * found.parameters / 8 + gathered, rel=1e-3)
+    everywhere = {**sections, "train": {**sections["train"], "shard_size": 64}}
+    smaller = fit(run(**everywhere), Cards(count=8, gib=80, nodes=8)).needed.shards
+    assert smaller == pytest.approx(2 * found.parameters / 64 + gathered, rel=1e-3)
+    whole = fit(run(**{**sections, "engine": "local", "vllm": {}}), Cards(count=8, gib=80, nodes=8))
+    assert not whole.fits and whole.needed.weights == 2 * found.parameters

@@ -188,7 +188,7 @@ def test_ranks_attend_as_rank_0_found_that_it_can(make_base, monkeypatch) -> Non
 
     def work(ranks):
         found = None if ranks.leads else "it needs a CUDA GPU, and the model is on 'cpu'"
-        monkeypatch.setattr("groupwise.train.learner.why_not_flex", lambda model, *, checkpointing: found)
+        monkeypatch.setattr("groupwise.train.learner.why_not_flex", lambda model, **options: found)
         learner = start(fsdp_learner, make_base(), lora=LORA, attention="flex", ranks=ranks)
         return learner.layouts is FLEX, learner.why_not_flex
 

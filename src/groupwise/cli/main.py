@@ -245,6 +245,7 @@ def check(
             help="Say what the run would choose and take on such GPUs (1x80); needs only the model's config.json.",
         ),
     ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that have such GPUs (with --gpus).")] = 1,
     set_: Set = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -252,7 +253,7 @@ def check(
     """Try CONFIG out: load everything, score a few completions, train one step; keeps nothing."""
     loaded = _read(config, overrides, set_)
     if gpus is not None:
-        return _check_gpus(loaded.config, gpus, as_json=as_json)
+        return _check_gpus(loaded.config, gpus, nodes=nodes, as_json=as_json)
     from groupwise.cli.print import check_as_json, notes_as_json, origins_as_json, print_check, print_origins
     from groupwise.config.stages import stage_config, stage_names
 
@@ -541,13 +542,13 @@ def _show_untested(as_json: bool) -> None:
 
 
 # ---- shared ----
-def _check_gpus(config: RunConfig, gpus: str, *, as_json: bool) -> None:
+def _check_gpus(config: RunConfig, gpus: str, *, nodes: int, as_json: bool) -> None:
     """Say what a run would choose and take on these GPUs. Ends with ConfigError's exit code where it does not fit."""
     from groupwise.cli.print_fit import fit_as_json, print_fit
     from groupwise.run.gpu_fit import Cards, fit
 
     quiet_libraries()
-    found = fit(config, Cards.parse(gpus))
+    found = fit(config, Cards.parse(gpus, nodes=nodes))
     print_json(fit_as_json(found)) if as_json else print_fit(stdout(), found)
     if not found.fits:
         raise typer.Exit(ConfigError.exit_code)

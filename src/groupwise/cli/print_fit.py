@@ -48,9 +48,10 @@ def print_fit(console: Console, found: GpuFit) -> None:
     low, high = found.hours
     time = f"{low:,.0f} to {high:,.0f} hours" if high >= 1 else f"{duration(3600 * low)} to {duration(3600 * high)}"
     verdict = "fits" if found.fits else "does not fit"
+    machines = f"{cards.nodes} x " if cards.nodes > 1 else ""
     rows = [
         ("model", f"{config.model}: {_counted(found.parameters)} parameters, {_counted(found.trained)} trained"),
-        ("GPUs", f"{cards.count} x {cards.gib:g} GiB: {who}"),
+        ("GPUs", f"{machines}{cards.count} x {cards.gib:g} GiB: {who}"),
         ("sampling", sampling),
         (
             "training",
@@ -69,7 +70,7 @@ def print_fit(console: Console, found: GpuFit) -> None:
         rows.append(("time", f"{measured}the lower end is for completions of a quarter of rollout.max_tokens"))
     print_pairs(rows, console=console)
     if not found.fits:
-        say(f"error: the run does not fit {cards.count} x {cards.gib:g} GiB: {_smaller(found)}")
+        say(f"error: the run does not fit {machines}{cards.count} x {cards.gib:g} GiB: {_smaller(found)}")
 
 
 def _counted(parameters: int) -> str:

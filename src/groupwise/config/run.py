@@ -119,6 +119,9 @@ class TrainConfig(OptimizerConfig):
     """What each of several processes has: all weights and a share of the batch, or also a share of the weights only."""
     cpu_offload: bool = False
     """With fsdp on GPUs: weights are in the CPU's memory and visit the GPU layer by layer."""
+    shard_size: int | None = Field(default=None, ge=2, le=65536)
+    """With fsdp: so many processes, one after another, share one copy of the weights, and groups of them have the same
+    (HSDP). null: those of one machine where there are several, so that weights travel inside of it; else all."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Seconds that processes wait for one another before the run ends with an error that says for whom."""
 
@@ -138,6 +141,8 @@ class TrainConfig(OptimizerConfig):
             raise conflict("optimizer", f"{self.optimizer} cannot keep moments of cut parameters; set adamw")
         if self.cpu_offload and self.parallel != "fsdp":
             raise conflict("cpu_offload", f"acts with parallel fsdp only, not {self.parallel}")
+        if self.shard_size is not None and self.parallel != "fsdp":
+            raise conflict("shard_size", f"acts with parallel fsdp only, not {self.parallel}")
         return self
 
 
@@ -209,7 +214,7 @@ PACKAGED = {STARTER: _STARTERS / "model", STARTER_VL: _STARTERS / "model_vl"}  #
 STARTER_DIR = PACKAGED[STARTER]
 
 _WHERE = ("run_dir", "output_dir", "resume", "launcher")
-_ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s", "attention")  # of `train`
+_ON_WHAT = ("devices", "parallel", "shard_size", "cpu_offload", "deadline_s", "attention")  # of `train`
 
 
 class ReplayConfig(Section):
@@ -623,6 +628,18 @@ class RunConfig(Section):
     def never_samples(self) -> bool:
         """Return whether the policy samples nothing at all: with kind sft and dpo, where no completion is evaluated."""
         return self.supervised and not self.samples_evaluations
+
+    @property
+    def keeps_base(self) -> bool:
+        """Return whether rank 0 computes with the whole base beside its learner: its own engine samples; episodes,
+        whose tools and agents may ask for more than log-probabilities of what was sampled; grammars, which are checked
+        with whole distributions; or a teacher that is another version of the base."""
+        if self.never_samples:
+            return False
+        rollout, teacher = self.rollout, self.teacher
+        shaped = rollout.grammar is not None or rollout.thinking_budget is not None or self.env is not None
+        taught = teacher is not None and teacher.base_url is None and teacher.model is None
+        return self.engine == "local" or shaped or taught
 
     def _check_engine(self) -> None:
         """Refuse a knob of the engine that does not sample."""

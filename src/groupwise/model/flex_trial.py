@@ -3,9 +3,9 @@
 What the kernels support (head sizes, types, GPUs, versions of Triton) changes with each torch, so nothing of it is
 written down here. On the model's first use
 
-    the packed forward with it is compared with the model's own, as every packed forward is (`packed_check`)
-    each kind of layer that this meets is compared with `SharedPrompts`, output and gradients, on random rows of two
+    each kind of layer that it has is compared with `SharedPrompts`, output and gradients, on random rows of two
     lengths: for the first torch compiles kernels of their own, for the second those for rows of any length
+    the packed forward with it is compared with the model's own, as every packed forward is (`packed_check`)
 
 and whatever is raised, or differs by more than rounding, is the reason not to use it. With gradient checkpointing the
 trial is under a checkpoint too, whose hooks torch must keep out of what it traces: uncompiled it does not, and with a
@@ -15,8 +15,10 @@ softcap gradients are wrong (seen on CPUs, torch 2.13).
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,43 +36,73 @@ LENGTHS = (1, 2)  # times these
 TOLERANCE, TOLERANCE_16_BITS = 5e-3, 3e-2  # of the norm of what is compared
 
 
-def why_not_flex(model: PreTrainedModel, *, checkpointing: bool) -> str | None:
+def why_not_flex(
+    model: PreTrainedModel, *, checkpointing: bool, agreed: Callable[[str | None], str | None] = lambda why: why
+) -> str | None:
     """Return why FlexAttention cannot be used to train this packed model on its device; None if it can.
-    `checkpointing`: with gradient checkpointing."""
+
+    Args:
+        checkpointing: with gradient checkpointing.
+        agreed: of processes that run one model together, what any of them found so far.
+    """
     if model.device.type != "cuda":  # gpu-seen below: the trial of FlexAttention with a model
         return f"it needs a CUDA GPU, and the model is on {model.device.type!r}"
     if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
         return f"torch {torch.__version__} does not have it"
-    return trouble(model, checkpointing=checkpointing)
+    return trouble(model, checkpointing=checkpointing, agreed=agreed)
 
 
-def trouble(model: PreTrainedModel, *, checkpointing: bool) -> str | None:
-    """Return what goes wrong when it is tried; None if nothing does."""
-    layout_of, tolerance = partial(_Compared, checkpointing=checkpointing), packed_tolerance(model)
+def trouble(
+    model: PreTrainedModel, *, checkpointing: bool, agreed: Callable[[str | None], str | None] = lambda why: why
+) -> str | None:
+    """Return what goes wrong when it is tried; None if nothing does. Kernels are tried between two forward passes, so
+    that where several processes run the model together none is amid one when another's kernels fail."""
+    kinds: dict[Any, _Kind] = {}
+    packed_forward_gap(model, layout_of=partial(_Noting, kinds))
+    why = None
     try:
-        gap = packed_forward_gap(model, layout_of=layout_of)
+        for kind in kinds.values():
+            _compare(kind.heads, kind.like, kind.scoring, checkpointing)
     except Exception as error:  # compilers raise all kinds
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        why = _said(error)
+    if (why := agreed(why)) is not None:
+        return why
+    tolerance = packed_tolerance(model)
+    try:
+        gap = packed_forward_gap(model, layout_of=Forest.of_groups)
+    except Exception as error:
+        return _said(error)
     if gap <= tolerance:
         return None
     return f"its forward differs from the model's own by {gap:.3g} nats (tolerance {tolerance:g})"
 
 
-class _Compared:
-    """Attends by a `Forest`, having compared it for each kind of layer that it meets."""
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
-    def __init__(self, *lengths: Any, checkpointing: bool, device: torch.device):
-        self._forest, self._checkpointing = Forest.of_groups(*lengths, device=device), checkpointing
-        self._seen: set[tuple[tuple[int, int, int, int], Scoring, bool]] = set()
-        self.states = self._forest.states
+
+class _Kind(NamedTuple):
+    """Layers of one kind: their heads and head sizes, how they score, and a tensor of their type and device."""
+
+    heads: tuple[int, int, int, int]
+    scoring: Scoring
+    like: Tensor
+
+
+class _Noting(SharedPrompts):
+    """Attends by `SharedPrompts`, and notes each kind of layer that it meets."""
+
+    def __init__(self, kinds: dict[Any, _Kind], *lengths: Any, device: torch.device):
+        super().__init__(*lengths, device=device)
+        self._kinds = kinds
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         heads = (query_SHD.shape[1], key_SKD.shape[1], query_SHD.shape[-1], value_SKD.shape[-1])
         kind = (heads, scoring, scoring.sinks is None)
-        if kind not in self._seen:
-            self._seen.add(kind)
-            _compare(heads, value_SKD, scoring, self._checkpointing)
-        return self._forest.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
+        if kind not in self._kinds:  # copies: where weights are gathered for a layer, they are gone after it
+            sinks = None if scoring.sinks is None else scoring.sinks.detach().clone()
+            self._kinds[kind] = _Kind(heads, replace(scoring, sinks=sinks), value_SKD[:1].detach().clone())
+        return super().attend(layer, query_SHD, key_SKD, value_SKD, scoring)
 
 
 def _compare(heads: tuple[int, int, int, int], like: Tensor, scoring: Scoring, checkpointing: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +56,8 @@ from groupwise.model.vision import attention_of_eyes, linear_of_eyes, open_eyes,
 from groupwise.platform import no_such_gpu
 from groupwise.recorded import RoutingShape
 
-_CAST_HEAD = "_groupwise_cast_lm_head"  # an attribute of a model: `cast_lm_head`
-_UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
+CAST_HEAD = "_groupwise_cast_lm_head"  # an attribute of a model: `cast_lm_head`
+UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ def load_model(
             tokenizer = AutoTokenizer.from_pretrained(path)
             model = auto_class(config).from_pretrained(path, config=config, dtype=kind, **options)
             open_eyes(model, tokenizer, path)
-    except _UNREADABLE as error:
-        raise _not_loaded("model", name, error) from error
+    except UNREADABLE as error:
+        raise not_loaded("model", name, error) from error
     if options:
         take_over(model)
         if quantization_of(model) is None:
@@ -234,7 +234,7 @@ def load_model(
                 f"{name!r} cannot be quantised: {kind_of} has no linear layer to quantise", hint="leave it out"
             )
     model.to(where)  # pyright: ignore[reportArgumentType]
-    setattr(model, _CAST_HEAD, cast_lm_head)
+    setattr(model, CAST_HEAD, cast_lm_head)
     return wrap_model(model, tokenizer, name=name)
 
 
@@ -296,8 +296,8 @@ def load_config(name: str) -> PreTrainedConfig:
     try:
         with reading(path := model_path(name)):
             return AutoConfig.from_pretrained(path)
-    except _UNREADABLE as error:
-        raise _not_loaded("the configuration of model", name, error) from error
+    except UNREADABLE as error:
+        raise not_loaded("the configuration of model", name, error) from error
 
 
 def load_tokenizer(
@@ -308,13 +308,14 @@ def load_tokenizer(
     try:
         with reading(path := model_path(name)):
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision or "main")
-    except _UNREADABLE as error:
-        raise _not_loaded("the tokenizer of model", name, error) from error
+    except UNREADABLE as error:
+        raise not_loaded("the tokenizer of model", name, error) from error
     configure_chat(tokenizer, chat or ChatConfig(), folder=folder)
     return tokenizer
 
 
-def _not_loaded(what: str, name: str, error: Exception) -> ModelError:
+def not_loaded(what: str, name: str, error: Exception) -> ModelError:
+    """Return the error of a model, or a part of one, that cannot be read."""
     path = model_path(name)
     kind = "directory" if Path(path).exists() else "Hugging Face name (and there is no such directory)"
     return ModelError(
@@ -323,8 +324,11 @@ def _not_loaded(what: str, name: str, error: Exception) -> ModelError:
     )
 
 
-def wrap_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str) -> LoadedModel:
-    """Return a model that is already in memory as a `LoadedModel`; turns dropout and gradients off in place."""
+def wrap_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str, hash: str | None = None
+) -> LoadedModel:
+    """Return a model that is already in memory as a `LoadedModel`; turns dropout and gradients off in place. `hash` is
+    its fingerprint (None: `weights_hash`)."""
     model.eval().requires_grad_(False)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -335,7 +339,7 @@ def wrap_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, na
     model.config.use_cache = False
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch has no grouped product in float64
-    return LoadedModel(name=name, model=model, tokenizer=tokenizer, hash=weights_hash(model))
+    return LoadedModel(name=name, model=model, tokenizer=tokenizer, hash=weights_hash(model) if hash is None else hash)
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -350,11 +354,22 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 def weights_hash(model: nn.Module) -> str:
     """Return a fingerprint of the base model: every tensor's name, shape, type and about a thousand of its values."""
+    tensors = model.state_dict()
+    return hash_of({name: tensor.shape for name, tensor in tensors.items()}, lambda name: probe(tensors[name]))
+
+
+def probe(tensor: Tensor, *, of: int | None = None, start: int = 0) -> bytes:
+    """Return values of a tensor for a fingerprint, every n-th; of a tensor with `of` values it is those from `start`
+    on."""
+    step = max(1, (tensor.numel() if of is None else of) // 1024)
+    return tensor.detach().reshape(-1)[-start % step :: step].cpu().to(torch.float64).numpy().tobytes()
+
+
+def hash_of(shapes: Mapping[str, Sequence[int]], probed: Callable[[str], bytes]) -> str:
+    """Return the fingerprint of tensors of these names and shapes, whose probes `probed` has."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        probe = flat[:: max(1, flat.numel() // 1024)].cpu().to(torch.float64).numpy().tobytes()
-        digest.update(f"{name} {tuple(tensor.shape)}".encode() + probe)
+    for name in sorted(shapes):
+        digest.update(f"{name} {tuple(shapes[name])}".encode() + probed(name))
     return digest.hexdigest()
 
 
@@ -545,7 +560,7 @@ class Head:
         scale /= _number(config, "logits_scaling") * _number(config, "logits_mup_width_multiplier")
         caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         softcap = next((cap for name in caps if (cap := getattr(config, name, None))), None)
-        weight_VH, cast = linear.weight, getattr(model, _CAST_HEAD, "auto")
+        weight_VH, cast = linear.weight, getattr(model, CAST_HEAD, "auto")
         in_float32 = head_in_float32(cast, weight_VH.dtype, on_gpu=weight_VH.is_cuda)  # gpu-aware
         return cls(weight_VH, getattr(linear, "bias", None), scale, softcap, in_float32)
 

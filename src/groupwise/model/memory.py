@@ -9,8 +9,9 @@
 Memory is that of the worst batch the configuration admits: the longest prompt everywhere, completions of
 `rollout.max_tokens`, and attention's grids either full, or with as much padding as `model.packing` allows.
 `activation_bytes` counts the bytes of one micro-batch; on a CPU, what its allocator holds back is added to them. Of
-several processes it is rank 0's, which has the engine besides: with `train.parallel: fsdp` also its share of the
-weights, and what is gathered of them at once (two decoder layers; embeddings and LM head).
+several processes it is rank 0's, which has the engine besides: with `train.parallel: fsdp` its share of the weights,
+and what is gathered of them at once (two decoder layers; embeddings and LM head), and the whole only where something
+beside the learner computes with it (`RunConfig.keeps_base`).
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ class Load:
     `own_cache`: of a model that is sampled by its own forward, bytes that its cache takes for each token of a row and
     whatever the row's length (`packed_check.cache_bytes`); both 0 where it is decoded without a cache.
     `cache`: bytes that the local engine's keys and values may take; None: as much as its rows need.
+    `whole`: this process has the whole base, besides its share where weights are cut.
     `free`: bytes of a GPU that the run may take where `train.memory_gb` is not set; None: any.
     """
 
@@ -135,6 +137,7 @@ class Load:
     eager: bool = False
     own_cache: tuple[int, int] | None = None
     cache: int | None = None
+    whole: bool = True
     free: int | None = None
 
 
@@ -145,13 +148,13 @@ def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) ->
     if lora is None:
         moments = 2 * model.value_bytes if config.train.optimizer == "adamw" else MOMENTS[config.train.optimizer]
         trained = load.trained * (model.value_bytes + moments)  # gradient and moments
-        trained = trained // _ranks(config) if _is_sharded(config) else trained
+        trained = trained // _shared_by(config) if _is_sharded(config) else trained
         trained = 0 if _is_offloaded(config, load) else trained
     else:  # float32 parameters, gradients and moments
         trained = load.trained * (4 * (2 + ENGINE_VERSIONS) + MOMENTS[config.train.optimizer])
     return Memory(
         process=0 if load.gpu else PROCESS_BYTES,
-        weights=weights,
+        weights=weights if load.whole or not _is_sharded(config) else 0,
         shards=_shards(config, load),
         merged=_merged(config, model),
         reference=weights if load.keeps_reference else 0,
@@ -282,6 +285,12 @@ def _ranks(config: RunConfig) -> int:
     return config.train.devices or world().size
 
 
+def _shared_by(config: RunConfig) -> int:
+    """Return how many processes share one copy of cut weights, as `FullySharded` has it."""
+    ranks, local = _ranks(config), world().local_size
+    return config.train.shard_size or (local if local and ranks % local == 0 else ranks)
+
+
 def _is_sharded(config: RunConfig) -> bool:
     return config.train.parallel == "fsdp" and _ranks(config) > 1
 
@@ -297,7 +306,7 @@ def _shards(config: RunConfig, load: Load) -> int:
     if not _is_sharded(config):
         return 0
     rest = max(0, model.parameters - model.layers * _linear(model))
-    part = 0 if _is_offloaded(config, load) else math.ceil(model.parameters / _ranks(config))
+    part = 0 if _is_offloaded(config, load) else math.ceil(model.parameters / _shared_by(config))
     return (part + 2 * _linear(model) + rest) * model.value_bytes
 
 

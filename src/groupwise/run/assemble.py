@@ -18,7 +18,7 @@ import torch
 from groupwise.config.run import RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GrammarError
-from groupwise.model.load import LoadedModel, load_configured
+from groupwise.model.load import LoadedModel
 from groupwise.model.memory import GIB, Load, fitting_tokens
 from groupwise.platform import run_coroutine, trim_memory
 from groupwise.rewards.base import RewardWorkers, load_rewards
@@ -30,7 +30,9 @@ from groupwise.run.batches import Batches, Pace
 from groupwise.run.collect import Score
 from groupwise.run.curriculum import Curriculum
 from groupwise.run.evaluate import prepare_all
+from groupwise.run.learner_scores import LearnerScores
 from groupwise.run.memory_budget import load_of, longest_prompt, within_context
+from groupwise.run.open_base import open_base
 from groupwise.run.open_teacher import open_teacher
 from groupwise.run.plan import RunPlan
 from groupwise.run.replay import ReplayBuffer, RerollQueue, total_reward
@@ -50,6 +52,7 @@ from groupwise.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from groupwise.model.parts import Parts
     from groupwise.train.ranks import Ranks
 
 
@@ -137,16 +140,23 @@ def open_components(
         opened.callback(scorer.close)
         if (envs := open_envs(plan, remote=remote)) is not None:
             opened.callback(envs.close)
-        device = config.device if ranks is None else str(ranks.device)
-        shared = None if beside is None else beside.base
-        base = load_configured(config, device=device) if shared is None else shared
-        learner = open_learner(config, base, threads=threads, ranks=ranks)
+        if beside is not None and beside.base is not None:
+            base, parts = beside.base, None
+        else:
+            base, parts = open_base(config, ranks, remote=remote is not None)
+        learner = open_learner(config, base, threads=threads, ranks=ranks, parts=parts)
+        base = learner.base
         if plan.keeps_reference:
             learner.keep_reference()
-        config = with_place(config, base.device)
+        config = with_place(config, learner.device)
         if config.engine == "vllm":
             on_phase("waiting for vLLM")
-        engine = open_engine(config, base, threads=threads, say=say) if remote is None else remote.engine(config, base)
+        if remote is not None:
+            engine = remote.engine(config, base)
+        elif parts is not None and base.device.type == "meta":
+            engine = open_engine_apart(config, learner, say=say)
+        else:
+            engine = open_engine(config, base, threads=threads, say=say)
         opened.callback(engine.close)
         check_in_flight(config, engine)
         check_grammar(config, engine, base.tokenizer)
@@ -156,7 +166,7 @@ def open_components(
         teacher = open_teacher(plan, base, engine, threads=threads)
         if teacher is not None:
             opened.callback(teacher.close)
-        limited = config.train.memory_gb is not None or base.device.type == "cuda"  # gpu-aware
+        limited = config.train.memory_gb is not None or learner.device.type == "cuda"  # gpu-aware
         load = _fitted(replace(plan, config=config), base, learner, play, teacher, engine) if limited else None
         eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
         rollouts = play
@@ -193,6 +203,16 @@ def open_engine(
     from groupwise.engine.vllm.open import open_vllm
 
     return open_vllm(config, base, LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own), say=say)
+
+
+def open_engine_apart(config: RunConfig, learner: Learner, *, say: Callable[[str], None]) -> Sampler:
+    """Return what samples where no process has the whole base (`RunConfig.keeps_base`)."""
+    scores = LearnerScores(learner)
+    if config.never_samples:
+        return scores
+    from groupwise.engine.vllm.open import open_vllm
+
+    return open_vllm(config, learner.base, scores, write=learner.save_adapter, say=say)
 
 
 def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = None) -> LocalEngine:
@@ -308,14 +328,23 @@ def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environme
     return env.open_play(parts)
 
 
-def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None) -> Learner:
-    """Return the learner of a run, or, with `ranks`, this process's of several. Raises ConfigError."""
+def open_learner(
+    config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None, parts: Parts | None = None
+) -> Learner:
+    """Return the learner of a run, or, with `ranks`, this process's of several, which reads `parts` if there are any.
+    Raises ConfigError."""
     train, algo = config.train, config.algo
     strategy = None
     if ranks is not None:
         from groupwise.train.orders import strategy_of
 
-        strategy = strategy_of(ranks, sharded=train.parallel == "fsdp", cpu_offload=train.cpu_offload)
+        strategy = strategy_of(
+            ranks,
+            sharded=train.parallel == "fsdp",
+            cpu_offload=train.cpu_offload,
+            parts=parts,
+            shard_size=train.shard_size,
+        )
     learner = Learner(
         base,
         lora=train.lora,

@@ -473,7 +473,7 @@ def _report(
         engine=parts.engine,
     )
     needed = memory(config, load, micro_tokens=parts.learner.micro_tokens)
-    available = device_memory(parts.base.device)
+    available = device_memory(parts.learner.device)
     thoughts = thought_cost(groups, parts.base.tokenizer)
     thinking = None if thoughts is None else thoughts.warning(config.rollout, parts.base.tokenizer)
     context = parts.base.context_length
@@ -501,7 +501,7 @@ def _report(
         plan=plan,
         parameters=load.model.parameters,
         trained=load.trained,
-        device=str(parts.base.device),
+        device=str(parts.learner.device),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=parts.base.quantization,
         longest_prompt=max(lengths),

@@ -1,6 +1,6 @@
 """Tell whether a run fits the GPUs that one has, from the configuration and the model's config.json alone.
 
-    groupwise check FILE --gpus 1x80      one GPU of 80 GiB;  2x24: two of 24 GiB
+    groupwise check FILE --gpus 1x80      one GPU of 80 GiB;  2x24: two of 24 GiB;  8x80 --nodes 8: 64 in 8 machines
 
 What a run chooses on such a GPU (attention, micro-batch, rows that decode at once, what is left to vLLM) is worked out
 by the code that chooses it there, over a model without weights. Memory is that of the worst batch (`model.memory`).
@@ -57,24 +57,30 @@ READ_BYTES_S = 2e12  # of weights, which every decode step reads
 
 @dataclass(frozen=True, kw_only=True)
 class Cards:
-    """Names a machine: so many GPUs of so many GiB each."""
+    """Names machines, `nodes` of them: each so many GPUs of so many GiB each."""
 
     count: int
     gib: float
+    nodes: int = 1
+
+    @property
+    def total(self) -> int:
+        """Return how many GPUs there are."""
+        return self.count * self.nodes
 
     @classmethod
-    def parse(cls, text: str) -> Cards:
+    def parse(cls, text: str, *, nodes: int = 1) -> Cards:
         """Read "2x24". Raises ConfigError.
 
-        >>> Cards.parse("8x80")
-        Cards(count=8, gib=80.0)
+        >>> Cards.parse("8x80", nodes=2)
+        Cards(count=8, gib=80.0, nodes=2)
         """
         match = re.fullmatch(r"(\d{1,5})\s*[xX]\s*(\d{1,4}(?:\.\d+)?)(?:\s*(?:GB|GiB|G))?", text.strip())
         if match is None or not int(match[1]) or not float(match[2]):
             raise ConfigError(
                 f"--gpus is {text!r}; it must be a number of GPUs and the GiB of each", hint="--gpus 1x80, or 2x24"
             )
-        return cls(count=int(match[1]), gib=float(match[2]))
+        return cls(count=int(match[1]), gib=float(match[2]), nodes=nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +184,10 @@ def fit(config: RunConfig, cards: Cards) -> GpuFit:
         packed=packed,
         colocated=ASLEEP if config.engine == "vllm" and sleeps_while_training(config) else 0,
         cache=int(cache * GIB) if cache is not None else int(CACHE_SHARE * max(0, available - size.weights)),
+        whole=config.keeps_base,
         free=available,
     )
-    config = config.model_copy(update={"train": config.train.model_copy(update={"devices": learners})})
+    config = config.model_copy(update={"train": config.train.model_copy(update=_placed(config, cards, learners))})
     tokens = fitting_tokens(config, load)
     needed = memory(config, load, micro_tokens=tokens)
     row = math.ceil((prompt + config.rollout.max_tokens) * STORE_GROWTH) * cache_token_bytes(size)
@@ -266,16 +273,24 @@ def _active(model: PreTrainedModel) -> int:
     return every if shape is None else every - round(routed * (1 - shape.chosen / shape.experts))
 
 
+def _placed(config: RunConfig, cards: Cards, learners: int) -> dict[str, int | None]:
+    """Return the settings of `train` that say who trains: of several machines each has a copy of cut weights."""
+    shared = config.train.shard_size
+    if cards.nodes > 1 and config.train.parallel == "fsdp" and learners % cards.nodes == 0:
+        shared = shared or learners // cards.nodes
+    return {"devices": learners, "shard_size": shared}
+
+
 def _shared_out(config: RunConfig, cards: Cards) -> tuple[int, int]:
     """Return how many GPUs train, and how many vLLM has to itself: none where it shares the learner's one."""
     vllm, devices = config.vllm, config.train.devices
     starts = config.engine == "vllm" and vllm.mode == "server" and not vllm.urls
-    apart = starts and (vllm.tensor_parallel_size > 1 or cards.count > (devices or 1))
+    apart = starts and (vllm.tensor_parallel_size > 1 or cards.total > (devices or 1))
     samplers = vllm.tensor_parallel_size if apart else 0
-    learners = devices or max(1, cards.count - samplers)
-    if learners + samplers > cards.count:
+    learners = devices or max(1, cards.total - samplers)
+    if learners + samplers > cards.total:
         raise ConfigError(
-            f"{learners} GPUs to train and {samplers} for vLLM are more than the {cards.count} that there are",
+            f"{learners} GPUs to train and {samplers} for vLLM are more than the {cards.total} that there are",
             hint="lower train.devices or vllm.tensor_parallel_size",
         )
     return learners, samplers

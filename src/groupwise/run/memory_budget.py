@@ -60,14 +60,15 @@ def load_of(
         longest_prompt=longest_prompt,
         keeps_reference=config.train.lora is None and reads_reference,
         teacher=0 if teacher is None else teacher.weights,
-        gpu=base.device.type == "cuda",  # gpu-aware
-        colocated=_colocated(config, base.device, weights=size.weights),
+        gpu=learner.device.type == "cuda",  # gpu-aware
+        colocated=_colocated(config, learner.device, weights=size.weights),
         flex=learner.layouts is FLEX,
         packed=learner.packed,
         eager=plain_implementation(model) == "eager",
         own_cache=None if learner.packed or config.engine != "local" else _own_cache(model),
         cache=engine.cache_bytes if isinstance(engine, LocalEngine) else None,
-        free=free_memory(base.device),
+        whole=base.device.type != "meta",
+        free=free_memory(learner.device),
     )
 
 

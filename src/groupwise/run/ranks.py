@@ -16,9 +16,10 @@ import torch
 from groupwise.config.run import RunConfig, check_processes
 from groupwise.config.world import World, world
 from groupwise.errors import ConfigError, RankLostError
-from groupwise.model.load import load_configured, resolve_device
+from groupwise.model.load import resolve_device
 from groupwise.model.lost_device import naming_a_lost_device
 from groupwise.run.assemble import open_learner
+from groupwise.run.open_base import open_base
 
 if TYPE_CHECKING:
     from groupwise.train.ranks import Ranks
@@ -76,10 +77,8 @@ def _follow(config: RunConfig, ranks: Ranks) -> R:  # pyright: ignore[reportInva
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    gpu, sharded = ranks.device.type == "cuda", config.train.parallel == "fsdp"  # gpu-aware
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpu else "float32"
-    base = load_configured(config, device="cpu" if sharded else str(ranks.device), dtype=dtype)
-    learner = open_learner(config, base, threads=torch.get_num_threads(), ranks=ranks)
+    base, parts = open_base(config, ranks)
+    learner = open_learner(config, base, threads=torch.get_num_threads(), ranks=ranks, parts=parts)
     torch.set_num_threads(learner.threads)
     return follow(learner)
 

@@ -17,6 +17,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,18 +54,23 @@ class DataParallel(SingleProcess):
     def __init__(self, ranks: Ranks, *, orders: bool = False):
         self.ranks, self.orders = ranks, orders
         self._inside = False  # a verb that was sent: those that it calls are part of it
+        self._turn = RLock()  # of a thread: who samples may compare with the learner while that trains
 
     @contextmanager
     def announced(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        if not self.orders or self._inside:
+        if not self.orders:
             yield
             return
-        self.ranks.send_order(order_bytes(verb, args, kwargs))
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
+        with self._turn:
+            if self._inside:
+                yield
+                return
+            self.ranks.send_order(order_bytes(verb, args, kwargs))
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
 
     def share(self, samples: Sequence[Sample], *, pairs: bool = False) -> Sequence[int]:
         return shares(samples, self.ranks.size, pairs=pairs)[self.ranks.rank]

@@ -8,6 +8,10 @@ embeddings, last norm and LM head stay gathered from a forward pass to the end o
     without            every parameter, its gradient and the optimizer's moments; gradients are added up as they are
     cut
 
+A model in safetensors files is read in parts (`model.parts`): it is cut on the meta device, each rank reads what is its
+own, and an adapter is put around what was cut. So no rank ever has more than its parts and what is gathered at once.
+What cannot be read so is whole on every rank until it is cut.
+
 The hooks that gather are those of modules, so the model runs as transformers wrote it, on the same packed rows (not
 in `backbone`'s shorter way over bare weights), and the LM head inside the model's own hooks. Every rank must run as
 many passes as the others: those with fewer micro-batches add passes whose loss is 0 times one token.
@@ -20,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,10 +40,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.model.load import LoadedModel
+from groupwise.model.load import LoadedModel, share_weights
 from groupwise.model.packing import MicroBatch, pack, pad
+from groupwise.model.parts import Parts, fill
 from groupwise.train.data_parallel import DataParallel
 from groupwise.train.forward import packed_logprobs, plain_logprobs
+from groupwise.train.gathered import cut_hash, whole_of, write_gathered
 from groupwise.train.ranks import Ranks
 from groupwise.train.sharded_state import load_shards, load_whole, save_shards
 from groupwise.train.state import is_sharded
@@ -48,52 +54,131 @@ from groupwise.types import Sample
 if TYPE_CHECKING:
     from groupwise.train.learner import Learner
 
+T = TypeVar("T")
+
 NOTHING = Sample(prompt_ids=(0,), completion_ids=(0,), mask=(1,), advantage=0.0)
 
 
 class FullySharded(DataParallel):
-    """`DataParallel` whose weights are cut (FSDP2). Those of `base` are released on all ranks but 0, which samples.
+    """`DataParallel` whose weights are cut (FSDP2).
 
     Args:
         cpu_offload: keep the parts in the CPU's memory, and move a layer to the GPU when it runs.
+        parts: the model to read in parts. None: every rank has it whole, and releases it once it is cut, all but rank
+            0, which samples.
+        shard_size: so many ranks, one after another, share one copy of the weights, and groups of them have the same
+            (HSDP). None: those of one machine where there are several, else all.
 
     Raises:
-        ConfigError: the model's decoder layers are not known, or there is no GPU to offload from.
+        ConfigError: the model's decoder layers are not known, there is no GPU to offload from, or the ranks do not
+            make groups of `shard_size`.
     """
 
     runs_side_by_side = False  # passes in several threads would gather in any order
 
-    def __init__(self, ranks: Ranks, *, orders: bool = False, cpu_offload: bool = False):
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        orders: bool = False,
+        cpu_offload: bool = False,
+        parts: Parts | None = None,
+        shard_size: int | None = None,
+    ):
         if cpu_offload and ranks.device.type != "cuda":  # gpu-aware
             raise ConfigError("train.cpu_offload moves weights off a GPU, and there is none", hint="set it to false")
         super().__init__(ranks, orders=orders)
-        self._offload = cpu_offload
+        self.shard_size = shard_size or (ranks.size if ranks.size % ranks.local_size else ranks.local_size)
+        if ranks.size % self.shard_size:
+            raise ConfigError(
+                f"train.shard_size is {self.shard_size}, and {ranks.size} processes do not make groups of that size",
+                hint="set it to a divisor of train.devices, or leave it out",
+                field="train.shard_size",
+            )
+        self._offload, self._parts = cpu_offload, parts
         self._model: Any = None  # with the hooks that gather
 
     def device(self, base: LoadedModel) -> torch.device:
         return self.ranks.device
 
-    def tried(self, why_not: Callable[[], str | None]) -> str | None:
-        """Return what rank 0 finds, at every rank: on the others the model is not on the GPU before it is cut."""
-        return self.ranks.spread(why_not() if self.ranks.leads else None, phase="trying the attention's kernels")
+    def tree(self, base: LoadedModel, *, all_parameters: bool) -> tuple[LoadedModel, PreTrainedModel]:
+        if self._parts is None:
+            return super().tree(base, all_parameters=all_parameters)
+        model = share_weights(self._parts.base.model)
+        model.requires_grad_(all_parameters)
+        self._cut(model, whole=set())
+        fill(model, self._parts, device=torch.device("cpu") if self._offload else self.ranks.device)
+        found = cut_hash(model, self.ranks)
+        return (base if base.hash else replace(base, hash=found)), model  # rank 0 may have it whole, and its own hash
+
+    def tried(self, model: PreTrainedModel, why_not: Callable[[], str | None]) -> str | None:
+        """Return what any rank finds, at every rank. Where the model is still whole it is rank 0 that tries: on the
+        others it is not on the GPU before it is cut."""
+        if self._parts is None:
+            return self.ranks.spread(why_not() if self.ranks.leads else None, phase="trying the attention's kernels")
+        return self.agreed(self.with_weights(model, why_not))
+
+    def agreed(self, why: str | None) -> str | None:
+        if self._parts is None:
+            return why
+        return next(filter(None, self.ranks.gather(why, phase="trying the attention's kernels")), None)
+
+    def with_weights(self, model: PreTrainedModel, trial: Callable[[], T]) -> T:
+        if self._parts is None:
+            return trial()
+        with self.ranks.named("trying the model"):
+            found = self._model.within_hooks(trial)
+        for module in model.modules():  # a trial that failed has left some gathered
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return found
+
+    @contextmanager
+    def as_if_whole(self, model: PreTrainedModel) -> Iterator[None]:
+        """Let parameters that are cut be stood for by ones of their whole shape that have a single value in memory:
+        PEFT takes the shape of a part for the layer's."""
+        stood_for: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(parameter, DTensor):
+                    stood_for.append((module, name, parameter))
+                    one = parameter.to_local().new_zeros(()).expand(parameter.shape)
+                    module._parameters[name] = torch.nn.Parameter(one, requires_grad=parameter.requires_grad)
+        try:
+            yield
+        finally:
+            for module, name, parameter in stood_for:
+                module._parameters[name] = parameter
 
     def shard(self, learner: Learner) -> None:
         self.sharded = learner.lora is None  # else only what is frozen is cut
-        if (kind := learner.base.quantization) is not None:
-            raise ConfigError(
-                f"{kind} weights are not cut by FSDP, whose parts have one type", hint="set train.parallel: ddp"
-            )
-        model = learner.model
+        if self._parts is None:
+            if (kind := learner.base.quantization) is not None:
+                raise ConfigError(
+                    f"{kind} weights are not cut by FSDP, whose parts have one type", hint="set train.parallel: ddp"
+                )
+            whole = set() if self.sharded else {p for p in learner.model.parameters() if p.requires_grad}
+            for parameter in whole:
+                parameter.data = parameter.data.to(self.ranks.device)
+            self._cut(learner.model, whole=whole)
+            if not self.ranks.leads:
+                learner.base.model.to("meta")  # pyright: ignore[reportArgumentType]
+        self._model.logprobs = MethodType(packed_logprobs if learner.packed else plain_logprobs, self._model)
+        register_fsdp_forward_method(self._model, "logprobs")
+
+    def _cut(self, model: PreTrainedModel, *, whole: set[torch.nn.Parameter]) -> None:
+        """Cut all parameters but those that stay `whole`; on the meta device, too, where their parts are put later."""
         layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
         if not layers:
             raise ConfigError(
                 f"{type(model).__name__} does not name its decoder layers, so it cannot be cut",
                 hint="set train.parallel: ddp",
             )
-        mesh = init_device_mesh(self.ranks.device.type, (self.ranks.size,))
-        whole = set() if self.sharded else {p for p in model.parameters() if p.requires_grad}
-        for parameter in whole:
-            parameter.data = parameter.data.to(self.ranks.device)
+        kind, copies = self.ranks.device.type, self.ranks.size // self.shard_size
+        if copies == 1:
+            mesh = init_device_mesh(kind, (self.shard_size,))
+        else:
+            mesh = init_device_mesh(kind, (copies, self.shard_size), mesh_dim_names=("replicate", "shard"))
         offload = CPUOffloadPolicy() if self._offload else OffloadPolicy()  # gpu-aware
         for module in layers:
             fully_shard(module, mesh=mesh, ignored_params=whole, offload_policy=offload)
@@ -103,10 +188,8 @@ class FullySharded(DataParallel):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self._model = model
-        self._model.logprobs = MethodType(packed_logprobs if learner.packed else plain_logprobs, model)
-        register_fsdp_forward_method(self._model, "logprobs")
-        if not self.ranks.leads:
-            learner.base.model.to("meta")  # pyright: ignore[reportArgumentType]
+        self._model.within_hooks = MethodType(lambda _, trial: trial(), model)
+        register_fsdp_forward_method(self._model, "within_hooks")
 
     def evened(self, batches: Iterator[MicroBatch], *, packed: bool) -> Iterator[MicroBatch]:
         """Return as many with something to predict as any rank has."""
@@ -134,7 +217,7 @@ class FullySharded(DataParallel):
         if not self.sharded:
             return super().clip(parameters, max_norm)
         with self.ranks.together("gradient norm"):
-            return float(_whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
+            return float(whole_of(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
 
     def check_reference(self) -> None:
         if self.sharded:
@@ -144,19 +227,24 @@ class FullySharded(DataParallel):
             )
 
     def gather_weights(self, learner: Learner) -> None:
-        if not self.sharded:
+        """Copy what is trained into the base of rank 0, where that has one: an engine of this process samples with it,
+        else nobody reads it, and files are written by `save_adapter`."""
+        if not self.sharded or not self.ranks.spread(_is_there(learner.base.model), phase="gathering weights"):
             return
         whole = dict(learner.base.model.named_parameters())
         with self.ranks.together("gathering weights"), torch.no_grad():
             for name, parameter in learner.model.named_parameters():
-                tensor = _whole(parameter)
+                tensor = whole_of(parameter)
                 if self.ranks.leads:
                     whole[name].copy_(tensor)
 
     def save_adapter(self, learner: Learner, directory: Path) -> None:
-        self.gather_weights(learner)
+        if not self.sharded:
+            return super().save_adapter(learner, directory)
+        with self.ranks.together("gathering weights"):
+            write_gathered(learner.model, directory, writes=self.ranks.leads)
         if self.ranks.leads:
-            learner.write_adapter(directory, model=learner.base.model if self.sharded else None)
+            learner.write_tokenizer(directory)
 
     def save(self, learner: Learner, directory: Path) -> None:
         if not self.sharded:
@@ -174,6 +262,5 @@ class FullySharded(DataParallel):
                 load_whole(learner, directory)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """Return all of it, at every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _is_there(model: PreTrainedModel) -> bool:
+    return not next(model.parameters()).is_meta

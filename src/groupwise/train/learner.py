@@ -51,7 +51,7 @@ from groupwise.model.backbone import checkpoint_layers, is_lean
 from groupwise.model.flex_trial import why_not_flex
 from groupwise.model.image_tokens import vision_of
 from groupwise.model.layouts import FLEX, MERGED, Layouts
-from groupwise.model.load import LoadedModel, longest_row, share_weights
+from groupwise.model.load import LoadedModel, longest_row
 from groupwise.model.mixture import RouterOutput, Routers, balancing_coefficient, load_balancing
 from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_twin_not_packed
 from groupwise.model.packing import (
@@ -68,12 +68,12 @@ from groupwise.model.vision import freeze_eyes
 from groupwise.train.accumulated_step import AccumulatedStep
 from groupwise.train.forward import of_tokens_alone
 from groupwise.train.lanes import ThreadedMicroBatches
-from groupwise.train.lora import add_lora, load_lora, router_parameters, save_lora
+from groupwise.train.lora import adapter_as, add_lora, load_lora, router_parameters, save_lora
 from groupwise.train.optimizer import OptimStepResult, make_optimizer
 from groupwise.train.reference import Reference, ReferenceSpec
 from groupwise.train.schedule import learning_rate_at
 from groupwise.train.strategy import Rows, SingleProcess, verb
-from groupwise.train.training_batch import TrainingBatch, train_on_batch, unmasked
+from groupwise.train.training_batch import TrainingBatch, no_loss, of_tokens, train_on_batch, unmasked
 from groupwise.types import Sample
 
 __all__ = ["Learner", "Metrics", "OptimStepResult", "learning_rate_at"]
@@ -142,8 +142,7 @@ class Learner:
     ):
         self.strategy, self._replays = strategy or SingleProcess(), router_replay
         self.autocast = autocast
-        self.base, self.micro_tokens, self.max_grad_norm = base, micro_tokens, optimizer.max_grad_norm
-        self.model: PreTrainedModel = share_weights(base.model)
+        self.micro_tokens, self.max_grad_norm = micro_tokens, optimizer.max_grad_norm
         if lora is None and base.quantization is not None:
             raise ConfigError(
                 f"all parameters would be trained, and those of {base.name!r} are quantised ({base.quantization})",
@@ -155,12 +154,14 @@ class Learner:
                 "optimizer steps are too small to change a weight",
                 hint="set dtype: float32, on a GPU with train.mixed_precision: true; or train an adapter (train.lora)",
             )
+        self.base, self.model = self.strategy.tree(base, all_parameters=lora is None)
         self.packed = self._verify_packed()
         self.why_not_flex: str | None = None  # where it was asked for and is not used
         self.layouts = MERGED
         if self.packed and (attention == "flex" or (attention == "auto" and self._pays_for_flex())):
             self.layouts = self._try_flex(checkpointing=bool(gradient_checkpointing))
-        self.lora = None if lora is None else add_lora(self.model, lora, seed=seed)
+        with self.strategy.as_if_whole(self.model):
+            self.lora = None if lora is None else add_lora(self.model, lora, seed=seed)
         if lora is None:
             self.model.requires_grad_(True)
             if vision_of(self.model) is not None:
@@ -225,6 +226,14 @@ class Learner:
                 out[row] = tuple(next(values) if predicted else math.nan for predicted in sample.mask)
         self.model.train(training)
         return self.strategy.gathered(mine, out, total=len(samples))
+
+    @verb
+    def forward_of(
+        self, adapter: Mapping[str, Tensor] | None, samples: Sequence[Sample], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
+        """`forward` with another adapter of the same shape (`read_lora`) in the place of its own; None: without any."""
+        with adapter_as(self.model, adapter):
+            return self.forward(samples, temperature=temperature)
 
     @verb
     def forward_backward(
@@ -315,7 +324,7 @@ class Learner:
 
             return token_loss
 
-        return self._accumulate(samples, term, lambda batch: _of_tokens(batch, tokens), 1.0)
+        return self._accumulate(samples, term, lambda batch: of_tokens(batch, tokens), 1.0)
 
     @verb
     def forward_backward_preference(
@@ -380,7 +389,7 @@ class Learner:
 
         everything = unmasked(samples)
         tokens = count_loss_tokens(everything)
-        balance = self._accumulate(everything, term, lambda batch: _of_tokens(batch, tokens), temperature)
+        balance = self._accumulate(everything, term, lambda batch: of_tokens(batch, tokens), temperature)
         metrics = {**metrics, **{name: value for name, value in balance.items() if name.startswith("router/")}}
         return {"loss/custom": float(loss.detach()), **metrics}
 
@@ -511,15 +520,19 @@ class Learner:
         """Write the policy into an existing directory: a PEFT adapter, or a whole model when there is no adapter."""
         self.strategy.save_adapter(self, directory)
 
-    def write_adapter(self, directory: Path, *, model: PreTrainedModel | None = None) -> None:
-        """`save_adapter` of this process; `model` has the weights where the learner's are cut into parts."""
+    def write_adapter(self, directory: Path) -> None:
+        """`save_adapter` of a process that has what is trained whole."""
         if self.lora is None:
-            (model or self.model).save_pretrained(directory)
-            self.base.tokenizer.save_pretrained(directory)
-            if (vision := vision_of(self.model)) is not None:
-                vision.save(Path(directory))
+            self.model.save_pretrained(directory)
+            self.write_tokenizer(directory)
         else:
             save_lora(self.model, self.lora, directory, base_name=self.base.name)
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """Write what a model's directory has besides: the tokenizer, and how images are prepared."""
+        self.base.tokenizer.save_pretrained(directory)
+        if (vision := vision_of(self.model)) is not None:
+            vision.save(Path(directory))
 
     def save(self, directory: Path) -> None:
         """Write what `load` needs to go on exactly: policy, reference, the optimizer's moments, counters."""
@@ -551,13 +564,10 @@ class Learner:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _is_small(self, *, dropout: bool) -> bool:
-        """Return whether micro-batches are run side by side: only an adapter is trained, without dropout, on a small
-        model."""
+        """Return whether micro-batches run side by side: an adapter is trained, without dropout, on a small model."""
         if self.lora is None or dropout or self.device.type != "cpu" or not self._is_light():
             return False
-        if not self.strategy.runs_side_by_side:
-            return False
-        return self.packed and is_lean(self.model)
+        return self.strategy.runs_side_by_side and self.packed and is_lean(self.model)
 
     def _pays_for_flex(self) -> bool:
         return self.device.type == "cuda" and not self._is_light()  # gpu-aware
@@ -566,25 +576,26 @@ class Learner:
         return is_light(sum(weight.numel() * weight.itemsize for weight in self.base.model.parameters()))
 
     def _verify_packed(self) -> bool:
-        why = why_twin_not_packed(self.base, self.model)
+        why = self.strategy.tried(self.model, partial(why_twin_not_packed, self.base, self.model))
         look(self.model, why)
         if why is None:
             return True
         warnings.warn(
-            f"{type(self.model).__name__} cannot be trained in packed rows: {why}; training uses padded rows instead, "
-            f"which is correct and {PLAIN_COST}",
+            f"{type(self.base.model).__name__} cannot be trained in packed rows: {why}; training uses padded rows "
+            f"instead, which is correct and {PLAIN_COST}",
             stacklevel=3,
         )
-        turn_plain(self.model)
+        self.strategy.with_weights(self.model, partial(turn_plain, self.model))
         return False
 
     def _try_flex(self, *, checkpointing: bool) -> Layouts:
-        self.why_not_flex = self.strategy.tried(partial(why_not_flex, self.model, checkpointing=checkpointing))
+        trial = partial(why_not_flex, self.model, checkpointing=checkpointing, agreed=self.strategy.agreed)
+        self.why_not_flex = self.strategy.tried(self.model, trial)
         if self.why_not_flex is None:
             return FLEX
         warnings.warn(
-            f"train.attention flex cannot be used for {type(self.model).__name__}: {self.why_not_flex}; training uses "
-            "merged instead, which computes the same",
+            f"train.attention flex cannot be used for {type(self.base.model).__name__}: {self.why_not_flex}; training "
+            "uses merged instead, which computes the same",
             stacklevel=3,
         )
         return MERGED
@@ -662,7 +673,7 @@ class Learner:
 
         def run(item: Item) -> Passed:
             number, (batch, reference_N) = item
-            token_loss = term(batch, reference_N) if batch.rows else _no_loss
+            token_loss = term(batch, reference_N) if batch.rows else no_loss
             with self._replaying(batch) as recorded:
                 with self._seeded_dropout(number), self._routers.watched() as routed:
                     logprobs_N, entropy_N = self._logprobs(batch, temperature)
@@ -787,13 +798,3 @@ class Learner:
             state = f"{self._seed}/{self.steps}/{self.refused_steps}/{number}"
             torch.manual_seed(random.Random(state).getrandbits(63))
             yield
-
-
-def _of_tokens(batch: MicroBatch, tokens: int) -> tuple[float, float]:
-    """Return a micro-batch's share of a batch of so many loss tokens, where the loss is a mean over them."""
-    return len(batch.target_N) / tokens, len(batch.target_N) / tokens
-
-
-def _no_loss(logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a micro-batch that stands for no sample, and is run because other processes run one."""
-    return 0 * (logprobs_N.sum() + entropy_N.sum()), {}

@@ -258,6 +258,23 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+@contextmanager
+def adapter_as(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None) -> Iterator[None]:
+    """Context manager: the adapter has these weights (`read_lora`) in the place of its own; None: it is off."""
+    if tensors is None:
+        with adapter_off(model):
+            yield
+        return
+    own = {parameter: parameter.data for parameter in lora_tensors(model).values()}
+    for name, parameter in lora_tensors(model).items():
+        parameter.data = tensors[name].to(parameter)
+    try:
+        yield
+    finally:
+        for parameter, data in own.items():
+            parameter.data = data
+
+
 def lora_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the adapter's parameters under the names PEFT's files use."""
     return {
@@ -282,8 +299,18 @@ def save_lora(model: PreTrainedModel, config: LoraConfig, directory: Path, *, ba
 def load_lora(
     model: PreTrainedModel, config: LoraConfig, directory: Path, *, alpha_field: str = "train.lora.alpha"
 ) -> None:
-    """Copy a saved adapter's weights into the adapter inside `model`. `alpha_field` is what the caller's configuration
-    calls alpha, for the error.
+    """Copy a saved adapter's weights into the adapter inside `model`. Raises as `read_lora`."""
+    have = read_lora(model, config, directory, alpha_field=alpha_field)
+    with torch.no_grad():
+        for name, parameter in lora_tensors(model).items():
+            parameter.copy_(have[name])
+
+
+def read_lora(
+    model: PreTrainedModel, config: LoraConfig, directory: Path, *, alpha_field: str = "train.lora.alpha"
+) -> dict[str, Tensor]:
+    """Return a saved adapter's weights, for the adapter inside `model`. `alpha_field` is what the caller's
+    configuration calls alpha, for the error.
 
     Raises:
         AdapterError: the files cannot be read, or are not of this adapter (other rank, alpha, targets or base model).
@@ -329,9 +356,7 @@ def load_lora(
             f"the adapter in {directory} has an alpha_pattern, and training scales every module alike",
             hint="start a fresh adapter, or fold the scales into lora_B",
         )
-    with torch.no_grad():
-        for name, parameter in want.items():
-            parameter.copy_(have[name])
+    return have
 
 
 # -- the fused product -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import TrainingError
+from groupwise.model.parts import Parts
 from groupwise.train.data_parallel import DataParallel, order_bytes
 from groupwise.train.fully_sharded import FullySharded
 from groupwise.train.ranks import Ranks
@@ -24,10 +25,17 @@ if TYPE_CHECKING:
 _END = "end"
 
 
-def strategy_of(ranks: Ranks, *, sharded: bool = False, cpu_offload: bool = False) -> DataParallel:
+def strategy_of(
+    ranks: Ranks,
+    *,
+    sharded: bool = False,
+    cpu_offload: bool = False,
+    parts: Parts | None = None,
+    shard_size: int | None = None,
+) -> DataParallel:
     """This rank's, of a learner that rank 0 leads. Raises ConfigError as `FullySharded`."""
     if sharded:
-        return FullySharded(ranks, orders=ranks.leads, cpu_offload=cpu_offload)
+        return FullySharded(ranks, orders=ranks.leads, cpu_offload=cpu_offload, parts=parts, shard_size=shard_size)
     return DataParallel(ranks, orders=ranks.leads)
 
 

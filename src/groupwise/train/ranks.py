@@ -49,6 +49,7 @@ class Ranks:
 
     def __init__(self, world: World, store: Store, *, device: torch.device, deadline_s: float):
         self.rank, self.size, self.device, self.deadline_s = world.rank, world.size, device, deadline_s
+        self.local_size = world.local_size or world.size
         self._store = store
         self.control: Any = dist.new_group(backend="gloo", timeout=self._timeout)  # for what is not a tensor
         self._orders = self._phases = 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.algo.metrics import Metrics
-from groupwise.model.load import LoadedModel
+from groupwise.model.load import LoadedModel, share_weights
 from groupwise.model.packing import MicroBatch
 from groupwise.train.forward import packed_logprobs, plain_logprobs
 from groupwise.train.state import load_state, save_state
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
 
 
@@ -53,10 +54,27 @@ class SingleProcess:
         """Return where the learner computes."""
         return base.device
 
-    def tried(self, why_not: Callable[[], str | None]) -> str | None:
+    def tree(self, base: LoadedModel, *, all_parameters: bool) -> tuple[LoadedModel, PreTrainedModel]:
+        """Return the model that is trained, and `base` with what was found out about it on the way."""
+        return base, share_weights(base.model)
+
+    def tried(self, model: PreTrainedModel, why_not: Callable[[], str | None]) -> str | None:
         """Return why something cannot be had of the model where it is; None if it can. Ranks that have the model try
         each for itself."""
         return why_not()
+
+    def agreed(self, why: str | None) -> str | None:
+        """Return, amid a trial, what is wrong at any of the processes that must go on together."""
+        return why
+
+    def with_weights(self, model: PreTrainedModel, trial: Callable[[], T]) -> T:
+        """Return what a trial returns that runs the model, whose weights are there meanwhile."""
+        return trial()
+
+    def as_if_whole(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """Context manager in which the model's parameters have the shapes, types and devices of whole ones, for what
+        reads those alone."""
+        return nullcontext()
 
     def shard(self, learner: Learner) -> None:
         """Cut the model into parts, before anything holds its parameters."""

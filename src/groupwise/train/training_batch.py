@@ -26,10 +26,13 @@ from itertools import chain, pairwise, zip_longest
 from random import Random
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from groupwise.algo.loss_metrics import averaged
 from groupwise.algo.metrics import Metrics
 from groupwise.algo.prefixes import groups_of
 from groupwise.config.loss import LossSpec
+from groupwise.model.packing import MicroBatch
 from groupwise.store import faults
 from groupwise.train.optimizer import OptimStepResult
 from groupwise.train.strategy import Rows
@@ -186,3 +189,13 @@ def unmasked(samples: Sequence[Sample]) -> list[Sample]:
         replace(s, mask=tuple(int(bool(s.prompt_ids) or t > 0) for t in range(len(s.mask))), soft_targets=None)
         for s in samples
     ]
+
+
+def of_tokens(batch: MicroBatch, tokens: int) -> tuple[float, float]:
+    """Return a micro-batch's share of a batch of so many loss tokens, where the loss is a mean over them."""
+    return len(batch.target_N) / tokens, len(batch.target_N) / tokens
+
+
+def no_loss(logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of a micro-batch that stands for no sample, and is run because other processes run one."""
+    return 0 * (logprobs_N.sum() + entropy_N.sum()), {}

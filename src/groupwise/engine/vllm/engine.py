@@ -97,6 +97,7 @@ class VllmEngine:
         launches: servers to start where `config.urls` names none.
         colocated: vLLM in this process, in place of servers.
         reloads: all parameters are trained, and `adopt` hands over whole models.
+        write: writes the weights of `base` as they are now into a directory; None: its model has them.
         merge: `load` hands over whole models too, which this makes of an adapter's directory (None: the base alone).
         patient, rows: see `vllm.fleet`.
         in_flight_updates: versions may be replaced under completions (`replace`).
@@ -117,6 +118,7 @@ class VllmEngine:
         colocated: InProcess | None = None,
         reloads: bool = False,
         merge: Callable[[Path | None], PreTrainedModel] | None = None,
+        write: Callable[[Path], None] | None = None,
         patient: bool = False,
         rows: int | None = None,
         in_flight_updates: bool = False,
@@ -134,7 +136,7 @@ class VllmEngine:
         self._follows, self._colocated = in_flight_updates, colocated
         self._replaced: dict[PolicyVersion, PolicyVersion] = {}
         self._following: set[_FollowedCompletion] = set()  # in the loop's thread
-        self._merge = merge
+        self._merge, self._write = merge, write or base.model.save_pretrained
         self._weights: Published | None = None  # those that servers must have, where they change
         self._handshake = Handshake(
             base,
@@ -150,7 +152,7 @@ class VllmEngine:
         self._thread.start()
         try:
             if reloads or merge:  # a server may have those of an earlier run
-                first = base.model if merge is None else merge(None)
+                first = self._write if merge is None else merge(None).save_pretrained
                 self._weights = self._shelf.put_model(PolicyVersion.base(), first)
             self._fleet = self._wait(self._opened(launches, colocated, patient, rows, say))
         except BaseException:
@@ -196,7 +198,7 @@ class VllmEngine:
         self._reference.load(version, directory)
         try:
             if self._merge is not None:
-                return self._push(version, self._merge(directory))
+                return self._push(version, self._merge(directory).save_pretrained)
             self._hand_over(version, lambda: self._publish_copy(version, directory))
         except EngineError:
             self._reference.unload(version)
@@ -207,12 +209,13 @@ class VllmEngine:
         if self._weights is None:
             raise ConfigError(f"{version} is a whole model, and this engine was opened for adapters")
         self._reference.adopt(version)
-        self._push(version, self._base.model)
+        self._push(version, self._write)
 
-    def _push(self, version: PolicyVersion, model: PreTrainedModel) -> None:
-        """Have every server read a whole model in place of the one it has. Raises EngineError, StorageError."""
+    def _push(self, version: PolicyVersion, write: Callable[[Path], None]) -> None:
+        """Have every server read a whole model, which `write` writes, in place of the one it has. Raises EngineError,
+        StorageError."""
         assert self._weights is not None
-        before, self._weights = self._weights, self._shelf.put_model(version, model)
+        before, self._weights = self._weights, self._shelf.put_model(version, write)
         self._hand_over(version, lambda: self._wait(self._fleet.everywhere(self._reload)))
         self._shelf.remove(before)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +30,15 @@ from groupwise.store.export import AdapterMerge
 
 
 def open_vllm(
-    config: RunConfig, base: LoadedModel, reference: TrainerScores, *, say: Callable[[str], None] = lambda text: None
+    config: RunConfig,
+    base: LoadedModel,
+    reference: TrainerScores,
+    *,
+    write: Callable[[Path], None] | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> VllmEngine:
-    """Return the engine that a run's configuration describes; `say` is told what is waited for. Raises EngineError,
-    ConfigError."""
+    """Return the engine that a run's configuration describes; `say` is told what is waited for, and `write` writes the
+    weights that are trained, where `base` has none. Raises EngineError, ConfigError."""
     shape = _shape(config, base.model)
     merge = None
     if config.vllm.push == "merged":
@@ -54,6 +60,7 @@ def open_vllm(
         colocated=colocated,
         reloads=config.train.lora is None,
         merge=merge,
+        write=write,
         rows=shape.rows,
         in_flight_updates=config.rollout.in_flight_updates,
         say=say,

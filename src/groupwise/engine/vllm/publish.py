@@ -20,19 +20,16 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from groupwise.engine.vllm.client import VllmServer
 from groupwise.engine.vllm.gaps import Gaps
 from groupwise.errors import AdapterError, EngineError, StorageError
 from groupwise.sampler import Scores
 from groupwise.types import PolicyVersion
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -82,11 +79,12 @@ class Shelf:
             raise AdapterError(f"the adapter in {directory} cannot be laid out for vLLM: {error}") from error
         return published
 
-    def put_model(self, version: PolicyVersion, model: PreTrainedModel) -> Published:
-        """Return a checkpoint of all weights as they are now. Raises StorageError."""
+    def put_model(self, version: PolicyVersion, write: Callable[[Path], None]) -> Published:
+        """Return a checkpoint of all weights as `write` writes them. Raises StorageError."""
         published = self._named(version)
         try:
-            model.save_pretrained(published.path)
+            published.path.mkdir()
+            write(published.path)
         except OSError as error:
             self.remove(published)
             raise StorageError.of(error, f"the weights of {version} cannot be written for vLLM: {error}") from error

@@ -1,0 +1,108 @@
+"""What is made of cut weights by all ranks together: whole tensors, one at a time, files of them, a fingerprint.
+
+A tensor that is gathered is whole at every rank for a moment. So is nothing else: files are written by one rank, some
+layers at a time, in the layout of `save_pretrained`, and of a fingerprint each rank has the values in its part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from groupwise.model.load import hash_of, probe
+from groupwise.train.ranks import Ranks
+
+WRITTEN_AT_ONCE = 1 << 28  # bytes, in a file of their own; or a layer's, where that has more
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, at every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def cut_hash(model: PreTrainedModel, ranks: Ranks) -> str:
+    """Return `weights_hash` of a cut model, at every rank."""
+    tensors = model.state_dict()
+    parts = ranks.gather({name: _probed(each) for name, each in tensors.items()}, phase="comparing models")
+
+    def probed(name: str) -> bytes:
+        by_place = dict(part[name] for part in parts)  # copies of one part are there once
+        return b"".join(by_place[place] for place in sorted(by_place))
+
+    return hash_of({name: tensor.shape for name, tensor in tensors.items()}, probed)
+
+
+def _probed(tensor: Tensor) -> tuple[int, bytes]:
+    """Return where this rank's part of a tensor begins, and its probe."""
+    if not isinstance(tensor, DTensor):
+        return 0, probe(tensor)
+    local, row = tensor.to_local(), tensor[:1].numel() if tensor.ndim else 1
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    start = offset[0] * row if tensor.ndim else 0
+    return (start, probe(local, of=tensor.numel(), start=start)) if local.numel() else (tensor.numel(), b"")
+
+
+@torch.no_grad()
+def write_gathered(model: PreTrainedModel, directory: Path, *, writes: bool) -> None:
+    """Write a cut model into an existing directory, as `save_pretrained` does; every rank calls it, one `writes`."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names: list[list[str]] = []
+    batch: dict[str, Tensor] = {}
+    total = 0
+
+    def write() -> None:
+        own = {name: each.contiguous() for name, each in revert_weight_conversion(model, batch).items()}
+        save_file(own, directory / f"part-{len(names):05d}.safetensors", metadata={"format": "pt"})
+        names.append(sorted(own))
+        batch.clear()
+
+    for layer in _layers(model):
+        size = sum(each.numel() * each.element_size() for each in layer.values())
+        if batch and sum(each.nbytes for each in batch.values()) + size > WRITTEN_AT_ONCE:
+            write()
+        for name, tensor in layer.items():
+            gathered = whole_of(tensor)
+            if writes:
+                batch[name] = gathered.detach().cpu()
+            del gathered
+        total += size
+    if not writes:
+        return
+    write()
+    if len(names) == 1:
+        (directory / "part-00000.safetensors").rename(directory / "model.safetensors")
+    else:
+        called = [f"model-{i + 1:05d}-of-{len(names):05d}.safetensors" for i in range(len(names))]
+        for i, name in enumerate(called):
+            (directory / f"part-{i:05d}.safetensors").rename(directory / name)
+        index = {each: called[i] for i, every in enumerate(names) for each in every}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
+        (directory / "model.safetensors.index.json").write_text(text + "\n")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(directory)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def _layers(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each decoder layer, and last all others: parameters, those that are tied once, and buffers
+    that are saved."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors |= {name: each for name, each in model.state_dict().items() if name not in tied}
+    kinds = model._no_split_modules or ()
+    for layer in [
+        name for name, module in model.named_modules() if type(module).__name__.removeprefix("FSDP") in kinds
+    ]:
+        inside = [name for name in tensors if name.startswith(f"{layer}.")]
+        yield {name: tensors.pop(name) for name in inside}
+    yield tensors

@@ -1,0 +1,135 @@
+"""FSDP over models that each rank reads its parts of, on real processes over gloo: what one process trains, the bytes
+of each rank, copies of the parts in groups of ranks (HSDP), and files that are written without a whole model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from learner_cases import LORA, SPECS
+from parallel_cases import RATE, UNEVEN, assert_alike, everything, near_policy, start, whole
+from parts_cases import CPU, Settings, of_parts, read_parts, read_whole, save
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from groupwise.model.parts import NotInParts, open_parts
+from groupwise.train.learner import Learner
+from rank_pairs import on_ranks
+from slow_cases import slow_but
+
+FAMILIES = ("qwen3", "llama", "gemma3", "gpt2", "gpt_oss", "qwen3_moe", "deepseek_v3", "lfm2", "qwen3_5_text")
+
+
+def make_parts(directory, *, ranks, **options):
+    return of_parts(directory, ranks=ranks, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*in packed rows:UserWarning")
+@pytest.mark.parametrize("family", slow_but({"qwen3"}, of=FAMILIES))
+@pytest.mark.parametrize("lora", [pytest.param(LORA, id="lora"), pytest.param(None, id="all parameters")])
+def test_ranks_train_what_one_process_trains(make_base, make_samples, tmp_path: Path, family: str, lora) -> None:
+    if lora is not None:
+        lora = lora.model_copy(update={"targets": ["c_attn"] if family == "gpt2" else ["o_proj", "q_proj"][:1]})
+    place = save(make_base(family), tmp_path / "model")
+    base = read_whole(place)
+    samples = near_policy(base, make_samples(UNEVEN), lora=lora)
+
+    def work(ranks):
+        learner = start(make_parts, place, lora=lora, ranks=ranks)
+        cut = [p for p in learner.model.parameters() if isinstance(p, DTensor)]
+        held = sum(p.to_local().numel() for p in cut), sum(p.numel() for p in cut)
+        return everything(learner, samples, steps_only=True), held, learner.base.hash, learner.packed
+
+    alone = start(Learner, read_whole(place), lora=lora)
+    seen = everything(alone, samples, steps_only=True)
+    for found, held, hash, packed in on_ranks(work):
+        assert_alike(found, seen)
+        assert hash == base.hash and packed == alone.packed
+        assert 0.3 < held[0] / held[1] < 0.7
+
+
+def test_copies_of_the_parts_in_groups_of_ranks(make_base, make_samples, tmp_path: Path) -> None:
+    """HSDP, 2 x 2: gradients of all parameters and of an adapter are those of one process, to 1e-6 of their norm."""
+    place = save(make_base("llama"), tmp_path / "model")
+    samples = near_policy(read_whole(place), make_samples(UNEVEN), lora=None)
+
+    def gradients(learner: Learner) -> list[torch.Tensor]:
+        learner.forward_backward(samples, SPECS["grpo"])
+        return [(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone() for p in learner.parameters]
+
+    def work(ranks, lora, shard_size):
+        learner = start(make_parts, place, lora=lora, ranks=ranks, shard_size=shard_size)
+        cut = [p for p in learner.model.parameters() if isinstance(p, DTensor)]
+        share = sum(p.to_local().numel() for p in cut) / sum(p.numel() for p in cut)
+        found = gradients(learner)
+        if lora is not None:
+            learner.strategy._sum_gradients(learner.parameters)
+            found = [p.grad.clone() for p in learner.parameters]
+        learner.zero_grad()
+        metrics = [learner.step(samples, SPECS["grpo"], learning_rate=RATE) for _ in range(5)]
+        return share, found, metrics, whole(learner)
+
+    for lora in (None, LORA):
+        alone = start(Learner, read_whole(place), lora=lora)
+        want = gradients(alone)
+        alone.zero_grad()
+        metrics = [alone.step(samples, SPECS["grpo"], learning_rate=RATE) for _ in range(5)]
+        for shard_size in (2, 4):
+            for share, found, numbers, trained in on_ranks(lambda ranks: work(ranks, lora, shard_size), size=4):  # noqa: B023
+                assert share == pytest.approx(1 / shard_size, rel=0.15)
+                for a, b in zip(found, want, strict=True):
+                    assert float((a - b).norm()) <= 1e-6 * float(b.norm())
+                assert numbers == [pytest.approx(each, abs=1e-6) for each in metrics]
+                for a, b in zip(trained, whole(alone), strict=True):
+                    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", slow_but({"llama"}, of=("llama", "qwen3_moe")))
+def test_a_model_is_written_without_one_that_is_whole(
+    make_base, make_samples, tmp_path: Path, monkeypatch, family
+) -> None:
+    place = save(make_base(family), tmp_path / "model")
+    monkeypatch.setattr("groupwise.train.gathered.WRITTEN_AT_ONCE", 1)
+    (written := tmp_path / "written").mkdir()
+
+    def work(ranks):
+        learner = start(make_parts, place, lora=None, ranks=ranks)
+        learner.step(make_samples(UNEVEN), SPECS["grpo"], learning_rate=RATE)
+        learner.gather_weights()  # for nobody: there is no base
+        learner.save_adapter(written)
+        return {name: p.full_tensor() for name, p in learner.model.named_parameters()}
+
+    trained, _ = on_ranks(work)
+    found = read_whole(written)
+    assert {name: torch.equal(p, trained[name]) for name, p in found.model.named_parameters()} == dict.fromkeys(
+        trained, True
+    )
+    assert len(list(written.glob("*.safetensors"))) == 3  # two layers and the rest
+    names = {name for file in written.glob("*.safetensors") for name in load_file(file)}
+    assert names == set(load_file(place / "model.safetensors"))  # of experts, those that transformers read
+    assert found.eos_ids == read_whole(place).eos_ids
+
+
+def test_what_cannot_be_read_in_parts_says_why(make_base, tmp_path: Path) -> None:
+    place = save(make_base("qwen3"), tmp_path / "model")
+    weights = load_file(place / "model.safetensors")
+    read_parts(place)
+
+    def why(tensors=weights, **changed) -> str:
+        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(NotInParts) as error:
+            open_parts(replace(Settings(str(place)), **changed), device=CPU)
+        return str(error.value)
+
+    embeddings = weights["model.embed_tokens.weight"]
+    assert "quantised" in why(quantization="int8")
+    assert "lack model.norm.weight" in why({k: v for k, v in weights.items() if k != "model.norm.weight"})
+    assert "two" in why(weights | {"lm_head.weight": embeddings + 1})
+    assert "shape" in why(weights | {"model.norm.weight": torch.zeros(3)})
+    save_file(weights | {"lm_head.weight": embeddings.clone()}, place / "model.safetensors", metadata={"format": "pt"})
+    assert len(read_parts(place).origins) == len(weights)  # the same twice
+    (place / "model.safetensors").unlink()
+    with pytest.raises(NotInParts, match="safetensors"):
+        read_parts(place)
