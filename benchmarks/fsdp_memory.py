@@ -161,7 +161,7 @@ def on_ranks(size: int, work: Any) -> list[Any]:
     def run(rank: int) -> None:
         torch.set_num_threads(1)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
-        ranks = join(World(rank=rank, size=size, local_rank=rank), device=CPU, deadline_s=300)
+        ranks = join(World(rank=rank, size=size, local_rank=rank, local_size=size), device=CPU, deadline_s=300)
         queue.put(work(ranks))
         ranks.close()
 

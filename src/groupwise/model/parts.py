@@ -218,7 +218,8 @@ def _paths(path: str) -> list[str]:
     index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False)
     if index is None:
         raise NotInParts(f"it has no {SINGLE}, whole or in several files with an index")
-    return list(map(str, get_checkpoint_shard_files(path, index)[0]))
+    files: Any = get_checkpoint_shard_files(path, index)[0]
+    return [str(file) for file in files]
 
 
 def _planned(model: PreTrainedModel, files: Files) -> tuple[list[Origin], dict[str, tuple[str, ...]]]:
@@ -248,7 +249,7 @@ def _planned(model: PreTrainedModel, files: Files) -> tuple[list[Origin], dict[s
     return read, tied
 
 
-def _origins(model: PreTrainedModel, files: Files, wanted: Mapping[str, Tensor]) -> Iterator[Origin]:
+def _origins(model: PreTrainedModel, files: Files, wanted: dict[str, Tensor]) -> Iterator[Origin]:
     """Yield what becomes of the tensors of the files, as `convert_and_load_state_dict_in_model` of transformers does
     it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -307,8 +308,9 @@ def _same(files: Files, one: str, other: str) -> bool:
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, parts: Parts, *, device: torch.device) -> None:
-    """Read this process's part of every parameter of `model`, which is cut, and its buffers, onto `device`.
+def fill(model: PreTrainedModel, parts: Parts, *, device: torch.device, parts_on: torch.device | None = None) -> None:
+    """Read this process's part of every parameter of `model`, which is cut, and its buffers, onto `device`; parts onto
+    `parts_on` (None: there, too).
 
     Raises:
         ModelError: a file cannot be read.
@@ -324,7 +326,8 @@ def fill(model: PreTrainedModel, parts: Parts, *, device: torch.device) -> None:
                         wanted[name].copy_(tensor)
                         continue
                     old: Any = parameters[name]
-                    local = torch.empty(tensor.shape, dtype=old.dtype, device=device).copy_(tensor)
+                    there = (parts_on or device) if isinstance(old, DTensor) else device
+                    local = torch.empty(tensor.shape, dtype=old.dtype, device=there).copy_(tensor)
                     _put(model, parts.tied.get(name, (name,)), _like(old, local))
                     del tensor, local
     except UNREADABLE as error:

@@ -107,7 +107,8 @@ class FullySharded(DataParallel):
         model = share_weights(self._parts.base.model)
         model.requires_grad_(all_parameters)
         self._cut(model, whole=set())
-        fill(model, self._parts, device=torch.device("cpu") if self._offload else self.ranks.device)
+        kept = torch.device("cpu") if self._offload else self.ranks.device
+        fill(model, self._parts, device=self.ranks.device, parts_on=kept)
         found = cut_hash(model, self.ranks)
         return (base if base.hash else replace(base, hash=found)), model  # rank 0 may have it whole, and its own hash
 
@@ -174,6 +175,7 @@ class FullySharded(DataParallel):
                 f"{type(model).__name__} does not name its decoder layers, so it cannot be cut",
                 hint="set train.parallel: ddp",
             )
+        whole = whole | self._of_other_types(model)
         kind, copies = self.ranks.device.type, self.ranks.size // self.shard_size
         if copies == 1:
             mesh = init_device_mesh(kind, (self.shard_size,))
@@ -190,6 +192,18 @@ class FullySharded(DataParallel):
         self._model = model
         self._model.within_hooks = MethodType(lambda _, trial: trial(), model)
         register_fsdp_forward_method(self._model, "within_hooks")
+
+    def _of_other_types(self, model: PreTrainedModel) -> set[torch.nn.Parameter]:
+        """Return frozen parameters that are not of the model's type, which FSDP cuts no two of: a few of recurrent
+        layers. Raises ConfigError for ones that are trained."""
+        others = {name: p for name, p in model.named_parameters() if p.dtype != model.dtype and "lora_" not in name}
+        if found := next((name for name, p in others.items() if p.requires_grad), None):
+            raise ConfigError(
+                f"{found} is of type {others[found].dtype} in a model of {model.dtype}, and FSDP trains parameters of "
+                "one type",
+                hint="set train.parallel: ddp, or train an adapter (train.lora)",
+            )
+        return set(others.values())
 
     def evened(self, batches: Iterator[MicroBatch], *, packed: bool) -> Iterator[MicroBatch]:
         """Return as many with something to predict as any rank has."""
