@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cli_project import REWARDS, Project, cli
+from groupwise.cli.sweep import announced
 from groupwise.config.run import RunConfig, load_config
 from groupwise.errors import ConfigError, RewardError
 from groupwise.run.evaluate import load_evaluations
@@ -216,6 +217,13 @@ def test_heats_are_by_base_model_and_in_order(project: Project):
     assert groups[0].why is None and all(heat.why for heat in groups[1:])
 
 
+def test_what_follows_is_said_with_the_reason_before_anything_starts(project: Project):
+    groups = heats(swept(project, {"a": [], "b": ["train.lora.dropout=0.1"], "c": ["seed=1"]}))
+    wording("\n".join(announced(groups)))
+    wording("\n".join(announced(groups[:1])))
+    wording("\n".join(announced(heats(swept(project, {"a": [], "b": ["train.lora.dropout=0.1"]})))))
+
+
 def test_a_later_heat_is_trained_after_the_first(project: Project):
     outcomes, _ = trained(swept(project, {"a": [], "b": ["seed=1"], "c": ["train.lora.dropout=0.1"]}, "train.steps=1"))
     assert all(each.result is not None and each.result.steps == 1 for each in outcomes.values())
@@ -223,7 +231,8 @@ def test_a_later_heat_is_trained_after_the_first(project: Project):
 
 def test_one_directory_is_for_one_run(project: Project):
     with raises(ConfigError, field="run_dir"):
-        heats(swept(project, {"a": ["seed=0"], "b": ["seed=1"]}, "run_dir=out"))
+        heats(swept(project, {"a": ["run_dir=out"], "b": ["run_dir=./out"]}))
+    assert parts(heats(swept(project, {"a": ["run_dir=out"], "b": ["run_dir=other"]}))) == [["a", "b"]]
 
 
 def test_processes_that_were_launched_train_one_run(project: Project, monkeypatch: pytest.MonkeyPatch):

@@ -66,8 +66,9 @@ def announced(groups: Sequence[Heat]) -> list[str]:
     lines = [f"{count} runs, in {len(groups)} turns, one after another:"]
     for number, heat in enumerate(groups, 1):
         names = ", ".join(run.label for run in heat.runs)
-        why = f"by itself: {heat.why}" if len(heat.runs) == 1 else "beside each other, over one base model"
-        lines.append(f"  {number}. {names}  ({why})")
+        why = "" if heat.why is None else f": {heat.why}"
+        how = f"by itself{why}" if len(heat.runs) == 1 else "beside each other, over one base model"
+        lines.append(f"  {number}. {names}  ({how})")
     return lines
 
 

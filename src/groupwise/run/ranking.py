@@ -42,7 +42,7 @@ def rank(outcomes: Sequence[Outcome]) -> Ranking:
     assert chosen is not None
     after = {each.run.label: each.result.after for each in measured if each.result is not None}
     modes = next(iter(after.values()))
-    mode = chosen.best if chosen.best in modes else next(iter(modes))
+    mode = next((each for each in modes if each == chosen.best), next(iter(modes)))
     means = {label: evaluations[mode].mean() for label, evaluations in after.items()}
     first = max(measured, key=lambda each: -math.inf if math.isnan(m := means[each.run.label]) else m)
     measure, against = f"{mode}/reward", dict[str, PairedTest]()

@@ -17,9 +17,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,9 +98,15 @@ def why_alone(config: RunConfig) -> str | None:
         return "its agents find their endpoint by the process's environment"
     if clients:
         return f"{clients[0]} has one run in a process"
-    if getattr(AutoConfig.from_pretrained(model_path(config.model)), "vision_config", None) is not None:
-        return "its model sees, and keeps the pictures of one run"
-    return None
+    return "its model sees, and keeps the pictures of one run" if _sees(config.model) else None
+
+
+def _sees(model: str) -> bool:
+    """Return whether a model has eyes; False where it cannot be read, which loading it will say."""
+    try:
+        return getattr(AutoConfig.from_pretrained(model_path(model)), "vision_config", None) is not None
+    except (OSError, ValueError):
+        return False
 
 
 def heats(runs: Sequence[SweptRun]) -> list[Heat]:
@@ -114,7 +122,7 @@ def heats(runs: Sequence[SweptRun]) -> list[Heat]:
         )
     for run in runs:
         check_started(run.config, here)
-    named = [run.config.run_dir for run in runs if run.config.run_dir is not None]
+    named = [str(Path(run.config.run_dir).resolve()) for run in runs if run.config.run_dir is not None]
     if len(set(named)) < len(named):
         raise ConfigError(
             f"{len(runs)} runs are asked for, and run_dir {max(named, key=named.count)!r} is the directory of one",
@@ -210,19 +218,19 @@ def _beside_each_other(runs: Sequence[SweptRun], shown: SweepDisplay, stop: Stop
         stop.announce = shown.stopping
         every.callback(torch.set_num_threads, threads)
         every.callback(gc.unfreeze)
-        begun, base = list[Coroutine[Any, Any, None]](), None
+        begun, base = list[Callable[[], Coroutine[Any, Any, None]]](), None
         for run in runs:
             with outcomes.failures(run):
                 mine = every.enter_context(ExitStack())
                 beside = Beside(base=base, threads=threads)
                 opened = mine.enter_context(opened_run(run.plan, shown=shown.of(run.label), beside=beside))
                 base = opened[0].parts.base
-                begun.append(_to_its_end(run, opened, mine, stop, outcomes))
+                begun.append(partial(_to_its_end, run, opened, mine, stop, outcomes))
         run_coroutine(_together(begun))
 
 
-async def _together(runs: Sequence[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*runs)
+async def _together(runs: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    await asyncio.gather(*(run() for run in runs))
 
 
 async def _to_its_end(
