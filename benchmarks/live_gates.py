@@ -115,7 +115,7 @@ class Truth:
             prompt = Prompt(id="", text="", messages=({"role": "user", "content": question(a, b)},))
             ids = list(encode_prompt(prompt, tokenizer, context=1024).token_ids or ())
             right = tokenizer.encode(str(a + b), add_special_tokens=False)
-            rows.append(([*ids, *right, tokenizer.eos_token_id], len(ids)))
+            rows.append(([*ids, *right, int(str(tokenizer.eos_token_id))], len(ids)))
         longest = max(len(ids) for ids, _ in rows)
         self._ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])  # causal: what follows is idle
         at = torch.arange(longest)[None]
