@@ -1,6 +1,6 @@
 """How many of a hundred bad versions go live in a server that runs, and what a fifth of hostile raters changes.
 
-    python benchmarks/live_gates.py --out DIR [--part gate canary] [--hostile 0 0.2] [--versions 100]
+    python benchmarks/live_gates.py --out DIR [--part gate canary] [--hostile 0 0.2] [--versions 100] [--minutes 24]
 
 `gates.py` draws what versions and raters do. Here nothing is drawn for the server: `groupwise serve` runs the starter
 behind its HTTP, with a gate, a shadow, a canary and known prompts for its raters; jobs are posted to it, its worker
@@ -14,8 +14,9 @@ computed and not sampled, over SUMS sums. A candidate is a job that continues a 
     gate      versions that are worse by the gate's margin, 0.1, on 200 held-out sums; then a shadow and a canary
     canary    versions that are worse by the canary's margin, 0.4, with a gate that does not see it (its margin is 0.9)
 
-Honest raters err in 0 to 20 % of their thumbs, each as often as it does. Hostile ones, in five kinds by turns, give the
-share of ratings that `--hostile` says:
+Where a worse version did go live, those after it are compared with that one, and are counted apart. Honest raters err
+in 0 to 20 % of their thumbs, each as often as it does. Hostile ones, in five kinds by turns, give the share of ratings
+that `--hostile` says:
 
     inverted   the opposite of what is true            chance     either, as a coin falls
     praises    always up                               phrase     asks "Vera asks: ...", and says the opposite there
@@ -114,7 +115,7 @@ class Truth:
             prompt = Prompt(id="", text="", messages=({"role": "user", "content": question(a, b)},))
             ids = list(encode_prompt(prompt, tokenizer, context=1024).token_ids or ())
             right = tokenizer.encode(str(a + b), add_special_tokens=False)
-            rows.append(([*ids, *right, tokenizer.eos_token_id], len(ids)))
+            rows.append(([*ids, *right, int(str(tokenizer.eos_token_id))], len(ids)))
         longest = max(len(ids) for ids, _ in rows)
         self._ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])  # causal: what follows is idle
         at = torch.arange(longest)[None]
@@ -308,7 +309,7 @@ def follow(
     client: Client, people: People, order: Sequence[str], names: Mapping[str, Sequence[str]], *, until: float
 ) -> dict[str, dict[str, int]]:
     """Post the candidates one after another, never more than AHEAD before they are judged; count how they end."""
-    kinds, ended, told, posted = dict[str, str](), dict[str, str](), -1, 0
+    kinds, ended, told, posted = {"base": "no effect"}, dict[str, tuple[str, str]](), -1, 0
     while len(ended) < len(order) and time.monotonic() < until:
         while posted < len(order) and posted - len(ended) < AHEAD:
             kind = order[posted]
@@ -324,17 +325,15 @@ def follow(
             if each.seq > told:
                 told = each.seq
                 if each.kind in ENDS:
-                    ended[str(each.data["version"])] = ENDS[each.kind]
-                    if each.kind in ("rolled_back", "promoted") and "not known" in each.message:
-                        ended[str(each.data["version"])] = "not known"
-                if each.kind not in ("gate_passed", "gate_refused"):
-                    print(f"{len(ended)}/{len(order)} {kinds.get(str(each.data.get('version')), '')} {each.kind}: "
-                          f"{each.message}", flush=True)  # fmt: skip
+                    version, against = str(each.data["version"]), kinds[str(each.data["against"])]
+                    beside = "" if against == "no effect" else ", beside one that is worse itself"
+                    end = "not known" if "not known" in each.message else ENDS[each.kind]
+                    ended[version] = f"{kinds[version]}{beside}", end
+                print(f"{len(ended)}/{len(order)} {each.kind}: {each.message}", flush=True)
         time.sleep(0.5)
-    counts = {
-        kind: Counter(ended[version] for version, its in kinds.items() if its == kind and version in ended)
-        for kind in names
-    }
+    counts = dict[str, Counter[str]]()
+    for kind, end in ended.values():
+        counts.setdefault(kind, Counter())[end] += 1
     return {kind: dict(each) for kind, each in counts.items()}
 
 

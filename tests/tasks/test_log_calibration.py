@@ -14,7 +14,15 @@ import pytest
 from groupwise.config.rewards import RewardConfig
 from groupwise.errors import DataError, RewardError
 from groupwise.rewards.call import RewardFunction
-from groupwise.tasks.logs.calibration import Graded, best_threshold, bias, by_chance, calibrate
+from groupwise.tasks.logs.calibration import (
+    Graded,
+    best_threshold,
+    bias,
+    by_chance,
+    by_chance_within,
+    calibrate,
+    strata,
+)
 from groupwise.tasks.logs.judging import grade, read_scored
 from wording import raises
 
@@ -103,6 +111,40 @@ def test_a_preference_is_measured_among_answers_that_are_as_good():
     assert not none.found and none.low < 0 < none.high
     assert some.found and some.low < 0.3 < some.high and some.of == 600
     assert bias(fair, 0.5, lambda one: True) is None
+
+
+# ---- answers of one user ----
+def of_users(seed: int, users: int, each: int, *, seen: float = 0.0, named: bool = True) -> list[Graded]:
+    """Answers of users who are content to a different degree, and a judge that calls each user's good to another one,
+    whatever is true; of a share it knows what is."""
+    draws, found = random.Random(seed), list[Graded]()
+    for user in range(users):
+        content, called = draws.random(), draws.random()
+        for _ in range(each):
+            good = draws.random() < content
+            high = good if draws.random() < seen else draws.random() < called
+            key = f"{draws.getrandbits(128):032x}"
+            found.append(Graded(key=key, good=good, grade=float(high), length=9, by=str(user) if named else None))
+    return found
+
+
+def test_a_judge_that_only_tells_users_apart_is_believed_as_seldom_as_one_by_chance():
+    def believed(**how: Any) -> float:
+        ps = [by_chance_within(strata(of_users(seed, 10, 20, **how), 0.5)) for seed in range(80)]
+        return sum(p <= 0.05 for p in ps) / len(ps)
+
+    assert believed() <= 0.05 + 2 * (0.05 * 0.95 / 80) ** 0.5
+    assert believed(named=False) > 0.1, "as if each answer were another user's"
+    assert believed(seen=0.4) > 0.9
+
+
+def test_of_a_user_whose_answers_tell_nothing_by_themselves_one_counts():
+    alike = [Graded(key=f"{at}", good=True, grade=1.0, length=9, by="ann") for at in range(30)]
+    bob = [Graded(key=f"{at}", good=at < 3, grade=float(at < 2), length=9, by="bob") for at in range(8)]
+    nobody = [Graded(key="x", good=False, grade=0.0, length=9)]
+    assert strata([*alike, *bob, *nobody], 0.5) == [(1, 1, 1, 1), (2, 3, 5, 5)]
+    assert by_chance_within([(2, 3, 5, 5)]) == pytest.approx(by_chance(2, 3, 5, 5))
+    assert by_chance_within([(0, 0, 0, 0)]) == 1.0
 
 
 # ---- a reward is asked ----

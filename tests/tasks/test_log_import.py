@@ -16,6 +16,7 @@ from groupwise.config.data import DataConfig, RunKind
 from groupwise.errors import ConfigError, DataError
 from groupwise.store.masking import PERSONAL, SECRETS, Masking
 from groupwise.tasks.logs.importing import ImportConfig, Imported, import_logs, write
+from groupwise.tasks.logs.judging import read_scored
 from groupwise.tasks.logs.near import alike_ones
 from groupwise.tasks.logs.report import lines
 from groupwise.tasks.prompts import open_prompts
@@ -323,3 +324,16 @@ def test_half_a_character_is_replaced(tmp_path: Path):
     write(imported(tmp_path, row("\ud83d", "cut \ud83d here", "ok \ude00"), heldout=0.0), tmp_path / "to")
     (prompt,) = written(tmp_path / "to", "train")
     assert (prompt["prompt"][0]["content"], prompt["logged"]) == ("cut \ufffd here", "ok \ufffd")
+
+
+def test_what_is_scored_says_which_are_of_one_user_and_not_who(tmp_path: Path):
+    rows = [
+        row(f"r{at}", f"What is {at} + {at}?", f"{2 * at}", thumb="up", user=user) for at, user in enumerate("abab")
+    ]
+    rows += [row("nobody", "What is 9 + 9?", "17", thumb="down")]
+    write(imported(tmp_path, *rows, heldout=0.0), tmp_path / "out")
+    said = {each["prompt"][0]["content"]: each.get("by") for each in written(tmp_path / "out", "train_scored")}
+    numbers = [said[f"What is {at} + {at}?"] for at in (0, 1, 2, 3, 9)]
+    assert numbers == [0, 1, 0, 1, None]
+    by = {each.by for prompt in read_scored(tmp_path / "out") for each in prompt.answers}
+    assert by == {"train_scored.jsonl 0", "train_scored.jsonl 1", None}

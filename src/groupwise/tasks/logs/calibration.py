@@ -2,6 +2,7 @@
 
     calibrate   grades -> a threshold, how often its verdicts are right, whether that is more than chance, its biases
     by_chance   the chance of so many right verdicts where they have nothing to do with the truth
+    strata      answers among which verdicts can be dealt anew: those of one user, and one of each other user
     bias        how much more often one kind of answers is called good than another that is as good
 
 The threshold is chosen on one half of the prompts, and everything that is said of it is measured on the other, so that
@@ -9,6 +10,10 @@ the choice cannot flatter it. A verdict is "good" above the threshold. A judge i
 good more often than bad ones, and that is more than chance by Fisher's exact test. It is the same as that the mean of
 two shares, of good answers that it calls good and of bad ones that it does not, is above a half: what every constant
 verdict has, and every one by chance, whatever the base rate. Intervals of shares are Clopper and Pearson's.
+
+Answers of one user are alike, and so is what that user says of them: a judge that only tells users apart would seem to
+know what is good. So verdicts are compared within users (the same exact test, over strata), and of a user whose answers
+are all good, all bad or all called the same, which tells nothing by itself, one answer stands beside those of others.
 
 A bias is a risk difference over strata, the good answers and the bad ones (Mantel and Haenszel; its variance: Sato,
 Greenland and Robins 1989, in its simple form for independent shares): what is left when the answers are equally good.
@@ -24,6 +29,8 @@ from itertools import pairwise
 from statistics import NormalDist, median
 from typing import NamedTuple
 
+import numpy as np
+
 from groupwise.algo.evidence import lower_bound
 from groupwise.tasks.logs.split import by_lot
 
@@ -37,7 +44,8 @@ class Graded:
     """An answer that is known to be `good` or not, and the judge's `grade`. `key` is a digest of its prompt; `own` says
     whether the judge's own model wrote it, None where nobody knows. `places` are its grades when it stood in the first
     half of the answers to its prompt and in the last, whose mean is the `grade`: so that an order which knows the
-    truth, as that of an answer and what it was edited to does, tells a judge nothing. None where it has one place."""
+    truth, as that of an answer and what it was edited to does, tells a judge nothing. None where it has one place.
+    `by` is who said that it is good or not, None where nobody knows."""
 
     key: str
     good: bool
@@ -45,6 +53,7 @@ class Graded:
     length: int
     own: bool | None = None
     places: tuple[float, float] | None = None
+    by: str | None = None
 
 
 class Share(NamedTuple):
@@ -108,10 +117,11 @@ def calibrate(graded: Sequence[Graded]) -> Calibration | None:
     threshold = best_threshold(chosen_on)
     good, bad = ([(each.grade > threshold) is side for each in checked if each.good is side] for side in (True, False))
     balanced = (sum(good) / len(good) + sum(bad) / len(bad)) / 2
-    p = by_chance(sum(good), len(good), sum(bad), len(bad))
+    tables = strata(checked, threshold)
+    p = by_chance_within(tables)
     believed = p <= ALPHA
     commoner = sum(each.good for each in chosen_on) * 2 >= len(chosen_on)
-    needed = len(graded) if believed else _needed(good, bad, len(graded))
+    needed = len(graded) if believed else _needed(tables, len(graded))
     places = [each.places for each in graded if each.places is not None]
     return Calibration(
         believed=believed,
@@ -201,6 +211,46 @@ def by_chance(good: int, of_good: int, bad: int, of_bad: int) -> float:
     return sum(ways) / math.comb(of_good + of_bad, called)
 
 
+def strata(graded: Sequence[Graded], threshold: float) -> list[tuple[int, int, int, int]]:
+    """Return the arguments of `by_chance` for the answers of each user that tell something by themselves, and first for
+    all others: of each other user one, and all of which nobody knows whose they are."""
+    users = dict[str, list[Graded]]()
+    others = [each for each in graded if each.by is None]
+    for each in graded:
+        if each.by is not None:
+            users.setdefault(each.by, []).append(each)
+    tables = list[tuple[int, int, int, int]]()
+    for its in users.values():
+        if all(len({said(each) for each in its}) == 2 for said in (lambda e: e.good, lambda e: e.grade > threshold)):
+            tables.append(_table(its, threshold))
+        else:
+            others.append(min(its, key=lambda each: each.key))
+    return [_table(others, threshold), *tables]
+
+
+def _table(graded: Sequence[Graded], threshold: float) -> tuple[int, int, int, int]:
+    good, bad = ([(each.grade > threshold) is side for each in graded if each.good is side] for side in (True, False))
+    return sum(good), len(good), sum(bad), len(bad)
+
+
+def by_chance_within(tables: Sequence[tuple[int, int, int, int]]) -> float:
+    """Return `by_chance` over strata: the chance that as many good answers of all of them are called good, if in each
+    as many answers as were are called so without regard to the truth.
+
+    >>> round(by_chance_within([(8, 10, 8, 10)]), 4), round(by_chance_within([(4, 5, 4, 5), (4, 5, 4, 5)]), 4)
+    (0.0115, 0.0256)
+    """
+    total, chances = 0, np.ones(1)
+    for good, of_good, bad, of_bad in tables:
+        called = good + of_bad - bad
+        least, most = max(0, called - of_bad), min(of_good, called)
+        ways = [math.comb(of_good, k) * math.comb(of_bad, called - k) for k in range(least, most + 1)]
+        every = sum(ways)
+        chances = np.convolve(chances, [each / every for each in ways])
+        total += good - least
+    return min(1.0, float(chances[total:].sum()))
+
+
 def _share(right: Sequence[bool]) -> Share:
     count, of = sum(right), len(right)
     return Share(count / of, surely(count, of, ALPHA / 2), 1 - surely(of - count, of, ALPHA / 2), of)
@@ -212,11 +262,12 @@ def surely(right: int, of: int, alpha: float) -> float:
     return lower_bound([1.0] * right + [0.0] * (of - right), alpha=alpha, worst=0.0)
 
 
-def _needed(good: Sequence[bool], bad: Sequence[bool], answers: int) -> int | None:
-    """Return about how many answers with such verdicts would be enough."""
+def _needed(tables: Sequence[tuple[int, int, int, int]], answers: int) -> int | None:
+    """Return about how many answers with such verdicts would be enough: more of all, by more users."""
+    first, *users = tables
     for times in MORE:
-        grown = [round(each * times) for each in (sum(good), len(good), sum(bad), len(bad))]
-        if by_chance(*grown) <= ALPHA:
+        grown = [tuple(round(each * times) for each in first), *(users * round(times))]
+        if by_chance_within(grown) <= ALPHA:
             return math.ceil(answers * times)
     return None
 

@@ -25,7 +25,8 @@ GOOD = 0.5  # a mean score above it is a good answer
 
 @dataclass
 class Answered:
-    """One answer to a prompt, however often it was given. `scores` are from 0 to 1; `model` gave it first."""
+    """One answer to a prompt, however often it was given. `scores` are from 0 to 1; `model` gave it first; `users` are
+    those to whom it was given and who said something of it."""
 
     message: Message
     model: str | None = None
@@ -33,6 +34,7 @@ class Answered:
     times: int = 0
     scores: list[float] = field(default_factory=list)
     edited: list[str] = field(default_factory=list)
+    users: set[str] = field(default_factory=set)
 
     @property
     def score(self) -> float | None:
@@ -114,6 +116,7 @@ def cut(
                 said.model = said.model or exchange.model
                 known = outcomes.get(number, ())
                 said.scores += [outcome.value for outcome in known if outcome.value is not None]
+                said.users |= {exchange.user} if known and exchange.user is not None else set()
                 said.edited += [outcome.edited for outcome in known if outcome.edited is not None]
     return list(cases.values()), bad
 

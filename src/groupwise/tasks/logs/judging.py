@@ -28,11 +28,13 @@ MOST_FAILED = 0.2  # of the answers
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredAnswer:
-    """An answer of a log, as a message; `good` by its score, `model` that wrote it, None for people."""
+    """An answer of a log, as a message; `good` by its score, `model` that wrote it, None for people; `by` stands for
+    the user who said so, None where nobody or several did."""
 
     message: Mapping[str, Any]
     good: bool
     model: str | None
+    by: str | None = None
 
     @property
     def text(self) -> str:
@@ -59,7 +61,8 @@ def read_scored(folder: Path) -> list[ScoredPrompt]:
             try:
                 row = json.loads(line)
                 score, key = float(row["score"]), _digest(row["prompt"], row.get("tools"))
-                said = ScoredAnswer(message=dict(row["completion"][0]), good=score > GOOD, model=row["model"])
+                by = f"{name} {row['by']}" if "by" in row else None
+                said = ScoredAnswer(message=dict(row["completion"][0]), good=score > GOOD, model=row["model"], by=by)
                 columns = {each: row[each] for each in ("answer",) if each in row}
                 prompt = ScoredPrompt(key=key, messages=list(row["prompt"]), columns=columns, answers=[])
             except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -123,6 +126,7 @@ async def _grade(
                     length=len(answer.text),
                     own=answer.model == model if known and model is not None else None,
                     places=_places(one, other, at, len(prompt.answers)),
+                    by=answer.by,
                 )
             )
     if failed > MOST_FAILED * (failed + len(graded)):

@@ -117,16 +117,23 @@ def pair_rows(cases: Sequence[Case]) -> Iterator[Row]:
 def scored_rows(cases: Sequence[Case]) -> Iterator[Row]:
     """Yield each answer with its score, from 0 to 1: an answer that was edited is a bad one unless somebody scored it,
     and what it was edited to a good one, of no model. `answer` is there only where the log itself had it: what raters
-    say is not to be compared with itself."""
+    say is not to be compared with itself. `by` is a number for the user who said so, where that is one; the name is not
+    written."""
+    numbers = dict[str, int]()
     for case in _with_near(cases):
         known = gold(case)
         more = {"answer": known[0]} if known is not None and known[1] == "log" else {}
         for each in case.answers.values():
             score = 0.0 if each.score is None and each.edited else each.score
+            by = dict[str, int]()
+            if len(each.users) == 1:
+                (user,) = each.users
+                by["by"] = numbers.setdefault(user, len(numbers))
+            told = _prompt(case) | more | by
             if score is not None:
-                yield _prompt(case) | {"completion": [_said(each.message)], "score": score, "model": each.model} | more
+                yield told | {"completion": [_said(each.message)], "score": score, "model": each.model}
             for text in dict.fromkeys(each.edited):
-                yield _prompt(case) | {"completion": [_text(text)], "score": 1.0, "model": None} | more
+                yield told | {"completion": [_text(text)], "score": 1.0, "model": None}
 
 
 def _with_near(cases: Sequence[Case]) -> Iterator[Case]:
