@@ -18,8 +18,11 @@ from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import pytest
+
 from threads import THREADS
 
+ONE_SERVER = pytest.mark.xdist_group("forked processes")  # of tests that call `forked`: it imports for seven seconds
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     ["groupwise.run.loop", "groupwise.run.assemble", "groupwise.run.job_queue", "groupwise.cli.main"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from cli_project import Project
-from forked import forked
+from forked import ONE_SERVER, forked
 from groupwise import platform
 from groupwise.errors import GroupwiseError, ModelError
 from groupwise.platform import UnsupportedPlatformError, control_groups
@@ -145,6 +145,7 @@ def test_freed_memory_between_blocks_in_use_goes_back_to_the_kernel() -> None:
     assert platform.resident_bytes(os.getpid()) < before - (30 << 20) and len(left) == 80
 
 
+@ONE_SERVER
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

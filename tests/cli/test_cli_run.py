@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from cli_project import Project, cli
-from forked import forked
+from forked import ONE_SERVER, forked
 from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import load_model
@@ -278,6 +278,7 @@ def until(condition, project: Project, process: Process, *, ends: bool = False, 
         time.sleep(0.01)
 
 
+@ONE_SERVER
 def test_waiting_for_vllm_is_shown_and_ctrl_c_ends_it(project):
     """Nothing has been begun that could be finished: the first one ends it at once."""
     with socket.socket() as listener:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from cuda_errors import ILLEGAL_ADDRESS, INVALID_VALUE, cuda_error
-from forked import forked
+from forked import ONE_SERVER, forked
 from groupwise.errors import Interrupted, LeaseLostError, StorageError
 from groupwise.run import job_queue
 from groupwise.run.job import JobCancelled
@@ -221,6 +221,7 @@ def test_memory_that_does_not_suffice_for_one_sample_fails_the_job(place, monkey
     assert sizes == [None, 21, 10, 9] and job.error["code"] == "out_of_memory"
 
 
+@ONE_SERVER
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_real_limit_of_memory(model_dir, tmp_path):
     """One pass over this job's 12,880 tokens takes about 270 MiB; it gets 100."""
@@ -366,7 +367,7 @@ def crashes(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {line["fault"].replace(":kill", ""): line for line in lines}
 
 
-@pytest.mark.xdist_group("killed jobs")  # they share `crashes`, which takes ten seconds
+@ONE_SERVER  # they share `crashes`, too, which takes ten seconds
 @pytest.mark.parametrize("point", [*POINTS, *LATER])
 def test_a_killed_job_ends_with_the_same_bytes_in_one_version(crashes, point):
     whole, killed = crashes[""], crashes[point]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forked import forked
+from forked import ONE_SERVER, forked
 from groupwise.config.job import parse_job_config
 from groupwise.errors import NotReadyError
 from groupwise.run import worker
@@ -56,6 +56,7 @@ def a_parent_of(words: list[str], **options) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, **options)
 
 
+@ONE_SERVER
 def test_it_works_stops_in_order_and_goes_on(model_dir, tmp_path):
     state = tmp_path / "state"
     ledger, first = queue(state, steps=2)
@@ -75,6 +76,7 @@ def test_it_works_stops_in_order_and_goes_on(model_dir, tmp_path):
     ledger.close()
 
 
+@ONE_SERVER
 @pytest.mark.slow
 def test_it_trains_without_what_only_linux_has(model_dir, tmp_path):
     state = tmp_path / "state"
@@ -88,6 +90,7 @@ def test_it_trains_without_what_only_linux_has(model_dir, tmp_path):
     ledger.close()
 
 
+@ONE_SERVER
 @linux
 def test_it_ends_with_its_parent(model_dir, tmp_path):
     state = tmp_path / "state"

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from forked import forked
+from forked import ONE_SERVER, forked
 from groupwise.config.lora import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import LoadedModel, load_model, weights_hash
@@ -60,6 +60,7 @@ def says(peer: Path, *, line: int = 0) -> dict[str, Any]:
 # --- two processes ---
 
 
+@ONE_SERVER
 def test_another_process_computes_with_the_very_same_weights(
     base: LoadedModel, model_dir: Path, tmp_path: Path
 ) -> None:
