@@ -88,7 +88,9 @@ def group_from_json(raw: Any) -> RolloutGroup:
 
 
 def plain(value: Any) -> Any:
-    """`value` with every NaN and infinity as a string, and what JSON does not have (dates, arrays) as text."""
+    """Return `value` with every NaN and infinity as a string, and what JSON does not have (dates, arrays) as text."""
+    if isinstance(value, list | tuple) and set(map(type, value)) == {float} and all(map(math.isfinite, value)):
+        return list(value)  # log-probabilities, which are most of a file
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
