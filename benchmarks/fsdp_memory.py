@@ -10,9 +10,9 @@ in parts and train some steps; `counted_bytes` counts. Beside the peak stands wh
     parts       the rank's own, and of what is trained gradients and moments
     reading     parts, one part more (a file's slice, before it is copied), and the largest parameter where its
                 constructor makes it
-    training    parts, what stays gathered (embeddings, norm, LM head), a layer twice (as it comes, and as its weights:
-                FSDP2 copies one into the other), and what one process needs beside its weights for the rank's share of
-                a batch
+    training    parts, what stays gathered (embeddings, norm, LM head), of this again or of a layer twice as much
+                (FSDP2 copies what comes into the weights), and what one process needs beside its weights for the
+                rank's share of a batch
 
 It exits with 1 where a peak is more. The plan cuts a model of that shape with torch's fake process group, one rank of
 each place, and counts the parts that it gets: no weights are anywhere.
@@ -146,7 +146,7 @@ def held(
         reading=reading,
         may_read=mine + slice_ + largest + SLACK,
         training=training,
-        may_train=mine + kept + rest + 2 * layer + gradients + beside + SLACK,
+        may_train=mine + kept + rest + max(rest, 2 * layer) + gradients + beside + SLACK,
     )
 
 
@@ -240,10 +240,10 @@ def main() -> int:
         world = options.nodes * options.gpus
         for size in sorted({options.gpus, world}):
             for rank, parts, layer, rest in plan(options.plan, world=world, shard_size=size):
-                most = parts + rest + 2 * layer
+                gathered = rest + max(rest, 2 * layer)
                 print(
                     f"{options.plan} in bfloat16, {world} ranks, shared by {size}: rank {rank} has "
-                    f"{parts / GB:.2f} GB, gathers {(rest + 2 * layer) / GB:.2f}: {most / GB:.2f} GB"
+                    f"{parts / GB:.2f} GB, gathers {gathered / GB:.2f}: {(parts + gathered) / GB:.2f} GB"
                 )
         return 0
     lora = None if options.all_parameters else LoraSpec(rank=8, alpha=16)

@@ -483,4 +483,4 @@ def test_a_plan_for_70b_on_64_gpus_has_room_on_every_one(script: Any) -> None:
         assert [rank for rank, *_ in found] == sorted({0, shared - 1, 63})
         for _, parts, layer, rest in found:
             assert parts == pytest.approx(2 * 70.55e9 / shared, rel=0.01)
-            assert parts + 2 * layer + rest < most < 80e9
+            assert parts + rest + max(rest, 2 * layer) < most < 80e9

@@ -140,3 +140,40 @@ def test_what_cannot_be_read_in_parts_says_why(make_base, tmp_path: Path) -> Non
     (place / "model.safetensors").unlink()
     with pytest.raises(NotInParts, match="safetensors"):
         read_parts(place)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_checkpoint_of_copies_is_read_by_another_number_of_ranks(
+    make_base, make_samples, tmp_path: Path, autocast
+) -> None:
+    """All parameters, also in mixed precision: four ranks with two copies, then two with one, then one process."""
+    place = save(make_base("llama"), tmp_path / "model")
+    samples = near_policy(read_whole(place), make_samples(UNEVEN), lora=None)
+    (tmp_path / "four").mkdir()
+    (tmp_path / "two").mkdir()
+
+    def leg(learner: Learner, *, load: str | None, save: str | None):
+        if load is not None:
+            learner.load(tmp_path / load)
+        learner.step(samples, SPECS["grpo"], learning_rate=RATE)
+        if save is not None:
+            learner.save(tmp_path / save)
+        return whole(learner), learner.steps
+
+    def cut(ranks, **files):
+        size = 2 if ranks.size == 4 else None
+        return leg(start(make_parts, place, lora=None, ranks=ranks, shard_size=size, autocast=autocast), **files)
+
+    alone = start(Learner, read_whole(place), lora=None, autocast=autocast)
+    on_ranks(lambda ranks: cut(ranks, load=None, save="four"), size=4)
+    leg(alone, load=None, save=None)
+    found = on_ranks(lambda ranks: cut(ranks, load="four", save="two"))
+    want = leg(alone, load=None, save=None)
+    last = leg(start(Learner, read_whole(place), lora=None, autocast=autocast), load="two", save=None)
+    end = leg(alone, load=None, save=None)
+    atol = 1e-6 if autocast is None else 2.5 * RATE  # of 16 bits: a few steps of Adam may go another way
+    for (weights, steps), (expected, counted) in [*((each, want) for each in found), (last, end)]:
+        assert steps == counted
+        for a, b in zip(weights, expected, strict=True):
+            assert float((a - b).abs().max()) <= atol
+            assert float((a - b).norm()) <= (1e-6 if autocast is None else 0.02) * float(b.norm())

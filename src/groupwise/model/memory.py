@@ -10,8 +10,8 @@ Memory is that of the worst batch the configuration admits: the longest prompt e
 `rollout.max_tokens`, and attention's grids either full, or with as much padding as `model.packing` allows.
 `activation_bytes` counts the bytes of one micro-batch; on a CPU, what its allocator holds back is added to them. Of
 several processes it is rank 0's, which has the engine besides: with `train.parallel: fsdp` its share of the weights,
-and what is gathered of them at once (two decoder layers; embeddings and LM head), and the whole only where something
-beside the learner computes with it (`RunConfig.keeps_base`).
+and what is gathered of them at once (embeddings and LM head, and these or a decoder layer a second time), and the whole
+only where something beside the learner computes with it (`RunConfig.keeps_base`).
 """
 
 from __future__ import annotations
@@ -301,13 +301,14 @@ def _is_offloaded(config: RunConfig, load: Load) -> bool:
 
 
 def _shards(config: RunConfig, load: Load) -> int:
-    """Return a rank's part of the weights, and what it has gathered of them at once."""
+    """Return a rank's part of the weights, and what it has gathered of them at once: FSDP2 copies what comes into the
+    weights, which are there twice for a moment."""
     model = load.model
     if not _is_sharded(config):
         return 0
     rest = max(0, model.parameters - model.layers * _linear(model))
     part = 0 if _is_offloaded(config, load) else math.ceil(model.parameters / _shared_by(config))
-    return (part + 2 * _linear(model) + rest) * model.value_bytes
+    return (part + rest + max(rest, 2 * _linear(model))) * model.value_bytes
 
 
 def _linear(model: ModelSize) -> int:

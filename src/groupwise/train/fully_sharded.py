@@ -97,6 +97,7 @@ class FullySharded(DataParallel):
             )
         self._offload, self._parts = cpu_offload, parts
         self._model: Any = None  # with the hooks that gather
+        self._has_run = False
 
     def device(self, base: LoadedModel) -> torch.device:
         return self.ranks.device
@@ -225,6 +226,9 @@ class FullySharded(DataParallel):
     def logprobs(
         self, model: PreTrainedModel, batch: MicroBatch, *, temperature: float, packed: bool
     ) -> tuple[Tensor, Tensor]:
+        if self._has_run:  # before its own hook would, after which the buffer that they came in stays to the next
+            self._model.unshard()
+        self._has_run = True
         return self._model.logprobs(batch, temperature=temperature)
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
