@@ -167,7 +167,7 @@ def even_ids(completions: list[Any], completion_ids: list[list[int]], **columns:
 def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
     """`loop.train` for warm-up and measured steps."""
     from groupwise.config.run import parse_config
-    from groupwise.run import assemble, loop
+    from groupwise.run import assemble, loop, open_base
     from groupwise.run.plan import make_plan
     from groupwise.run.stop_request import StopRequest
     from groupwise.run.training_run import TrainingRun
@@ -176,14 +176,14 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
 
     recorder = Recorder(case)
     config = parse_config(_groupwise_config(case, folder))
-    load_configured = assemble.load_configured
+    load_configured = open_base.load_configured
 
     def load_and_say(*args: Any, **kwargs: Any) -> Any:
         base = load_configured(*args, **kwargs)
         recorder.model_is_loaded()
         return base
 
-    assemble.load_configured = load_and_say
+    open_base.load_configured = load_and_say
     plan = make_plan(config)
     with (
         open_run_dir(config) as (run_dir, _),

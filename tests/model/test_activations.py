@@ -154,7 +154,7 @@ def test_a_prefix_tree_keeps_no_scores(make, make_samples):
 def test_flex_attention_keeps_no_scores(make, make_samples, monkeypatch, options):
     """Its kernels keep what the uncompiled function does: queries, keys, values, output and the logarithms of sums."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *inputs: None)
-    monkeypatch.setattr("groupwise.train.learner.why_not_flex", lambda model, checkpointing: None)
+    monkeypatch.setattr("groupwise.train.learner.why_not_flex", lambda model, **options: None)
     samples = make_samples([(100, [80] * 5)], holes=False)  # 500 tokens in 512
     learner = make(attention="flex", **options)
     packed = PackedShape(tokens=500, loss_tokens=400, flex=True)
