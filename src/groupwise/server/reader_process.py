@@ -100,7 +100,8 @@ def _outcome(body: int, base: TextModel, config: ServeConfig, read: Any, args: A
         with os.fdopen(body, "rb") as file:
             file.seek(0)
             raw = file.read()
-        result, vision = read(raw, base, config, *args, **kwargs), vision_of(base.tokenizer)
+        result = read(raw, base, config, *args, **kwargs)
+        vision = vision_of(base.tokenizer)
         return ReadResult(result=result, seen={} if vision is None else vision.noted())
     except GroupwiseError as error:
         return ReadResult(refused=error.with_traceback(None))
