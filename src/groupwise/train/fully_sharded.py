@@ -130,6 +130,7 @@ class FullySharded(DataParallel):
             return trial()
         with self.ranks.named("trying the model"):
             found = self._model.within_hooks(trial)
+        self._has_run = True
         for module in model.modules():  # a trial that failed has left some gathered
             if isinstance(module, FSDPModule):
                 module.reshard()
