@@ -170,7 +170,7 @@ def run(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG]... [KEY=VALUE]...",
+            metavar="CONFIG|KEY=VALUE",
             help="More files, and overrides, such as train.steps=10, for all of them.",
             show_default=False,
         ),

@@ -14,12 +14,13 @@ from typing import NoReturn
 from torch import Tensor
 
 from groupwise.errors import AdapterNotFoundError, ConfigError
+from groupwise.sampler import Scores
 from groupwise.train.learner import Learner
 from groupwise.train.lora import read_lora
-from groupwise.types import Completion, PolicyVersion, Sample, SamplingRequest
+from groupwise.types import Completion, PolicyVersion, Sample, SamplingRequest, SequenceScores
 
 
-class LearnerScores:
+class LearnerScores(Scores):
     """A `TrainerScores` of a learner; a `Sampler` only where nothing is sampled (`RunConfig.never_samples`)."""
 
     def __init__(self, learner: Learner):
@@ -44,41 +45,34 @@ class LearnerScores:
     def close(self) -> None:
         self._adapters.clear()
 
-    def score(
+    def score_sequence(
         self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
+        ids: Sequence[int],
         version: PolicyVersion,
         *,
+        first: int,
+        top: int = 0,
+        cells: tuple[Sequence[int], Sequence[int]] = ((), ()),
         temperature: float = 1.0,
-    ) -> tuple[float, ...]:
-        """See `Scores.score`."""
-        if version not in self._adapters and not version.is_base:
-            raise AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded")
-        ids = tuple(completion_ids)
-        sample = Sample(prompt_ids=tuple(prompt_ids), completion_ids=ids, mask=(1,) * len(ids), advantage=0.0)
-        if self._learner.lora is None:
-            return self._learner.forward([sample], temperature=temperature)[0]
-        return self._learner.forward_of(self._adapters.get(version), [sample], temperature=temperature)[0]
-
-    def score_top(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        version: PolicyVersion,
-        *,
-        temperature: float = 1.0,
-        top: int,
-    ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-        """See `Scores.score_top`; with no likeliest tokens. Raises ConfigError where any are asked for."""
-        if top:
+    ) -> SequenceScores:
+        """See `Scores.score_sequence`; of the sequence's own tokens alone. Raises ConfigError where others are asked
+        for."""
+        if top or cells[0]:
             raise ConfigError(
                 "log-probabilities of other tokens than those that were sampled are asked for, and with "
                 "train.parallel: fsdp no process has a model that could say them",
                 hint="set train.parallel: ddp, or sample with engine: local",
             )
-        scored = self.score(prompt_ids, completion_ids, version, temperature=temperature)
-        return tuple((logprob, ()) for logprob in scored)
+        if version not in self._adapters and not version.is_base:
+            raise AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded")
+        own = tuple(ids[first:])
+        sample = Sample(prompt_ids=tuple(ids[:first]), completion_ids=own, mask=(1,) * len(own), advantage=0.0)
+        if self._learner.lora is None:
+            logprobs = self._learner.forward([sample], temperature=temperature)[0]
+        else:
+            adapter = self._adapters.get(version)
+            logprobs = self._learner.forward_of(adapter, [sample], temperature=temperature)[0]
+        return SequenceScores(logprobs=logprobs, top=((),) * len(own))
 
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
         self._refuse()
