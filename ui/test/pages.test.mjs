@@ -508,3 +508,25 @@ test("pictures stand in front of what is said about them", async () => {
   assert.deepEqual(content("What?", [picture]).map((part) => part.type), ["image_url", "text"]);
   assert.deepEqual(content("", [picture]), [{ type: "image_url", image_url: { url: picture.url } }]);
 });
+
+test("of many questions one is asked at a time, and the newest last", async () => {
+  const { unhurried } = await load("api/unhurried.ts");
+  const soon = unhurried(1);
+  const asked = [];
+  let open = 0;
+  let most = 0;
+  const done = new Promise((resolve) => {
+    for (let i = 0; i < 100; i += 1) {
+      soon(async () => {
+        asked.push(i);
+        most = Math.max(most, (open += 1));
+        await new Promise((later) => setTimeout(later, 5));
+        open -= 1;
+        if (i === 99) resolve();
+        throw new Error("what fails is asked again with the next");
+      });
+    }
+  });
+  await done;
+  assert.deepEqual([asked, most], [[0, 99], 1]);
+});
