@@ -738,7 +738,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_config(data: Mapping[str, Any]) -> RunConfig:
     """Return the run that a mapping of a run's keys describes, as a file of them would.
 
-    >>> parse_config({"env": "groupwise.tasks.word_games:Wordle", "train": {"steps": 5}}).train.steps
+    >>> parse_config({"env": {"environment": "groupwise.tasks.word_games:Wordle"}, "train": {"steps": 5}}).train.steps
     5
 
     Raises:

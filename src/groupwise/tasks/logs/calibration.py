@@ -206,9 +206,16 @@ def by_chance(good: int, of_good: int, bad: int, of_bad: int) -> float:
     >>> round(by_chance(8, 10, 8, 10), 4), by_chance(10, 10, 0, 10)
     (0.0115, 1.0)
     """
+    least, ways = _ways(good, of_good, bad, of_bad)
+    return sum(ways[good - least :]) / sum(ways)
+
+
+def _ways(good: int, of_good: int, bad: int, of_bad: int) -> tuple[int, list[int]]:
+    """Return the fewest good answers that can be among those that are called good, and in how many ways they and each
+    larger number can be."""
     called = good + of_bad - bad
-    ways = [math.comb(of_good, k) * math.comb(of_bad, called - k) for k in range(good, min(of_good, called) + 1)]
-    return sum(ways) / math.comb(of_good + of_bad, called)
+    least, most = max(0, called - of_bad), min(of_good, called)
+    return least, [math.comb(of_good, k) * math.comb(of_bad, called - k) for k in range(least, most + 1)]
 
 
 def strata(graded: Sequence[Graded], threshold: float) -> list[tuple[int, int, int, int]]:
@@ -238,16 +245,14 @@ def by_chance_within(tables: Sequence[tuple[int, int, int, int]]) -> float:
     as many answers as were are called so without regard to the truth.
 
     >>> round(by_chance_within([(8, 10, 8, 10)]), 4), round(by_chance_within([(4, 5, 4, 5), (4, 5, 4, 5)]), 4)
-    (0.0115, 0.0256)
+    (0.0115, 0.0138)
     """
     total, chances = 0, np.ones(1)
-    for good, of_good, bad, of_bad in tables:
-        called = good + of_bad - bad
-        least, most = max(0, called - of_bad), min(of_good, called)
-        ways = [math.comb(of_good, k) * math.comb(of_bad, called - k) for k in range(least, most + 1)]
+    for table in tables:
+        least, ways = _ways(*table)
         every = sum(ways)
         chances = np.convolve(chances, [each / every for each in ways])
-        total += good - least
+        total += table[0] - least
     return min(1.0, float(chances[total:].sum()))
 
 
