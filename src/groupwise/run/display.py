@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -83,14 +83,33 @@ class Display(Protocol):
 def open_display(total_steps: int, *, stream: TextIO | None = None) -> Display:
     """Return the live display if `stream` (stderr) is a terminal that can move its cursor, else lines."""
     target: TextIO = sys.stderr if stream is None else stream
-    console = Console(file=target, highlight=False)
+    console = live_console(target)
+    return LineDisplay(total_steps, stream=target) if console is None else LiveDisplay(total_steps, console=console)
+
+
+def live_console(stream: TextIO) -> Console | None:
+    """Return a console on a terminal that can move its cursor; None where the stream is no such."""
+    console = Console(file=stream, highlight=False)
     # not console.is_terminal: FORCE_COLOR makes that true for a file as well
-    live = target.isatty() and not console.is_dumb_terminal
-    return LiveDisplay(total_steps, console=console) if live else LineDisplay(total_steps, stream=target)
+    return console if stream.isatty() and not console.is_dumb_terminal else None
+
+
+def live_on(console: Console, render: Callable[[], RenderableType]) -> Live:
+    """Start to redraw, in place, what `render` returns."""
+    # What a reward function prints should appear above it, but a stdout that is a pipe is not ours to take.
+    live = Live(
+        console=console,
+        get_renderable=render,
+        refresh_per_second=8,
+        redirect_stdout=sys.stdout.isatty(),
+        redirect_stderr=console.file is sys.stderr,
+    )
+    live.start()
+    return live
 
 
 class Progress:
-    """What all displays know: how far the run is and how long a step takes."""
+    """Counts how far a run is, and how long a step takes: what all displays know."""
 
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
@@ -115,6 +134,11 @@ class Progress:
         hours, minutes = divmod(remaining_s // 60, 60)
         return f"{hours}:{minutes:02d}:{remaining_s % 60:02d}" if hours else f"{minutes}:{remaining_s % 60:02d}"
 
+    def line(self) -> str:
+        """Return the newest step, in a line."""
+        values = [f"{label} {value}" for label, value in self.shown()]
+        return "  ".join((f"step {self.done}/{self.total_steps}", *values, f"eta {self.eta()}"))
+
     def shown(self) -> list[tuple[str, str]]:
         pairs = [(label, key, form) for key, (label, form) in _SHOWN.items() if key in self.metrics]
         return [(label, form.format(self.metrics[key])) for label, key, form in pairs]
@@ -131,10 +155,8 @@ class LineDisplay:
         pass
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        progress = self._progress
-        progress.update(step, metrics)
-        values = [f"{label} {value}" for label, value in progress.shown()]
-        self.note("  ".join((f"step {step}/{progress.total_steps}", *values, f"eta {progress.eta()}")))
+        self._progress.update(step, metrics)
+        self.note(self._progress.line())
 
     def note(self, text: str) -> None:
         print(visible(text), file=self._stream, flush=True)
@@ -165,15 +187,7 @@ class LiveDisplay:
         self._stopping = False
         self._console = console
         self._spinner = Spinner("dots" if not console.options.ascii_only else "line", text="starting")
-        # What a reward function prints should appear above the bar, but a stdout that is a pipe is not ours to take.
-        self._live = Live(
-            console=console,
-            get_renderable=self._render,
-            refresh_per_second=8,
-            redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=console.file is sys.stderr,
-        )
-        self._live.start()
+        self._live = live_on(console, self._render)
 
     def phase(self, name: str) -> None:
         self._spinner.update(text=Text(visible(name)))

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.run.display import STOPPING, Display, Progress, sparkline
+from groupwise.run.display import STOPPING, Display, Progress, live_console, live_on, sparkline
 from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
@@ -26,93 +26,78 @@ if TYPE_CHECKING:
 STOPPING_ALL = STOPPING.replace("this step", "the step that each run is in")
 
 
-class SweepDisplay(Protocol):
-    """Progress of several runs."""
+class SweepDisplay(ABC):
+    """Shows the progress of several runs, which make so many `steps` each, by their labels."""
 
-    def of(self, label: str) -> Display:
-        """Return the display of a run; the same each time."""
-        ...
-
-    def stopping(self) -> None:
-        """See `Display.stopping`: all runs end."""
-        ...
-
-    def close(self) -> None:
-        """Leave the terminal as it was. Safe to call twice."""
-        ...
-
-    def __enter__(self) -> SweepDisplay: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-def open_sweep_display(steps: Mapping[str, int], *, stream: TextIO | None = None) -> SweepDisplay:
-    """Return the display of runs that make so many `steps`, by their labels: a table if `stream` (stderr) is a terminal
-    that can move its cursor, else lines."""
-    target: TextIO = sys.stderr if stream is None else stream
-    console = Console(file=target, highlight=False)
-    live = target.isatty() and not console.is_dumb_terminal
-    return SweepTable(steps, console=console) if live else SweepLines(steps, stream=target)
-
-
-class SweepLines:
-    """A line a step of each run, for logs and pipes."""
-
-    def __init__(self, steps: Mapping[str, int], *, stream: TextIO):
-        self._stream = stream
+    def __init__(self, steps: Mapping[str, int]):
         self._of = {label: _Shown(label, total, self) for label, total in steps.items()}
 
     def of(self, label: str) -> Display:
-        """See `SweepDisplay.of`."""
+        """Return the display of a run; the same each time."""
         return self._of[label]
 
+    @abstractmethod
     def stepped(self, shown: _Shown) -> None:
-        """Print a run's newest step."""
-        progress = shown.progress
-        values = [f"{label} {value}" for label, value in progress.shown()]
-        shown.note("  ".join((f"step {progress.done}/{progress.total_steps}", *values, f"eta {progress.eta()}")))
+        """Show a run's newest step."""
 
+    @abstractmethod
     def say(self, text: str) -> None:
-        """Print a line."""
-        print(visible(text), file=self._stream, flush=True)
+        """Say something once, above what is live."""
 
+    @abstractmethod
     def stopping(self) -> None:
-        os.write(2, f"\n{STOPPING_ALL}\n".encode())
+        """See `Display.stopping`: all runs end."""
 
+    @abstractmethod
     def close(self) -> None:
-        pass
+        """Leave the terminal as it was. Safe to call twice."""
 
-    def __enter__(self) -> SweepLines:
+    def __enter__(self) -> SweepDisplay:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
 
-class SweepTable:
-    """A row for each run, redrawn in place: how far it is, its newest reward, and what it does now."""
+def open_sweep_display(steps: Mapping[str, int], *, stream: TextIO | None = None) -> SweepDisplay:
+    """Return a table if `stream` (stderr) is a terminal that can move its cursor, else lines."""
+    target: TextIO = sys.stderr if stream is None else stream
+    console = live_console(target)
+    return SweepLines(steps, stream=target) if console is None else SweepTable(steps, console=console)
 
-    def __init__(self, steps: Mapping[str, int], *, console: Console):
-        self._console, self._stopping = console, False
-        self._of = {label: _Shown(label, total, self) for label, total in steps.items()}
-        self._live = Live(
-            console=console,
-            get_renderable=self._render,
-            refresh_per_second=8,
-            redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=console.file is sys.stderr,
-        )
-        self._live.start()
 
-    def of(self, label: str) -> Display:
-        """See `SweepDisplay.of`."""
-        return self._of[label]
+class SweepLines(SweepDisplay):
+    """Prints a line a step of each run, for logs and pipes."""
+
+    def __init__(self, steps: Mapping[str, int], *, stream: TextIO):
+        super().__init__(steps)
+        self._stream = stream
 
     def stepped(self, shown: _Shown) -> None:
-        """Show a run's newest step with the next frame."""
+        shown.note(shown.progress.line())
 
     def say(self, text: str) -> None:
-        """Print a line above the table."""
+        print(visible(text), file=self._stream, flush=True)
+
+    def stopping(self) -> None:
+        os.write(2, f"\n{STOPPING_ALL}\n".encode())
+
+    def close(self) -> None:
+        """Do nothing: nothing was changed."""
+
+
+class SweepTable(SweepDisplay):
+    """Redraws a row for each run in place: how far it is, its newest reward, and what it does now."""
+
+    def __init__(self, steps: Mapping[str, int], *, console: Console):
+        super().__init__(steps)
+        self._console, self._stopping = console, False
+        self._live = live_on(console, self._render)
+
+    def stepped(self, shown: _Shown) -> None:
+        """Do nothing: the next frame shows it."""
+
+    def say(self, text: str) -> None:
         self._console.print(Text(visible(text)))
 
     def stopping(self) -> None:
@@ -120,12 +105,6 @@ class SweepTable:
 
     def close(self) -> None:
         self._live.stop()
-
-    def __enter__(self) -> SweepTable:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -150,9 +129,9 @@ class SweepTable:
 
 
 class _Shown:
-    """One run's display: what is known of it, said through that of all."""
+    """Is the display of one run, and says things through that of all."""
 
-    def __init__(self, label: str, total_steps: int, every: SweepLines | SweepTable):
+    def __init__(self, label: str, total_steps: int, every: SweepDisplay):
         self.label, self.progress, self._every = label, Progress(total_steps), every
         self.doing = "waiting"
         self.standing: Sequence[Finding] = ()
@@ -176,7 +155,7 @@ class _Shown:
         self._every.stopping()
 
     def close(self) -> None:
-        """Does nothing: the display of all is closed with the last run."""
+        """Do nothing: the display of all is closed with the last run."""
 
     def __enter__(self) -> _Shown:
         return self
