@@ -165,7 +165,8 @@ def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]
 
 
 def overall_rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]]:
-    """Return of before and after what is of all held-out prompts or rows; see `_rows`."""
+    """Return the rows of the closing table that are means over all held-out prompts, not over some of them; all rows
+    where there is no such."""
     modes = dict.fromkeys(f"{mode}/reward" for mode in result.after)
     rows = _rows(config, result)
     return [row for row in rows if row[0] in modes] or rows

@@ -216,7 +216,7 @@ class AdapterBank:
 
     @property
     def owners(self) -> Sequence[AdapterWeights | None]:
-        """What the calling thread has selected."""
+        """Return what the calling thread has selected."""
         return self._now.owners
 
     def select(self, owners: Sequence[AdapterWeights | None]) -> None:

@@ -93,8 +93,8 @@ class Components:
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """What runs that are trained beside each other have in common: the base model (None: the first of them loads it),
-    and how many of torch's threads each may have, which are the process's."""
+    """Holds what runs that are trained beside each other share: the base model (None: the first of them loads it), and
+    how many of torch's threads each may have, which are the process's."""
 
     base: LoadedModel | None
     threads: int

@@ -1,4 +1,5 @@
-"""Which of several runs is best on its held-out prompts, and by how much: the best less each other, prompt by prompt.
+"""Finds which of several runs is best on its held-out prompts, and by how much: the best less each other, prompt by
+prompt.
 
 Runs are compared where they answer for the same: held-out prompts counted by the same rewards. The best of many was
 also lucky on these prompts, so that its lead is somewhat less on others.

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SweptRun:
-    """One of the runs: its plan, and what tells it from the others, such as `seed=1`."""
+    """Holds one of the runs: its plan, and a label that tells it from the others, such as `seed=1`."""
 
     label: str
     plan: RunPlan
@@ -60,7 +60,7 @@ class SweptRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a run: its result, or the error that ended it; neither where it was not begun."""
+    """Holds what became of a run: its result, or the error that ended it; neither where it was not begun."""
 
     run: SweptRun
     result: RunResult | None = None
@@ -154,7 +154,7 @@ def _base_of(config: RunConfig) -> str:
 
 
 class Outcomes:
-    """What became of the runs that have ended so far."""
+    """Collects what became of the runs that have ended so far."""
 
     def __init__(self, shown: SweepDisplay):
         self._shown, self._of = shown, dict[int, Outcome]()

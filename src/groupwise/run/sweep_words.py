@@ -1,4 +1,4 @@
-"""Which runs do the words of `groupwise run` name? One, or several: files, or one with values to go through.
+"""Reads which runs the words of `groupwise run` name: one, or several files, or one with values to go through.
 
     a.yaml b.yaml train.steps=20                               two runs, each with the override
     a.yaml --sweep seed=0,1,2                                  three
@@ -24,7 +24,8 @@ from groupwise.run.importing import read_words
 
 @dataclass(frozen=True, kw_only=True)
 class NamedRun:
-    """A run that the words name, and what tells it from the others: its file, and the values that it alone has."""
+    """Holds a run that the words name, and a label that tells it from the others: its file and the values that it alone
+    has."""
 
     label: str
     loaded: LoadedRun
@@ -62,7 +63,7 @@ def read_runs(words: Sequence[str], sweeps: Sequence[str] = ()) -> list[NamedRun
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
-    """KEY=A,B,... -> the key and its values. Raises ConfigError."""
+    """Return the key and the values of KEY=A,B,... Raises ConfigError."""
     key, equals, values = text.partition("=")
     found = _values(values)
     if not (key and equals and all(found)):

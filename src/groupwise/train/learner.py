@@ -231,7 +231,7 @@ class Learner:
     def forward_of(
         self, adapter: Mapping[str, Tensor] | None, samples: Sequence[Sample], *, temperature: float = 1.0
     ) -> list[tuple[float, ...]]:
-        """`forward` with another adapter of the same shape (`read_lora`) in the place of its own; None: without any."""
+        """Return `forward` under another adapter of the same shape (`read_lora`); None: under none."""
         with adapter_as(self.model, adapter):
             return self.forward(samples, temperature=temperature)
 
@@ -521,7 +521,7 @@ class Learner:
         self.strategy.save_adapter(self, directory)
 
     def write_adapter(self, directory: Path) -> None:
-        """`save_adapter` of a process that has what is trained whole."""
+        """Write the policy, in a process that has what is trained whole; see `save_adapter`."""
         if self.lora is None:
             self.model.save_pretrained(directory)
             self.write_tokenizer(directory)

@@ -33,7 +33,7 @@ def strategy_of(
     parts: Parts | None = None,
     shard_size: int | None = None,
 ) -> DataParallel:
-    """This rank's, of a learner that rank 0 leads. Raises ConfigError as `FullySharded`."""
+    """Return this rank's strategy, for a learner that rank 0 leads. Raises ConfigError as `FullySharded`."""
     if sharded:
         return FullySharded(ranks, orders=ranks.leads, cpu_offload=cpu_offload, parts=parts, shard_size=shard_size)
     return DataParallel(ranks, orders=ranks.leads)
