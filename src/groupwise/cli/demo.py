@@ -20,6 +20,7 @@ from groupwise.cli.frame import Debug, examples, quiet_libraries
 from groupwise.cli.init import TEMPLATES
 from groupwise.cli.output import say, stdout
 from groupwise.errors import Interrupted
+from groupwise.platform import importing
 
 CONFIG = TEMPLATES / "demo" / "arithmetic.yaml"
 HOST, PORT = "127.0.0.1", 8420
@@ -55,7 +56,9 @@ def demo(
     config = read_words([str(CONFIG), *(overrides or ()), *given]).runnable()
     quiet_libraries()
     from groupwise.cli.print import print_run
-    from groupwise.run.loop import run_loop
+
+    with importing():
+        from groupwise.run.loop import run_loop
 
     say(f"The starter, a model of 1.8M parameters, learns sums: {config.train.steps} steps. Ctrl-C ends it cleanly.")
     result = run_loop(config)

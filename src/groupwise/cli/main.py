@@ -41,7 +41,7 @@ from groupwise.cli.ui import add_ui
 from groupwise.cli.vllm import add_vllm
 from groupwise.config.world import world
 from groupwise.errors import AdapterNotFoundError, ConfigError, Interrupted, TrainingError
-from groupwise.platform import check_device
+from groupwise.platform import check_device, importing
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
@@ -210,7 +210,9 @@ def run(
 
     plan = _plan(loaded, make_plan)
     from groupwise.cli.print import print_run, run_as_json, why_untrained
-    from groupwise.run.loop import run_loop as train
+
+    with importing():
+        from groupwise.run.loop import run_loop as train
 
     with json_alone(as_json):
         result = train(loaded, plan=plan)

@@ -16,6 +16,7 @@ import typer
 from groupwise.cli.frame import print_table, quiet_libraries
 from groupwise.cli.output import json_alone, print_json, print_line, say, stdout
 from groupwise.errors import GroupwiseError, Interrupted, TrainingError
+from groupwise.platform import importing
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
@@ -39,9 +40,10 @@ def run_several(configs: Mapping[str, RunConfig], *, as_json: bool) -> None:
             say(f"of the run {label}:")
             raise
     quiet_libraries()
-    from groupwise.run.ranking import rank
-    from groupwise.run.sweep import SweptRun, heats, run_sweep
-    from groupwise.run.sweep_display import open_sweep_display
+    with importing():
+        from groupwise.run.ranking import rank
+        from groupwise.run.sweep import SweptRun, heats, run_sweep
+        from groupwise.run.sweep_display import open_sweep_display
 
     runs = [SweptRun(label=label, plan=plan) for label, plan in plans.items()]
     groups = heats(runs)
