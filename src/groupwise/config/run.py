@@ -289,10 +289,10 @@ class RolloutConfig(Section):
     """Most tokens of a completion that the local engine guesses from earlier text and checks in one step, while few
     completions are decoded (prompt-lookup decoding). What is sampled stays the same; it takes less time where
     completions repeat their prompts or themselves. 0 guesses none."""
-    compile: bool = False
+    compile: bool | None = None
     """Compile what the local engine computes in a step between attentions (torch.compile), on a GPU with CUDA graphs.
-    It is meant for GPUs; on a CPU it brings nothing (docs/performance.md). The first steps wait for the compiler. Where
-    it cannot be done a warning says why, and sampling goes on without."""
+    The first steps wait for the compiler. Where it cannot be done a warning says why, and sampling goes on without.
+    null: on a CUDA GPU, for models that can be compiled (docs/performance.md); on a CPU it brings nothing."""
     dtype: Literal["bfloat16", "int8"] | None = None
     """Sample with the base's linear layers rounded to this type, which a CPU multiplies with in less time
     (docs/performance.md), and train in float32 all the same; adapters are not rounded. Sampler and trainer differ then,
