@@ -133,8 +133,9 @@ def test_what_cannot_be_cut_is_refused(make_base, architecture: str, size: int, 
     lora = EVERY_LINEAR if architecture == "lfm2" else lora
     learner = partial(making(DataParallel, size), lora=lora)
     found = on_ranks(lambda ranks: refused(lambda: learner(make_base(architecture), ranks=ranks)), size=size)
-    assert found == ["train.context_size"] * size
+    assert found == ["train.context_parallel_size"] * size
 
 
 def test_ranks_that_make_no_groups_are_refused() -> None:
-    assert on_ranks(lambda ranks: refused(lambda: DataParallel(ranks, context_size=3))) == ["train.context_size"] * 2
+    found = on_ranks(lambda ranks: refused(lambda: DataParallel(ranks, context_size=3)))
+    assert found == ["train.context_parallel_size"] * 2

@@ -347,6 +347,7 @@ def open_learner(
             cpu_offload=train.cpu_offload,
             parts=parts,
             shard_size=train.shard_size,
+            context_size=train.context_parallel_size,
         )
     learner = Learner(
         base,

@@ -72,7 +72,7 @@ class Ulysses:
     @property
     def states(self) -> States:
         """Never: a state passes through all tokens, and no rank has them."""
-        raise NotImplementedError("recurrent layers need all tokens of a row, and train.context_size cuts them")
+        raise NotImplementedError("recurrent layers need all tokens of a row, and each rank has a part of them")
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         """Return this rank's tokens of the attention output [S/C, H, D]."""
@@ -142,6 +142,8 @@ def why_not_cut(model: PreTrainedModel, size: int, *, packed: bool) -> str | Non
         return f"{name} sees, and an image's tokens are computed together"
     H = int(text.num_attention_heads)
     K = int(getattr(text, "num_key_value_heads", None) or H)
-    if H % size or (K % size and size % K):
-        return f"{name} has {H} query heads and {K} key-value heads, which {size} processes cannot share evenly"
+    fit = [each for each in range(2, H + 1) if not H % each and not (K % each and each % K)]
+    if size not in fit:
+        could = f"; {' or '.join(map(str, fit))} could" if fit else ""
+        return f"{name} has {H} query heads and {K} key-value heads, which {size} processes cannot share evenly{could}"
     return None

@@ -64,9 +64,9 @@ class DataParallel(SingleProcess):
         self.ranks, self.orders, self.context = ranks, orders, None
         if ranks.size % context_size:
             raise ConfigError(
-                f"train.context_size is {context_size}, and {ranks.size} processes do not make groups of that size",
+                f"train.context_parallel_size is {context_size}, and {ranks.size} processes do not make such groups",
                 hint="set it to a divisor of train.devices, or to 1",
-                field="train.context_size",
+                field="train.context_parallel_size",
             )
         self.context_size = context_size
         if context_size > 1:
@@ -101,9 +101,9 @@ class DataParallel(SingleProcess):
             why = "routers are trained, whose auxiliary loss is of all tokens of a micro-batch"
         if why is not None:
             raise ConfigError(
-                f"train.context_size is {self.context_size}, and {why}",
-                hint="leave it out, and lower train.micro_tokens or set train.gradient_checkpointing: true",
-                field="train.context_size",
+                f"train.context_parallel_size is {self.context_size}, and {why}",
+                hint="change it, or leave it out and save memory by train.gradient_checkpointing: true",
+                field="train.context_parallel_size",
             )
 
     def share(self, samples: Sequence[Sample], *, pairs: bool = False) -> Sequence[int]:
