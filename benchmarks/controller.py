@@ -49,7 +49,8 @@ from groupwise.algo.metrics import rollout_metrics, sample_metrics
 from groupwise.algo.samples import samples_of
 from groupwise.config.algo import AdvantageConfig
 from groupwise.config.world import World
-from groupwise.engine.vllm.client import Sampled, VllmServer, sampling_body
+from groupwise.engine.vllm.answers import Sampled
+from groupwise.engine.vllm.client import VllmServer, sampling_body
 from groupwise.engine.vllm.engine import completion_of
 from groupwise.model.chat import closing_ids
 from groupwise.model.packing import count_loss_tokens, count_sequences, micro_batches
@@ -168,7 +169,10 @@ def serve(batch: Batch, end: Connection) -> None:
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # all of a step's requests come at once
+
+    server = Server(("127.0.0.1", 0), Handler)
     end.send(server.server_address[1])
     server.serve_forever()
 

@@ -7,13 +7,15 @@ their types: a tuple is a list, a date is text; and of what a teacher said of a 
 
 from __future__ import annotations
 
+import json
 import math
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import DataError
 from groupwise.recorded import RoutedExperts, SamplingMask
+from groupwise.store.number_texts import NumberTexts
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -25,10 +27,19 @@ from groupwise.types import (
     Turn,
 )
 
+Numbers = Callable[[Sequence[Any]], Any]
 
-def group_to_json(group: RolloutGroup) -> dict[str, Any]:
-    """Return what `json.dumps(..., allow_nan=False)` takes, whatever the columns hold."""
-    prompt = group.prompt
+
+def group_line(group: RolloutGroup) -> str:
+    """Return `json.dumps(group_to_json(group), allow_nan=False)`."""
+    numbers = NumberTexts()
+    return numbers.filled(json.dumps(group_to_json(group, numbers), allow_nan=False))
+
+
+def group_to_json(group: RolloutGroup, numbers: Numbers | None = None) -> dict[str, Any]:
+    """Return what `json.dumps(..., allow_nan=False)` takes, whatever the columns hold. `numbers` is given each list of
+    token ids and log-probabilities, and returns what stands for it."""
+    prompt, numbers = group.prompt, numbers or _themselves
     return {
         "prompt": {
             "id": prompt.id,
@@ -36,29 +47,33 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
             "text": prompt.text,
             "tools": prompt.tools,
             "columns": plain(prompt.columns),
-            "token_ids": prompt.token_ids,
+            "token_ids": numbers(prompt.token_ids),
             **({"shows_opening": True} if prompt.shows_opening else {}),
             **({"answer": plain(prompt.answer)} if prompt.answer else {}),
             **({"rejected": plain(prompt.rejected)} if prompt.rejected else {}),
         },
-        "rollouts": [_rollout_to_json(rollout, prompt) for rollout in group.rollouts],
+        "rollouts": [_rollout_to_json(rollout, prompt, numbers) for rollout in group.rollouts],
         **(
-            {"demonstrations": [_rollout_to_json(rollout, prompt) for rollout in group.demonstrations]}
+            {"demonstrations": [_rollout_to_json(rollout, prompt, numbers) for rollout in group.demonstrations]}
             if group.demonstrations
             else {}
         ),
     }
 
 
-def _rollout_to_json(rollout: Rollout, prompt: Prompt) -> dict[str, Any]:
+def _themselves(values: Sequence[Any]) -> Any:
+    return values
+
+
+def _rollout_to_json(rollout: Rollout, prompt: Prompt, numbers: Numbers) -> dict[str, Any]:
     return {
-        "turns": [_turn_to_json(turn, prompt=prompt) for turn in rollout.turns],
+        "turns": [_turn_to_json(turn, prompt, numbers) for turn in rollout.turns],
         "rewards": plain(rollout.rewards),
         "reward": plain(rollout.reward),
         "advantage": plain(rollout.advantage),
         "error": rollout.error,
         **({} if rollout.error_kind is None else {"error_kind": rollout.error_kind}),
-        **({} if not rollout.teacher else {"teacher": [_scores_to_json(each) for each in rollout.teacher]}),
+        **({} if not rollout.teacher else {"teacher": [_scores_to_json(each, numbers) for each in rollout.teacher]}),
         **_episode_to_json(rollout),
     }
 
@@ -111,8 +126,8 @@ def _episode_to_json(rollout: Rollout) -> dict[str, Any]:
     return raw | ({"columns": plain(rollout.columns)} if rollout.columns else {})
 
 
-def _scores_to_json(scores: SequenceScores) -> dict[str, Any]:
-    return {"logprobs": plain(scores.logprobs), "top": plain([each[:1] for each in scores.top])}
+def _scores_to_json(scores: SequenceScores, numbers: Numbers) -> dict[str, Any]:
+    return {"logprobs": _logprobs(scores.logprobs, numbers), "top": plain([each[:1] for each in scores.top])}
 
 
 def _scores_from_json(raw: Mapping[str, Any]) -> SequenceScores:
@@ -120,14 +135,20 @@ def _scores_from_json(raw: Mapping[str, Any]) -> SequenceScores:
     return SequenceScores(logprobs=tuple(map(_exact, raw["logprobs"])), top=top)
 
 
-def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
+def _logprobs(values: Sequence[float], numbers: Numbers) -> Any:
+    """Return what stands for log-probabilities, of which any may be infinite."""
+    known = numbers(values)
+    return plain(values) if known is values else known
+
+
+def _turn_to_json(turn: Turn, prompt: Prompt, numbers: Numbers) -> dict[str, Any]:
     completion = turn.completion
     raw = {
         # most often the prompt itself; writing it once per group and not once per rollout halves the file
-        "prompt_ids": None if turn.prompt_ids == prompt.token_ids else turn.prompt_ids,
+        "prompt_ids": None if turn.prompt_ids == prompt.token_ids else numbers(turn.prompt_ids),
         "text": completion.text,
-        "token_ids": completion.token_ids,
-        "logprobs": plain(completion.logprobs),
+        "token_ids": numbers(completion.token_ids),
+        "logprobs": _logprobs(completion.logprobs, numbers),
         "finish_reason": completion.finish_reason.value,
         "version": str(completion.version),
     }
@@ -144,7 +165,7 @@ def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
         raw["routed_experts"] = b64encode(completion.routed_experts.to_bytes()).decode()
     if completion.kept is not None:
         raw["kept"] = b64encode(completion.kept.to_bytes()).decode()
-        raw["kept_logprobs"] = plain(completion.kept_logprobs)
+        raw["kept_logprobs"] = _logprobs(completion.kept_logprobs, numbers)
     if completion.top_logprobs:
         raw["top_logprobs"] = plain(completion.top_logprobs)
     return raw

@@ -35,7 +35,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.sampling import completion_seed
-from groupwise.engine.vllm.client import Sampled, VllmServer, sampling_body
+from groupwise.engine.vllm.answers import Sampled
+from groupwise.engine.vllm.client import VllmServer, sampling_body
 from groupwise.engine.vllm.fleet import Fleet
 from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.grammar import VllmGrammars
