@@ -11,8 +11,8 @@ each time, and no pass is run on what is packed. Another process follows over gl
 
 A part is timed by the processor time of this process, all its threads, over the whole batch: the median of `--rounds`.
 What another rank spends to read the order, on a processor of its own, stands beside it. Tokens are completion tokens;
-their ids are of a vocabulary of 151,643, lengths log-normal, a tenth of the log-probabilities above -0.0001, as of a
-policy that is sure of much.
+they are as frequent as words are (Zipf), of a vocabulary of 151,643, lengths are log-normal, and a tenth of the
+log-probabilities are above -0.0001, as of a policy that is sure of much.
 
 `a core` is how many tokens a second one core can see to that does nothing else, all parts one after another.
 """
@@ -114,7 +114,7 @@ def recorded(*, groups: int, group: int, prompt: int, completion: float, spread:
 
 def choice_of(rng: np.random.Generator, index: int, tokens: int) -> dict[str, Any]:
     """Return one choice, with all that vLLM says of it and nobody reads."""
-    ids = [*rng.integers(0, VOCABULARY, tokens - 1).tolist(), END]
+    ids = [*(rng.zipf(1.2, tokens - 1) % VOCABULARY).tolist(), END]
     logprobs = (-np.exp(rng.normal(-4, 4, tokens).clip(max=3.5))).astype("float32").tolist()
     texts = [word_of(id) for id in ids]
     told = {

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +29,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 import ruamel.yaml
 
 from groupwise.algo.advantage import differ
@@ -40,6 +40,8 @@ from groupwise.types import FinishReason, PolicyVersion, Rollout, RolloutGroup, 
 Metrics = dict[str, float]
 DONE, FAILED = "done", "error"  # how an episode ends; otherwise a limit ended it
 STOPS = (DONE, "max_turns", "max_tokens", "max_tool_calls", "template", "context", "timeout", FAILED)
+
+MOST_IDS = 1 << 22  # of a vocabulary whose tokens are counted in a table
 
 TABLE = Path(__file__).with_suffix(".yaml")
 
@@ -285,10 +287,10 @@ def _lengths(groups: Sequence[RolloutGroup]) -> Metrics:
 
 def _most_common(said: Sequence[Sequence[int]]) -> int:
     """Return how often the most frequent token stands in all of these."""
-    counts = Counter[int]()
-    for ids in said:
-        counts.update(ids)
-    return max(counts.values())
+    every = np.fromiter(chain.from_iterable(said), "int64", sum(map(len, said)))
+    if 0 <= every.min() and every.max() < MOST_IDS:
+        return int(np.bincount(every).max())
+    return int(np.unique(every, return_counts=True)[1].max())
 
 
 def _kept(groups: Sequence[RolloutGroup]) -> Metrics:
