@@ -229,14 +229,14 @@ def _places(part: Sequence[int]) -> Tensor:
     return torch.as_tensor(part, dtype=torch.long)
 
 
-def _flat(values_by_row: Sequence[Sequence[float]], dtype: type[float] | type[int]) -> np.ndarray:
+def _flat(values_by_row: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
     """Return the numbers of all rows, one row's after another's."""
     return np.fromiter(chain.from_iterable(values_by_row), dtype, sum(map(len, values_by_row)))
 
 
 def _trained(samples: Sequence[Sample]) -> np.ndarray:
     """Return where the masks of these rows, one after another, are not 0."""
-    return np.flatnonzero(np.frombuffer(b"".join(bytes(sample.mask) for sample in samples), "u1"))
+    return np.flatnonzero(_flat([sample.mask for sample in samples], bool))
 
 
 def _counted(lengths: Sequence[int]) -> np.ndarray:
