@@ -288,7 +288,7 @@ def _lengths(groups: Sequence[RolloutGroup]) -> Metrics:
 def _most_common(said: Sequence[Sequence[int]]) -> int:
     """Return how often the most frequent token stands in all of these."""
     every = np.fromiter(chain.from_iterable(said), "int64", sum(map(len, said)))
-    if 0 <= every.min() and every.max() < MOST_IDS:
+    if every.min() >= 0 and every.max() < MOST_IDS:
         return int(np.bincount(every).max())
     return int(np.unique(every, return_counts=True)[1].max())
 

@@ -99,7 +99,7 @@ def _reader(tops: bool) -> Callable[[bytes | str], _Answer[Any]]:
     """Return what reads an answer; raises ValueError for what is none."""
     wanted = _Answer[_Logprobs] if tops else _Answer[_LogprobsAlone]
     try:
-        import msgspec
+        import msgspec  # pyright: ignore[reportMissingImports]
     except ImportError:
         return TypeAdapter(wanted).validate_json
     decode = msgspec.json.Decoder(wanted).decode
