@@ -29,7 +29,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
 import ruamel.yaml
 
 from groupwise.algo.advantage import differ
@@ -287,6 +286,8 @@ def _lengths(groups: Sequence[RolloutGroup]) -> Metrics:
 
 def _most_common(said: Sequence[Sequence[int]]) -> int:
     """Return how often the most frequent token stands in all of these."""
+    import numpy as np  # not by whoever merely reads what metrics mean
+
     every = np.fromiter(chain.from_iterable(said), "int64", sum(map(len, said)))
     if every.min() >= 0 and every.max() < MOST_IDS:
         return int(np.bincount(every).max())

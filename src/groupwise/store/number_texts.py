@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from pydantic_core import to_json
 
 LONG = 48  # numbers from which a list is worth its mark
@@ -53,6 +52,8 @@ def _text_of(values: Sequence[Any]) -> str | None:
 
 
 def _text_of_floats(values: Sequence[float]) -> str | None:
+    import numpy as np  # not by whoever merely reads a run
+
     size_N = np.abs(np.fromiter(values, float, len(values)))
     if not np.isfinite(size_N).all():
         return None
