@@ -1,4 +1,4 @@
-"""The bytes of each token of a byte-level tokenizer, so that a text is a join of them: ten times as fast as decoding.
+"""The bytes of each token of a byte-level tokenizer, so that a text is a join of them.
 
 A byte-level tokenizer (Qwen's, Llama 3's, GPT-2's, DeepSeek's) writes each byte of a text as one character, and what a
 token stands for does not depend on its neighbours: a text is the bytes of its tokens, one after the other, and what is
