@@ -103,6 +103,13 @@ def test_no_tokens_need_no_logprobs_and_tokens_do(reader: str):
         read_answer(said({**nothing, "token_ids": [5]}), top=0)
 
 
+@pytest.mark.parametrize("ids", [["5"], [5.5], [True], [None], "56", {"5": 6}])
+def test_ids_are_whole_numbers(reader: str, ids: Any):
+    answer = said({"index": 0, "token_ids": ids, "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"})
+    with pytest.raises(ValueError):
+        read_answer(answer, top=0)
+
+
 @pytest.mark.parametrize("answer", [b"", b"{}", b"[1]", b'{"choices": [{"index": 0}]}', b'{"choices": [', b"\xff"])
 def test_what_is_no_answer_is_an_error(reader: str, answer: bytes):
     with pytest.raises(ValueError):

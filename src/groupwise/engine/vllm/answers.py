@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter
@@ -101,7 +101,7 @@ def _reader(tops: bool) -> Callable[[bytes | str], _Answer[Any]]:
     try:
         import msgspec  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return TypeAdapter(wanted).validate_json
+        return partial(TypeAdapter(wanted).validate_json, strict=True)
     decode = msgspec.json.Decoder(wanted).decode
 
     def read(said: bytes | str) -> _Answer[Any]:
