@@ -1,7 +1,7 @@
 """What rank 0 spends on the tokens of a step, besides sampling and training: processor seconds by part.
 
 Microseconds a completion token, as `benchmarks/controller.py` measured them on a core that it shared with other work,
-with completions of about 800 tokens, groups of 16 and a reward that costs next to nothing. All of it is Python in one
+with completions of about 800 tokens, groups of 16, a reward that costs next to nothing, and without msgspec. All of it is Python in one
 process, so that it takes one core, whatever else rank 0's machine has: what the parts come to is how many tokens a
 second a run can have at most. What an environment or a reward function does is not in it.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 
-TAKEN_IN = {"answers": 0.59, "texts": 0.09}  # of vLLM's servers: HTTP and JSON, and the text of each completion
-ALWAYS = {"rewards": 0.03, "rollouts": 0.45, "samples": 0.02, "metrics": 0.05}
-SENT, EACH_HOP = 0.045, 0.015  # an order that other ranks get: made, and sent on once for every doubling of the ranks
-SHARED_OUT, PACKED = 0.03, 0.21  # which rank has what; all of it packed, of which rank 0 packs its share
+TAKEN_IN = {"answers": 0.76, "texts": 0.15}  # of vLLM's servers: HTTP and JSON, and the text of each completion
+ALWAYS = {"rewards": 0.03, "rollouts": 0.53, "samples": 0.03, "metrics": 0.07}
+SENT, EACH_HOP = 0.05, 0.015  # an order that other ranks get: made, and sent on once for every doubling of the ranks
+SHARED_OUT, PACKED = 0.06, 0.27  # which rank has what; all of it packed, of which rank 0 packs its share
 
 
 def controller_seconds(tokens: float, *, ranks: int, servers: bool) -> dict[str, float]:
