@@ -1,8 +1,8 @@
 """What rank 0 spends on the tokens of a step, besides sampling and training: processor seconds by part.
 
-Microseconds a completion token, as `benchmarks/controller.py` measured them on a core that it shared with other work,
-with completions of about 800 tokens, groups of 16, a reward that costs next to nothing, and without msgspec. All of it is Python in one
-process, so that it takes one core, whatever else rank 0's machine has: what the parts come to is how many tokens a
+Microseconds a completion token, as `benchmarks/controller.py` measured them on a core that it shared with other work:
+completions of about 800 tokens, groups of 16, a reward that costs next to nothing, no msgspec. All of it is Python in
+one process, so that it takes one core, whatever else rank 0's machine has: what the parts come to is how many tokens a
 second a run can have at most. What an environment or a reward function does is not in it.
 """
 
