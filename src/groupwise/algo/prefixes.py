@@ -110,7 +110,8 @@ def _families(samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Line]
             yield rows, tree, worth
             continue
         for group in _runs(samples, rows, _forked):
-            yield group, *((tree, worth) if group == rows else _tree_and_worth(samples, group))
+            tree, worth = (tree, worth) if group == rows else _tree_and_worth(samples, group)
+            yield group, tree, worth
 
 
 def cut(tree: Sequence[Line], token_budget: int) -> Iterator[tuple[list[int], int]]:

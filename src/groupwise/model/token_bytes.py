@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes | None:
     try:
         return _KNOWN[tokenizer]
     except KeyError:
-        known = TokenBytes(tokenizer.backend_tokenizer.id_to_token) if _is_byte_level(tokenizer) else None
+        backend: Any = tokenizer.backend_tokenizer if _is_byte_level(tokenizer) else None
+        known = None if backend is None else TokenBytes(backend.id_to_token)
         return _KNOWN.setdefault(tokenizer, known)
 
 
@@ -60,7 +61,8 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     kind = type(tokenizer)
     if not issubclass(kind, Stock) or (kind.decode, kind._decode) != (Stock.decode, Stock._decode):
         return False
-    return isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel)
+    backend: Any = tokenizer.backend_tokenizer
+    return isinstance(backend.decoder, decoders.ByteLevel)
 
 
 @cache

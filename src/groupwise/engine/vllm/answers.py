@@ -79,7 +79,7 @@ def _sampled(choice: _Choice[Any], top: int) -> Sampled:
     ids, told = choice.token_ids, choice.logprobs
     if ids and told is None:
         raise ValueError(f"choice {choice.index} has {len(ids)} tokens and no log-probabilities")
-    logprobs = told.token_logprobs if ids else ()
+    logprobs = told.token_logprobs if told is not None and ids else ()
     tops = tuple(_named(top, each) for each in told.top_logprobs or ()) if told is not None and top else ()
     return Sampled(token_ids=ids, logprobs=logprobs, finish_reason=choice.finish_reason, tops=tops)
 
