@@ -19,7 +19,8 @@ not hold them: they are gathered three times a micro-batch, behind the products 
 
 `colocated`: all GPUs sample, then all train. `split`: some sample and some train, and with `max_staleness` s the
 completions of batch k may be begun when version k - s is published; the seconds of a step are those of a steady state.
-For each cluster the settings of its size are simulated, and the fastest of each kind shown with what slows it down. The
+For each cluster the settings of its size are simulated, and the fastest of each kind shown with what slows it down.
+`rank 0` is how long the process that leads has its processor busy besides (`run/controller_cost.py`). The
 answer to `sampling` is more engines, to `training` more learners (train.devices), to `the longest completions` a larger
 max_staleness, tensor parallelism or a smaller max_tokens, to `sync` an adapter instead of all parameters.
 """
@@ -40,6 +41,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from groupwise.run.controller_cost import controller_seconds
 
 GIGA, RANK, STEPS, MOST = 1e9, 16, 5, 8
 
@@ -221,6 +224,10 @@ class Costs:
             self.shares.published + self.sync_bytes / self.shares.writes + readers * self.sync_bytes / self.gpu.network
         )
 
+    def controller(self, lengths: Sequence[int]) -> float:
+        """Processor seconds of rank 0 for a step of completions of these lengths."""
+        return sum(controller_seconds(sum(lengths), ranks=self.setting.trainers, servers=True).values())
+
     @property
     def sync_bytes(self) -> int:
         return 2 * self.model.parameters if self.work.full else 4 * self.model.adapter
@@ -331,6 +338,7 @@ class Outcome:
     sampling: float
     training: float
     sync: float
+    controller: float  # of rank 0's processor: what `groupwise check FILE --gpus 8x80` says, too
     rows_used: float  # of the rows that the engines have, while they sample
     engines_idle: float
     learners_idle: float
@@ -341,6 +349,8 @@ class Outcome:
     @property
     def bottleneck(self) -> str:
         """What a step would be shorter without."""
+        if self.controller > 0.5 * self.seconds:
+            return "rank 0"
         if self.sync > 0.2 * self.seconds:
             return "sync"
         if self.rows_used < 0.5 and self.sampling > self.training:
@@ -425,6 +435,7 @@ def simulate(costs: Costs, steps: int = STEPS) -> Outcome:
         sampling=busy,
         training=training,
         sync=costs.sync(),
+        controller=statistics.fmean(map(costs.controller, timeline.lengths[before : before + steps])),
         rows_used=sum(engine.row_seconds for engine in engines) / (costs.rows * decoding),
         engines_idle=max(0.0, 1 - (busy + trains) / seconds),
         learners_idle=max(0.0, 1 - (training + samples) / seconds),
@@ -487,6 +498,7 @@ def rows_of(name: str, gpus: int, outcomes: Sequence[Outcome]) -> Iterator[list[
             f"{outcome.sampling:.1f}",
             f"{outcome.training:.1f}",
             f"{outcome.sync:.2f}",
+            f"{outcome.controller:.2f}",
             f"{outcome.rows_used:.0%}",
             f"{outcome.engines_idle:.0%} {outcome.learners_idle:.0%}",
             f"{outcome.engine_gb:.0f} {outcome.learner_gb:.0f}",
@@ -512,7 +524,7 @@ def main() -> None:
     work = Work(**{name: getattr(options, name) for name in names})
     title = f"{options.gpu}, {work.prompts} x {work.group} completions of {work.completion:g} tokens a step"
     table = Table("cluster", "setting", title=title, caption="seconds; GB on a GPU that samples and one that trains")
-    for heading in ("step", "tokens/s", "sampling", "training", "sync", "rows used", "idle", "GB"):
+    for heading in ("step", "tokens/s", "sampling", "training", "sync", "rank 0", "rows used", "idle", "GB"):
         table.add_column(heading, justify="right")
     table.add_column("slowed by")
     results: list[dict[str, Any]] = []

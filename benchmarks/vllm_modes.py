@@ -31,7 +31,8 @@ from subjects import save_adapter
 from transformers import AutoModelForCausalLM
 
 from groupwise.config.engine import VllmConfig
-from groupwise.engine.vllm.client import Sampled, ServerLost, VllmServer, sampling_body
+from groupwise.engine.vllm.answers import Sampled
+from groupwise.engine.vllm.client import ServerLost, VllmServer, sampling_body
 from groupwise.engine.vllm.open import shape_of
 from groupwise.engine.vllm.server import ServerLaunch, ServerProcess, Shape, engine_options, launch_of
 from groupwise.model.load import LoadedModel

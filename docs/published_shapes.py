@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128}
 SHAPES: dict[str, PretrainedConfig] = {
@@ -36,6 +36,14 @@ SHAPES: dict[str, PretrainedConfig] = {
     "Qwen3-8B": Qwen3Config(
         **QWEN3, hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
         intermediate_size=12288, tie_word_embeddings=False,
+    ),
+    "Qwen3-32B": Qwen3Config(
+        **QWEN3, hidden_size=5120, num_hidden_layers=64, num_attention_heads=64, num_key_value_heads=8,
+        intermediate_size=25600, tie_word_embeddings=False,
+    ),
+    "Llama-3.3-70B": LlamaConfig(
+        vocab_size=128256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        intermediate_size=28672, max_position_embeddings=131072, head_dim=128, tie_word_embeddings=False,
     ),
     "Qwen3-30B-A3B": Qwen3MoeConfig(
         **QWEN3, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,

@@ -257,6 +257,7 @@ def test_the_seconds_of_a_simulated_step_are_the_sum_of_its_parts(script: Any) -
     outcome = plan.simulate(costs)
     assert outcome.seconds == pytest.approx(costs.prefill() + decoded + costs.training([50]) + costs.sync())
     assert outcome.tokens_per_s == pytest.approx(50 / outcome.seconds)
+    assert 0 < outcome.controller < 1e-3 and outcome.bottleneck != "rank 0"
     assert costs.sync_bytes == 4 * 43_646_976  # PEFT's count for rank 16 on all linear layers of Qwen3 8B
     assert plan.MODELS["8B"].parameters == 8_190_427_136  # and the model's own, but for its norms
 
@@ -273,6 +274,16 @@ def test_more_machines_and_later_versions_make_no_simulated_step_longer(script: 
     split = {o.setting.staleness: o.seconds for o in reversed(whole[8]) if not o.setting.colocated}
     assert split[0] >= split[1] >= split[2]
     assert all(max(o.engine_gb, o.learner_gb) < 141 for outcomes in whole.values() for o in outcomes)
+
+
+def test_the_controllers_parts_are_all_counted(script: Any) -> None:
+    """A batch of a few completions, through all parts and a rank that follows."""
+    controller = script("controller")
+    batch = controller.recorded(groups=2, group=3, prompt=20, completion=30.0, spread=0.5)
+    assert len(batch.bodies) == len(batch.answers) == 2 and batch.bodies[0]["n"] == 3
+    found = controller.measure(batch, ranks=4, rounds=1)
+    assert set(found) == {*controller.PARTS, controller.FOLLOWER} and min(found.values()) > 0
+    assert controller.total_of(found) == pytest.approx(sum(found.values()) - found[controller.FOLLOWER])
 
 
 def test_selection_compares_every_mode_with_the_synchronous_run(script: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.algo.metrics import definitions, rollout_metrics, sample_metrics, time_metrics
+from groupwise.algo.metrics import MOST_IDS, definitions, rollout_metrics, sample_metrics, time_metrics
 from groupwise.config.algo import AdvantageConfig
 from groupwise.run.health_rules import RULES
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Sample, Turn
@@ -140,6 +140,8 @@ def test_the_commonest_token():
     metrics = measured(group(rollout(ids=(7, 7, 7, end)), rollout(ids=(7, 8, end)), rollout(ids=(7, 8), finish=CUT)))
     assert metrics["rollout/top_token_frac"] == 5 / 7
     assert measured(group(rollout(ids=(end,)), rollout(ids=(end,))))["rollout/top_token_frac"] == 1.0
+    beyond = (MOST_IDS + 7, MOST_IDS + 7, 3, end)  # of no vocabulary that there is
+    assert measured(group(rollout(ids=beyond), rollout(ids=beyond)))["rollout/top_token_frac"] == 2 / 3
     assert measured(group(rollout(ids=(7, end)), rollout(ids=(7, end))))["rollout/top_token_frac"] == 1.0
     assert "rollout/top_token_frac" not in measured(group(Rollout(turns=(), error="x")))
 

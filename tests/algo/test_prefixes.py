@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forked_samples import distinct_tokens, forked_samples
-from groupwise.algo.prefixes import common_prefix, cut, families, groups_of, tree_of
+from groupwise.algo.prefixes import common_prefix, cut, families, groups_of, tree_of, trees
 from groupwise.types import Sample
 
 few = settings(max_examples=80)
@@ -31,6 +31,23 @@ def episode(prompt: tuple[int, ...], seed: int, turns: int, *, tail: int = 0) ->
         kept = history[: len(history) - tail]
         history = (*kept, *answer[30:], *said(seed + turn + 500, 10), *prompt[len(prompt) - tail :])
     return samples
+
+
+@few
+@given(alike=st.integers(0, 300), first=st.integers(0, 80), second=st.integers(0, 80))
+def test_a_long_common_prefix(alike: int, first: int, second: int):
+    """However far it reaches beyond the stretches in which it is looked for."""
+    shared = tuple(range(alike))
+    assert common_prefix(shared + (-1,) * first, shared + (-2,) * second) == alike
+    assert common_prefix(shared, shared + (-2,) * second) == common_prefix(shared, shared) == alike
+
+
+@few
+@given(samples=forked_samples())
+def test_each_family_has_a_tree(samples: list[Sample]):
+    every = list(families(samples))
+    assert list(trees(samples)) == [tree_of(samples, rows) for rows, _ in every]
+    assert all(tree is None or tree == tree_of(samples, rows) for rows, tree in every)
 
 
 @few

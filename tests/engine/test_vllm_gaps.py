@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.engine.vllm.client import Sampled
+from groupwise.engine.vllm.answers import Sampled
 from groupwise.engine.vllm.gaps import Gaps
 from groupwise.types import PolicyVersion
 

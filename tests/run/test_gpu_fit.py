@@ -15,6 +15,7 @@ from groupwise.cli.print_fit import _smaller
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError
 from groupwise.model.memory import GIB
+from groupwise.run.controller_cost import ALWAYS
 from groupwise.run.gpu_fit import Cards, GpuFit, fit
 from groupwise.run.memory_budget import ASLEEP
 from groupwise.run.vllm_place import place_of, with_place
@@ -111,6 +112,51 @@ def test_pairs_are_compared_with_a_reference_and_need_no_cache(run):
 def test_time_is_a_range_and_less_with_more_gpus(run):
     one, eight = (fit(run(), Cards(count=count, gib=80)) for count in (1, 8))
     assert 0 < one.hours[0] < one.hours[1] and eight.hours[1] < one.hours[1]
+
+
+CLUSTER = {"engine": "vllm", "vllm": {"urls": ["http://elsewhere"]}}
+WHOLE = {"lora": None, "parallel": "fsdp", "gradient_checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [("Qwen3-8B", 8.19e9), ("Qwen3-32B", 32.8e9), ("Qwen3-30B-A3B", 30.5e9), ("Llama-3.3-70B", 70.6e9)],
+)
+def test_all_parameters_of_every_size_fit_64_gpus(run, shape: str, parameters: float):
+    """Eight to a copy, but for 70B, whose moments and gradients want more; what then helps is named."""
+    found = fit(run(shape, **CLUSTER, train=WHOLE), Cards(count=8, gib=80, nodes=8))
+    assert found.parameters == pytest.approx(parameters, rel=0.01)
+    assert found.fits == (shape != "Llama-3.3-70B")
+    if not found.fits:
+        assert "train.shard_size: 64" in _smaller(found)
+        assert fit(run(shape, **CLUSTER, train={**WHOLE, "shard_size": 64}), Cards(count=8, gib=80, nodes=8)).fits
+
+
+def test_of_a_mixture_one_layer_with_its_experts_is_gathered(run):
+    """Not all experts of the model: two layers of 48, and what is in none."""
+    found = fit(run("Qwen3-30B-A3B", **CLUSTER, train={"parallel": "fsdp"}), Cards(count=8, gib=80))
+    config = SHAPES["Qwen3-30B-A3B"]
+    attention = config.hidden_size * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
+    layer = attention + 3 * 128 * config.hidden_size * config.moe_intermediate_size
+    outside = 2 * config.vocab_size * config.hidden_size
+    assert found.needed.shards == pytest.approx(2 * (found.parameters / 8 + outside + 2 * layer), rel=0.01)
+
+
+def test_what_rank_0_does_grows_with_tokens_and_hardly_with_ranks(run):
+    rollout = {"max_tokens": 4096, "prompts_per_step": 64, "group_size": 16}
+    one, many = (
+        fit(
+            run("Qwen3-8B", **CLUSTER, rollout=rollout, train={"parallel": "fsdp"}), Cards(count=8, gib=80, nodes=nodes)
+        )
+        for nodes in (1, 8)
+    )
+    assert one.most_tokens == 64 * 16 * 4096
+    assert {"answers", "texts", "rollouts", "orders", "packing"} < set(many.controller)
+    assert one.controller["rollouts"] == many.controller["rollouts"] == pytest.approx(4.194304 * ALWAYS["rollouts"])
+    assert one.controller["orders"] < many.controller["orders"] < 2 * one.controller["orders"]
+    assert many.controller["packing"] < one.controller["packing"]
+    assert "answers" not in fit(run(rollout=rollout), Cards(count=8, gib=80)).controller
+    assert fit(run(kind="sft", rewards=[]), Cards(count=8, gib=80)).controller == {}
 
 
 @pytest.mark.parametrize("text", ["80", "0x80", "1x0", "1x", "x80", "-1x80", "1x80x2"])

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -40,6 +39,8 @@ from groupwise.types import FinishReason, PolicyVersion, Rollout, RolloutGroup, 
 Metrics = dict[str, float]
 DONE, FAILED = "done", "error"  # how an episode ends; otherwise a limit ended it
 STOPS = (DONE, "max_turns", "max_tokens", "max_tool_calls", "template", "context", "timeout", FAILED)
+
+MOST_IDS = 1 << 22  # of a vocabulary whose tokens are counted in a table
 
 TABLE = Path(__file__).with_suffix(".yaml")
 
@@ -120,7 +121,7 @@ def rollout_metrics(
         metrics["rollout/error_frac"] = fmean(r.error is not None for r in rollouts)
         metrics["rollout/excluded_frac"] = fmean(map(_excluded, rollouts))
     if several := [group for group in sampled if len(group.rollouts) > 1]:
-        metrics["rollout/frac_same"] = fmean(len(set(map(_words, group.rollouts))) == 1 for group in several)
+        metrics["rollout/frac_same"] = fmean(map(_are_same, several))
     if batch_groups:
         metrics["rollout/batch_fill"] = len(trained) / batch_groups
     if sampled or too_long:
@@ -138,6 +139,12 @@ def rollout_metrics(
 def _words(rollout: Rollout) -> tuple[tuple[int, ...], ...]:
     """Return what the policy said, turn by turn."""
     return tuple(turn.completion.token_ids for turn in rollout.turns)
+
+
+def _are_same(group: RolloutGroup) -> bool:
+    """Return whether all rollouts of a group say the same."""
+    first, *others = map(_words, group.rollouts)
+    return all(each == first for each in others)
 
 
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:
@@ -233,9 +240,12 @@ def _noise(groups: Sequence[RolloutGroup], names: Sequence[str]) -> Metrics:
 
 def _twins(group: RolloutGroup) -> list[list[Rollout]]:
     """Return the rollouts of a group that are the same in what was said and heard, where there are several."""
-    said: dict[Any, list[Rollout]] = {}
+    alike: dict[Any, list[Rollout]] = {}  # as long as each other: few are, and only their tokens are looked at
     for rollout in group.rollouts:
-        said.setdefault(tuple(turn.completion.token_ids for turn in rollout.turns), []).append(rollout)
+        alike.setdefault(tuple(len(turn.completion.token_ids) for turn in rollout.turns), []).append(rollout)
+    said: dict[Any, list[Rollout]] = {}
+    for rollout in chain.from_iterable(each for each in alike.values() if len(each) > 1):
+        said.setdefault(_words(rollout), []).append(rollout)
     heard: dict[Any, list[Rollout]] = {}
     for rollout in chain.from_iterable(each for each in said.values() if len(each) > 1):
         heard.setdefault(tuple((t.prompt_ids, t.completion.token_ids) for t in rollout.turns), []).append(rollout)
@@ -269,9 +279,19 @@ def _lengths(groups: Sequence[RolloutGroup]) -> Metrics:
             metrics |= {f"rollout/{name}_min": float(min(values)), f"rollout/{name}_max": float(max(values))}
     if rollouts:
         metrics["rollout/truncated_frac"] = fmean(rollout.truncated for rollout in rollouts)
-    if said := Counter(chain.from_iterable(map(_said, rollouts))):
-        metrics["rollout/top_token_frac"] = said.most_common(1)[0][1] / said.total()
+    if said := list(chain.from_iterable(map(_said, rollouts))):
+        metrics["rollout/top_token_frac"] = _most_common(said) / sum(map(len, said))
     return metrics
+
+
+def _most_common(said: Sequence[Sequence[int]]) -> int:
+    """Return how often the most frequent token stands in all of these."""
+    import numpy as np  # not by whoever merely reads what metrics mean
+
+    every = np.fromiter(chain.from_iterable(said), "int64", sum(map(len, said)))
+    if every.min() >= 0 and every.max() < MOST_IDS:
+        return int(np.bincount(every).max())
+    return int(np.unique(every, return_counts=True)[1].max())
 
 
 def _kept(groups: Sequence[RolloutGroup]) -> Metrics:
@@ -333,11 +353,12 @@ def _excluded(rollout: Rollout) -> bool:
     return _finite(rollout.reward) is None and (rollout.error is not None or not rollout.teacher)
 
 
-def _said(rollout: Rollout) -> Iterator[int]:
-    """Yield the tokens of a rollout's turns, without the one that ends a turn where there are others."""
+def _said(rollout: Rollout) -> Iterator[Sequence[int]]:
+    """Yield the tokens of each of a rollout's turns, without the one that ends a turn where there are others."""
     for turn in rollout.turns:
         ids = turn.completion.token_ids
-        yield from ids[:-1] if len(ids) > 1 and turn.completion.finish_reason is FinishReason.STOP else ids
+        if ids:
+            yield ids[:-1] if len(ids) > 1 and turn.completion.finish_reason is FinishReason.STOP else ids
 
 
 def _length(rollout: Rollout) -> int:
@@ -350,8 +371,8 @@ def _total_length(rollout: Rollout) -> int:
     for turn in rollout.turns:
         if turn.prompt_ids[: len(seen)] == seen:
             total -= len(seen)
-        seen = turn.prompt_ids + turn.completion.token_ids
-        total += len(seen)
+        total += len(turn.prompt_ids) + len(turn.completion.token_ids)
+        seen = turn.prompt_ids + turn.completion.token_ids if turn is not rollout.turns[-1] else ()
     return total
 
 

@@ -43,8 +43,12 @@ class Line:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens two sequences begin with alike. Bisection: slices are compared much faster than tokens."""
-    low, high = 0, min(len(first), len(second))
+    """Return how many tokens two sequences begin with alike. In stretches that double while they are equal, the last
+    one by bisection: slices are compared much faster than tokens, and what follows the first difference is not read."""
+    low, stretch, most = 0, 32, min(len(first), len(second))
+    while low < most and first[low : low + stretch] == second[low : low + stretch]:
+        low, stretch = low + stretch, 2 * stretch
+    low, high = min(low, most), min(low + stretch, most)
     while low < high:
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:
@@ -89,13 +93,25 @@ def families(samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Line] 
 
     Tried first for runs of prompts that begin alike, which may be several groups, then for each of these groups.
     """
+    for rows, tree, worth in _families(samples):
+        yield rows, tree if worth else None
+
+
+def trees(samples: Sequence[Sample]) -> Iterator[list[Line]]:
+    """Yield the tree of each of `families`, worth it or not."""
+    for _, tree, _ in _families(samples):
+        yield tree
+
+
+def _families(samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Line], bool]]:
     for rows in _runs(samples, range(len(samples)), _alike):
-        tree = _worthwhile(samples, rows)
-        if tree is not None:
-            yield rows, tree
+        tree, worth = _tree_and_worth(samples, rows)
+        if worth:
+            yield rows, tree, worth
             continue
         for group in _runs(samples, rows, _forked):
-            yield group, None if group == rows else _worthwhile(samples, group)
+            tree, worth = (tree, worth) if group == rows else _tree_and_worth(samples, group)
+            yield group, tree, worth
 
 
 def cut(tree: Sequence[Line], token_budget: int) -> Iterator[tuple[list[int], int]]:
@@ -116,16 +132,16 @@ def cut(tree: Sequence[Line], token_budget: int) -> Iterator[tuple[list[int], in
         yield rows, used
 
 
-def _worthwhile(samples: Sequence[Sample], rows: Sequence[int]) -> list[Line] | None:
-    """Return the tree of these rows if it saves enough beside sharing equal prompts."""
-    if len(rows) == 1:
-        return None
+def _tree_and_worth(samples: Sequence[Sample], rows: Sequence[int]) -> tuple[list[Line], bool]:
+    """Return the tree of these rows, and whether it saves enough beside sharing equal prompts."""
     tree = tree_of(samples, rows)
+    if len(rows) == 1:
+        return tree, False
     prompts = [samples[row].prompt_ids for row in rows]
     plain = sum(len(samples[row].completion_ids) for row in rows)
     plain += sum(len(prompt) for i, prompt in enumerate(prompts) if i == 0 or prompt != prompts[i - 1])
     saved = plain - sum(line.own for line in tree)
-    return tree if saved >= max(WORTH_TOKENS * len(rows), WORTH_SHARE * plain) else None
+    return tree, saved >= max(WORTH_TOKENS * len(rows), WORTH_SHARE * plain)
 
 
 def _runs(samples: Sequence[Sample], rows: Sequence[int], related: Callable[[int, int, int], bool]) -> list[list[int]]:

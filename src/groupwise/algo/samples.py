@@ -60,6 +60,8 @@ def _segment(run: Sequence[Turn]) -> Segment | None:
         return None
     while not run[-1].trained:  # nothing after the last trained token is worth a forward
         run = run[:-1]
+    if len(run) == 1:
+        return _alone(run[0])
     start = len(run[0].prompt_ids)
     ids: list[int] = []
     mask: list[int] = []
@@ -80,6 +82,20 @@ def _segment(run: Sequence[Turn]) -> Segment | None:
         advantages=None if all(turn.advantage is None for turn in run) else tuple(advantages),
         routed_experts=_routed(run, tokens=start + len(ids)),
         kept=_kept(run),
+    )
+
+
+def _alone(turn: Turn) -> Segment:
+    """Return the segment of one turn, whose tokens and log-probabilities are the completion's own."""
+    said = turn.completion
+    return Segment(
+        prompt_ids=turn.prompt_ids,
+        completion_ids=said.token_ids,
+        mask=(1,) * len(said.token_ids),
+        logprobs=said.behaviour_logprobs,
+        advantages=None if turn.advantage is None else (turn.advantage,) * len(said.token_ids),
+        routed_experts=_routed([turn], tokens=len(turn.prompt_ids) + len(said.token_ids)),
+        kept=_kept([turn]),
     )
 
 

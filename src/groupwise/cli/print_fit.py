@@ -28,6 +28,8 @@ def fit_as_json(found: GpuFit) -> dict[str, Any]:
         "longest_prompt": found.prompt,
         "memory_bytes": asdict(found.needed) | {"total": found.needed.total, "available": found.available},
         "hours": [low, high],
+        "step_seconds": list(found.step_seconds),
+        "controller_seconds": found.controller,
     }
 
 
@@ -68,9 +70,22 @@ def print_fit(console: Console, found: GpuFit) -> None:
     if found.fits:
         measured = f"{time} for {train.steps} steps on H100s, from what was measured on one (docs/performance.md); "
         rows.append(("time", f"{measured}the lower end is for completions of a quarter of rollout.max_tokens"))
+    if found.controller and cards.total > 1:
+        rows.append(("rank 0", _controller(found)))
     print_pairs(rows, console=console)
     if not found.fits:
         say(f"error: the run does not fit {machines}{cards.count} x {cards.gib:g} GiB: {_smaller(found)}")
+
+
+def _controller(found: GpuFit) -> str:
+    """Return what rank 0's processor does in the longest step, and what part of it that is."""
+    seconds = sum(found.controller.values())
+    listed = ", ".join(f"{name} {each:.2g}" for name, each in sorted(found.controller.items(), key=lambda x: -x[1]))
+    share = seconds / (found.step_seconds[1] + seconds)
+    return (
+        f"{seconds:.2g} s of one core in a step of {found.most_tokens:,} tokens ({share:.1%} of it), as measured: "
+        f"{listed}; {found.most_tokens / seconds:,.0f} tokens/s at most"
+    )
 
 
 def _counted(parameters: int) -> str:
@@ -90,6 +105,10 @@ def _smaller(found: GpuFit) -> str:
     }
     if found.vllm_share == 0:
         return "training leaves too little for vLLM; use engine: local, or give vLLM a GPU of its own"
+    train = found.config.train
+    if train.parallel == "fsdp" and train.shard_size is not None and train.shard_size < found.learners:
+        shared = f"share a copy among more GPUs (train.shard_size: {found.learners}), or "
+        ways |= {name: f"{shared}{ways[name]}" for name in ("shards", *(["trained"] if train.lora is None else []))}
     sizes, said, left = asdict(found.needed), list[str](), found.needed.total - found.available
     for name in sorted((name for name in ways if sizes.get(name)), key=lambda name: -sizes[name]):
         if left > 0:

@@ -47,8 +47,9 @@ LOSS_BYTES = 96  # a loss token's numbers: log-probabilities, advantage, ratio, 
 class ModelSize:
     """What of a decoder decides its memory. `value_bytes` is the size of one weight, and of what products compute.
 
-    Where weights are quantised, `stored` are the bytes of them all, and `product` the most that a layer's take while it
-    is multiplied with.
+    `layer` are the parameters of its largest decoder layer, all experts of a mixture; None: those of a dense one's
+    matrices. Where weights are quantised, `stored` are the bytes of them all, and `product` the most that a layer's
+    take while it is multiplied with.
     """
 
     parameters: int
@@ -62,6 +63,7 @@ class ModelSize:
     vocabulary: int
     lean: bool = True  # runs as `backbone` writes it out
     query_norms: bool = True
+    layer: int | None = None
     stored: int | None = None
     product: int = 0
 
@@ -73,6 +75,7 @@ class ModelSize:
         parameters: int,
         value_bytes: int,
         lean: bool = False,
+        layer: int | None = None,
         stored: int | None = None,
         product: int = 0,
     ) -> ModelSize:
@@ -90,6 +93,7 @@ class ModelSize:
             vocabulary=config.vocab_size,
             lean=lean,
             query_norms=config.model_type in ("qwen3", "gemma3_text"),
+            layer=layer,
             stored=stored,
             product=product,
         )

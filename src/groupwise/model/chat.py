@@ -40,6 +40,7 @@ from groupwise.model.pieces import encode_pieces, encode_plain, encode_text, tai
 from groupwise.model.reply_formats.format import THINK
 from groupwise.model.reply_formats.known import format_of
 from groupwise.model.special_text import any_of, quotable, quote, special_pattern
+from groupwise.model.token_bytes import token_bytes
 from groupwise.pictures import is_picture, pictures_in
 from groupwise.types import Message, Prompt, SamplingParams
 
@@ -282,6 +283,8 @@ def decode(
     token_ids = token_ids if vision is None else vision.placeholders(token_ids)
     while length and token_ids[length - 1] in ends:
         length -= 1
+    if (known := token_bytes(tokenizer)) is not None:
+        return known.text(token_ids[:length])
     text = tokenizer.decode(list(token_ids[:length]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
 
@@ -299,6 +302,8 @@ def stopped_text(
     if len(token_ids) <= params.min_tokens:
         return None
     by_id = token_ids[-1] in params.stop_ids
+    if not (by_id or params.stop):
+        return None
     text = decode(token_ids[:-1] if by_id and not params.include_stop else token_ids, tokenizer, ends=ends)
     early = len(decode(token_ids[: params.min_tokens], tokenizer, ends=())) if params.min_tokens else 0
     found = ((text.find(stop, max(0, early - len(stop) + 1)), stop) for stop in params.stop)

@@ -306,9 +306,10 @@ def _shards(config: RunConfig, load: Load) -> int:
     model = load.model
     if not _is_sharded(config):
         return 0
-    rest = max(0, model.parameters - model.layers * _linear(model))
+    layer = model.layer or _linear(model)
+    rest = max(0, model.parameters - model.layers * layer)
     part = 0 if _is_offloaded(config, load) else math.ceil(model.parameters / _shared_by(config))
-    return (part + rest + max(rest, 2 * _linear(model))) * model.value_bytes
+    return (part + rest + max(rest, 2 * layer)) * model.value_bytes
 
 
 def _linear(model: ModelSize) -> int:

@@ -127,7 +127,7 @@ class MicroBatch:
         copies = torch.zeros(len(self.input_ids_S))
         for parts in self.places:
             for part in parts:
-                copies[torch.as_tensor(part, dtype=torch.long)] += 1
+                copies[_places(part)] += 1
             last = [place for part in parts for place in part[-1:]][-1:]
             copies[last] -= 1
         if isinstance(self.layout, Padded):
@@ -143,7 +143,7 @@ class MicroBatch:
         chosen_SLK = torch.full((len(self.input_ids_S), *known[0].shape[1:]), -1)
         for routed, parts in zip(recorded, self.places, strict=True):
             if routed is not None:
-                places = torch.cat([torch.as_tensor(part, dtype=torch.long) for part in parts])
+                places = torch.cat(list(map(_places, parts)))
                 mine = torch.from_numpy(routed.array().astype("int64"))
                 places = places[: len(mine)]
                 chosen_SLK[places] = torch.where(mine[: len(places)] < 0, chosen_SLK[places], mine[: len(places)])
@@ -183,12 +183,17 @@ class MicroBatch:
     def per_token(self, values_by_row: Sequence[Sequence[float] | None]) -> Tensor | None:
         """Return one value per completion token of each row -> those of loss tokens [N], in the device's
         `widest_float`; None if one has none."""
-        flat: list[float] = []
-        for sample, values in zip(self.samples, values_by_row, strict=True):
-            if values is None:
-                return None
-            flat.extend(value for value, trained in zip(values, sample.mask, strict=True) if trained)
-        return on_device(flat, self.row_N.device, widest_float(self.row_N.device))
+        known = [values for values in values_by_row if values is not None]
+        if len(known) < len(self.samples):
+            return None
+        if [len(values) for values in known] != [len(sample.mask) for sample in self.samples]:
+            raise ValueError("there are other numbers of values than completion tokens; give one for each")
+        return on_device(_flat(known, float)[self._trained], self.row_N.device, widest_float(self.row_N.device))
+
+    @cached_property
+    def _trained(self) -> np.ndarray:
+        """Which of the completion tokens, one row's after another's, are loss tokens."""
+        return _trained(self.samples)
 
     def per_row(self, values_B: Sequence[float]) -> Tensor:
         """Return one value per row -> those of loss tokens [N], in the device's `widest_float`."""
@@ -201,13 +206,11 @@ class MicroBatch:
     @property
     def advantages_N(self) -> Tensor:
         """The advantage of each loss token: the sample's, times the token's weight where it has weights."""
-        values = [
-            [s.advantage] * len(s.mask) if s.weights is None else [s.advantage * w for w in s.weights]
-            for s in self.samples
-        ]
-        advantages = self.per_token(values)
+        if all(s.weights is None for s in self.samples):
+            return self.per_row([s.advantage for s in self.samples])
+        advantages = self.per_token([s.weights or (1.0,) * len(s.mask) for s in self.samples])
         assert advantages is not None
-        return advantages
+        return advantages * self.per_row([s.advantage for s in self.samples])
 
     @property
     def behaviour_N(self) -> Tensor | None:
@@ -218,8 +221,35 @@ class MicroBatch:
     def behaviour_is_finite(self) -> bool:
         """Return whether all of them are, of completion tokens without loss too: the host knows it and need not
         wait."""
-        known = (s.behaviour_logprobs for s in self.samples if s.behaviour_logprobs is not None)
-        return all(map(math.isfinite, chain.from_iterable(known)))
+        known = [s.behaviour_logprobs for s in self.samples if s.behaviour_logprobs is not None]
+        return bool(np.isfinite(_flat(known, float)).all())
+
+
+def _places(part: Sequence[int]) -> Tensor:
+    if isinstance(part, range):
+        return torch.arange(part.start, part.stop)
+    return torch.as_tensor(part, dtype=torch.long)
+
+
+def _flat(values_by_row: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
+    """Return the numbers of all rows, one row's after another's."""
+    return np.fromiter(chain.from_iterable(values_by_row), dtype, sum(map(len, values_by_row)))
+
+
+def _trained(samples: Sequence[Sample]) -> np.ndarray:
+    """Return where the masks of these rows, one after another, are not 0."""
+    return np.flatnonzero(_flat([sample.mask for sample in samples], bool))
+
+
+def _counted(lengths: Sequence[int]) -> np.ndarray:
+    """Return 0, 1, 2, ... for each of these lengths, one after another."""
+    ends = np.cumsum(lengths, dtype=int)
+    return np.arange(sum(lengths)) - _repeated(ends - np.array(lengths, int), lengths)
+
+
+def _repeated(values: Sequence[int] | np.ndarray, times: Sequence[int]) -> np.ndarray:
+    """Return each value so many times."""
+    return np.repeat(np.asarray(values, int), np.asarray(times, int))
 
 
 def _unfilled(targets: Sequence[tuple[int, float]], width: int) -> list[tuple[int, float]]:
@@ -377,29 +407,22 @@ def pack(
     """Return one micro-batch of these groups of row indices; the rows of a group must have equal prompts."""
     prompts = [samples[group[0]].prompt_ids for group in groups]
     rows = [row for group in groups for row in group]
+    mine = [samples[row] for row in rows]
     prompt_of_row = [p for p, group in enumerate(groups) for _ in group]
-    starts = [0]
-    for prompt in prompts:
-        starts.append(starts[-1] + len(prompt))
-    ids = [token for prompt in prompts for token in prompt]
-    positions = [i for prompt in prompts for i in range(len(prompt))]
-    source: list[int] = []
-    target: list[int] = []
-    row_of: list[int] = []
-    places: list[tuple[Sequence[int], ...]] = []
-    for b, (row, p) in enumerate(zip(rows, prompt_of_row, strict=True)):
-        sample, begin, prompt_length = samples[row], len(ids), len(prompts[p])
-        for i, (token, trained) in enumerate(zip(sample.targets or sample.completion_ids, sample.mask, strict=True)):
-            if trained:
-                source.append(begin + i - 1 if i else starts[p + 1] - 1)
-                target.append(token)
-                row_of.append(b)
-        ids.extend(sample.completion_ids)
-        places.append((range(starts[p], starts[p + 1]), range(begin, len(ids))))
-        positions.extend(range(prompt_length, prompt_length + len(sample.completion_ids)))
-    lengths = [len(samples[row].completion_ids) for row in rows]
-    layout = layouts.of_groups([len(p) for p in prompts], lengths, prompt_of_row, device=device)
-    return _micro_batch(samples, rows, layout, (ids, positions, source, target, row_of), places, device)
+    widths, lengths = [len(prompt) for prompt in prompts], [len(sample.completion_ids) for sample in mine]
+    starts = [0, *accumulate(widths)]
+    begins = [starts[-1], *accumulate(lengths, initial=starts[-1])][1:]
+    ids = _flat([*prompts, *(sample.completion_ids for sample in mine)], int)
+    within_T = _counted(lengths)  # T completion tokens, trained or not
+    positions = np.concatenate([_counted(widths), within_T + _repeated([widths[p] for p in prompt_of_row], lengths)])
+    first_T = _repeated([starts[p + 1] for p in prompt_of_row], lengths)  # what predicts it is the prompt's last
+    before_T = np.where(within_T == 0, first_T, np.arange(len(within_T)) + starts[-1]) - 1
+    places = [
+        (range(starts[p], starts[p + 1]), range(begin, begin + length))
+        for p, begin, length in zip(prompt_of_row, begins, lengths, strict=False)
+    ]
+    layout = layouts.of_groups(widths, lengths, prompt_of_row, device=device)
+    return _micro_batch(samples, rows, layout, (ids, positions, *_loss_tokens(mine, before_T)), places, device)
 
 
 def pack_tree(
@@ -417,26 +440,28 @@ def pack_tree(
         paths[line.row] = path
         ids.extend(line.ids[line.known :])
         positions.extend(range(line.known, len(line.ids)))
-    source: list[int] = []
-    target: list[int] = []
-    row_of: list[int] = []
-    for b, row in enumerate(rows):
-        sample, before = samples[row], len(samples[row].prompt_ids) - 1
-        for i, (token, trained) in enumerate(zip(sample.targets or sample.completion_ids, sample.mask, strict=True)):
-            if trained:
-                source.append(paths[row][before + i])
-                target.append(token)
-                row_of.append(b)
+    mine = [samples[row] for row in rows]
+    before = [[0, *paths[row]][len(sample.prompt_ids) : -1] for row, sample in zip(rows, mine, strict=True)]
     layout = layouts.of_tree([paths[line.row] for line in lines], [line.own for line in lines], device=device)
     whole = [(paths[row],) for row in rows]
-    return _micro_batch(samples, rows, layout, (ids, positions, source, target, row_of), whole, device)
+    columns = (ids, positions, *_loss_tokens(mine, _flat(before, int)))
+    return _micro_batch(samples, rows, layout, columns, whole, device)
+
+
+def _loss_tokens(mine: Sequence[Sample], before_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return source_N, target_N and row_N of these rows; `before_T` is the place in the packed row of what stands in
+    front of each completion token, one row's after another's."""
+    trained = _trained(mine)
+    target_T = _flat([sample.targets or sample.completion_ids for sample in mine], int)
+    row_T = _repeated(range(len(mine)), [len(sample.completion_ids) for sample in mine])
+    return before_T[trained], target_T[trained], row_T[trained]
 
 
 def _micro_batch(
     samples: Sequence[Sample],
     rows: Sequence[int],
     layout: Layout | Padded,
-    columns: Sequence[list[int]],
+    columns: Sequence[Sequence[int] | np.ndarray],
     places: Sequence[tuple[Sequence[int], ...]],
     device: torch.device | str,
 ) -> MicroBatch:
@@ -480,20 +505,17 @@ def pad(samples: Sequence[Sample], rows: Sequence[int], *, device: torch.device 
     """Return one micro-batch of these rows, each padded to the longest of them."""
     whole = [(*samples[row].prompt_ids, *samples[row].completion_ids) for row in rows]
     width = max(map(len, whole))
-    ids = [token for line in whole for token in (*line, *(0 for _ in range(width - len(line))))]
-    source: list[int] = []
-    target: list[int] = []
-    row_of: list[int] = []
-    for b, row in enumerate(rows):
-        sample, before = samples[row], b * width + len(samples[row].prompt_ids) - 1
-        for i, (token, trained) in enumerate(zip(sample.targets or sample.completion_ids, sample.mask, strict=True)):
-            if trained:
-                source.append(before + i)
-                target.append(token)
-                row_of.append(b)
-    positions = [*range(width)] * len(rows)
+    ids = np.zeros((len(rows), width), int)
+    for row_S, line in zip(ids, whole, strict=True):
+        row_S[: len(line)] = line
+    mine = [samples[row] for row in rows]
+    lengths = [len(sample.completion_ids) for sample in mine]
+    begins = [b * width + len(sample.prompt_ids) for b, sample in enumerate(mine)]
+    before_T = _repeated(begins, lengths) + _counted(lengths) - 1
+    positions = np.tile(np.arange(width), len(rows))
     places = [(range(b * width, b * width + len(line)),) for b, line in enumerate(whole)]
-    return _micro_batch(samples, rows, Padded(width), (ids, positions, source, target, row_of), places, device)
+    columns = (ids.reshape(-1), positions, *_loss_tokens(mine, before_T))
+    return _micro_batch(samples, rows, Padded(width), columns, places, device)
 
 
 def _batches_of_groups(

@@ -37,6 +37,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -305,7 +306,9 @@ def _columns(prompt: Prompt, rollouts: Sequence[Rollout]) -> dict[str, list[Any]
     offered = {
         "completions": said if chat else [messages[-1]["content"] for messages in said],
         "prompts": [[dict(message) for message in prompt.messages or ()] if chat else prompt.text for _ in said],
-        "completion_ids": [[id for turn in rollout.turns for id in turn.completion.token_ids] for rollout in rollouts],
+        "completion_ids": [
+            list(chain.from_iterable(turn.completion.token_ids for turn in rollout.turns)) for rollout in rollouts
+        ],
     }
     named = {name: [value] * size for name, value in prompt.columns.items()}
     own = dict.fromkeys(name for rollout in rollouts for name in rollout.columns)

@@ -37,7 +37,8 @@ from groupwise.model.memory import (
 )
 from groupwise.model.mixture import routing_shape
 from groupwise.model.packed_check import Shape, ways_of
-from groupwise.run.memory_budget import ASLEEP, FRAGMENTED, sleeps_while_training
+from groupwise.run.controller_cost import controller_seconds
+from groupwise.run.memory_budget import ASLEEP, FRAGMENTED, largest_layer, sleeps_while_training
 from groupwise.train.learner import is_light
 from groupwise.train.lora import add_lora
 
@@ -135,14 +136,25 @@ class GpuFit:
     @property
     def step_seconds(self) -> tuple[float, float]:
         """Return from and to how many seconds a step takes on H100s, sampling and training."""
-        rollout, train = self.config.rollout, self.config.train
-        completions = rollout.prompts_per_step * self.config.group_size
-        most = completions * rollout.max_tokens
+        rollout, train, most = self.config.rollout, self.config.train, self.most_tokens
         sampled = 0 if self.config.supervised else most
         trained = train.passes * (most + rollout.prompts_per_step * self.prompt)
         slow, fast = (self.learners * each / self.active for each in TRAINED)
         rate = (self.rows or rollout.batch_rows) / self.decode_s
         return 0.25 * (sampled / rate + trained / fast), sampled / rate + trained / slow
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the completion tokens of a step whose completions are all as long as they may be."""
+        rollout = self.config.rollout
+        return rollout.prompts_per_step * self.config.group_size * rollout.max_tokens
+
+    @property
+    def controller(self) -> dict[str, float]:
+        """Return the processor seconds of rank 0 by part for such a step; nothing where nothing is sampled."""
+        if self.config.supervised:
+            return {}
+        return controller_seconds(self.most_tokens, ranks=self.learners, servers=self.config.engine == "vllm")
 
     @property
     def hours(self) -> tuple[float, float]:
@@ -252,6 +264,7 @@ def _size(model: PreTrainedModel, quantization: str | None, *, packed: bool) -> 
         parameters=parameters,
         value_bytes=value,
         lean=is_lean(model) and packed,
+        layer=largest_layer(model),
         stored=stored,
         product=product,
     )

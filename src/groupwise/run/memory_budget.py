@@ -53,6 +53,7 @@ def load_of(
         stored=sum(parameter.numel() * parameter.element_size() for parameter in weights),
         product=product_bytes(model),
         lean=is_lean(model) and learner.packed,
+        layer=largest_layer(model),
     )
     return Load(
         model=size,
@@ -70,6 +71,13 @@ def load_of(
         whole=base.device.type != "meta",
         free=free_memory(learner.device),
     )
+
+
+def largest_layer(model: PreTrainedModel) -> int | None:
+    """Return the parameters of the largest decoder layer, which FSDP gathers as one; None where none is named."""
+    kinds = model._no_split_modules or ()
+    layers = (module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds)
+    return max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=None)
 
 
 def _own_cache(model: PreTrainedModel) -> tuple[int, int]:

@@ -7,13 +7,15 @@ their types: a tuple is a list, a date is text; and of what a teacher said of a 
 
 from __future__ import annotations
 
+import json
 import math
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import DataError
 from groupwise.recorded import RoutedExperts, SamplingMask
+from groupwise.store.float_texts import FloatTexts
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -25,9 +27,18 @@ from groupwise.types import (
     Turn,
 )
 
+Floats = Callable[[Sequence[float]], str | None]
 
-def group_to_json(group: RolloutGroup) -> dict[str, Any]:
-    """Return what `json.dumps(..., allow_nan=False)` takes, whatever the columns hold."""
+
+def group_line(group: RolloutGroup) -> str:
+    """Return `json.dumps(group_to_json(group), allow_nan=False)`."""
+    floats = FloatTexts()
+    return floats.filled(json.dumps(group_to_json(group, floats), allow_nan=False))
+
+
+def group_to_json(group: RolloutGroup, floats: Floats | None = None) -> dict[str, Any]:
+    """Return what `json.dumps(..., allow_nan=False)` takes, whatever the columns hold. `floats` is given each list of
+    log-probabilities, and returns what stands for it, or None for what is to stand there itself."""
     prompt = group.prompt
     return {
         "prompt": {
@@ -41,24 +52,24 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
             **({"answer": plain(prompt.answer)} if prompt.answer else {}),
             **({"rejected": plain(prompt.rejected)} if prompt.rejected else {}),
         },
-        "rollouts": [_rollout_to_json(rollout, prompt) for rollout in group.rollouts],
+        "rollouts": [_rollout_to_json(rollout, prompt, floats) for rollout in group.rollouts],
         **(
-            {"demonstrations": [_rollout_to_json(rollout, prompt) for rollout in group.demonstrations]}
+            {"demonstrations": [_rollout_to_json(rollout, prompt, floats) for rollout in group.demonstrations]}
             if group.demonstrations
             else {}
         ),
     }
 
 
-def _rollout_to_json(rollout: Rollout, prompt: Prompt) -> dict[str, Any]:
+def _rollout_to_json(rollout: Rollout, prompt: Prompt, floats: Floats | None) -> dict[str, Any]:
     return {
-        "turns": [_turn_to_json(turn, prompt=prompt) for turn in rollout.turns],
+        "turns": [_turn_to_json(turn, prompt, floats) for turn in rollout.turns],
         "rewards": plain(rollout.rewards),
         "reward": plain(rollout.reward),
         "advantage": plain(rollout.advantage),
         "error": rollout.error,
         **({} if rollout.error_kind is None else {"error_kind": rollout.error_kind}),
-        **({} if not rollout.teacher else {"teacher": [_scores_to_json(each) for each in rollout.teacher]}),
+        **({} if not rollout.teacher else {"teacher": [_scores_to_json(each, floats) for each in rollout.teacher]}),
         **_episode_to_json(rollout),
     }
 
@@ -111,8 +122,8 @@ def _episode_to_json(rollout: Rollout) -> dict[str, Any]:
     return raw | ({"columns": plain(rollout.columns)} if rollout.columns else {})
 
 
-def _scores_to_json(scores: SequenceScores) -> dict[str, Any]:
-    return {"logprobs": plain(scores.logprobs), "top": plain([each[:1] for each in scores.top])}
+def _scores_to_json(scores: SequenceScores, floats: Floats | None) -> dict[str, Any]:
+    return {"logprobs": _logprobs(scores.logprobs, floats), "top": plain([each[:1] for each in scores.top])}
 
 
 def _scores_from_json(raw: Mapping[str, Any]) -> SequenceScores:
@@ -120,14 +131,20 @@ def _scores_from_json(raw: Mapping[str, Any]) -> SequenceScores:
     return SequenceScores(logprobs=tuple(map(_exact, raw["logprobs"])), top=top)
 
 
-def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
+def _logprobs(values: Sequence[float], floats: Floats | None) -> Any:
+    """Return what stands for log-probabilities, of which any may be infinite."""
+    mark = None if floats is None else floats(values)
+    return plain(values) if mark is None else mark
+
+
+def _turn_to_json(turn: Turn, prompt: Prompt, floats: Floats | None) -> dict[str, Any]:
     completion = turn.completion
     raw = {
         # most often the prompt itself; writing it once per group and not once per rollout halves the file
         "prompt_ids": None if turn.prompt_ids == prompt.token_ids else turn.prompt_ids,
         "text": completion.text,
         "token_ids": completion.token_ids,
-        "logprobs": plain(completion.logprobs),
+        "logprobs": _logprobs(completion.logprobs, floats),
         "finish_reason": completion.finish_reason.value,
         "version": str(completion.version),
     }
@@ -144,7 +161,7 @@ def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
         raw["routed_experts"] = b64encode(completion.routed_experts.to_bytes()).decode()
     if completion.kept is not None:
         raw["kept"] = b64encode(completion.kept.to_bytes()).decode()
-        raw["kept_logprobs"] = plain(completion.kept_logprobs)
+        raw["kept_logprobs"] = _logprobs(completion.kept_logprobs, floats)
     if completion.top_logprobs:
         raw["top_logprobs"] = plain(completion.top_logprobs)
     return raw

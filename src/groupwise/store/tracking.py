@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.config.run import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
-from groupwise.store.rollouts import group_from_json, group_to_json
+from groupwise.store.rollouts import group_from_json, group_line
 from groupwise.store.shown_rollouts import rewards_of, rows_of
 from groupwise.store.trackers import Tracker, trackers_of
 from groupwise.store.trl_names import TokenCount, trl_metrics
@@ -106,7 +106,7 @@ class Tracking:
         temporary = path.with_suffix(".tmp")
         with _recording(path):
             with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(group_to_json(group), allow_nan=False) + "\n" for group in groups)
+                file.writelines(group_line(group) + "\n" for group in groups)
             os.replace(temporary, path)
         if self.trackers and (values := rewards_of(groups)):
             self._each(lambda tracker: tracker.distributions(step, values))

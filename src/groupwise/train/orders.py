@@ -11,6 +11,7 @@ sent.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import TrainingError
@@ -50,7 +51,7 @@ def follow(learner: Learner) -> Any:
     """
     assert isinstance(learner.strategy, DataParallel)
     while True:
-        verb, args, kwargs = pickle.loads(learner.strategy.ranks.next_order())
+        verb, args, kwargs = read_order(learner.strategy.ranks.next_order())
         if verb != _END:
             getattr(learner, verb)(*args, **kwargs)
             continue
@@ -58,6 +59,11 @@ def follow(learner: Learner) -> Any:
         if error is not None:
             raise TrainingError(f"rank 0 ended: {error}", hint="what it says itself is the cause")
         return result
+
+
+def read_order(order: bytes) -> tuple[str, Sequence[Any], Mapping[str, Any]]:
+    """Return the verb of `order_bytes` with what it is called with."""
+    return pickle.loads(order)
 
 
 def end(ranks: Ranks, result: object = None, *, error: BaseException | None = None) -> None:

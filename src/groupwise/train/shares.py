@@ -12,18 +12,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from groupwise.algo.prefixes import cut, families, tree_of
+from groupwise.algo.prefixes import cut, tree_of, trees
 from groupwise.types import Sample
 
 
 def shares(samples: Sequence[Sample], ranks: int, *, pairs: bool = False) -> list[list[int]]:
     """Return the rows of each rank, ascending; every row is in exactly one. A rank may have none. With `pairs`, samples
     stand in twos, and a rank has both of a pair."""
-    twos = ([row, row + 1] for row in range(0, len(samples), 2))
-    trees = [tree_of(samples, rows) for rows in (twos if pairs else (rows for rows, _ in families(samples)))]
-    even = -(-sum(line.own for tree in trees for line in tree) // ranks)
+    twos = (tree_of(samples, [row, row + 1]) for row in range(0, len(samples), 2))
+    every = list(twos if pairs else trees(samples))
+    even = -(-sum(line.own for tree in every for line in tree) // ranks)
     most = sys.maxsize if pairs else even
-    pieces = [piece for tree in trees for piece in cut(tree, most + max(line.known for line in tree))]
+    pieces = [piece for tree in every for piece in cut(tree, most + max(line.known for line in tree))]
     load, taken = [0] * ranks, [[] for _ in range(ranks)]
     for rows, tokens in sorted(pieces, key=lambda piece: -piece[1]):
         least = load.index(min(load))

@@ -28,15 +28,15 @@ import json
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
 
+from groupwise.engine.vllm.answers import Sampled, read_answer
 from groupwise.errors import ConfigError, EngineError
 from groupwise.types import SamplingParams
 
@@ -61,20 +61,6 @@ class ServerLost(EngineError):
     def __init__(self, message: str, *, silent: bool = False):
         super().__init__(message)
         self.silent = silent
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """One completion as vLLM sampled it, or (`finish_reason` None) the next tokens of one.
-
-    `logprobs` (nats) are of the tempered distribution, and of what top_k, top_p and min_p leave of it
-    (`processed_logprobs`); `tops[t]` the likeliest (id, log-probability) at t, as many as were asked for.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str | None
-    tops: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,13 +165,12 @@ class VllmServer:
 
     async def complete(self, model: str, body: Mapping[str, Any]) -> list[Sampled]:
         """Return the completions of `sampling_body`, in order. Raises ServerLost, EngineError."""
-        asked = self._ask("POST", "/v1/completions", {"model": model, **body}, timeout=None)
-        answer = await self._while_it_moves(asked)
-        sampled = self._sampled(answer, top=body["logprobs"])
-        if len(sampled) != body["n"] or any(not _is_whole(each) for each in sampled):
-            raise EngineError(
-                f"{self.url} answered {len(sampled)} of {body['n']} completions whole: {answer!r:.{SAID}}"
-            )
+        asked = self._answered("POST", "/v1/completions", {"model": model, **body}, timeout=None)
+        said = (await self._while_it_moves(asked)).content
+        sampled = self._read(said, top=body["logprobs"])
+        if len(sampled) != body["n"] or not all(each.is_whole for each in sampled):
+            begins = said[:SAID].decode(errors="replace")
+            raise EngineError(f"{self.url} answered {len(sampled)} of {body['n']} completions whole: {begins}")
         if any(each.finish_reason == "abort" for each in sampled):
             raise ServerLost(f"{self.url} aborted a request")
         return sampled
@@ -212,11 +197,11 @@ class VllmServer:
                 if not line.startswith("data: {"):
                     continue
                 self._moved = time.monotonic()
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    self._refused(int(event["error"].get("code") or 500), line, where)
-                for piece in self._sampled(event, top=body["logprobs"]):
-                    if piece.token_ids and not _is_whole(piece):
+                event = line.removeprefix("data: ")
+                if event.startswith('{"error"'):
+                    self._refused(int(json.loads(event)["error"].get("code") or 500), line, where)
+                for piece in self._read(event, top=body["logprobs"]):
+                    if piece.token_ids and not piece.is_whole:
                         raise EngineError(f"{where} sampled tokens without log-probabilities: {line:.{SAID}}")
                     if piece.finish_reason == "abort":
                         raise ServerLost(f"{self.url} aborted a request")
@@ -225,21 +210,13 @@ class VllmServer:
                         return piece.finish_reason
         raise ServerLost(f"{where} broke off in the midst of a completion")
 
-    def _sampled(self, answer: Any, *, top: int) -> list[Sampled]:
-        """Return the choices of an answer, or of an event of a stream."""
+    def _read(self, said: bytes | str, *, top: int) -> list[Sampled]:
+        """Return the choices of an answer, or of an event of a stream. Raises EngineError."""
         try:
-            return [
-                Sampled(
-                    token_ids=tuple(choice["token_ids"]),
-                    logprobs=tuple(choice["logprobs"]["token_logprobs"]) if choice["token_ids"] else (),
-                    finish_reason=choice["finish_reason"],
-                    tops=tuple(map(partial(_named, top), choice["logprobs"]["top_logprobs"])) if top else (),
-                )
-                for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
-            ]
-        except (KeyError, TypeError, ValueError) as error:
+            return read_answer(said, top=top)
+        except ValueError as error:
             raise EngineError(
-                f"{self.url} answered without token ids or log-probabilities ({error!r})",
+                f"{self.url} answered without token ids or log-probabilities ({' '.join(str(error).split()):.{SAID}})",
                 hint="it must be vLLM 0.10 or newer, which knows return_token_ids",
             ) from None
 
@@ -310,13 +287,18 @@ class VllmServer:
 
     async def _ask(self, method: str, path: str, body: Any = None, *, timeout: float | None = ASK_S) -> Any:
         """Return the answer's JSON, or its text."""
+        answer = await self._answered(method, path, body, timeout=timeout)
+        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
+
+    async def _answered(self, method: str, path: str, body: Any, *, timeout: float | None) -> httpx2.Response:
+        """Return the answer, if it is yes."""
         where = f"{self.url}{path}"
         waits = httpx2.Timeout(timeout, pool=None, connect=timeout or self._request_s)
         async with self._reaching(where, timeout):
             answer = await self._client.request(method, where, json=body, timeout=waits)
         if answer.status_code >= 300:
             self._refused(answer.status_code, answer.text, where)
-        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
+        return answer
 
     @asynccontextmanager
     async def _reaching(self, where: str, timeout: float | None) -> AsyncIterator[None]:
@@ -348,19 +330,3 @@ class VllmServer:
 def kind_of(said: str) -> str | None:
     """Return which of the kinds of refusals that are told apart this is."""
     return next((kind for kind, words in _KINDS.items() if words in said), None)
-
-
-def likeliest(alternatives: Iterable[tuple[int, float]], top: int) -> tuple[tuple[int, float], ...]:
-    """Return the first `top` of (id, log-probability) pairs, likeliest first; vLLM adds the sampled token to them."""
-    return tuple(sorted(alternatives, key=lambda pair: -pair[1])[:top])
-
-
-def _named(top: int, alternatives: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """Return the pairs of {"token_id:12": -0.5, ...}."""
-    return likeliest(((int(name.removeprefix("token_id:")), at) for name, at in alternatives.items()), top)
-
-
-def _is_whole(sampled: Sampled) -> bool:
-    """Return a log-probability for every token; -inf and nan are not."""
-    numbers = [logprob for logprob in sampled.logprobs if isinstance(logprob, int | float) and math.isfinite(logprob)]
-    return len(sampled.token_ids) == len(numbers) > 0

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from groupwise.config.engine import VllmConfig
-from groupwise.engine.vllm.client import Sampled, ServerFacts, VllmServer, kind_of, likeliest
+from groupwise.engine.vllm.answers import Sampled, likeliest
+from groupwise.engine.vllm.client import ServerFacts, VllmServer, kind_of
 from groupwise.engine.vllm.server import Shape, engine_options
 from groupwise.errors import EngineError, ModelError
 

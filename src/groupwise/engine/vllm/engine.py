@@ -23,7 +23,7 @@ import asyncio
 import math
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,11 +31,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.sampling import completion_seed
-from groupwise.engine.vllm.client import Sampled, VllmServer, sampling_body
+from groupwise.engine.vllm.answers import Sampled
+from groupwise.engine.vllm.client import VllmServer, sampling_body
 from groupwise.engine.vllm.fleet import Fleet
 from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.grammar import VllmGrammars
@@ -426,20 +427,7 @@ class VllmEngine:
         return any(stop in self._base.tokenizer.decode(list(ids)) for stop in params.stop)
 
     def _completion(self, sampled: Sampled, request: SamplingRequest) -> Completion:
-        reason = FinishReason.STOP if sampled.finish_reason == "stop" else FinishReason.LENGTH
-        return Completion(
-            token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            text=self._text(sampled.token_ids, request.params),
-            finish_reason=reason,
-            version=request.version,
-            top_logprobs=sampled.tops,
-        )
-
-    def _text(self, ids: Sequence[int], params: SamplingParams) -> str:
-        """Return the text of a completion, without the stop string or the stop id that ended it."""
-        text = stopped_text(ids, params, self._base.tokenizer, ends=self._ends) if ids else ""
-        return decode(ids, self._base.tokenizer, ends=self._ends) if text is None else text
+        return completion_of(sampled, request, self._base.tokenizer, ends=self._ends)
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -579,6 +567,27 @@ class VllmEngine:
         self._reference.close()
         self._grammars.close()
         self._shelf.close()
+
+
+def completion_of(
+    sampled: Sampled,
+    request: SamplingRequest,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    ends: Collection[int | None],
+) -> Completion:
+    """Return what vLLM sampled for a request as a completion, its text without the stop string or the stop id that
+    ended it. `ends`: `closing_ids(tokenizer)`."""
+    ids, params = sampled.token_ids, request.params
+    text = stopped_text(ids, params, tokenizer, ends=ends) if ids else ""
+    return Completion(
+        token_ids=ids,
+        logprobs=sampled.logprobs,
+        text=decode(ids, tokenizer, ends=ends) if text is None else text,
+        finish_reason=FinishReason.STOP if sampled.finish_reason == "stop" else FinishReason.LENGTH,
+        version=request.version,
+        top_logprobs=sampled.tops,
+    )
 
 
 def _tolerance(config: VllmConfig, model: PreTrainedModel) -> float:

@@ -1,0 +1,116 @@
+"""What is read of vLLM's answers is what `json.loads` reads, by each of the readers that may be there."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from groupwise.engine.vllm import answers
+from groupwise.engine.vllm.answers import Sampled, read_answer
+
+
+@pytest.fixture(params=["pydantic", "msgspec"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """One of the readers; the other one is not there."""
+    if request.param == "msgspec":
+        pytest.importorskip("msgspec", reason="groupwise[fast] is not installed")
+    else:
+        monkeypatch.setitem(sys.modules, "msgspec", None)
+    answers._reader.cache_clear()
+    yield request.param
+    answers._reader.cache_clear()
+
+
+def floats(count: int) -> list[float]:
+    """Finite ones of every size, and float32s, as log-probabilities are."""
+    draw = random.Random(0)
+    drawn = [struct.unpack("<d", draw.randbytes(8))[0] for _ in range(count)]
+    return [x for x in drawn if math.isfinite(x)] + [
+        struct.unpack("<f", struct.pack("<f", -draw.expovariate(1)))[0] for _ in range(count)
+    ]
+
+
+def choice(index: int, ids: list[int], logprobs: list[Any], **more: Any) -> dict[str, Any]:
+    """As vLLM 0.32 answers; texts that look like what is searched for."""
+    texts = [f'"token_ids":[{id}], é\n' for id in ids]
+    told = {"text_offset": list(range(len(ids))), "token_logprobs": logprobs, "tokens": texts}
+    told |= {"top_logprobs": [{text: x} for text, x in zip(texts, logprobs, strict=True)]}
+    rest = {"stop_reason": None, "prompt_logprobs": None, "routed_experts": None}
+    return (
+        {"index": index, "text": "".join(texts), "logprobs": told, "finish_reason": "stop", "token_ids": ids}
+        | rest
+        | more
+    )
+
+
+def said(*choices: dict[str, Any]) -> bytes:
+    return json.dumps({"id": "cmpl-1", "choices": choices, "usage": {"prompt_tokens": 3}}).encode()
+
+
+def test_numbers_are_those_of_the_answer_to_the_last_bit(reader: str):
+    logprobs = floats(5000)
+    ids = [random.Random(1).randrange(1 << 31) for _ in logprobs]
+    found = read_answer(said(choice(1, ids[:2], logprobs[:2]), choice(0, ids, logprobs)), top=0)
+    assert [each.token_ids for each in found] == [tuple(ids), tuple(ids[:2])]
+    assert struct.pack(f"<{len(ids)}d", *found[0].logprobs) == struct.pack(f"<{len(ids)}d", *logprobs)
+    assert found[0].finish_reason == "stop" and found[0].tops == ()
+
+
+def test_whole_numbers_and_text_are_read_as_well(reader: str):
+    """-0 is what some servers write of -0.0; an event of a stream is a text."""
+    found = read_answer(said(choice(0, [5, 6], [-1, 0], finish_reason=None)).decode(), top=0)
+    assert found == [Sampled(token_ids=(5, 6), logprobs=(-1.0, 0.0), finish_reason=None)] and found[0].is_whole
+
+
+def test_alternatives_are_named_by_their_ids(reader: str):
+    told = {
+        "token_logprobs": [-0.5, -2.0],
+        "top_logprobs": [{"token_id:7": -0.5}, {"token_id:8": -2.0, "token_id:9": -1.0}],
+    }
+    answer = said({"index": 0, "token_ids": [7, 8], "logprobs": told, "finish_reason": "length"})
+    assert read_answer(answer, top=1)[0].tops == (((7, -0.5),), ((9, -1.0),))
+    assert read_answer(answer, top=2)[0].tops == (((7, -0.5),), ((9, -1.0), (8, -2.0)))
+    assert read_answer(answer, top=0)[0].tops == ()
+
+
+@pytest.mark.parametrize("logprobs", [[None, -1.0], [-1.0], [-1.0, "NaN"], []])
+def test_a_completion_without_a_number_for_each_token_is_not_whole(reader: str, logprobs: list[Any]):
+    answer = json.dumps(
+        {
+            "choices": [
+                {"index": 0, "token_ids": [5, 6], "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
+            ]
+        }
+    ).replace('"NaN"', "-1e999")
+    try:
+        assert not read_answer(answer, top=0)[0].is_whole
+    except ValueError:
+        assert reader == "msgspec" and "NaN" in logprobs  # which takes no number beyond all floats
+
+
+def test_no_tokens_need_no_logprobs_and_tokens_do(reader: str):
+    nothing = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "length"}
+    assert read_answer(said(nothing), top=0) == [Sampled(token_ids=(), logprobs=(), finish_reason="length")]
+    assert not read_answer(said(nothing), top=0)[0].is_whole
+    with pytest.raises(ValueError):
+        read_answer(said({**nothing, "token_ids": [5]}), top=0)
+
+
+@pytest.mark.parametrize("ids", [["5"], [5.5], [True], [None], "56", {"5": 6}])
+def test_ids_are_whole_numbers(reader: str, ids: Any):
+    answer = said({"index": 0, "token_ids": ids, "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"})
+    with pytest.raises(ValueError):
+        read_answer(answer, top=0)
+
+
+@pytest.mark.parametrize("answer", [b"", b"{}", b"[1]", b'{"choices": [{"index": 0}]}', b'{"choices": [', b"\xff"])
+def test_what_is_no_answer_is_an_error(reader: str, answer: bytes):
+    with pytest.raises(ValueError):
+        read_answer(answer, top=0)
