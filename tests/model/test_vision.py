@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from groupwise.config.lora import LoraSpec
+from groupwise.config.trained import PARTS
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ChatError, DataError, FieldError, ModelError
 from groupwise.model.chat import decode, encode_prompt
@@ -21,7 +22,7 @@ from groupwise.model.load import LoadedModel, adapted_modules, share_weights
 from groupwise.model.packed_check import look, packed_tolerance, why_blind
 from groupwise.model.packing import micro_batches, padded_batches
 from groupwise.model.supervised import encode_supervised
-from groupwise.model.vision import Features, Vision, linear_of_eyes
+from groupwise.model.vision import Features, Vision, linear_of_eyes, parameters_of_eyes, train_parts
 from groupwise.pictures import Picture, read_picture
 from groupwise.tasks.transcript import Transcript
 from groupwise.train.forward import packed_logprobs, plain_logprobs
@@ -181,6 +182,90 @@ def test_gradients_of_an_adapter_are_those_of_the_plain_forward(
         assert float((gradient - own[name_of]).norm() / own[name_of].norm()) < 1e-6, name_of
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("turns", [1, 2])
+def test_gradients_of_all_parameters_are_those_of_the_plain_forward(
+    load: Load, name: str, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tower's embeddings included, and the LM head's; an image is encoded once for its group."""
+    if name == "llava_onevision" and turns == 2:
+        pytest.skip("one image a prompt")
+    base = load(name)
+    messages = [user(ONE, "How many?")]
+    messages += [{"role": "assistant", "content": "2"}, user(TWO, "And here?")] if turns == 2 else []
+    prompt = asked(base, *messages)
+    samples = samples_of(prompt, sampled(base, prompt))
+    (batch,) = micro_batches(samples, token_budget=10_000)
+    model = share_weights(base.model)
+    train_parts(model, PARTS)
+    try:
+        runs = count_calls(eyes(base), "computed", monkeypatch)
+        total = (packed_logprobs(model, batch)[0] * batch.advantages_N).sum()
+        assert len(runs) == turns
+        ours = _gradients(model, total)
+        total = torch.zeros((), dtype=torch.float64)
+        for sample in samples:
+            row = (*prompt, *sample.completion_ids)
+            own = _own_of_twin(base, model, row).log_softmax(-1)
+            at = torch.arange(len(prompt) - 1, len(row) - 1)
+            total = total + own[at, torch.tensor(sample.completion_ids)].sum() * sample.advantage
+        own = _gradients(model, total)
+    finally:
+        model.requires_grad_(False)
+    assert ours.keys() == own.keys()
+    seeing = {id(parameter) for parameter in parameters_of_eyes(model)}
+    trained_eyes = {each for each, parameter in model.named_parameters() if id(parameter) in seeing and each in ours}
+    assert any("embed" in each for each in trained_eyes) and {*ours} > trained_eyes
+    for name_of, gradient in ours.items():  # a key's bias has none but rounding's
+        assert float((gradient - own[name_of]).norm()) < 1e-6 * float(own[name_of].norm()) + 1e-11, name_of
+
+
+def _gradients(model: Any, total: Tensor) -> dict[str, Tensor]:
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    return {name: each for name, each in zip(named, found, strict=True) if each is not None}
+
+
+def test_what_is_kept_of_an_image_follows_the_tower(load: Load) -> None:
+    """A tower that trains is another after a step; a frozen one is not run again."""
+    base = load("smolvlm")
+    prompt, vision = asked(base, user(ONE, "How many?")), eyes(base)
+    (token, *_) = (each for each in prompt if is_of_image(each))
+    kept = vision.features(token)
+    vision.changed()
+    assert vision.features(token) is kept
+    (first, *_) = (each for each in parameters_of_eyes(base.model) if each.ndim > 1)
+    before = first.detach().clone()
+    train_parts(base.model, ("projector", "vision"))
+    try:
+        with torch.no_grad():
+            first.mul_(2)
+        vision.changed()
+        assert not torch.allclose(vision.features(token).rows, kept.rows)
+        first.data.copy_(before)
+        vision.changed()
+        assert torch.equal(vision.features(token).rows, kept.rows)
+    finally:
+        base.model.requires_grad_(False)
+
+
+def test_a_picture_is_decoded_once_for_the_passes_over_it(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = load("qwen2_5_vl")
+    other = read_picture(drawn(52, 36, seed=7))
+    prompt = asked(base, user(other, "How many?"))
+    samples = samples_of(prompt, sampled(base, prompt))
+    prepared = count_calls(eyes(base), "_prepared", monkeypatch)
+    model = share_weights(base.model)
+    add_lora(model, LoraSpec(rank=4, targets="vision"), seed=0)
+    first = trained(model, samples)
+    assert trained(model, samples) == first and not prepared  # the engine had decoded it
+    monkeypatch.setattr("groupwise.model.vision.PREPARED_BYTES", 0)
+    eyes(base).forget(other)
+    asked(base, user(other, "How many?"))
+    assert trained(model, samples) == first and trained(model, samples) == first
+    assert len(prepared) == 2  # to see how many tokens it has, and once for two passes
+
+
 def count_calls(vision: Vision, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that grows by the first argument of each call."""
     calls, method = list[Any](), getattr(vision, name)
@@ -242,6 +327,17 @@ def test_a_model_that_reads_text_has_no_eyes_to_adapt(tiny: LoadedModel) -> None
     for target in ("vision", "projector"):
         with raises(FieldError, field="train.lora.targets"):
             add_lora(share_weights(tiny.model), LoraSpec(targets=target), seed=0)
+
+
+def test_a_model_that_reads_text_is_trained_as_text_alone(tiny: LoadedModel) -> None:
+    model = share_weights(tiny.model)
+    try:
+        train_parts(model, ("text",))
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        with raises(FieldError, field="train.parameters"):
+            train_parts(model, ("text", "vision"))
+    finally:
+        model.requires_grad_(False)
 
 
 def test_names_of_modules_mean_the_text_decoders(load: Load) -> None:

@@ -282,6 +282,8 @@ class LocalEngine(Scores):
 
     def adopt(self, version: PolicyVersion) -> None:
         self._adapters[version] = None
+        if (vision := vision_of(self._model)) is not None:
+            vision.changed()
         self._forget(None)
 
     def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:

@@ -10,7 +10,9 @@ every vocabulary, made of the image's content and the number of the place:
     Vision.positions        token ids -> rotary positions: one a token, or three (M-RoPE, arXiv 2409.12191, section 2.1)
 
 Where the tower is frozen, its features are computed without a graph, and kept for the next sampling or training of the
-same image, up to a number of bytes. Where an adapter changes it, who runs it says what an image's features are (`See`).
+same image, up to a number of bytes. Where its own parameters train, they are kept for the sampling of one version
+(`changed`). Where an adapter changes it, who runs it says what an image's features are (`See`). An image as the tower
+takes it is kept, too, up to a number of bytes, so that it is decoded once for the passes of a step.
 
 Shapes: S packed tokens, n tokens of an image, H hidden size.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -33,12 +35,16 @@ import torch
 from torch import Tensor
 from transformers import PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.errors import ChatError, DataError, ModelError
+from groupwise.config.lora import PROJECTOR
+from groupwise.config.lora import VISION as VISION_PART
+from groupwise.config.trained import TEXT
+from groupwise.errors import ChatError, DataError, FieldError, ModelError
 from groupwise.model.image_tokens import FIRST, PLACES, VISION, is_first, key_of, vision_of
 from groupwise.pictures import ImageError, Picture, kept_pictures, read_picture
 
 KEPT_BYTES = 1 << 30  # of features
-PROJECTORS = {"multi_modal_projector", "connector", "merger", "deepstack_merger_list"}  # as families call it
+PREPARED_BYTES = 256 << 20  # of images as the tower takes them
+PROJECTORS = {"multi_modal_projector", "connector", "merger", "deepstack_merger_list", "image_newline"}  # by families
 MOST_SEEN = 1 << 14  # images that are known at once, where others can be looked at again
 
 
@@ -98,17 +104,18 @@ class Vision:
         self._merge = int(getattr(config.vision_config, "spatial_merge_size", 1))
         self._seen: OrderedDict[int, Seen] = OrderedDict()
         self._features: OrderedDict[int, Features] = OrderedDict()
+        self._inputs: OrderedDict[int, dict[str, Any]] = OrderedDict()  # of the tower
         self._lock = RLock()
 
     def __deepcopy__(self, memo: Any) -> Vision:
         return self  # second module trees over the same weights see with the same eyes
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_model", "_lock", "_features", "_seen", "processor")
+        left_out = ("_model", "_lock", "_features", "_inputs", "_seen", "processor")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=RLock(), _features=OrderedDict(), _seen=OrderedDict())
+        vars(self).update(state, _lock=RLock(), _features=OrderedDict(), _inputs=OrderedDict(), _seen=OrderedDict())
 
     @cached_property
     def processor(self) -> Any:
@@ -194,7 +201,7 @@ class Vision:
     def forget(self, picture: Picture) -> None:
         """Drop what is known of an image."""
         with self._lock:
-            for known in (self._seen, self._features):
+            for known in (self._seen, self._features, self._inputs):
                 known.pop(key_of(picture.digest), None)
 
     def noted(self) -> dict[int, Seen]:
@@ -300,18 +307,29 @@ class Vision:
         return told
 
     def see(self, model: PreTrainedModel) -> See:
-        """Return what a second module tree sees: with an adapter in its eyes anew for each forward, with a graph, once
-        for each image; with frozen ones what is kept."""
-        if any(parameter.requires_grad for parameter in parameters_of_eyes(model)):
+        """Return what a second module tree sees: where its eyes train, or the model's do, of which it has a copy, anew
+        for each forward, once for each image; with frozen ones what is kept."""
+        if self.trains or any(parameter.requires_grad for parameter in parameters_of_eyes(model)):
             return lambda tokens, _: self._once(tokens, lambda token: self.computed(token, model))
         return lambda tokens, _: self._once(tokens, self.features)
+
+    @property
+    def trains(self) -> bool:
+        """Return whether parameters of the tower or the projector train themselves, without an adapter."""
+        return any(parameter.requires_grad for parameter in parameters_of_eyes(self._model))
+
+    def changed(self) -> None:
+        """Drop the features that are kept, if the tower that made them trains: it is another now."""
+        with self._lock:
+            if self.trains:
+                self._features.clear()
 
     def _once(self, tokens: Sequence[int], features: Callable[[int], Features]) -> list[Features]:
         every = {image: features(token) for image, token in {token // PLACES: token for token in tokens}.items()}
         return [every[token // PLACES] for token in tokens]
 
     def features(self, token: int) -> Features:
-        """Return what the frozen tower makes of the image that a token is of."""
+        """Return what the model's tower makes, without a graph, of the image that a token is of."""
         key = (token - FIRST) // PLACES
         with self._lock:
             if (found := self._features.get(key)) is None:
@@ -337,7 +355,16 @@ class Vision:
         return found
 
     def _on_device(self, picture: Picture) -> dict[str, Any]:
-        inputs = self._prepared(picture)[0].to(self._model.device)
+        key = key_of(picture.digest)
+        with self._lock:
+            if (kept := self._inputs.pop(key, None)) is None:
+                kept = {**self._prepared(picture)[0]}
+            self._inputs[key] = kept
+            while len(self._inputs) > 1 and sum(map(_bytes_of, self._inputs.values())) > PREPARED_BYTES:
+                self._inputs.popitem(last=False)
+        inputs = {
+            name: each.to(self._model.device) if isinstance(each, Tensor) else each for name, each in kept.items()
+        }
         return {**inputs, "pixel_values": inputs["pixel_values"].to(self._model.dtype)}
 
     def own_logits(self, ids: Sequence[int], picture: Picture) -> Tensor:
@@ -433,10 +460,24 @@ def set_attention_of_eyes(model: PreTrainedModel, name: str | None) -> None:
             config._attn_implementation = name
 
 
-def freeze_eyes(model: PreTrainedModel) -> None:
-    """Let nothing of a model be trained but its text decoder and its LM head."""
-    for parameter in parameters_of_eyes(model):
-        parameter.requires_grad_(False)
+def train_parts(model: PreTrainedModel, parts: Collection[str]) -> None:
+    """Let the parameters of these parts of a model train, and no others (`config.trained`). All of a model that reads
+    text alone is its `text`.
+
+    Raises:
+        FieldError: it has none of a part.
+    """
+    seeing = {id(parameter) for parameter in parameters_of_eyes(model)} if vision_of(model) is not None else set()
+    found = set[str]()
+    for name, parameter in model.named_parameters():
+        part = TEXT
+        if id(parameter) in seeing:
+            part = VISION_PART if PROJECTORS.isdisjoint(name.split(".")) else PROJECTOR
+        found.add(part)
+        parameter.requires_grad_(part in parts)
+    if lacking := [part for part in parts if part not in found]:
+        message = "{field}: " + f"{type(model).__name__} reads text alone, and has no {lacking[0]}"
+        raise FieldError(message, hint="leave it out", field="train.parameters", kind="target")
 
 
 def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
@@ -506,6 +547,10 @@ def _accepted(function: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _extent(grid: Sequence[int], merge: int) -> tuple[int, int, int]:
     time, height, width = grid
     return int(time), int(height) // merge, int(width) // merge
+
+
+def _bytes_of(inputs: Mapping[str, Any]) -> int:
+    return sum(each.nbytes for each in inputs.values() if isinstance(each, Tensor))
 
 
 def _flat(features: Any) -> Tensor:
