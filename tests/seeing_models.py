@@ -108,6 +108,21 @@ FAMILIES = {
         tokens=_one("image_token_id", "<image>"),
         more={"scale_factor": 2},
     ),
+    "idefics3": Seeing(
+        kind="idefics3",
+        placeholder="<image>",
+        special=SMOL,
+        text={**TEXT, "model_type": "llama"},
+        vision={**SIGLIP, "image_size": 28, "patch_size": 7},
+        image_processor={
+            "image_processor_type": "Idefics3ImageProcessor",
+            "size": {"longest_edge": 56},
+            "max_image_size": {"longest_edge": 28},
+        },
+        processor={"processor_class": "Idefics3Processor", "image_seq_len": 4},
+        tokens=_one("image_token_id", "<image>"),
+        more={"scale_factor": 2},
+    ),
     "llava_onevision": Seeing(
         kind="llava_onevision",
         placeholder="<image>",
@@ -163,12 +178,13 @@ def template(placeholder: str) -> str:
     return f"{{% for m in messages %}}{turn}{{% endfor %}}{opening}"
 
 
-def save_seeing(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """Save a model of a family into `folder`, with its tokenizer and the files of its processor."""
+def save_seeing(name: str, folder: Path, *, seed: int = 0, text: Mapping[str, Any] | None = None) -> Path:
+    """Save a model of a family into `folder`, with its tokenizer and the files of its processor; `text` are other sizes
+    of its text decoder."""
     family, tokenizer = FAMILIES[name], copy.deepcopy(starter_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.special)})
-    text = {**family.text, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    options = {"text_config": text, "vision_config": dict(family.vision), **family.tokens(tokenizer), **family.more}
+    told = {**family.text, **(text or {}), "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    options = {"text_config": told, "vision_config": dict(family.vision), **family.tokens(tokenizer), **family.more}
     config = CONFIG_MAPPING[family.kind](**options)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

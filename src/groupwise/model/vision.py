@@ -169,6 +169,30 @@ class Vision:
         begin = [i == 0 or token < FIRST or token != ids[i - 1] + 1 for i, token in enumerate(ids)]
         return self.placeholders([token for token, begins in zip(ids, begin, strict=True) if begins])
 
+    def shortened(self, ids: Sequence[int]) -> tuple[list[int], list[Picture]]:
+        """Return the inverse of `expand`: token ids as the template renders them, with one placeholder where an image
+        stands, and the images.
+
+        Raises:
+            DataError: an image is not known here, or not whole.
+        """
+        short, pictures, at = list[int](), list[Picture](), 0
+        while at < len(ids):
+            if ids[at] < FIRST:
+                short.append(ids[at])
+                at += 1
+                continue
+            seen = self._known(ids[at])
+            written, before = [*self._written(seen)], seen.written.index(self.token_id)
+            begin = at - before
+            if begin < 0 or [*ids[begin : begin + len(written)]] != written:
+                raise DataError("an image among the token ids is not written as this model writes it", kind="image")
+            del short[len(short) - before :]
+            short.append(self.token_id)
+            pictures.append(seen.picture)
+            at = begin + len(written)
+        return short, pictures
+
     def pictures(self, ids: Sequence[int]) -> list[Picture]:
         """Return the images of a row of tokens, in order."""
         return [self._known(token).picture for token in ids if token >= FIRST and is_first(token)]
@@ -199,8 +223,12 @@ class Vision:
         return self.blind is None
 
     def forget(self, picture: Picture) -> None:
-        """Drop what is known of an image."""
+        """Drop what is known of an image, its file too."""
         with self._lock:
+            seen = self._seen.get(key_of(picture.digest))
+            if seen is not None and self.shelf is not None and seen.picture.used(self.shelf):
+                assert seen.picture.path is not None
+                seen.picture.path.unlink(missing_ok=True)
             for known in (self._seen, self._features, self._inputs):
                 known.pop(key_of(picture.digest), None)
 

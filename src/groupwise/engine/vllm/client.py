@@ -2,6 +2,7 @@
 
     POST /v1/completions            token ids in; token ids and log-probabilities of the sampled tokens out, at once
                                     or (`stream`) as server-sent events
+    POST /inference/v1/generate     the same of a prompt with images (`vllm.images`)
     POST /v1/load_lora_adapter      {lora_name, lora_path}; a name that is there already is a success: see vllm.publish
     POST /v1/unload_lora_adapter    {lora_name}
     POST /collective_rpc            reload_weights {weights_path}: all weights anew, with VLLM_SERVER_DEV_MODE only
@@ -28,7 +29,7 @@ import json
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -37,11 +38,13 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from groupwise.engine.vllm.images import GENERATE, Images, as_completion, generate_body
 from groupwise.errors import ConfigError, EngineError
 from groupwise.types import SamplingParams
 
 HEALTH_S = 5.0  # for an answer to /health
 ASK_S = 60.0  # for what samples nothing
+COMPLETIONS = "/v1/completions"
 LOOK_S = 30.0  # between looks whether a server moves, or a quarter of the time that it may stand still
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^\n]*\})? (\S+)", re.MULTILINE)
 SAID = 300  # characters of an answer that are quoted
@@ -49,6 +52,7 @@ _KINDS = {  # kind -> what vLLM says of it
     "already_loaded": "already been loaded",
     "not_loaded": "cannot be found",
     "grammar": "Grammar error",
+    "image_missing": "Cache miss for image",
 }
 
 T = TypeVar("T")
@@ -149,6 +153,7 @@ class VllmServer:
         self._moved = self._looked = -math.inf  # when it was last seen to move, and was looked at
         self._tokens: float | None = None  # read and sampled, when it was looked at
         self._weights, self._reading = None, asyncio.Lock()  # what the weights are called that it has read
+        self._shown = set[str]()  # names of images that it was sent
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx2.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
 
@@ -179,8 +184,11 @@ class VllmServer:
 
     async def complete(self, model: str, body: Mapping[str, Any]) -> list[Sampled]:
         """Return the completions of `sampling_body`, in order. Raises ServerLost, EngineError."""
-        asked = self._ask("POST", "/v1/completions", {"model": model, **body}, timeout=None)
-        answer = await self._while_it_moves(asked)
+
+        async def send(path: str, asked: Mapping[str, Any]) -> Any:
+            return self._read(body, await self._ask("POST", path, asked, timeout=None))
+
+        answer = await self._while_it_moves(self._showing(model, body, send))
         sampled = self._sampled(answer, top=body["logprobs"])
         if len(sampled) != body["n"] or any(not _is_whole(each) for each in sampled):
             raise EngineError(
@@ -195,11 +203,43 @@ class VllmServer:
 
         Raises ServerLost, EngineError; what was heard by then was sampled.
         """
-        return await self._while_it_moves(self._stream(model, body, hear))
 
-    async def _stream(self, model: str, body: Mapping[str, Any], hear: Callable[[Sampled], None]) -> str:
-        where = f"{self.url}/v1/completions"
-        asked = {"model": model, **body, "stream": True}
+        async def send(path: str, asked: Mapping[str, Any]) -> str:
+            return await self._stream(f"{self.url}{path}", {**asked, "stream": True}, body, hear)
+
+        return await self._while_it_moves(self._showing(model, body, send))
+
+    async def _showing(
+        self, model: str, body: Mapping[str, Any], send: Callable[[str, Mapping[str, Any]], Awaitable[T]]
+    ) -> T:
+        """Send what is asked for: images that the server was sent by their names, and all of them once more where it
+        has not kept one."""
+        images: Images | None = body.get("images")
+        if images is None:
+            return await send(COMPLETIONS, {"model": model, **body})
+        known = images.names & self._shown
+        try:
+            answer = await send(GENERATE, await asyncio.to_thread(generate_body, model, body, known))
+        except EngineError as error:
+            if error.kind != "image_missing" or not known:
+                raise
+            self._shown -= known
+            answer = await send(GENERATE, await asyncio.to_thread(generate_body, model, body, ()))
+        self._shown |= images.names
+        return answer
+
+    def _read(self, body: Mapping[str, Any], answer: Any) -> Any:
+        """Return an answer, or an event of a stream, as /v1/completions gives it. Raises EngineError where the prompt
+        was read as another."""
+        if (images := body.get("images")) is None or "choices" not in answer:
+            return answer
+        if (read := answer.get("prompt_token_ids")) is not None:
+            images.check(body["prompt"], read, self.url)
+        return {**answer, "choices": [as_completion(choice) for choice in answer["choices"]]}
+
+    async def _stream(
+        self, where: str, asked: Mapping[str, Any], body: Mapping[str, Any], hear: Callable[[Sampled], None]
+    ) -> str:
         timeout = httpx2.Timeout(None, connect=self._request_s)
         async with (
             self._reaching(where, None),
@@ -212,7 +252,7 @@ class VllmServer:
                 if not line.startswith("data: {"):
                     continue
                 self._moved = time.monotonic()
-                event = json.loads(line.removeprefix("data: "))
+                event = self._read(body, json.loads(line.removeprefix("data: ")))
                 if "error" in event:
                     self._refused(int(event["error"].get("code") or 500), line, where)
                 for piece in self._sampled(event, top=body["logprobs"]):
@@ -331,7 +371,9 @@ class VllmServer:
 
     def _refused(self, status: int, text: str, where: str) -> NoReturn:
         said = " ".join(text.split())[:SAID]
-        restarted = status == 404 and where.endswith("/completions")  # it does not know the adapter any more
+        lacking = where.endswith(GENERATE) and (status == 403 or '"Not Found"' in said)
+        restarted = status == 404 and where.endswith((COMPLETIONS, GENERATE))  # it does not know the adapter any more
+        restarted = restarted and not lacking
         if restarted or status in (502, 503, 504) or "EngineDead" in said or "EngineCore" in said:
             raise ServerLost(f"{where} answered {status}: {said}")
         hint, kind = None, kind_of(said)
@@ -340,6 +382,8 @@ class VllmServer:
                 "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as `groupwise vllm-serve` does"
             )
             kind = "no_adapters"
+        if lacking:
+            hint, kind = "start it with --enable-scale-out (vLLM 0.32), as `groupwise vllm-serve` does", "no_images"
         if status == 404 and where.endswith(("/collective_rpc", "/update_weight_version")):
             hint = "it must be vLLM 0.32 or newer, with VLLM_SERVER_DEV_MODE=1, as `groupwise vllm-serve` starts it"
         raise EngineError(f"{where} answered {status}: {said}", hint=hint, kind=kind)

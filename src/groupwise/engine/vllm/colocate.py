@@ -24,6 +24,7 @@ import torch
 
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm.client import Sampled, ServerFacts, VllmServer, kind_of, likeliest
+from groupwise.engine.vllm.images import Images
 from groupwise.engine.vllm.server import Shape, engine_options
 from groupwise.errors import EngineError, ModelError
 
@@ -91,6 +92,7 @@ class InProcess(VllmServer):
     async def complete(self, model: str, body: Mapping[str, Any]) -> list[Sampled]:
         number = str(next(self._numbers))
         answered: Future[Any] = Future()
+        images: Images | None = body.get("images")
 
         def begin() -> None:
             params = self._vllm.SamplingParams(
@@ -99,7 +101,10 @@ class InProcess(VllmServer):
                 detokenize=bool(body["stop"]),
                 output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             )
-            prompt = {"prompt_token_ids": list(body["prompt"])}
+            prompt: dict[str, Any] = {"prompt_token_ids": list(body["prompt"])}
+            if images is not None:
+                prompt["multi_modal_data"] = {"image": [each.pixels() for each in images.pictures]}
+                prompt["multi_modal_uuids"] = {"image": [each.digest for each in images.pictures]}
             adapter = None if model == "base" else self._adapters[model]
             self._waiting[number] = answered
             self._llm.llm_engine.add_request(number, prompt, params, lora_request=adapter)
@@ -114,6 +119,8 @@ class InProcess(VllmServer):
         except asyncio.CancelledError:
             await self._do(give_up)
             raise
+        if images is not None:
+            images.check(body["prompt"], output.prompt_token_ids, self.url)
         return [_sampled(each, top=body["logprobs"]) for each in sorted(output.outputs, key=lambda each: each.index)]
 
     def _structured(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:

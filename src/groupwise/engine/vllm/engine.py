@@ -40,6 +40,7 @@ from groupwise.engine.vllm.fleet import Fleet
 from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.grammar import VllmGrammars
 from groupwise.engine.vllm.handshake import Accepted, Handshake
+from groupwise.engine.vllm.images import images_of
 from groupwise.engine.vllm.publish import Leases, LoadedAdapter, Published, Shelf, TrainerScores, publish, reload
 from groupwise.engine.vllm.server import ServerLaunch
 from groupwise.errors import (
@@ -52,7 +53,7 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.chat import closing_ids, decode, stopped_text
-from groupwise.model.image_tokens import is_of_image
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel
 from groupwise.model.packed_check import packed_tolerance
 from groupwise.sampler import TokenSink
@@ -128,7 +129,8 @@ class VllmEngine:
         self._eos_ids, self._ends = base.eos_ids, closing_ids(base.tokenizer)
         tolerance = config.tolerance or _tolerance(config, base.model)
         strict = config.tolerance is not None or tolerance < ROUNDED_TOLERANCE
-        self._gaps = Gaps(reference, tolerance=tolerance, rounded=not strict)
+        self._vision = vision_of(base.model)
+        self._gaps = Gaps(reference, tolerance=tolerance, rounded=not strict, vision=self._vision)
         self._shelf = Shelf(None if config.adapter_dir is None else Path(config.adapter_dir))
         self._leases = Leases()
         self._grammars = VllmGrammars(base)
@@ -285,11 +287,11 @@ class VllmEngine:
             raise ConfigError(f"n is {request.n}; a request is for at least 1 completion", field="n")
         if not length:
             raise ContextLengthError("the prompt has no tokens", hint="give at least one token id", kind="empty")
-        if is_of_image(max(prompt)):
-            raise ConfigError("engine vllm is given no images", hint="set engine: local", field="engine")
-        if not 0 <= min(prompt) <= max(prompt) < self._base.vocabulary:
+        shown = self._shown(prompt)
+        read = shown.get("prompt", prompt)
+        if not 0 <= min(read) <= max(read) < self._base.vocabulary:
             raise ModelError(
-                f"the prompt has token ids from {min(prompt)} to {max(prompt)}; this model has the ids 0 to "
+                f"the prompt has token ids from {min(read)} to {max(read)}; this model has the ids 0 to "
                 f"{self._base.vocabulary - 1}",
                 hint="encode the prompt with this model's tokenizer",
             )
@@ -302,7 +304,7 @@ class VllmEngine:
             raise self._not_loaded(request.version)
         self._check_supported(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return sampling_body(
+        body = sampling_body(
             prompt,
             params,
             n=request.n if params.temperature > 0 else 1,  # greedy ones are all the same, and vLLM refuses them
@@ -312,6 +314,15 @@ class VllmEngine:
             structured_outputs=None if params.grammar is None else self._grammars.option(params.grammar),
             apart=request.apart,
         )
+        return body | shown
+
+    def _shown(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Return what is sent otherwise where a prompt has images (`vllm.images`). Raises ConfigError where vLLM, or a
+        server, is given none, and DataError for one that is not known here."""
+        shown = images_of(prompt, self._vision)
+        if shown and (why := next((each.blind for each in self.servers.values() if each and each.blind), None)):
+            raise ConfigError(f"engine vllm is given no images: {why}", hint="or set engine: local", field="engine")
+        return shown
 
     def _check_supported(self, params: SamplingParams) -> None:
         """Raise ConfigError for what no trainer can use."""

@@ -117,6 +117,7 @@ def shape_of(
         targets=linear_names(model, targets) if targets else (),
         rows=rows,
         cpu=cpu,
+        sees=getattr(model.config, "vision_config", None) is not None,
         float32_head=dtype == torch.float32 or head_in_float32(cast_lm_head, dtype, on_gpu=not cpu),
     )
 
