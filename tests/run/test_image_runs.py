@@ -25,6 +25,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.types import Prompt
 from running_jobs import Dies, adapter_bytes, metrics_of
 from seeing_models import save_seeing
+from vllm_peer import serving
 from wording import raises
 
 REWARDS = """
@@ -171,11 +172,30 @@ def test_only_the_parts_that_are_named_are_trained(tmp_path: Path, model: Path, 
 def test_where_it_cannot_be_trained_it_is_refused(tmp_path: Path, model: Path, sections: dict[str, Any]) -> None:
     with raises(ConfigError):
         place(tmp_path, model, **({"train": {"lora": {"targets": ["vision"]}}} | sections))
-    train = {"lora": None, "parameters": "vision"} | {
-        name: value for name, value in sections.get("train", {}).items() if name != "lora"
-    }
-    with raises(ConfigError, field="train.parameters"):
-        place(tmp_path, model, **(sections | {"train": train}))
+    if "train" in sections:
+        train = sections["train"] | {"lora": None, "parameters": "vision"}
+        with raises(ConfigError, field="train.parameters"):
+            place(tmp_path, model, **(sections | {"train": train}))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"steps": 3, "learning_rate": 1e-2, "lora": {"rank": 4}}},
+        {"train": {"steps": 3, "learning_rate": 1e-3, "lora": None, "parameters": "all"}},
+        {"train": {"steps": 3, "learning_rate": 1e-2, "lora": {"rank": 4, "targets": ["vision", "projector"]}}}
+        | {"vllm": {"push": "merged"}},
+    ],
+    ids=["adapter", "all", "merged"],
+)
+def test_vllm_samples_what_it_sees(tmp_path: Path, model: Path, sections: dict[str, Any]) -> None:
+    """By a server with eyes of its own; whose tower is read anew where it trains."""
+    with serving(load_model(str(model), device="cpu", dtype="float32")) as peer:
+        vllm = {"urls": [peer.url], "max_loras": 3, "health_interval_s": 0.1} | sections.get("vllm", {})
+        ran = run_loop(place(tmp_path, model, **(sections | {"engine": "vllm", "vllm": vllm})))
+        gaps = [line["mismatch/logprob_diff_max"] for line in metrics_of(ran.run_dir) if "optim/grad_norm" in line]
+        assert len(gaps) == 3 and max(gaps) < 1e-5
+        assert len({*peer.images}) == 6 and len(peer.images) < 9  # once, but for prompts that are asked at once
 
 
 def test_it_goes_on_bit_for_bit(tmp_path: Path, model: Path) -> None:

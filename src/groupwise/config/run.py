@@ -572,9 +572,10 @@ class RunConfig(Section):
             why = "engine vllm, which serves no DoRA; set vllm.push: merged, or engine: local"
             why = why if by_vllm else f"quantization {kind}: it needs norms of the weights; leave one of the two out"
             raise conflict("train", "lora", f"use_dora does not go with {why}")
-        if changes_eyes(self.train) and (self.engine == "vllm" or self.train.parallel == "fsdp"):
-            why = "engine vllm, which is given no images here; set engine: local"
-            why = why if self.engine == "vllm" else "parallel fsdp, where not every process sees images; set ddp"
+        serves = by_vllm and lora is not None
+        if changes_eyes(self.train) and (serves or self.train.parallel == "fsdp"):
+            why = "engine vllm, which adapts text decoders; set vllm.push: merged, or engine: local"
+            why = why if serves else "parallel fsdp, where not every process sees images; set ddp"
             key = ("lora", "targets") if lora is not None else ("parameters",)
             raise conflict("train", *key, f"vision and projector do not go with {why}")
         if kind and lora is None:

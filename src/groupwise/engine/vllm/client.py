@@ -7,6 +7,7 @@
     POST /v1/unload_lora_adapter    {lora_name}
     POST /collective_rpc            reload_weights {weights_path}: all weights anew, with VLLM_SERVER_DEV_MODE only
     POST /reset_prefix_cache        ... after which no prompt may be known any more
+    POST /reset_encoder_cache       ... nor what the tower made of an image
     POST /update_weight_version     ... and what they are called; GET /weight_info says it again
     POST /tokenize                  a conversation through the server's tokenizer and chat template
     GET  /v1/models, /version, /health; /metrics, whose counts of tokens tell a server that is busy from one that hangs
@@ -219,14 +220,12 @@ class VllmServer:
             return await send(COMPLETIONS, {"model": model, **body})
         known = images.names & self._shown
         try:
-            answer = await send(GENERATE, await asyncio.to_thread(generate_body, model, body, known))
+            return await send(GENERATE, await asyncio.to_thread(generate_body, model, body, known))
         except EngineError as error:
             if error.kind != "image_missing" or not known:
                 raise
-            self._shown -= known
-            answer = await send(GENERATE, await asyncio.to_thread(generate_body, model, body, ()))
-        self._shown |= images.names
-        return answer
+        self._shown -= known
+        return await send(GENERATE, await asyncio.to_thread(generate_body, model, body, ()))
 
     def _read(self, body: Mapping[str, Any], answer: Any) -> Any:
         """Return an answer, or an event of a stream, as /v1/completions gives it. Raises EngineError where the prompt
@@ -235,6 +234,7 @@ class VllmServer:
             return answer
         if (read := answer.get("prompt_token_ids")) is not None:
             images.check(body["prompt"], read, self.url)
+            self._shown |= images.names
         return {**answer, "choices": [as_completion(choice) for choice in answer["choices"]]}
 
     async def _stream(
@@ -306,6 +306,8 @@ class VllmServer:
             body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
             await self._ask("POST", "/collective_rpc", body, timeout=timeout)
             await self._ask("POST", "/reset_prefix_cache")
+            if self._shown:
+                await self._ask("POST", "/reset_encoder_cache")
             await self._ask("POST", "/update_weight_version", {"new_version": path})
             self._weights = path
 
@@ -384,7 +386,7 @@ class VllmServer:
             kind = "no_adapters"
         if lacking:
             hint, kind = "start it with --enable-scale-out (vLLM 0.32), as `groupwise vllm-serve` does", "no_images"
-        if status == 404 and where.endswith(("/collective_rpc", "/update_weight_version")):
+        if status == 404 and where.endswith(("/collective_rpc", "/update_weight_version", "/reset_encoder_cache")):
             hint = "it must be vLLM 0.32 or newer, with VLLM_SERVER_DEV_MODE=1, as `groupwise vllm-serve` starts it"
         raise EngineError(f"{where} answered {status}: {said}", hint=hint, kind=kind)
 

@@ -52,7 +52,7 @@ class InProcess(VllmServer):
             ) from error
         more = {"enable_sleep_mode": True} if config.sleep else {}
         self._options, self._sleeps = engine_options(config, shape) | more | {"seed": 0}, config.sleep
-        self._asleep = False
+        self._asleep, self._shown = False, set[str]()
         self._adapters: dict[str, Any] = {}
         self._numbers = itertools.count(1)
         self._asked: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue()
@@ -121,6 +121,7 @@ class InProcess(VllmServer):
             raise
         if images is not None:
             images.check(body["prompt"], output.prompt_token_ids, self.url)
+            self._shown |= images.names
         return [_sampled(each, top=body["logprobs"]) for each in sorted(output.outputs, key=lambda each: each.index)]
 
     def _structured(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -148,6 +149,8 @@ class InProcess(VllmServer):
             self._llm.apply_model(_forget_cpu_kernels)
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             self._llm.reset_prefix_cache()
+            if self._shown:
+                self._llm.llm_engine.reset_encoder_cache()
 
         await self._do(read)
 

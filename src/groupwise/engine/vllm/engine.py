@@ -20,6 +20,7 @@ What is sampled under a grammar is trained as by the local engine: from which to
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 import threading
@@ -61,6 +62,8 @@ from groupwise.types import Completion, FinishReason, Grammar, PolicyVersion, Sa
 
 if TYPE_CHECKING:
     from groupwise.engine.vllm.colocate import InProcess
+
+log = logging.getLogger(__name__)
 
 SEEDS = (1 << 62) - 1  # vLLM's are 63 bits wide, and completion j adds j
 
@@ -280,14 +283,14 @@ class VllmEngine:
         """Return what is sent for a request.
 
         Raises:
-            ConfigError, ContextLengthError, ModelError, AdapterNotFoundError, GrammarError
+            ConfigError, ContextLengthError, ModelError, AdapterNotFoundError, GrammarError, DataError
         """
         prompt, params, length = request.prompt_ids, request.params, len(request.prompt_ids)
         if request.n < 1:
             raise ConfigError(f"n is {request.n}; a request is for at least 1 completion", field="n")
         if not length:
             raise ContextLengthError("the prompt has no tokens", hint="give at least one token id", kind="empty")
-        shown = self._shown(prompt)
+        shown = images_of(prompt, self._vision)
         read = shown.get("prompt", prompt)
         if not 0 <= min(read) <= max(read) < self._base.vocabulary:
             raise ModelError(
@@ -315,14 +318,6 @@ class VllmEngine:
             apart=request.apart,
         )
         return body | shown
-
-    def _shown(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """Return what is sent otherwise where a prompt has images (`vllm.images`). Raises ConfigError where vLLM, or a
-        server, is given none, and DataError for one that is not known here."""
-        shown = images_of(prompt, self._vision)
-        if shown and (why := next((each.blind for each in self.servers.values() if each and each.blind), None)):
-            raise ConfigError(f"engine vllm is given no images: {why}", hint="or set engine: local", field="engine")
-        return shown
 
     def _check_supported(self, params: SamplingParams) -> None:
         """Raise ConfigError for what no trainer can use."""
@@ -552,6 +547,9 @@ class VllmEngine:
         if self._weights is not None and self._merge is not None:  # without: the reference has them as its base
             version = self._weights.version
         accepted = await self._handshake(server, version)
+        if accepted.blind is not None and self._vision is not None and self._vision.blind is None:
+            self._vision.blind = accepted.blind
+            log.warning("vLLM is given no images: %s", accepted.blind)
         for published in self._leases.alive:
             await self._prove(server, published)
         return accepted
