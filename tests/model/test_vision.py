@@ -90,6 +90,8 @@ def own_logits(base: LoadedModel, ids: Sequence[int], pictures: Sequence[Picture
     told |= {name: inputs[name] for name in ("image_grid_thw", "image_sizes", "pixel_attention_mask") if name in inputs}
     if "image_grid_thw" in inputs:
         told["mm_token_type_ids"] = (row == vision.token_id).int()
+    if vision.both_ways:
+        told["token_type_ids"] = (row == vision.token_id).int()
     return (model or base.model)(input_ids=row, use_cache=False, **told).logits[0]
 
 
@@ -134,7 +136,8 @@ def test_sampler_and_trainer_are_the_models_own_forward(load: Load, name: str) -
             own = own_logits(base, (*prompt, *each.token_ids), pictures).log_softmax(-1)
         expected = [float(own[len(prompt) - 1 + i, token]) for i, token in enumerate(each.token_ids)]
         assert each.logprobs == pytest.approx(expected, abs=1e-9)
-        assert packed == pytest.approx(expected, abs=1e-9) and plain == pytest.approx(expected, abs=1e-9)
+        assert packed == pytest.approx(expected, abs=1e-9)
+        assert eyes(base).both_ways or plain == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -148,6 +151,8 @@ def test_gradients_of_an_adapter_are_those_of_the_plain_forward(
     if name == "llava_onevision" and turns == 2:
         pytest.skip("one image a prompt")
     base = load(name)
+    if name == "gemma3" and targets != "all-linear":
+        targets = ("vision", "all-linear")  # its projector is a product without a linear layer
     messages = [user(ONE, "How many?")]
     messages += [{"role": "assistant", "content": "2"}, user(TWO, "And here?")] if turns == 2 else []
     prompt = asked(base, *messages)
@@ -316,7 +321,8 @@ def adapter_of_eyes(base: LoadedModel, folder: Path, *, seed: int) -> None:
     """Write an adapter of the vision tower and the projector alone."""
     folder.mkdir()
     model = share_weights(base.model)
-    config = add_lora(model, LoraSpec(rank=4, targets=("vision", "projector")), seed=seed)
+    projector = ("projector",) if linear_of_eyes(model, projector=True) else ()
+    config = add_lora(model, LoraSpec(rank=4, targets=("vision", *projector)), seed=seed)
     for i, parameter in enumerate(each for each in model.parameters() if each.requires_grad):
         wave = torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) * seed + i)
         parameter.data = wave.view_as(parameter) / 9
@@ -338,6 +344,11 @@ def test_a_model_that_reads_text_is_trained_as_text_alone(tiny: LoadedModel) -> 
             train_parts(model, ("text", "vision"))
     finally:
         model.requires_grad_(False)
+
+
+def test_a_projector_without_a_linear_layer_takes_no_adapter(load: Load) -> None:
+    with raises(FieldError, field="train.lora.targets"):
+        adapted_modules(load("gemma3").model, ["projector"])
 
 
 def test_names_of_modules_mean_the_text_decoders(load: Load) -> None:
@@ -399,8 +410,9 @@ def test_images_are_encoded_once(load: Load, monkeypatch: pytest.MonkeyPatch) ->
     assert [each for each in shown if each in (ONE, TWO)] == [ONE, TWO] and len(runs) <= 3  # one tries it out
 
 
-def test_a_conversation_goes_on_with_what_was_kept(load: Load) -> None:
-    base = load("qwen2_5_vl")
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_a_conversation_goes_on_with_what_was_kept(load: Load, name: str) -> None:
+    base = load(name)
     first = asked(base, user(ONE, "How many?"))
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     with closing(LocalEngine(base, max_rows=4)) as engine:
@@ -452,6 +464,31 @@ def test_a_model_that_is_not_computed_as_its_own_is_blind(tmp_path: Path, monkey
     with raises(ModelError):
         asked(base, user(ONE, "?"))
     assert asked(base, {"role": "user", "content": "2+2?"})  # text is read as before
+
+
+def test_tokens_of_an_image_that_are_to_see_each_other_and_do_not_are_found(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = load("gemma3")
+    assert eyes(base).both_ways and why_blind(share_weights(base.model)) is None
+    monkeypatch.setattr(eyes(base), "both_ways", False)
+    assert why_blind(share_weights(base.model)) is not None
+
+
+def test_a_later_image_whose_tokens_see_each_other_is_trained_as_a_part_of_what_was_said(load: Load) -> None:
+    """In an episode of two turns the second image is among the completion's tokens; both samples share the first."""
+    base = load("gemma3")
+    first = asked(base, user(ONE, "How many?"))
+    later = [(*base.tokenizer.encode("2"), *asked(base, user(TWO, words))[1:]) for words in ("And here?", "So?")]
+    samples = [Sample(prompt_ids=first, completion_ids=each, mask=(1,) * len(each)) for each in later]
+    found = trained(share_weights(base.model), samples)
+    for sample, logprobs in zip(samples, found, strict=True):
+        row = (*first, *sample.completion_ids)
+        with torch.no_grad():
+            own = own_logits(base, row, [ONE, TWO]).log_softmax(-1)
+        shown = [0 if is_of_image(token) else token for token in sample.completion_ids]
+        expected = [float(own[len(first) - 1 + i, token]) for i, token in enumerate(shown)]
+        assert logprobs == pytest.approx(expected, abs=1e-9)
 
 
 def test_ids_of_images_are_beyond_every_vocabulary(load: Load) -> None:

@@ -303,6 +303,14 @@ class LocalEngine(Scores):
 
     def check_replaceable(self, *, recompute: bool) -> None:
         """Raise ConfigError where the keys and values of completions under way cannot be treated so."""
+        vision = vision_of(self._model)
+        if recompute and vision is not None and vision.both_ways:
+            raise ConfigError(
+                f"tokens of an image see each other in {type(self._model).__name__}, so that completions under way are "
+                "not computed again in pieces",
+                hint="set rollout.in_flight_cache=keep",
+                field="rollout.in_flight_cache",
+            )
         if recompute and self.packed and is_recurrent(self._model):
             raise ConfigError(
                 f"{type(self._model).__name__} has recurrent layers, whose state cannot be computed again for "

@@ -100,6 +100,8 @@ class Vision:
         self.name, processor = type(model).__name__, self.processor
         self.token_id = int(getattr(config, "image_token_id", None) or processor.image_token_id)
         self.token = str(processor.image_token)
+        self.rendered_id = int(processor.tokenizer.convert_tokens_to_ids(self.token))  # an image as the template has it
+        self.both_ways = sees_both_ways(config)
         self.axes = 3 if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}) else 1
         self._merge = int(getattr(config.vision_config, "spatial_merge_size", 1))
         self._seen: OrderedDict[int, Seen] = OrderedDict()
@@ -136,14 +138,14 @@ class Vision:
         if self.blind is not None:
             raise ModelError(f"{self.name} cannot be given images: {self.blind}")
         ids, number = list(ids), before + len(pictures)
-        if (rendered := ids.count(self.token_id)) != len(pictures):
+        if (rendered := ids.count(self.rendered_id)) != len(pictures):
             raise ChatError(
                 f"the chat template renders {rendered} images, and the messages have {len(pictures)}",
                 hint='use {"type": "image"} parts in messages whose role the template takes images from',
             )
         expanded, following = list[int](), iter(pictures)
         for token in ids:
-            if token != self.token_id:
+            if token != self.rendered_id:
                 expanded.append(token)
                 continue
             seen = self._note(next(following))
@@ -188,7 +190,7 @@ class Vision:
             if begin < 0 or [*ids[begin : begin + len(written)]] != written:
                 raise DataError("an image among the token ids is not written as this model writes it", kind="image")
             del short[len(short) - before :]
-            short.append(self.token_id)
+            short.append(self.rendered_id)
             pictures.append(seen.picture)
             at = begin + len(written)
         return short, pictures
@@ -395,10 +397,19 @@ class Vision:
         }
         return {**inputs, "pixel_values": inputs["pixel_values"].to(self._model.dtype)}
 
+    def ahead(self, ids_S: Tensor) -> Tensor:
+        """Return how many places of its image follow each token of packed rows, in which images are whole."""
+        along = (ids_S[1:] == ids_S[:-1] + 1) & (ids_S[:-1] >= FIRST)
+        ends = torch.cat([~along, along.new_ones(1)])
+        at = torch.arange(len(ids_S), device=ids_S.device)
+        last = torch.where(ends, at, len(ids_S)).flip(0).cummin(0).values.flip(0)
+        return last - at
+
     def own_logits(self, ids: Sequence[int], picture: Picture) -> Tensor:
         """Return the logits [S, V] of a row with one image, by the model's own forward."""
         row = torch.tensor([self.placeholders(ids)], device=self._model.device)
-        told = {**self._on_device(picture), "input_ids": row, "mm_token_type_ids": (row == self.token_id).int()}
+        kinds = (row == self.token_id).int()
+        told = {"input_ids": row, "mm_token_type_ids": kinds, "token_type_ids": kinds, **self._on_device(picture)}
         with torch.no_grad():
             return self._model(**_accepted(self._model.forward, told), use_cache=False).logits[0]
 
@@ -433,6 +444,13 @@ class Vision:
         """Return the position of the text token that follows a row."""
         where = self.positions(ids)
         return int(where.max()) + 1 if where.size else 0
+
+
+def sees_both_ways(config: Any) -> bool:
+    """Return whether tokens of an image see each other in a model of this configuration: Gemma 3's do always, Gemma 4's
+    where it says so."""
+    told = getattr(config.get_text_config(), "use_bidirectional_attention", None)
+    return config.model_type == "gemma3" or told == "vision"
 
 
 def sample_picture() -> Picture:

@@ -51,7 +51,7 @@ from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import checkpoint_layers, is_lean
 from groupwise.model.flex_trial import why_not_flex
 from groupwise.model.image_tokens import vision_of
-from groupwise.model.layouts import FLEX, MERGED, Layouts
+from groupwise.model.layouts import FLEX, Layouts, merged_for
 from groupwise.model.load import LoadedModel, longest_row
 from groupwise.model.mixture import RouterOutput, Routers, balancing_coefficient, load_balancing
 from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_twin_not_packed
@@ -159,7 +159,7 @@ class Learner:
         self.base, self.model = self.strategy.tree(base, all_parameters=lora is None)
         self.packed = self._verify_packed()
         self.why_not_flex: str | None = None  # where it was asked for and is not used
-        self.layouts = MERGED
+        self.layouts = merged_for(self.model)
         if self.packed and (attention == "flex" or (attention == "auto" and self._pays_for_flex())):
             self.layouts = self._try_flex(checkpointing=bool(gradient_checkpointing))
         with self.strategy.as_if_whole(self.model):
@@ -598,7 +598,7 @@ class Learner:
             "uses merged instead, which computes the same",
             stacklevel=3,
         )
-        return MERGED
+        return merged_for(self.model)
 
     def _cut(self, samples: Sequence[Sample], *, pairs: bool = False) -> tuple[int, Iterator[MicroBatch]]:
         """Return how many micro-batches to run at once, and all of them; with `pairs`, samples stand in twos, which

@@ -127,7 +127,7 @@ def _of_image(image: ImageBytes, vision: Vision, *, before: int, where: str) -> 
     """Return the token ids of an image beside `before` others."""
     try:
         with writing("keeping an image"):
-            ids = vision.expand([vision.token_id], [read_picture(image.data, where="it")], before=before)
+            ids = vision.expand([vision.rendered_id], [read_picture(image.data, where="it")], before=before)
     except (DataError, ModelError, ChatError) as error:
         code = "invalid_image" if isinstance(error, DataError) else "unsupported_content"
         raise RequestError(
