@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ from groupwise.config.trained import TEXT
 from groupwise.errors import ChatError, DataError, FieldError, ModelError
 from groupwise.model.image_tokens import FIRST, PLACES, VISION, is_first, key_of, vision_of
 from groupwise.pictures import ImageError, Picture, kept_pictures, read_picture
+
+log = logging.getLogger(__name__)
 
 KEPT_BYTES = 1 << 30  # of features
 PREPARED_BYTES = 256 << 20  # of images as the tower takes them
@@ -271,6 +274,7 @@ class Vision:
             message = f"an image has {tokens} tokens; at most {PLACES} are supported"
             raise ImageError(picture, message, hint="make it smaller")
         extent = None if grid is None else _extent(grid[0].tolist(), self._merge)
+        self._keep_inputs(picture, {**inputs})
         return Seen(picture, shown, tokens, extent, alone="batch_num_images" in inputs)
 
     def _known(self, token: int) -> Seen:
@@ -384,14 +388,29 @@ class Vision:
             raise DataError(f"an image has {seen.tokens} tokens and {len(found.rows)} features", kind="image")
         return found
 
-    def _on_device(self, picture: Picture) -> dict[str, Any]:
-        key = key_of(picture.digest)
+    def unprepared(self, ids: Sequence[int]) -> list[Picture]:
+        """Return the images of a row of tokens that are still to be decoded: another process looked at them, or it is
+        long ago."""
+        firsts = {(token - FIRST) // PLACES: token for token in ids if token >= FIRST}
         with self._lock:
-            if (kept := self._inputs.pop(key, None)) is None:
-                kept = {**self._prepared(picture)[0]}
-            self._inputs[key] = kept
+            new = [token for key, token in firsts.items() if key not in self._inputs and key not in self._features]
+        return [picture for token in new if (picture := self.picture(token)) is not None]
+
+    def prepare(self, picture: Picture) -> None:
+        """Decode an image, and keep it as the tower takes it, for whoever computes it next. Raises ImageError."""
+        self._keep_inputs(picture, {**self._prepared(picture)[0]})
+
+    def _keep_inputs(self, picture: Picture, inputs: dict[str, Any]) -> None:
+        with self._lock:
+            self._inputs[key_of(picture.digest)] = inputs
             while len(self._inputs) > 1 and sum(map(_bytes_of, self._inputs.values())) > PREPARED_BYTES:
                 self._inputs.popitem(last=False)
+
+    def _on_device(self, picture: Picture) -> dict[str, Any]:
+        with self._lock:
+            kept = self._inputs.pop(key_of(picture.digest), None)
+        kept = {**self._prepared(picture)[0]} if kept is None else kept
+        self._keep_inputs(picture, kept)
         inputs = {
             name: each.to(self._model.device) if isinstance(each, Tensor) else each for name, each in kept.items()
         }
@@ -528,7 +547,7 @@ def train_parts(model: PreTrainedModel, parts: Collection[str]) -> None:
 
 def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Let a model, and its tokenizer, see with what is in its folder (or repository): nothing happens where the model
-    has no vision tower, or there is no configuration of how images are prepared.
+    has no vision tower, there is no configuration of how images are prepared, or transformers has no processor here.
 
     Raises:
         ModelError: images need a package that is not installed.
@@ -540,7 +559,11 @@ def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: 
         images = AutoImageProcessor.from_pretrained(path)
     except OSError:
         return  # no preprocessor_config.json, no processor_config.json
-    told, _ = _of_images_alone(kind).get_processor_dict(path)
+    try:
+        told, _ = _of_images_alone(kind).get_processor_dict(path)
+    except ImportError as error:  # transformers makes no such class here: Mistral 3's wants torchvision
+        log.warning("images of %s cannot be prepared, and it reads text alone: %s", path, " ".join(str(error).split()))
+        return
     known = inspect.signature(kind.__init__).parameters
     options = {name: value for name, value in told.items() if name in known and not isinstance(value, dict)}
     try:

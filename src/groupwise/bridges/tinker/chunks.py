@@ -106,7 +106,7 @@ def written_out(pieces: Pieces, vision: Vision | None, *, where: str, most: int)
     ids, images = list[int](), sum(isinstance(piece, ImageBytes) for piece in pieces)
     if images and not sees(vision):
         message = f"{where} has an image, and this model reads text only"
-        hint = "serve a model that sees, or send encoded_text chunks"
+        hint = "serve a model that sees, such as starter-vl, or send encoded_text chunks"
         raise RequestError(message, hint=hint, field=where, kind="image", code="unsupported_content")
     if images > MOST_IMAGES:
         message = f"{where} has {images} images; a sequence has at most {MOST_IMAGES}"
