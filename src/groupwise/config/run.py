@@ -38,7 +38,7 @@ from groupwise.config.stages import check_stages
 from groupwise.config.structured import StructuredOutputsConfig
 from groupwise.config.supervised import check_supervised
 from groupwise.config.teacher import TeacherConfig, check_teacher
-from groupwise.config.trained import TEXT, Parts, changes_eyes
+from groupwise.config.trained import TEXT, Parts, check_eyes
 from groupwise.config.yaml import Document, to_yaml, validate
 from groupwise.errors import ConfigError
 from groupwise.types import NARROWING, Grammar, SamplingParams
@@ -146,8 +146,6 @@ class TrainConfig(OptimizerConfig):
             raise conflict("decay_steps", message)
         if self.optimizer != "adamw" and self.parallel == "fsdp" and self.lora is None:
             raise conflict("optimizer", f"{self.optimizer} cannot keep moments of cut parameters; set adamw")
-        if self.lora is not None and self.parameters != (TEXT,):
-            raise conflict("parameters", "acts with train.lora: null; what an adapter changes its lora.targets say")
         if self.cpu_offload and self.parallel != "fsdp":
             raise conflict("cpu_offload", f"acts with parallel fsdp only, not {self.parallel}")
         if self.shard_size is not None and self.parallel != "fsdp":
@@ -580,12 +578,7 @@ class RunConfig(Section):
             why = "engine vllm, which serves no DoRA; set vllm.push: merged, or engine: local"
             why = why if by_vllm else f"quantization {kind}: it needs norms of the weights; leave one of the two out"
             raise conflict("train", "lora", f"use_dora does not go with {why}")
-        serves = by_vllm and lora is not None
-        if changes_eyes(self.train) and (serves or self.train.parallel == "fsdp"):
-            why = "engine vllm, which adapts text decoders; set vllm.push: merged, or engine: local"
-            why = why if serves else "parallel fsdp, where not every process sees images; set ddp"
-            key = ("lora", "targets") if lora is not None else ("parameters",)
-            raise conflict("train", *key, f"vision and projector do not go with {why}")
+        check_eyes(self)
         if kind and lora is None:
             raise conflict("quantization", f"{kind} weights cannot be trained; set train.lora")
         if kind and self.rollout.dtype is not None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator
 
 from groupwise.config.lora import EYES, PROJECTOR, VISION
+from groupwise.config.section import conflict
 
 if TYPE_CHECKING:
-    from groupwise.config.run import TrainConfig
+    from groupwise.config.run import RunConfig
 
 TEXT, ALL = "text", "all"
 PARTS = (TEXT, VISION, PROJECTOR)
@@ -27,6 +28,19 @@ def _parts(value: Any) -> tuple[str, ...]:
 Parts = Annotated[tuple[str, ...], BeforeValidator(_parts)]
 
 
-def changes_eyes(train: TrainConfig) -> bool:
-    """Return whether what the model makes of an image is trained, by itself or with an adapter."""
-    return not set(EYES).isdisjoint(train.parameters) if train.lora is None else train.lora.changes_eyes
+def check_eyes(config: RunConfig) -> None:
+    """Raise the conflict of a run that says which parameters train beside an adapter, or that trains what it sees where
+    that cannot be."""
+    train, lora = config.train, config.train.lora
+    if lora is not None and train.parameters != (TEXT,):
+        message = "acts with train.lora: null; what an adapter changes its lora.targets say"
+        raise conflict("train", "parameters", message)
+    if not (lora.changes_eyes if lora is not None else set(EYES).intersection(train.parameters)):
+        return
+    key = ("parameters",) if lora is None else ("lora", "targets")
+    if lora is not None and config.engine == "vllm" and config.vllm.push == "adapter":
+        why = "engine vllm, which adapts text decoders; set vllm.push: merged, or engine: local"
+        raise conflict("train", *key, f"vision and projector do not go with {why}")
+    if train.parallel == "fsdp":
+        why = "parallel fsdp, where not every process sees images; set ddp"
+        raise conflict("train", *key, f"vision and projector do not go with {why}")
