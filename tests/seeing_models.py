@@ -54,6 +54,12 @@ def _qwen(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
     return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
 
 
+def _gemma(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
+    names = {"image_token_index": "<image_soft_token>"}
+    names |= {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"}
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+
+
 def _one(name: str, token: str) -> Callable[[PreTrainedTokenizerBase], Mapping[str, Any]]:
     return lambda tokenizer: {name: tokenizer.convert_tokens_to_ids(token)}
 
@@ -70,6 +76,16 @@ FAMILIES = {
         vision={**TOWER, "depth": 2, "patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56},
         image_processor={"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784, "max_pixels": 12544},
         processor={"processor_class": "Qwen2_5_VLProcessor"},
+        tokens=_qwen,
+    ),
+    "qwen2_vl": Seeing(
+        kind="qwen2_vl",
+        placeholder="<|vision_start|><|image_pad|><|vision_end|>",
+        special=QWEN,
+        text={**TEXT, "rope_parameters": ROPE},
+        vision={"embed_dim": 32, "hidden_size": 32, "num_heads": 4, "depth": 2, "patch_size": 14, "mlp_ratio": 2},
+        image_processor={"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784, "max_pixels": 12544},
+        processor={"processor_class": "Qwen2VLProcessor"},
         tokens=_qwen,
     ),
     "qwen3_vl": Seeing(
@@ -93,6 +109,56 @@ FAMILIES = {
         processor={"processor_class": "Qwen3VLProcessor"},
         tokens=_qwen,
     ),
+    "qwen3_vl_moe": Seeing(
+        kind="qwen3_vl_moe",
+        placeholder="<|vision_start|><|image_pad|><|vision_end|>",
+        special=QWEN,
+        text={
+            **TEXT,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "rope_parameters": {**ROPE, "mrope_interleaved": True},
+        },
+        vision={
+            **TOWER,
+            "depth": 3,
+            "patch_size": 16,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        image_processor={
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "min_pixels": 784,
+            "max_pixels": 12544,
+            "patch_size": 16,
+        },
+        processor={"processor_class": "Qwen3VLProcessor"},
+        tokens=_qwen,
+    ),
+    "gemma3": Seeing(
+        kind="gemma3",
+        placeholder="<start_of_image>",
+        special=("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+        text={
+            **TEXT,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 6,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        vision={**SIGLIP, "image_size": 56, "patch_size": 7},
+        image_processor={"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}},
+        processor={"processor_class": "Gemma3Processor", "image_seq_length": 16},
+        tokens=_gemma,
+        more={"mm_tokens_per_image": 16},
+        named={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+    ),
     "smolvlm": Seeing(
         kind="smolvlm",
         placeholder="<image>",
@@ -107,6 +173,47 @@ FAMILIES = {
         processor={"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
         tokens=_one("image_token_id", "<image>"),
         more={"scale_factor": 2},
+    ),
+    "idefics3": Seeing(
+        kind="idefics3",
+        placeholder="<image>",
+        special=SMOL,
+        text={**TEXT, "model_type": "llama"},
+        vision={**SIGLIP, "image_size": 28, "patch_size": 7},
+        image_processor={
+            "image_processor_type": "Idefics3ImageProcessor",
+            "size": {"longest_edge": 56},
+            "max_image_size": {"longest_edge": 28},
+        },
+        processor={"processor_class": "Idefics3Processor", "image_seq_len": 4},
+        tokens=_one("image_token_id", "<image>"),
+        more={"scale_factor": 2},
+    ),
+    "llava": Seeing(
+        kind="llava",
+        placeholder="<image>",
+        special=("<image>",),
+        text={**TEXT, "model_type": "llama"},
+        vision={
+            **SIGLIP,
+            "model_type": "clip_vision_model",
+            "image_size": 28,
+            "patch_size": 14,
+            "projection_dim": 32,
+        },
+        image_processor={
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 28},
+            "crop_size": {"height": 28, "width": 28},
+        },
+        processor={
+            "processor_class": "LlavaProcessor",
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        tokens=_one("image_token_index", "<image>"),
+        more={"vision_feature_layer": -1},
     ),
     "llava_onevision": Seeing(
         kind="llava_onevision",
@@ -163,12 +270,13 @@ def template(placeholder: str) -> str:
     return f"{{% for m in messages %}}{turn}{{% endfor %}}{opening}"
 
 
-def save_seeing(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """Save a model of a family into `folder`, with its tokenizer and the files of its processor."""
+def save_seeing(name: str, folder: Path, *, seed: int = 0, text: Mapping[str, Any] | None = None) -> Path:
+    """Save a model of a family into `folder`, with its tokenizer and the files of its processor; `text` are other sizes
+    of its text decoder."""
     family, tokenizer = FAMILIES[name], copy.deepcopy(starter_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.special)})
-    text = {**family.text, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    options = {"text_config": text, "vision_config": dict(family.vision), **family.tokens(tokenizer), **family.more}
+    told = {**family.text, **(text or {}), "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    options = {"text_config": told, "vision_config": dict(family.vision), **family.tokens(tokenizer), **family.more}
     config = CONFIG_MAPPING[family.kind](**options)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

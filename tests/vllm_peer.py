@@ -26,7 +26,9 @@ from safetensors.torch import load_file
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError
 from groupwise.model.chat import encode_prompt
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel, load_model
+from groupwise.pictures import Picture, read_picture
 from groupwise.types import Grammar, PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 BASE = "base"
@@ -51,6 +53,9 @@ class Faults:
     stuck: bool = False  # ... and none: its engine hangs, and the server about it does not
     at_once: int | None = None  # requests that it works on; the others wait in its queue
     counts: bool = True  # it has /metrics
+    scale_out: bool = True  # ... and /inference/v1/generate
+    keeps_images: bool = True  # by their names
+    sees_less: bool = False  # its processor cuts images otherwise
 
 
 class Refused(Exception):
@@ -71,6 +76,7 @@ class Peer:
     ever: list[str] = field(default_factory=list)  # names of adapters, in the order in which they came
     seen: list[dict[str, Any]] = field(default_factory=list)  # bodies of completions
     checkpoints: list[Path] = field(default_factory=list)  # that it was told to read
+    images: list[str] = field(default_factory=list)  # names of those whose pixels came, in that order
 
     def __post_init__(self) -> None:
         self._flying: list[PolicyVersion] = []
@@ -87,6 +93,7 @@ class Peer:
     def start(self) -> None:
         """Listen, with no adapters: what there was died with the process."""
         self.loaded, self.paths, self.label = {}, dict[str, Path](), "default"
+        self._pictures = dict[str, Picture]()  # by name
         self.engine = LocalEngine(self.base, max_rows=64)
         peer = self
 
@@ -167,7 +174,7 @@ class Peer:
     def do_collective_rpc(self, body: dict[str, Any]) -> Any:
         self.checkpoints.append(Path(body["kwargs"]["weights_path"]))
         if not self.faults.keeps_weights:
-            self.base.model.load_state_dict(load_file(self.checkpoints[-1] / "model.safetensors"), strict=False)
+            self.base.model.load_state_dict(_weights(self.checkpoints[-1], self.base), strict=False)
             self.base.model.tie_weights()
             self.engine.adopt(PolicyVersion("read", len(self.checkpoints)))  # sums with the old ones are forgotten
             for name, path in self.paths.items():
@@ -181,6 +188,12 @@ class Peer:
 
     def do_weight_info(self, body: dict[str, Any]) -> Any:
         return {"weight_version": self.label}
+
+    def do_reset_encoder_cache(self, body: dict[str, Any]) -> Any:
+        vision = vision_of(self.base.model)
+        assert vision is not None
+        vision._features.clear()
+        return ""
 
     def do_reset_prefix_cache(self, body: dict[str, Any]) -> Any:
         return {"success": True}
@@ -206,6 +219,31 @@ class Peer:
             return {"choices": self._sample(body, prompt, version)}
         finally:
             self._flying.remove(asked)
+
+    def do_inference_v1_generate(self, body: dict[str, Any]) -> Any:
+        if not self.faults.scale_out:
+            raise Refused(403, "The scale-out endpoints are disabled; pass --enable-scale-out")
+        vision = vision_of(self.base.model)
+        assert vision is not None
+        pictures = list[Picture]()
+        for i, part in enumerate(body["content_parts"]):
+            if "url" in part:
+                self._pictures[part["uuid"]] = read_picture(part["url"])
+                self.images.append(part["uuid"])
+            if part["uuid"] not in self._pictures:
+                raise Refused(400, f"Cache miss for image at index {i} but data is not provided.")
+            pictures.append(self._pictures[part["uuid"]])
+        if not self.faults.keeps_images:
+            self._pictures.clear()
+        if self.faults.sees_less:
+            pictures = [read_picture(each.pixels().resize((30, 30))) for each in pictures]
+        prompt = vision.expand(body["token_ids"], pictures)
+        read = {"prompt_token_ids": vision.placeholders(prompt)}
+        params = {"logit_bias": None, "structured_outputs": None, **body["sampling_params"]}
+        answer = self.do_v1_completions({**body, **params, "prompt": prompt})
+        if isinstance(answer, Iterator):
+            return ({**_generated(event), **(read if i == 0 else {})} for i, event in enumerate(answer))
+        return _generated(answer) | read
 
     def _work(self, seconds: float) -> None:
         """Take as long, as one of `at_once` requests, and count tokens meanwhile unless it is `stuck`."""
@@ -289,6 +327,34 @@ class Peer:
     def _narrowed(self, prompt: Any, ids: Any, version: PolicyVersion, body: dict[str, Any]) -> list[float]:
         scored = self.engine.score_top(prompt, ids, version, temperature=body["temperature"], top=body["top_k"])
         return [logprob - math.log(sum(math.exp(each) for _, each in top)) for logprob, top in scored]
+
+
+def _weights(checkpoint: Path, base: LoadedModel) -> dict[str, Any]:
+    """Of a model, by the names that it has in memory; in the files of one that sees they are others."""
+    if vision_of(base.model) is None:
+        return load_file(checkpoint / "model.safetensors")
+    return type(base.model).from_pretrained(checkpoint, dtype=base.model.dtype).state_dict()
+
+
+def _generated(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer of /v1/completions as /inference/v1/generate has it."""
+    choices = []
+    for choice in answer["choices"]:
+        told = zip(
+            choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"], strict=True
+        )
+        content = [
+            {
+                "token_id": token,
+                "logprob": logprob,
+                "top_logprobs": [
+                    {"token_id": int(name.removeprefix("token_id:")), "logprob": at} for name, at in top.items()
+                ],
+            }
+            for token, logprob, top in told
+        ]
+        choices.append({**choice, "logprobs": {"content": content}})
+    return {"choices": choices}
 
 
 def _choice(index: int, ids: Any, logprobs: Any, tops: Any, reason: str | None) -> dict[str, Any]:

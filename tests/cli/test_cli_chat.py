@@ -12,12 +12,14 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from cli_project import cli
+from groupwise.cli.chat import _shown
 from groupwise.cli.main import app
 from groupwise.model.load import load_model
 from groupwise.sdk import drivers, transport
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.types import PolicyVersion
+from image_host import image_host, png, reply
 from wording import wording
 
 SUM = "What is 2 + 3?"
@@ -106,6 +108,8 @@ def test_a_word_that_is_no_run_is_a_message_and_the_error_says_both():
         ["toy", "long " * 400],
         ["toy", SUM, "--image", "nothing.png"],
         ["toy", SUM, "--image", "red.png"],  # to a model that reads text
+        ["toy", SUM, "--image", "http://127.0.0.1:9/red.png"],  # where nobody answers
+        ["toy", SUM, "--image", "https://user@images.example.com/red.png"],
     ],
 )
 def test_what_cannot_be_is_said(words):
@@ -113,6 +117,14 @@ def test_what_cannot_be_is_said(words):
     refused = cli("chat", *words)
     assert refused.exit_code in (1, 2), refused.stderr
     wording(f"\n{refused.stderr}".rpartition("\nerror: ")[2])
+
+
+def test_an_image_at_an_address_that_is_typed_is_fetched():
+    with image_host() as host:
+        host.pages["/dots.png"] = reply(png(7))
+        assert _shown(f"http://127.0.0.1:{host.port}/dots.png").data == png(7)
+    Path("dots.png").write_bytes(png(7))
+    assert _shown("dots.png").digest == _shown(Path("dots.png").absolute().as_uri()).digest
 
 
 # ---- serve ----

@@ -196,6 +196,8 @@ def test_all_problems_are_reported_together(write):
             {"train": {"lora": {"targets": []}}},
             "train.lora.targets: [] is not valid; write all-linear, experts, vision, projector or a list",
         ),
+        ({"train": {"parameters": ["eyes"]}}, "['eyes'] is not valid; write all, or a list of text, vision, projector"),
+        ({"train": {"parameters": "all"}}, "train.parameters: acts with train.lora: null"),
         ({"train": None}, "train: None is not valid; it must be a mapping"),
         ({3: 4}, "[3]: every key must be a string"),
     ],

@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from groupwise.config.lora import LoraSpec
+from groupwise.config.trained import PARTS
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ChatError, DataError, FieldError, ModelError
 from groupwise.model.chat import decode, encode_prompt
@@ -21,7 +22,7 @@ from groupwise.model.load import LoadedModel, adapted_modules, share_weights
 from groupwise.model.packed_check import look, packed_tolerance, why_blind
 from groupwise.model.packing import micro_batches, padded_batches
 from groupwise.model.supervised import encode_supervised
-from groupwise.model.vision import Features, Vision, linear_of_eyes
+from groupwise.model.vision import Features, Vision, linear_of_eyes, parameters_of_eyes, train_parts
 from groupwise.pictures import Picture, read_picture
 from groupwise.tasks.transcript import Transcript
 from groupwise.train.forward import packed_logprobs, plain_logprobs
@@ -89,6 +90,8 @@ def own_logits(base: LoadedModel, ids: Sequence[int], pictures: Sequence[Picture
     told |= {name: inputs[name] for name in ("image_grid_thw", "image_sizes", "pixel_attention_mask") if name in inputs}
     if "image_grid_thw" in inputs:
         told["mm_token_type_ids"] = (row == vision.token_id).int()
+    if vision.both_ways:
+        told["token_type_ids"] = (row == vision.token_id).int()
     return (model or base.model)(input_ids=row, use_cache=False, **told).logits[0]
 
 
@@ -133,7 +136,8 @@ def test_sampler_and_trainer_are_the_models_own_forward(load: Load, name: str) -
             own = own_logits(base, (*prompt, *each.token_ids), pictures).log_softmax(-1)
         expected = [float(own[len(prompt) - 1 + i, token]) for i, token in enumerate(each.token_ids)]
         assert each.logprobs == pytest.approx(expected, abs=1e-9)
-        assert packed == pytest.approx(expected, abs=1e-9) and plain == pytest.approx(expected, abs=1e-9)
+        assert packed == pytest.approx(expected, abs=1e-9)
+        assert eyes(base).both_ways or plain == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -147,6 +151,8 @@ def test_gradients_of_an_adapter_are_those_of_the_plain_forward(
     if name == "llava_onevision" and turns == 2:
         pytest.skip("one image a prompt")
     base = load(name)
+    if name == "gemma3" and targets != "all-linear":
+        targets = ("vision", "all-linear")  # its projector is a product without a linear layer
     messages = [user(ONE, "How many?")]
     messages += [{"role": "assistant", "content": "2"}, user(TWO, "And here?")] if turns == 2 else []
     prompt = asked(base, *messages)
@@ -179,6 +185,90 @@ def test_gradients_of_an_adapter_are_those_of_the_plain_forward(
     }
     for name_of, gradient in ours.items():  # norms are computed in float32, whatever the model is in
         assert float((gradient - own[name_of]).norm() / own[name_of].norm()) < 1e-6, name_of
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("turns", [1, 2])
+def test_gradients_of_all_parameters_are_those_of_the_plain_forward(
+    load: Load, name: str, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tower's embeddings included, and the LM head's; an image is encoded once for its group."""
+    if name == "llava_onevision" and turns == 2:
+        pytest.skip("one image a prompt")
+    base = load(name)
+    messages = [user(ONE, "How many?")]
+    messages += [{"role": "assistant", "content": "2"}, user(TWO, "And here?")] if turns == 2 else []
+    prompt = asked(base, *messages)
+    samples = samples_of(prompt, sampled(base, prompt))
+    (batch,) = micro_batches(samples, token_budget=10_000)
+    model = share_weights(base.model)
+    train_parts(model, PARTS)
+    try:
+        runs = count_calls(eyes(base), "computed", monkeypatch)
+        total = (packed_logprobs(model, batch)[0] * batch.advantages_N).sum()
+        assert len(runs) == turns
+        ours = _gradients(model, total)
+        total = torch.zeros((), dtype=torch.float64)
+        for sample in samples:
+            row = (*prompt, *sample.completion_ids)
+            own = _own_of_twin(base, model, row).log_softmax(-1)
+            at = torch.arange(len(prompt) - 1, len(row) - 1)
+            total = total + own[at, torch.tensor(sample.completion_ids)].sum() * sample.advantage
+        own = _gradients(model, total)
+    finally:
+        model.requires_grad_(False)
+    assert ours.keys() == own.keys()
+    seeing = {id(parameter) for parameter in parameters_of_eyes(model)}
+    trained_eyes = {each for each, parameter in model.named_parameters() if id(parameter) in seeing and each in ours}
+    assert any("embed" in each for each in trained_eyes) and {*ours} > trained_eyes
+    for name_of, gradient in ours.items():  # a key's bias has none but rounding's
+        assert float((gradient - own[name_of]).norm()) < 1e-6 * float(own[name_of].norm()) + 1e-11, name_of
+
+
+def _gradients(model: Any, total: Tensor) -> dict[str, Tensor]:
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    return {name: each for name, each in zip(named, found, strict=True) if each is not None}
+
+
+def test_what_is_kept_of_an_image_follows_the_tower(load: Load) -> None:
+    """A tower that trains is another after a step; a frozen one is not run again."""
+    base = load("smolvlm")
+    prompt, vision = asked(base, user(ONE, "How many?")), eyes(base)
+    (token, *_) = (each for each in prompt if is_of_image(each))
+    kept = vision.features(token)
+    vision.changed()
+    assert vision.features(token) is kept
+    (first, *_) = (each for each in parameters_of_eyes(base.model) if each.ndim > 1)
+    before = first.detach().clone()
+    train_parts(base.model, ("projector", "vision"))
+    try:
+        with torch.no_grad():
+            first.mul_(2)
+        vision.changed()
+        assert not torch.allclose(vision.features(token).rows, kept.rows)
+        first.data.copy_(before)
+        vision.changed()
+        assert torch.equal(vision.features(token).rows, kept.rows)
+    finally:
+        base.model.requires_grad_(False)
+
+
+def test_a_picture_is_decoded_once_for_the_passes_over_it(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = load("qwen2_5_vl")
+    other = read_picture(drawn(52, 36, seed=7))
+    prompt = asked(base, user(other, "How many?"))
+    samples = samples_of(prompt, sampled(base, prompt))
+    prepared = count_calls(eyes(base), "_prepared", monkeypatch)
+    model = share_weights(base.model)
+    add_lora(model, LoraSpec(rank=4, targets="vision"), seed=0)
+    first = trained(model, samples)
+    assert trained(model, samples) == first and not prepared  # the engine had decoded it
+    monkeypatch.setattr("groupwise.model.vision.PREPARED_BYTES", 0)
+    eyes(base).forget(other)
+    asked(base, user(other, "How many?"))
+    assert trained(model, samples) == first and trained(model, samples) == first
+    assert len(prepared) == 1  # to see how many tokens it has, for two passes too
 
 
 def count_calls(vision: Vision, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -231,7 +321,8 @@ def adapter_of_eyes(base: LoadedModel, folder: Path, *, seed: int) -> None:
     """Write an adapter of the vision tower and the projector alone."""
     folder.mkdir()
     model = share_weights(base.model)
-    config = add_lora(model, LoraSpec(rank=4, targets=("vision", "projector")), seed=seed)
+    projector = ("projector",) if linear_of_eyes(model, projector=True) else ()
+    config = add_lora(model, LoraSpec(rank=4, targets=("vision", *projector)), seed=seed)
     for i, parameter in enumerate(each for each in model.parameters() if each.requires_grad):
         wave = torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) * seed + i)
         parameter.data = wave.view_as(parameter) / 9
@@ -242,6 +333,22 @@ def test_a_model_that_reads_text_has_no_eyes_to_adapt(tiny: LoadedModel) -> None
     for target in ("vision", "projector"):
         with raises(FieldError, field="train.lora.targets"):
             add_lora(share_weights(tiny.model), LoraSpec(targets=target), seed=0)
+
+
+def test_a_model_that_reads_text_is_trained_as_text_alone(tiny: LoadedModel) -> None:
+    model = share_weights(tiny.model)
+    try:
+        train_parts(model, ("text",))
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        with raises(FieldError, field="train.parameters"):
+            train_parts(model, ("text", "vision"))
+    finally:
+        model.requires_grad_(False)
+
+
+def test_a_projector_without_a_linear_layer_takes_no_adapter(load: Load) -> None:
+    with raises(FieldError, field="train.lora.targets"):
+        adapted_modules(load("gemma3").model, ["projector"])
 
 
 def test_names_of_modules_mean_the_text_decoders(load: Load) -> None:
@@ -303,8 +410,9 @@ def test_images_are_encoded_once(load: Load, monkeypatch: pytest.MonkeyPatch) ->
     assert [each for each in shown if each in (ONE, TWO)] == [ONE, TWO] and len(runs) <= 3  # one tries it out
 
 
-def test_a_conversation_goes_on_with_what_was_kept(load: Load) -> None:
-    base = load("qwen2_5_vl")
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_a_conversation_goes_on_with_what_was_kept(load: Load, name: str) -> None:
+    base = load(name)
     first = asked(base, user(ONE, "How many?"))
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     with closing(LocalEngine(base, max_rows=4)) as engine:
@@ -356,6 +464,31 @@ def test_a_model_that_is_not_computed_as_its_own_is_blind(tmp_path: Path, monkey
     with raises(ModelError):
         asked(base, user(ONE, "?"))
     assert asked(base, {"role": "user", "content": "2+2?"})  # text is read as before
+
+
+def test_tokens_of_an_image_that_are_to_see_each_other_and_do_not_are_found(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = load("gemma3")
+    assert eyes(base).both_ways and why_blind(share_weights(base.model)) is None
+    monkeypatch.setattr(eyes(base), "both_ways", False)
+    assert why_blind(share_weights(base.model)) is not None
+
+
+def test_a_later_image_whose_tokens_see_each_other_is_trained_as_a_part_of_what_was_said(load: Load) -> None:
+    """In an episode of two turns the second image is among the completion's tokens; both samples share the first."""
+    base = load("gemma3")
+    first = asked(base, user(ONE, "How many?"))
+    later = [(*base.tokenizer.encode("2"), *asked(base, user(TWO, words))[1:]) for words in ("And here?", "So?")]
+    samples = [Sample(prompt_ids=first, completion_ids=each, mask=(1,) * len(each)) for each in later]
+    found = trained(share_weights(base.model), samples)
+    for sample, logprobs in zip(samples, found, strict=True):
+        row = (*first, *sample.completion_ids)
+        with torch.no_grad():
+            own = own_logits(base, row, [ONE, TWO]).log_softmax(-1)
+        shown = [0 if is_of_image(token) else token for token in sample.completion_ids]
+        expected = [float(own[len(first) - 1 + i, token]) for i, token in enumerate(shown)]
+        assert logprobs == pytest.approx(expected, abs=1e-9)
 
 
 def test_ids_of_images_are_beyond_every_vocabulary(load: Load) -> None:

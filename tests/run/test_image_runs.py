@@ -25,6 +25,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.types import Prompt
 from running_jobs import Dies, adapter_bytes, metrics_of
 from seeing_models import save_seeing
+from vllm_peer import serving
 from wording import raises
 
 REWARDS = """
@@ -124,12 +125,77 @@ def test_what_it_sees_is_trained_too(tmp_path: Path, model: Path) -> None:
     assert any(".visual.blocks." in name for name in moved) and any(".merger." in name for name in moved)
 
 
+WHOLE: dict[str, Any] = {
+    "train": {"steps": 4, "learning_rate": 1e-3, "lora": None, "parameters": "all"},
+    "algo": {"kl": "k3", "kl_coeff": 0.1, "reference": "ema", "reference_decay": 0.5},
+    "checkpoint": {"every": 1},
+}
+
+
+def test_all_parameters_are_trained_and_go_on_bit_for_bit(tmp_path: Path, model: Path) -> None:
+    """The tower's with them, against a reference with a tower of its own; what is exported sees the same."""
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = run_loop(place(tmp_path / "whole", model, **WHOLE))
+    gaps = [line["mismatch/logprob_diff_max"] for line in metrics_of(whole.run_dir) if "optim/grad_norm" in line]
+    assert len(gaps) == 4 and max(gaps) < 1e-4
+    cut = place(tmp_path / "cut", model, resume="auto", **WHOLE)
+    with pytest.raises(Dies.Now):
+        run_loop(cut, display=Dies(3, total=4, stream=io.StringIO()))
+    again = run_loop(cut)
+    before, written, same = (
+        load_file(folder / "model.safetensors") for folder in (model, whole.run_dir / "model", again.run_dir / "model")
+    )
+    assert written.keys() == same.keys() == before.keys()
+    assert all(torch.equal(written[name], same[name]) for name in written)
+    moved = {name for name in before if not torch.equal(before[name], written[name])}
+    for part in (".patch_embed.", ".blocks.", ".merger.", "embed_tokens"):
+        assert any(part in name for name in moved), part
+    exported = load_model(str(whole.run_dir / "model"), device="cpu", dtype="float32")
+    said = {"role": "user", "content": [{"type": "image", "image": read_picture(dots(3))}]}
+    assert encode_prompt(Prompt(id="1", messages=(said,)), exported.tokenizer).token_ids  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("parts", [["projector"], ["text"]])
+def test_only_the_parts_that_are_named_are_trained(tmp_path: Path, model: Path, parts: list[str]) -> None:
+    train = {"steps": 1, "warmup_steps": 0, "learning_rate": 1e-3, "lora": None, "parameters": parts}
+    ran = run_loop(place(tmp_path, model, train=train))
+    before, written = (load_file(folder / "model.safetensors") for folder in (model, ran.run_dir / "model"))
+    moved = {name for name in before if not torch.equal(before[name], written[name])}
+    assert moved and all((".merger." in name) == (parts == ["projector"]) for name in moved)
+    assert not any(".blocks." in name for name in moved)
+
+
 @pytest.mark.parametrize(
     "sections", [{"engine": "vllm"}, {"train": {"parallel": "fsdp", "devices": 2, "lora": {"targets": "projector"}}}]
 )
 def test_where_it_cannot_be_trained_it_is_refused(tmp_path: Path, model: Path, sections: dict[str, Any]) -> None:
     with raises(ConfigError):
         place(tmp_path, model, **({"train": {"lora": {"targets": ["vision"]}}} | sections))
+    if "train" in sections:
+        train = sections["train"] | {"lora": None, "parameters": "vision"}
+        with raises(ConfigError, field="train.parameters"):
+            place(tmp_path, model, **(sections | {"train": train}))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"steps": 3, "learning_rate": 1e-2, "lora": {"rank": 4}}},
+        {"train": {"steps": 3, "learning_rate": 1e-3, "lora": None, "parameters": "all"}},
+        {"train": {"steps": 3, "learning_rate": 1e-2, "lora": {"rank": 4, "targets": ["vision", "projector"]}}}
+        | {"vllm": {"push": "merged"}},
+    ],
+    ids=["adapter", "all", "merged"],
+)
+def test_vllm_samples_what_it_sees(tmp_path: Path, model: Path, sections: dict[str, Any]) -> None:
+    """By a server with eyes of its own; whose tower is read anew where it trains."""
+    with serving(load_model(str(model), device="cpu", dtype="float32")) as peer:
+        vllm = {"urls": [peer.url], "max_loras": 3, "health_interval_s": 0.1} | sections.get("vllm", {})
+        ran = run_loop(place(tmp_path, model, **(sections | {"engine": "vllm", "vllm": vllm})))
+        gaps = [line["mismatch/logprob_diff_max"] for line in metrics_of(ran.run_dir) if "optim/grad_norm" in line]
+        assert len(gaps) == 3 and max(gaps) < 1e-5
+        assert len({*peer.images}) == 6 and len(peer.images) < 9  # once, but for prompts that are asked at once
 
 
 def test_it_goes_on_bit_for_bit(tmp_path: Path, model: Path) -> None:

@@ -19,6 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from urllib.parse import urlsplit
 
 import typer
 
@@ -27,7 +28,7 @@ from groupwise.cli.output import say
 from groupwise.cli.remote import Adapter, MaxTokens, Seed, Temperature
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, RemoteError
 from groupwise.model.reply_formats.parser import ReplyPart, joined
-from groupwise.pictures import read_picture
+from groupwise.pictures import Picture, read_picture
 from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
@@ -66,7 +67,10 @@ def chat(
         str | None, typer.Argument(metavar="[MESSAGE]", help="Default: a conversation, or stdin.", show_default=False)
     ] = None,
     image: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="In front of the first message; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="FILE", help="In front of the first message: a file, or its https:// address; may be repeated."
+        ),
     ] = None,
     system: Annotated[
         str | None, typer.Option(help="A system message before it; default: a run's own, '' is none.")
@@ -90,10 +94,7 @@ def chat(
         options["grammar"] = _grammar(manner.get("structured_outputs"))
         rendered = manner.get("chat", {})
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
-    images = [
-        {"type": "image_url", "image_url": {"url": read_picture(str(path), where="--image").url}}
-        for path in image or ()
-    ]
+    images = [{"type": "image_url", "image_url": {"url": _shown(each).url}} for each in image or ()]
     if policy is not None:
         with closing(LocalPartner(policy, options, rendered)) as partner:
             return _converse(partner, messages, text, images, as_json=as_json)
@@ -156,6 +157,21 @@ class Partner(Protocol):
     def print_reply(self, messages: Sequence[Any]) -> str:
         """Print the reply as it comes and return its text."""
         ...
+
+
+def _shown(image: str) -> Picture:
+    """Return the image of a file or of an address, whose host is allowed as it is spelt out. Raises DataError."""
+    if urlsplit(image).scheme not in ("http", "https"):
+        return read_picture(image, where="--image")
+    from groupwise.config.images import AllowedHost
+    from groupwise.tasks.fetching import fetch_picture, not_fetched
+
+    parts = urlsplit(image)
+    try:
+        host = AllowedHost.of(f"{parts.scheme}://{parts.netloc}")
+    except ValueError as error:
+        raise not_fetched(image, str(error), where="--image") from error
+    return fetch_picture(image, [host], where="--image")
 
 
 def _converse(partner: Partner, messages: list[Any], text: str | None, images: Sequence[Any], *, as_json: bool) -> None:

@@ -100,9 +100,9 @@ def _check_name(name: str) -> None:
         raise ModelError(
             f"model {name!r} cannot be loaded: there is no directory {Path(name).absolute()}, it is not in the cache "
             f"{constants.HF_HUB_CACHE}, and {away}",
-            hint="model=starter needs no network; or let this machine reach the hub (HTTPS_PROXY, HF_ENDPOINT, "
-            f"HF_HUB_OFFLINE); or where there is a network `hf download {name} --local-dir DIR`, and name DIR, brought "
-            "here",
+            hint="model=starter, and starter-vl, which sees, need no network; or let this machine reach the hub "
+            "(HTTPS_PROXY, HF_ENDPOINT, HF_HUB_OFFLINE); or where there is a network "
+            f"`hf download {name} --local-dir DIR`, and name DIR, brought here",
             kind="hub_away",
         )
 

@@ -38,6 +38,7 @@ from groupwise.config.stages import check_stages
 from groupwise.config.structured import StructuredOutputsConfig
 from groupwise.config.supervised import check_supervised
 from groupwise.config.teacher import TeacherConfig, check_teacher
+from groupwise.config.trained import TEXT, Parts, check_eyes
 from groupwise.config.yaml import Document, to_yaml, validate
 from groupwise.errors import ConfigError
 from groupwise.types import NARROWING, Grammar, SamplingParams
@@ -105,7 +106,10 @@ class TrainConfig(OptimizerConfig):
     flex, by FlexAttention's compiled kernels, on a CUDA GPU. auto is flex on a GPU, for models of more than 256 MiB.
     Where flex cannot be used, a warning says why, and merged is: the results are the same."""
     lora: LoraSpec | None = LoraSpec()
-    """null trains all parameters."""
+    """null trains all parameters, of a model that sees those of `parameters`."""
+    parameters: Parts = (TEXT,)
+    """Which parameters train with `lora: null`: a list of `text` (the text decoder and the LM head), `vision` (the
+    tower, its embeddings included) and `projector`; or `all`."""
     mixed_precision: bool = False
     """Multiply in bfloat16 over weights, gradients and moments in float32 (autocast), which is how all parameters are
     trained on a GPU: bfloat16 alone has no digits for small steps. Needs `dtype: float32`, which then samples."""
@@ -574,10 +578,7 @@ class RunConfig(Section):
             why = "engine vllm, which serves no DoRA; set vllm.push: merged, or engine: local"
             why = why if by_vllm else f"quantization {kind}: it needs norms of the weights; leave one of the two out"
             raise conflict("train", "lora", f"use_dora does not go with {why}")
-        if lora is not None and lora.changes_eyes and (self.engine == "vllm" or self.train.parallel == "fsdp"):
-            why = "engine vllm, which is given no images here; set engine: local"
-            why = why if self.engine == "vllm" else "parallel fsdp, where not every process sees images; set ddp"
-            raise conflict("train", "lora", f"targets vision and projector do not go with {why}")
+        check_eyes(self)
         if kind and lora is None:
             raise conflict("quantization", f"{kind} weights cannot be trained; set train.lora")
         if kind and self.rollout.dtype is not None:

@@ -313,6 +313,10 @@ class Prefill:
         self.cache.prompts.set_states((layer, "state"), self.slots, after_P)
         return out_S
 
+    def see_ahead(self, ahead_S: Tensor) -> None:
+        """See `Layout.see_ahead`."""
+        self.prompts.see_ahead(ahead_S)
+
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         lines = self.prompts.prompts
         for store, x_SKD in zip(self.cache.prompts.of(layer, key_SKD, value_SKD), (key_SKD, value_SKD), strict=True):
@@ -420,6 +424,7 @@ class Extend:
             self.row_S, self.t_S = on_device(self.lines, device), on_device(self.places, device)
             self.at_S = self.held_B[self.row_S] + self.t_S
         self._masks: dict[int | None, Tensor | None] = {}
+        self._ahead_BT: Tensor | None = None
         cache.rows.reserve(rows.stop, self.M)
 
     @property
@@ -438,6 +443,11 @@ class Extend:
         out_BT, after_B = rule([x[:, None] for x in inputs], before_B)
         self.cache.rows.set_states((layer, "state"), self.rows, after_B)
         return out_BT[:, 0]
+
+    def see_ahead(self, ahead_S: Tensor) -> None:
+        """See `Layout.see_ahead`; an image is whole among the new tokens of its row."""
+        self._ahead_BT = ahead_S.new_zeros(self.B, self.T)
+        self._ahead_BT[self.row_S, self.t_S if self.T > 1 else 0] = ahead_S
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         B, T, M, grid, K, H = self.B, self.T, self.M, self.grid, key_SKD.shape[1], query_SHD.shape[1]
@@ -490,7 +500,8 @@ class Extend:
         shared_B1 = grid.shared_B[:, None]
         at_BT1 = (self.held_B[:, None] + torch.arange(self.T, device=device))[..., None]
         behind_BTL = (at_L >= shared_B1)[:, None].expand(-1, self.T, -1)
-        hidden = torch.cat([behind_BTL, at_M > at_BT1], -1)
+        last_BT1 = at_BT1 if self._ahead_BT is None else at_BT1 + self._ahead_BT[..., None]
+        hidden = torch.cat([behind_BTL, at_M > last_BT1], -1)
         if window is not None and narrow:
             key_BN = torch.cat([at_L.expand(self.B, -1), shared_B1 + at_M], 1)
             hidden |= shared_B1[..., None] + at_BT1 - key_BN[:, None] >= window

@@ -30,7 +30,8 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -65,6 +66,7 @@ from groupwise.model.memory import CACHE_SHARE, cache_token_bytes
 from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_not_cached, why_twin_not_packed
 from groupwise.model.recurrent_layers import is_recurrent
 from groupwise.model.transfer import on_device
+from groupwise.pictures import Picture
 from groupwise.platform import trim_memory
 from groupwise.sampler import Scores, TokenSink
 from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, SequenceScores
@@ -232,7 +234,7 @@ class LocalEngine(Scores):
         self._interactive = side_by_side(count) if several else self._batches
         self._lanes = [*self._batches.every, *(self._interactive.every if several else ())]
         self._wakeup = threading.Condition()
-        self._closing = False
+        self._closing, self._decoding = False, ThreadPoolExecutor(1, thread_name_prefix="groupwise-images")
         self._lost: DeviceLostError | None = None
         self._workers: list[threading.Thread] = []
 
@@ -283,6 +285,8 @@ class LocalEngine(Scores):
 
     def adopt(self, version: PolicyVersion) -> None:
         self._adapters[version] = None
+        if (vision := vision_of(self._model)) is not None:
+            vision.changed()
         self._forget(None)
 
     def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
@@ -302,6 +306,14 @@ class LocalEngine(Scores):
 
     def check_replaceable(self, *, recompute: bool) -> None:
         """Raise ConfigError where the keys and values of completions under way cannot be treated so."""
+        vision = vision_of(self._model)
+        if recompute and vision is not None and vision.both_ways:
+            raise ConfigError(
+                f"tokens of an image see each other in {type(self._model).__name__}, so that completions under way are "
+                "not computed again in pieces",
+                hint="set rollout.in_flight_cache=keep",
+                field="rollout.in_flight_cache",
+            )
         if recompute and self.packed and is_recurrent(self._model):
             raise ConfigError(
                 f"{type(self._model).__name__} has recurrent layers, whose state cannot be computed again for "
@@ -321,6 +333,7 @@ class LocalEngine(Scores):
             self._closing = True
             self._wakeup.notify_all()
         self._grammars.close()
+        self._decoding.shutdown(wait=True)
         for worker in self._workers:
             worker.join(timeout=30)
 
@@ -339,12 +352,39 @@ class LocalEngine(Scores):
         waits for a grammar that was not `prepare`d before. Raises as `Sampler.sample`.
         """
         jobs = [self._job(request, on_token) for request in requests]
+        if pictures := self._unprepared(jobs):
+            self._decoding.submit(self._decode_first, pictures, jobs)
+        else:
+            self._queue(jobs)
+        return [job.future for job in jobs]
+
+    def _queue(self, jobs: Sequence[PendingRequest]) -> None:
         with self._wakeup:
             self._start()
             self._hand([job for job in jobs if job.request.interactive], self._interactive)
             self._hand([job for job in jobs if not job.request.interactive], self._batches)
             self._wakeup.notify_all()
-        return [job.future for job in jobs]
+
+    def _unprepared(self, jobs: Sequence[PendingRequest]) -> list[Picture]:
+        """Return the images of requests that are still to be decoded: the second that a large one takes would be a
+        second of all who wait."""
+        if (vision := vision_of(self._model)) is None:
+            return []
+        return [each for job in jobs for each in vision.unprepared(job.request.prompt_ids)]
+
+    def _decode_first(self, pictures: Sequence[Picture], jobs: Sequence[PendingRequest]) -> None:
+        """Queue requests when their images are decoded; what cannot be decoded fails where it is computed."""
+        vision = vision_of(self._model)
+        assert vision is not None
+        for picture in {each.digest: each for each in pictures}.values():
+            with suppress(GroupwiseError):
+                vision.prepare(picture)
+        try:
+            self._queue(jobs)
+        except Exception as error:  # the engine was closed, or is lost: whoever waits must hear of it
+            for job in jobs:
+                with suppress(InvalidStateError):
+                    job.future.set_exception(error)
 
     def _hand(self, jobs: Sequence[PendingRequest], lanes: Lanes) -> None:
         """Hand requests to as many of the lanes as the work pays for. The lock is held."""

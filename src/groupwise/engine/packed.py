@@ -84,6 +84,7 @@ class PackedDecoder(DecodedRows):
         super().__init__(shared, shared.budget.most)
         self.past = past
         self._vision = vision_of(shared.model)
+        self._both_ways = self._vision is not None and self._vision.both_ways
         see = None if self._vision is None else AdaptedEyes(shared.model, shared.bank, self._vision)
         self._backbone = Backbone(shared.model, shared.bank.project, see)
         self.cache, self.lookup = KeyValueCache(shared.budget.most, cache_tokens), Lookup(draft_tokens, shared.device)
@@ -133,6 +134,8 @@ class PackedDecoder(DecodedRows):
             while queue and (n := budget.take(queue[0])):
                 job = queue[0]
                 past = known_of(job, self.past)
+                if past and self._both_ways and len(job.request.prompt_ids) - past[1] > EXTEND_TOKENS:
+                    past = None  # in pieces, an image would be cut
                 slots = slots or self.cache.whole()
                 there = job.prompt in slots or job.prompt in new
                 size = self._size(job, known=past is not None, there=there)

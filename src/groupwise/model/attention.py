@@ -6,6 +6,7 @@ padded. Attention alone must know who may look at whom, and this file is that kn
 
     prompt token i            attends to   prompt tokens <= i of its prompt
     completion token i        attends to   all tokens of its prompt  and  completion tokens <= i of its completion
+    token i of an image       attends to   the rest of its image, too, where the model has it so (`see_ahead`; Gemma 3)
 
 For a completion the two key sets are scored separately, the prompt's keys for all G completions of the group as one
 batched product (no copy of the prompt's keys is ever made), and merged exactly by their log-sum-exp:
@@ -104,6 +105,10 @@ class Layout(Protocol):
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         """Return the attention output [S, H, D], D as `value` has it."""
+        ...
+
+    def see_ahead(self, ahead_S: Tensor) -> None:
+        """Let each token see so many tokens behind itself, those of its image."""
         ...
 
 
@@ -297,8 +302,17 @@ class SharedPrompts:
         self.at_L, self.at_C = torch.arange(self.L, device=device), torch.arange(self.C, device=device)
         self.at_PC1 = lengths_P11 + self.at_C[:, None]  # of a completion's tokens, behind their prompts
         self.padding_P1L = self.at_L >= lengths_P11  # True: not a token of this prompt
+        self.last_PL = self.last_PGC = None  # the last token of its line that each sees; None: itself
         lengths = (prompt_lengths, completion_lengths, prompt_of_row)
         self.states = Segments(partial(segments_of_groups, *lengths), device=device)
+
+    def see_ahead(self, ahead_S: Tensor) -> None:
+        """See `Layout.see_ahead`; an image is whole in its prompt or its completion."""
+        prompts, completions = ahead_S[: self.split, None, None], ahead_S[self.split :, None, None]
+        if self.L:
+            self.last_PL = self.at_L + self.prompts.place(prompts, 1)[:, 0, 0, 0, :, 0]
+        if self.C:
+            self.last_PGC = self.at_C + self.completions.place(completions, 1)[:, 0, :, 0, :, 0]
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         query_SHD, key_SKD = (x.to(value_SKD.dtype) for x in (query_SHD, key_SKD))  # autocast rotates in float32
@@ -306,7 +320,7 @@ class SharedPrompts:
         key_PKLD, value_PKLD = (self.prompts.place(x[:split], K)[:, :, 0, 0] for x in (key_SKD, value_SKD))
         if self.L:
             query, sinks = self.prompts.place(query_SHD[:split], K, scale=scale)[:, :, 0], scoring.sinks_of(K)
-            mixed = _causal(query, key_PKLD, value_PKLD, self.at_L, scoring, sinks)
+            mixed = _causal(query, key_PKLD, value_PKLD, self.at_L, scoring, sinks, self.last_PL)
             out.append(self.prompts.collect(mixed.unsqueeze(2)))
         if self.C:
             query = self.completions.place(query_SHD[split:], K, scale=scale)
@@ -318,7 +332,9 @@ class SharedPrompts:
                 sinks = scoring.sinks_of(K)
                 if sinks is not None:
                     sinks = sinks[:, None].expand(*query.shape[:4], 1).flatten(0, 2).unsqueeze(1)
-                mixed = _causal(flat_q, flat_k, flat_v, self.at_C, scoring, sinks).view(*query.shape[:-1], -1)
+                last = self.last_PGC
+                last = None if last is None else last[:, None].expand(-1, K, -1, -1).flatten(0, 2)
+                mixed = _causal(flat_q, flat_k, flat_v, self.at_C, scoring, sinks, last).view(*query.shape[:-1], -1)
             out.append(self.completions.collect(mixed))
         return torch.cat(out)
 
@@ -326,7 +342,8 @@ class SharedPrompts:
         self, query: Tensor, key: Tensor, value: Tensor, key_PKLD: Tensor, value_PKLD: Tensor, scoring: Scoring
     ) -> Tensor:
         """[P, K, G, R, C, D] as `query`."""
-        mask_own = mask_of(_hidden(self.at_C, scoring.window))
+        mask_own = mask_of(_hidden(self.at_C, scoring.window, self.last_PGC))
+        mask_own = mask_own if self.last_PGC is None else mask_own[:, None, :, None]
         mask_prompt = None
         if self.ragged or scoring.window is not None:
             mask_prompt = mask_of(self._hidden_prompt(scoring.window))
@@ -428,13 +445,15 @@ def _causal(
     at_T: Tensor,
     scoring: Scoring,
     sinks: Tensor | None,
+    last_BT: Tensor | None = None,
 ) -> Tensor:
-    """Plain causal attention of scaled queries -> [B, K, R, T, D]; `sinks` [K, R, 1] or [B, K, R, 1]. Lines are padded
-    on the right, so causality alone hides the padding."""
+    """Plain causal attention of scaled queries -> [B, K, R, T, D]; `sinks` [K, R, 1] or [B, K, R, 1]; `last_BT` is the
+    last token that each sees, where that is not itself. Lines are padded on the right, so causality alone hides the
+    padding."""
     B, K, R, T, D = query_BKRTD.shape
     whole = scoring.window is None or scoring.window >= T
     factor = scoring.factors(query_BKRTD.dtype)[1]
-    plain = scoring.softcap is None and sinks is None and whole  # torch's kernels know of no sinks
+    plain = scoring.softcap is None and sinks is None and whole and last_BT is None  # torch's kernels know of no sinks
     # In 16 bits the two ways differ by hundredths of a nat, so a forward without a graph takes the one of training.
     unrecorded = not torch.is_grad_enabled() and query_BKRTD.itemsize > 2
     if plain and (query_BKRTD.is_cuda or unrecorded or T > CPU_FUSED_FROM):  # gpu-aware
@@ -443,14 +462,16 @@ def _causal(
         )
         return out_BHTD.reshape(B, K, R, T, -1)
     scores = scoring.scores(query_BKRTD.view(B, K, R * T, D), key_BKTD.transpose(-1, -2))
-    scores = scores.view(B, K, R, T, T) + mask_of(_hidden(at_T, scoring.window))
+    mask = mask_of(_hidden(at_T, scoring.window, last_BT))
+    scores = scores.view(B, K, R, T, T) + (mask if last_BT is None else mask[:, None, None])
     weights = softmax(scores, None if sinks is None else sinks[..., None])
     return (weights.reshape(B, K, R * T, T).to(value_BKTD.dtype) @ value_BKTD).view(B, K, R, T, -1)
 
 
-def _hidden(at_T: Tensor, window: int | None) -> Tensor:
-    """[T, T], True where the token at a position (rows) may not see that at another (columns)."""
-    hidden_TT = at_T > at_T[:, None]
+def _hidden(at_T: Tensor, window: int | None, last: Tensor | None = None) -> Tensor:
+    """[T, T], or [..., T, T] of `last` [..., T], True where the token at a position (rows) may not see that at another
+    (columns)."""
+    hidden_TT = at_T > (at_T if last is None else last)[..., None]
     return hidden_TT if window is None else hidden_TT.logical_or_(at_T <= at_T[:, None] - window)
 
 

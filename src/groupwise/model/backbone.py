@@ -88,6 +88,9 @@ class Backbone:
         if not self.lean:
             where = positions_S.unsqueeze(-2)
             told = decoder_inputs(self.model, ids_S[None], self._see)
+            vision = vision_of(self.model)
+            if vision is not None and vision.both_ways and "inputs_embeds" in told:
+                layout.see_ahead(vision.ahead(ids_S))
             out = own(**told, position_ids=where, layout=layout, use_cache=False)
             return out.last_hidden_state[0]
         h, cos, sin = self.opening(ids_S, positions_S)

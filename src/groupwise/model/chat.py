@@ -586,7 +586,8 @@ def _check_images(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBas
     if vision_of(tokenizer) is None:
         name = tokenizer.name_or_path or "this model"
         raise ChatError(
-            f"a message has an image, and {name} reads text alone", hint="use a model that sees: docs/images.md"
+            f"a message has an image, and {name} reads text alone",
+            hint="use a model that sees, such as starter-vl: docs/images.md",
         )
     if any(message.get("role") == "assistant" and pictures_in([message]) for message in messages):
         raise ChatError("a message of the assistant's has an image, and a model says none", hint="leave it out")

@@ -120,6 +120,10 @@ class Forest:
             before, start = path, start + n
         return cls(range(S), leave, positions, partial(segments_of_tree, paths, own), device=device)
 
+    def see_ahead(self, ahead_S: Tensor) -> None:
+        """Raise NotImplementedError: models that ask for it are laid out as groups (`layouts.BOTH_WAYS`)."""
+        raise NotImplementedError("tokens of an image that see each other are laid out as groups only")
+
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         query, key, value = (  # [1, heads, T, D]; autocast rotates in float32
             pad(x.to(value_SKD.dtype), (0, 0, 0, 0, 0, self.T - self.S)).transpose(0, 1).unsqueeze(0)

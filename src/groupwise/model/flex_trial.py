@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from groupwise.model.attention import Layout, Scoring, SharedPrompts
 from groupwise.model.flex import Forest
+from groupwise.model.layouts import BOTH_WAYS, merged_for
 from groupwise.model.packed_check import packed_forward_gap, packed_tolerance
 
 PROMPTS, COMPLETIONS, OWNERS = (300, 150), (130, 0, 90, 160), (0, 0, 0, 1)  # tokens: tiles of every kind
@@ -45,6 +46,8 @@ def why_not_flex(
         checkpointing: with gradient checkpointing.
         agreed: of processes that run one model together, what any of them found so far.
     """
+    if merged_for(model) is BOTH_WAYS:
+        return "tokens of an image see each other in it"
     if model.device.type != "cuda":  # gpu-seen below: the trial of FlexAttention with a model
         return f"it needs a CUDA GPU, and the model is on {model.device.type!r}"
     if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:

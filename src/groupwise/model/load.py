@@ -436,6 +436,9 @@ class AdaptableModules:
             return self.all_linear
         if target in self.eyes:
             if not self.eyes[target]:
+                if any(self.eyes.values()):
+                    hint = f"train it without an adapter: train.lora: null and train.parameters: [text, {target}]"
+                    raise _target_error(f": {self.architecture} has no linear layer that {target} means", hint=hint)
                 raise _target_error(f": {self.architecture} reads text alone, and has no {target}")
             return self.eyes[target]
         found = [name for name in self.refused if _names(target, name) and self._may_be_meant(target, name)]

@@ -211,7 +211,7 @@ def image_forward_gap(model: PreTrainedModel, vision: Vision) -> float:
     """Return the mean difference in log-probability between the packed forward and the model's own, for two completions
     of a prompt that begins with an image, as `packed_forward_gap` has it."""
     picture = sample_picture()
-    shown = vision.expand([vision.token_id], [picture])
+    shown = vision.expand([vision.rendered_id], [picture])
     vocabulary = int(model.config.get_text_config().vocab_size)
     words = [each for each in ((37 * i + 11) % vocabulary for i in range(16)) if each != vision.token_id]
     prompt, ends = [*shown, *words[:5]], (words[5:9], words[9:12])

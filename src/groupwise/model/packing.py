@@ -306,7 +306,7 @@ def micro_batches(
     groups of very different shapes are kept apart; so are groups and trees, which are packed in different ways. The
     result does not depend on the cut (split invariance) but for rounding.
     """
-    return _cut(samples, families(samples), token_budget, device, layouts)
+    return _cut(samples, _families(samples, layouts), token_budget, device, layouts)
 
 
 def side_by_side(
@@ -320,7 +320,7 @@ def side_by_side(
     """Return how many micro-batches, up to `lanes`, are to be run at once, and micro-batches of like sizes that
     together stay within the budget then. Groups and trees stay whole: where one of them needs much of the budget, and
     where there is little to do, one after another is run, as `micro_batches` cuts them."""
-    every = list(families(samples))
+    every = list(_families(samples, layouts))
     costs = [cost for family in every for cost in _costs(samples, family)]
     lanes, budget = _shared_budget(costs, token_budget, lanes)
     return lanes, _cut(samples, every, budget, device, layouts)
@@ -342,6 +342,12 @@ def pair_batches(
     lanes, budget = _shared_budget(costs, token_budget, lanes)
     batches = _batches_of_groups(samples, pairs, budget)
     return lanes, (pack(samples, groups, device=device, layouts=layouts) for groups in batches)
+
+
+def _families(samples: Sequence[Sample], layouts: Layouts) -> Iterator[Family]:
+    """Yield groups and trees, or groups alone where there is no layout of trees."""
+    for rows, tree in families(samples):
+        yield rows, None if layouts.of_tree is None else tree
 
 
 def _shared_budget(costs: Sequence[int], token_budget: int, lanes: int) -> tuple[int, int]:
@@ -442,6 +448,7 @@ def pack_tree(
         positions.extend(range(line.known, len(line.ids)))
     mine = [samples[row] for row in rows]
     before = [[0, *paths[row]][len(sample.prompt_ids) : -1] for row, sample in zip(rows, mine, strict=True)]
+    assert layouts.of_tree is not None
     layout = layouts.of_tree([paths[line.row] for line in lines], [line.own for line in lines], device=device)
     whole = [(paths[row],) for row in rows]
     columns = (ids, positions, *_loss_tokens(mine, _flat(before, int)))

@@ -107,6 +107,10 @@ class PrefixTree:
         self.tiles = [_tiles(batch, device) for batch in _batches(tiles)]
         self.states = Segments(partial(segments_of_tree, paths, own), device=device)
 
+    def see_ahead(self, ahead_S: Tensor) -> None:
+        """Raise NotImplementedError: models that ask for it are laid out as groups (`layouts.BOTH_WAYS`)."""
+        raise NotImplementedError("tokens of an image that see each other are laid out as groups only")
+
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         query_SHD, key_SKD = (x.to(value_SKD.dtype) for x in (query_SHD, key_SKD))  # autocast rotates in float32
         inputs = (scoring.scaled(query_SHD), key_SKD, value_SKD, scoring.sinks, self.tiles, scoring)

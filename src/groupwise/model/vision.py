@@ -10,7 +10,9 @@ every vocabulary, made of the image's content and the number of the place:
     Vision.positions        token ids -> rotary positions: one a token, or three (M-RoPE, arXiv 2409.12191, section 2.1)
 
 Where the tower is frozen, its features are computed without a graph, and kept for the next sampling or training of the
-same image, up to a number of bytes. Where an adapter changes it, who runs it says what an image's features are (`See`).
+same image, up to a number of bytes. Where its own parameters train, they are kept for the sampling of one version
+(`changed`). Where an adapter changes it, who runs it says what an image's features are (`See`). An image as the tower
+takes it is kept, too, up to a number of bytes, so that it is decoded once for the passes of a step.
 
 Shapes: S packed tokens, n tokens of an image, H hidden size.
 """
@@ -19,8 +21,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -33,12 +36,18 @@ import torch
 from torch import Tensor
 from transformers import PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.errors import ChatError, DataError, ModelError
+from groupwise.config.lora import PROJECTOR
+from groupwise.config.lora import VISION as VISION_PART
+from groupwise.config.trained import TEXT
+from groupwise.errors import ChatError, DataError, FieldError, ModelError
 from groupwise.model.image_tokens import FIRST, PLACES, VISION, is_first, key_of, vision_of
 from groupwise.pictures import ImageError, Picture, kept_pictures, read_picture
 
+log = logging.getLogger(__name__)
+
 KEPT_BYTES = 1 << 30  # of features
-PROJECTORS = {"multi_modal_projector", "connector", "merger", "deepstack_merger_list"}  # as families call it
+PREPARED_BYTES = 256 << 20  # of images as the tower takes them
+PROJECTORS = {"multi_modal_projector", "connector", "merger", "deepstack_merger_list", "image_newline"}  # by families
 MOST_SEEN = 1 << 14  # images that are known at once, where others can be looked at again
 
 
@@ -94,21 +103,24 @@ class Vision:
         self.name, processor = type(model).__name__, self.processor
         self.token_id = int(getattr(config, "image_token_id", None) or processor.image_token_id)
         self.token = str(processor.image_token)
+        self.rendered_id = int(processor.tokenizer.convert_tokens_to_ids(self.token))  # an image as the template has it
+        self.both_ways = sees_both_ways(config)
         self.axes = 3 if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}) else 1
         self._merge = int(getattr(config.vision_config, "spatial_merge_size", 1))
         self._seen: OrderedDict[int, Seen] = OrderedDict()
         self._features: OrderedDict[int, Features] = OrderedDict()
+        self._inputs: OrderedDict[int, dict[str, Any]] = OrderedDict()  # of the tower
         self._lock = RLock()
 
     def __deepcopy__(self, memo: Any) -> Vision:
         return self  # second module trees over the same weights see with the same eyes
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_model", "_lock", "_features", "_seen", "processor")
+        left_out = ("_model", "_lock", "_features", "_inputs", "_seen", "processor")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=RLock(), _features=OrderedDict(), _seen=OrderedDict())
+        vars(self).update(state, _lock=RLock(), _features=OrderedDict(), _inputs=OrderedDict(), _seen=OrderedDict())
 
     @cached_property
     def processor(self) -> Any:
@@ -129,14 +141,14 @@ class Vision:
         if self.blind is not None:
             raise ModelError(f"{self.name} cannot be given images: {self.blind}")
         ids, number = list(ids), before + len(pictures)
-        if (rendered := ids.count(self.token_id)) != len(pictures):
+        if (rendered := ids.count(self.rendered_id)) != len(pictures):
             raise ChatError(
                 f"the chat template renders {rendered} images, and the messages have {len(pictures)}",
                 hint='use {"type": "image"} parts in messages whose role the template takes images from',
             )
         expanded, following = list[int](), iter(pictures)
         for token in ids:
-            if token != self.token_id:
+            if token != self.rendered_id:
                 expanded.append(token)
                 continue
             seen = self._note(next(following))
@@ -161,6 +173,30 @@ class Vision:
         """Return `placeholders` of ids in which the places of an image that stand together are one."""
         begin = [i == 0 or token < FIRST or token != ids[i - 1] + 1 for i, token in enumerate(ids)]
         return self.placeholders([token for token, begins in zip(ids, begin, strict=True) if begins])
+
+    def shortened(self, ids: Sequence[int]) -> tuple[list[int], list[Picture]]:
+        """Return the inverse of `expand`: token ids as the template renders them, with one placeholder where an image
+        stands, and the images.
+
+        Raises:
+            DataError: an image is not known here, or not whole.
+        """
+        short, pictures, at = list[int](), list[Picture](), 0
+        while at < len(ids):
+            if ids[at] < FIRST:
+                short.append(ids[at])
+                at += 1
+                continue
+            seen = self._known(ids[at])
+            written, before = [*self._written(seen)], seen.written.index(self.token_id)
+            begin = at - before
+            if begin < 0 or [*ids[begin : begin + len(written)]] != written:
+                raise DataError("an image among the token ids is not written as this model writes it", kind="image")
+            del short[len(short) - before :]
+            short.append(self.rendered_id)
+            pictures.append(seen.picture)
+            at = begin + len(written)
+        return short, pictures
 
     def pictures(self, ids: Sequence[int]) -> list[Picture]:
         """Return the images of a row of tokens, in order."""
@@ -192,9 +228,13 @@ class Vision:
         return self.blind is None
 
     def forget(self, picture: Picture) -> None:
-        """Drop what is known of an image."""
+        """Drop what is known of an image, its file too."""
         with self._lock:
-            for known in (self._seen, self._features):
+            seen = self._seen.get(key_of(picture.digest))
+            if seen is not None and self.shelf is not None and seen.picture.used(self.shelf):
+                assert seen.picture.path is not None
+                seen.picture.path.unlink(missing_ok=True)
+            for known in (self._seen, self._features, self._inputs):
                 known.pop(key_of(picture.digest), None)
 
     def noted(self) -> dict[int, Seen]:
@@ -234,6 +274,7 @@ class Vision:
             message = f"an image has {tokens} tokens; at most {PLACES} are supported"
             raise ImageError(picture, message, hint="make it smaller")
         extent = None if grid is None else _extent(grid[0].tolist(), self._merge)
+        self._keep_inputs(picture, {**inputs})
         return Seen(picture, shown, tokens, extent, alone="batch_num_images" in inputs)
 
     def _known(self, token: int) -> Seen:
@@ -300,18 +341,29 @@ class Vision:
         return told
 
     def see(self, model: PreTrainedModel) -> See:
-        """Return what a second module tree sees: with an adapter in its eyes anew for each forward, with a graph, once
-        for each image; with frozen ones what is kept."""
-        if any(parameter.requires_grad for parameter in parameters_of_eyes(model)):
+        """Return what a second module tree sees: where its eyes train, or the model's do, of which it has a copy, anew
+        for each forward, once for each image; with frozen ones what is kept."""
+        if self.trains or any(parameter.requires_grad for parameter in parameters_of_eyes(model)):
             return lambda tokens, _: self._once(tokens, lambda token: self.computed(token, model))
         return lambda tokens, _: self._once(tokens, self.features)
+
+    @property
+    def trains(self) -> bool:
+        """Return whether parameters of the tower or the projector train themselves, without an adapter."""
+        return any(parameter.requires_grad for parameter in parameters_of_eyes(self._model))
+
+    def changed(self) -> None:
+        """Drop the features that are kept, if the tower that made them trains: it is another now."""
+        with self._lock:
+            if self.trains:
+                self._features.clear()
 
     def _once(self, tokens: Sequence[int], features: Callable[[int], Features]) -> list[Features]:
         every = {image: features(token) for image, token in {token // PLACES: token for token in tokens}.items()}
         return [every[token // PLACES] for token in tokens]
 
     def features(self, token: int) -> Features:
-        """Return what the frozen tower makes of the image that a token is of."""
+        """Return what the model's tower makes, without a graph, of the image that a token is of."""
         key = (token - FIRST) // PLACES
         with self._lock:
             if (found := self._features.get(key)) is None:
@@ -336,14 +388,47 @@ class Vision:
             raise DataError(f"an image has {seen.tokens} tokens and {len(found.rows)} features", kind="image")
         return found
 
+    def unprepared(self, ids: Sequence[int]) -> list[Picture]:
+        """Return the images of a row of tokens that are still to be decoded: another process looked at them, or it is
+        long ago."""
+        firsts = {(token - FIRST) // PLACES: token for token in ids if token >= FIRST}
+        with self._lock:
+            new = [token for key, token in firsts.items() if key not in self._inputs and key not in self._features]
+        return [picture for token in new if (picture := self.picture(token)) is not None]
+
+    def prepare(self, picture: Picture) -> None:
+        """Decode an image, and keep it as the tower takes it, for whoever computes it next. Raises ImageError."""
+        self._keep_inputs(picture, {**self._prepared(picture)[0]})
+
+    def _keep_inputs(self, picture: Picture, inputs: dict[str, Any]) -> None:
+        with self._lock:
+            self._inputs[key_of(picture.digest)] = inputs
+            while len(self._inputs) > 1 and sum(map(_bytes_of, self._inputs.values())) > PREPARED_BYTES:
+                self._inputs.popitem(last=False)
+
     def _on_device(self, picture: Picture) -> dict[str, Any]:
-        inputs = self._prepared(picture)[0].to(self._model.device)
+        with self._lock:
+            kept = self._inputs.pop(key_of(picture.digest), None)
+        kept = {**self._prepared(picture)[0]} if kept is None else kept
+        self._keep_inputs(picture, kept)
+        inputs = {
+            name: each.to(self._model.device) if isinstance(each, Tensor) else each for name, each in kept.items()
+        }
         return {**inputs, "pixel_values": inputs["pixel_values"].to(self._model.dtype)}
+
+    def ahead(self, ids_S: Tensor) -> Tensor:
+        """Return how many places of its image follow each token of packed rows, in which images are whole."""
+        along = (ids_S[1:] == ids_S[:-1] + 1) & (ids_S[:-1] >= FIRST)
+        ends = torch.cat([~along, along.new_ones(1)])
+        at = torch.arange(len(ids_S), device=ids_S.device)
+        last = torch.where(ends, at, len(ids_S)).flip(0).cummin(0).values.flip(0)
+        return last - at
 
     def own_logits(self, ids: Sequence[int], picture: Picture) -> Tensor:
         """Return the logits [S, V] of a row with one image, by the model's own forward."""
         row = torch.tensor([self.placeholders(ids)], device=self._model.device)
-        told = {**self._on_device(picture), "input_ids": row, "mm_token_type_ids": (row == self.token_id).int()}
+        kinds = (row == self.token_id).int()
+        told = {"input_ids": row, "mm_token_type_ids": kinds, "token_type_ids": kinds, **self._on_device(picture)}
         with torch.no_grad():
             return self._model(**_accepted(self._model.forward, told), use_cache=False).logits[0]
 
@@ -378,6 +463,13 @@ class Vision:
         """Return the position of the text token that follows a row."""
         where = self.positions(ids)
         return int(where.max()) + 1 if where.size else 0
+
+
+def sees_both_ways(config: Any) -> bool:
+    """Return whether tokens of an image see each other in a model of this configuration: Gemma 3's do always, Gemma 4's
+    where it says so."""
+    told = getattr(config.get_text_config(), "use_bidirectional_attention", None)
+    return config.model_type == "gemma3" or told == "vision"
 
 
 def sample_picture() -> Picture:
@@ -433,15 +525,29 @@ def set_attention_of_eyes(model: PreTrainedModel, name: str | None) -> None:
             config._attn_implementation = name
 
 
-def freeze_eyes(model: PreTrainedModel) -> None:
-    """Let nothing of a model be trained but its text decoder and its LM head."""
-    for parameter in parameters_of_eyes(model):
-        parameter.requires_grad_(False)
+def train_parts(model: PreTrainedModel, parts: Collection[str]) -> None:
+    """Let the parameters of these parts of a model train, and no others (`config.trained`). All of a model that reads
+    text alone is its `text`.
+
+    Raises:
+        FieldError: it has none of a part.
+    """
+    seeing = {id(parameter) for parameter in parameters_of_eyes(model)} if vision_of(model) is not None else set()
+    found = set[str]()
+    for name, parameter in model.named_parameters():
+        part = TEXT
+        if id(parameter) in seeing:
+            part = VISION_PART if PROJECTORS.isdisjoint(name.split(".")) else PROJECTOR
+        found.add(part)
+        parameter.requires_grad_(part in parts)
+    if lacking := [part for part in parts if part not in found]:
+        message = "{field}: " + f"{type(model).__name__} reads text alone, and has no {lacking[0]}"
+        raise FieldError(message, hint="leave it out", field="train.parameters", kind="target")
 
 
 def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Let a model, and its tokenizer, see with what is in its folder (or repository): nothing happens where the model
-    has no vision tower, or there is no configuration of how images are prepared.
+    has no vision tower, there is no configuration of how images are prepared, or transformers has no processor here.
 
     Raises:
         ModelError: images need a package that is not installed.
@@ -453,7 +559,11 @@ def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: 
         images = AutoImageProcessor.from_pretrained(path)
     except OSError:
         return  # no preprocessor_config.json, no processor_config.json
-    told, _ = _of_images_alone(kind).get_processor_dict(path)
+    try:
+        told, _ = _of_images_alone(kind).get_processor_dict(path)
+    except ImportError as error:  # transformers makes no such class here: Mistral 3's wants torchvision
+        log.warning("images of %s cannot be prepared, and it reads text alone: %s", path, " ".join(str(error).split()))
+        return
     known = inspect.signature(kind.__init__).parameters
     options = {name: value for name, value in told.items() if name in known and not isinstance(value, dict)}
     try:
@@ -506,6 +616,10 @@ def _accepted(function: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _extent(grid: Sequence[int], merge: int) -> tuple[int, int, int]:
     time, height, width = grid
     return int(time), int(height) // merge, int(width) // merge
+
+
+def _bytes_of(inputs: Mapping[str, Any]) -> int:
+    return sum(each.nbytes for each in inputs.values() if isinstance(each, Tensor))
 
 
 def _flat(features: Any) -> Tensor:

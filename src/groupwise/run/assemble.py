@@ -352,6 +352,7 @@ def open_learner(
     learner = Learner(
         base,
         lora=train.lora,
+        parameters=train.parameters,
         optimizer=train,
         micro_tokens=train.micro_tokens,
         gradient_checkpointing=train.gradient_checkpointing,

@@ -67,8 +67,6 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
     engine = open_engine(config, base)
     if (vision := vision_of(base.model)) is not None:
         vision.keep_in(state_dir / IMAGES)
-        if config.engine == "vllm":
-            vision.blind = "vLLM samples, and is given no images"
     policies = RecordedPolicies(config, store, engine, base=base, recorder=recorder)
     command = worker_command(
         state_dir=state_dir,

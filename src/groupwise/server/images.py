@@ -79,7 +79,7 @@ def seeing(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizer
     first = next(iter(places))
     if not sees(vision_of(tokenizer)):
         message = f"{first} is an image, and the model of this server reads text only"
-        hint = "serve a model that sees"
+        hint = "serve a model that sees, as `groupwise serve starter-vl` does"
         raise RequestError(message, hint=hint, field=first, kind="image", code="unsupported_content")
     if len(places) > MOST_IMAGES:
         message = f"{at} has {len(places)} images; a conversation has at most {MOST_IMAGES}"

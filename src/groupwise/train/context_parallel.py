@@ -74,6 +74,10 @@ class Ulysses:
         """Never: a state passes through all tokens, and no rank has them."""
         raise NotImplementedError("recurrent layers need all tokens of a row, and each rank has a part of them")
 
+    def see_ahead(self, ahead_S: Tensor) -> None:
+        """Raise NotImplementedError: models that see are refused (`why_not_cut`)."""
+        raise NotImplementedError("an image's tokens are computed together")
+
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         """Return this rank's tokens of the attention output [S/C, H, D]."""
         C, rank, s = self._context.size, self._context.rank, len(query_SHD)

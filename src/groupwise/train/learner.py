@@ -46,11 +46,12 @@ from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import LossSpec
 from groupwise.config.preference import PreferenceConfig
 from groupwise.config.run import Attention, OptimizerConfig
+from groupwise.config.trained import TEXT
 from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import checkpoint_layers, is_lean
 from groupwise.model.flex_trial import why_not_flex
 from groupwise.model.image_tokens import vision_of
-from groupwise.model.layouts import FLEX, MERGED, Layouts
+from groupwise.model.layouts import FLEX, Layouts, merged_for
 from groupwise.model.load import LoadedModel, longest_row
 from groupwise.model.mixture import RouterOutput, Routers, balancing_coefficient, load_balancing
 from groupwise.model.packed_check import PLAIN_COST, look, turn_plain, why_twin_not_packed
@@ -64,7 +65,7 @@ from groupwise.model.packing import (
     sequence_lengths,
     side_by_side,
 )
-from groupwise.model.vision import freeze_eyes
+from groupwise.model.vision import train_parts
 from groupwise.train.accumulated_step import AccumulatedStep
 from groupwise.train.forward import of_tokens_alone
 from groupwise.train.lanes import ThreadedMicroBatches
@@ -105,7 +106,7 @@ class Learner:
 
     Args:
         base: the loaded model. An adapter goes into a module tree of the learner's own; `base` is not touched.
-        lora: the adapter, or None to train every parameter of `base` itself.
+        lora: the adapter, or None to train parameters of `base` itself, of the parts that `parameters` names.
         micro_tokens: token budget of a micro-batch: packed tokens, those that samples share counted once; where the
             model cannot run packed, tokens of padded rows.
         attention: how it is computed over packed rows, `merged` or `flex` (`model.attention`); `auto`: flex on a GPU,
@@ -129,6 +130,7 @@ class Learner:
         base: LoadedModel,
         *,
         lora: LoraSpec | None = LoraSpec(),
+        parameters: Sequence[str] = (TEXT,),
         optimizer: OptimizerConfig = DEFAULTS,
         micro_tokens: int = DEFAULTS.micro_tokens,
         gradient_checkpointing: bool | Literal["offload"] = False,
@@ -157,15 +159,13 @@ class Learner:
         self.base, self.model = self.strategy.tree(base, all_parameters=lora is None)
         self.packed = self._verify_packed()
         self.why_not_flex: str | None = None  # where it was asked for and is not used
-        self.layouts = MERGED
+        self.layouts = merged_for(self.model)
         if self.packed and (attention == "flex" or (attention == "auto" and self._pays_for_flex())):
             self.layouts = self._try_flex(checkpointing=bool(gradient_checkpointing))
         with self.strategy.as_if_whole(self.model):
             self.lora = None if lora is None else add_lora(self.model, lora, seed=seed)
         if lora is None:
-            self.model.requires_grad_(True)
-            if vision_of(self.model) is not None:
-                freeze_eyes(self.model)
+            train_parts(self.model, parameters)
         self._routers = Routers(self.model)
         train = any(parameter.requires_grad for parameter in router_parameters(self.model))
         self.balances = balancing_coefficient(self.model) if train else 0.0
@@ -597,7 +597,7 @@ class Learner:
             "uses merged instead, which computes the same",
             stacklevel=3,
         )
-        return MERGED
+        return merged_for(self.model)
 
     def _cut(self, samples: Sequence[Sample], *, pairs: bool = False) -> tuple[int, Iterator[MicroBatch]]:
         """Return how many micro-batches to run at once, and all of them; with `pairs`, samples stand in twos, which

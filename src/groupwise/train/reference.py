@@ -77,7 +77,9 @@ class Reference:
             self._tensors = [] if self.spec.kind == "base" else [p.detach().clone() for p in self._parameters]
         else:
             self._copy = copy.deepcopy(self._model).eval().requires_grad_(False)
-            self._tensors = list(self._copy.parameters())
+            pairs = zip(self._model.parameters(), self._copy.parameters(), strict=True)
+            copied = {id(parameter): theirs for parameter, theirs in pairs}
+            self._tensors = [copied[id(parameter)] for parameter in self._parameters]
 
     @torch.no_grad()
     def after_step(self) -> None:

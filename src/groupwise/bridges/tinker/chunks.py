@@ -106,7 +106,7 @@ def written_out(pieces: Pieces, vision: Vision | None, *, where: str, most: int)
     ids, images = list[int](), sum(isinstance(piece, ImageBytes) for piece in pieces)
     if images and not sees(vision):
         message = f"{where} has an image, and this model reads text only"
-        hint = "serve a model that sees, or send encoded_text chunks"
+        hint = "serve a model that sees, such as starter-vl, or send encoded_text chunks"
         raise RequestError(message, hint=hint, field=where, kind="image", code="unsupported_content")
     if images > MOST_IMAGES:
         message = f"{where} has {images} images; a sequence has at most {MOST_IMAGES}"
@@ -127,7 +127,7 @@ def _of_image(image: ImageBytes, vision: Vision, *, before: int, where: str) -> 
     """Return the token ids of an image beside `before` others."""
     try:
         with writing("keeping an image"):
-            ids = vision.expand([vision.token_id], [read_picture(image.data, where="it")], before=before)
+            ids = vision.expand([vision.rendered_id], [read_picture(image.data, where="it")], before=before)
     except (DataError, ModelError, ChatError) as error:
         code = "invalid_image" if isinstance(error, DataError) else "unsupported_content"
         raise RequestError(

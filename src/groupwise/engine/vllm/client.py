@@ -2,10 +2,12 @@
 
     POST /v1/completions            token ids in; token ids and log-probabilities of the sampled tokens out, at once
                                     or (`stream`) as server-sent events
+    POST /inference/v1/generate     the same of a prompt with images (`vllm.images`)
     POST /v1/load_lora_adapter      {lora_name, lora_path}; a name that is there already is a success: see vllm.publish
     POST /v1/unload_lora_adapter    {lora_name}
     POST /collective_rpc            reload_weights {weights_path}: all weights anew, with VLLM_SERVER_DEV_MODE only
     POST /reset_prefix_cache        ... after which no prompt may be known any more
+    POST /reset_encoder_cache       ... nor what the tower made of an image
     POST /update_weight_version     ... and what they are called; GET /weight_info says it again
     POST /tokenize                  a conversation through the server's tokenizer and chat template
     GET  /v1/models, /version, /health; /metrics, whose counts of tokens tell a server that is busy from one that hangs
@@ -28,7 +30,7 @@ import json
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -37,11 +39,13 @@ from urllib.parse import urlsplit
 import httpx2
 
 from groupwise.engine.vllm.answers import Sampled, read_answer
+from groupwise.engine.vllm.images import GENERATE, Images, generate_body, read_generated
 from groupwise.errors import ConfigError, EngineError
 from groupwise.types import SamplingParams
 
 HEALTH_S = 5.0  # for an answer to /health
 ASK_S = 60.0  # for what samples nothing
+COMPLETIONS = "/v1/completions"
 LOOK_S = 30.0  # between looks whether a server moves, or a quarter of the time that it may stand still
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^\n]*\})? (\S+)", re.MULTILINE)
 SAID = 300  # characters of an answer that are quoted
@@ -49,6 +53,7 @@ _KINDS = {  # kind -> what vLLM says of it
     "already_loaded": "already been loaded",
     "not_loaded": "cannot be found",
     "grammar": "Grammar error",
+    "image_missing": "Cache miss for image",
 }
 
 T = TypeVar("T")
@@ -135,6 +140,7 @@ class VllmServer:
         self._moved = self._looked = -math.inf  # when it was last seen to move, and was looked at
         self._tokens: float | None = None  # read and sampled, when it was looked at
         self._weights, self._reading = None, asyncio.Lock()  # what the weights are called that it has read
+        self._shown = set[str]()  # names of images that it was sent
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx2.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
 
@@ -165,9 +171,12 @@ class VllmServer:
 
     async def complete(self, model: str, body: Mapping[str, Any]) -> list[Sampled]:
         """Return the completions of `sampling_body`, in order. Raises ServerLost, EngineError."""
-        asked = self._answered("POST", "/v1/completions", {"model": model, **body}, timeout=None)
-        said = (await self._while_it_moves(asked)).content
-        sampled = self._read(said, top=body["logprobs"])
+
+        async def send(path: str, asked: Mapping[str, Any]) -> bytes:
+            return (await self._answered("POST", path, asked, timeout=None)).content
+
+        said = await self._while_it_moves(self._showing(model, body, send))
+        sampled = self._read(body, said)
         if len(sampled) != body["n"] or not all(each.is_whole for each in sampled):
             begins = said[:SAID].decode(errors="replace")
             raise EngineError(f"{self.url} answered {len(sampled)} of {body['n']} completions whole: {begins}")
@@ -180,11 +189,32 @@ class VllmServer:
 
         Raises ServerLost, EngineError; what was heard by then was sampled.
         """
-        return await self._while_it_moves(self._stream(model, body, hear))
 
-    async def _stream(self, model: str, body: Mapping[str, Any], hear: Callable[[Sampled], None]) -> str:
-        where = f"{self.url}/v1/completions"
-        asked = {"model": model, **body, "stream": True}
+        async def send(path: str, asked: Mapping[str, Any]) -> str:
+            return await self._stream(f"{self.url}{path}", {**asked, "stream": True}, body, hear)
+
+        return await self._while_it_moves(self._showing(model, body, send))
+
+    async def _showing(
+        self, model: str, body: Mapping[str, Any], send: Callable[[str, Mapping[str, Any]], Awaitable[T]]
+    ) -> T:
+        """Send what is asked for: images that the server was sent by their names, and all of them once more where it
+        has not kept one."""
+        images: Images | None = body.get("images")
+        if images is None:
+            return await send(COMPLETIONS, {"model": model, **body})
+        known = images.names & self._shown
+        try:
+            return await send(GENERATE, await asyncio.to_thread(generate_body, model, body, known))
+        except EngineError as error:
+            if error.kind != "image_missing" or not known:
+                raise
+        self._shown -= known
+        return await send(GENERATE, await asyncio.to_thread(generate_body, model, body, ()))
+
+    async def _stream(
+        self, where: str, asked: Mapping[str, Any], body: Mapping[str, Any], hear: Callable[[Sampled], None]
+    ) -> str:
         timeout = httpx2.Timeout(None, connect=self._request_s)
         async with (
             self._reaching(where, None),
@@ -200,7 +230,7 @@ class VllmServer:
                 event = line.removeprefix("data: ")
                 if event.startswith('{"error"'):
                     self._refused(int(json.loads(event)["error"].get("code") or 500), line, where)
-                for piece in self._read(event, top=body["logprobs"]):
+                for piece in self._read(body, event):
                     if piece.token_ids and not piece.is_whole:
                         raise EngineError(f"{where} sampled tokens without log-probabilities: {line:.{SAID}}")
                     if piece.finish_reason == "abort":
@@ -210,11 +240,19 @@ class VllmServer:
                         return piece.finish_reason
         raise ServerLost(f"{where} broke off in the midst of a completion")
 
-    def _read(self, said: bytes | str, *, top: int) -> list[Sampled]:
-        """Return the choices of an answer, or of an event of a stream. Raises EngineError."""
+    def _read(self, body: Mapping[str, Any], said: bytes | str) -> list[Sampled]:
+        """Return the choices of an answer to `sampling_body`, or of an event of a stream. Raises EngineError, also
+        where a prompt with images was read as another."""
+        images: Images | None = body.get("images")
         try:
-            return read_answer(said, top=top)
-        except ValueError as error:
+            if images is None:
+                return read_answer(said, top=body["logprobs"])
+            answer = json.loads(said)
+            if (read := answer.get("prompt_token_ids")) is not None:
+                images.check(body["prompt"], read, self.url)
+                self._shown |= images.names
+            return read_generated(answer, top=body["logprobs"])
+        except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self.url} answered without token ids or log-probabilities ({' '.join(str(error).split()):.{SAID}})",
                 hint="it must be vLLM 0.10 or newer, which knows return_token_ids",
@@ -243,6 +281,8 @@ class VllmServer:
             body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
             await self._ask("POST", "/collective_rpc", body, timeout=timeout)
             await self._ask("POST", "/reset_prefix_cache")
+            if self._shown:
+                await self._ask("POST", "/reset_encoder_cache")
             await self._ask("POST", "/update_weight_version", {"new_version": path})
             self._weights = path
 
@@ -313,7 +353,9 @@ class VllmServer:
 
     def _refused(self, status: int, text: str, where: str) -> NoReturn:
         said = " ".join(text.split())[:SAID]
-        restarted = status == 404 and where.endswith("/completions")  # it does not know the adapter any more
+        lacking = where.endswith(GENERATE) and (status == 403 or '"Not Found"' in said)
+        restarted = status == 404 and where.endswith((COMPLETIONS, GENERATE))  # it does not know the adapter any more
+        restarted = restarted and not lacking
         if restarted or status in (502, 503, 504) or "EngineDead" in said or "EngineCore" in said:
             raise ServerLost(f"{where} answered {status}: {said}")
         hint, kind = None, kind_of(said)
@@ -322,7 +364,9 @@ class VllmServer:
                 "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as `groupwise vllm-serve` does"
             )
             kind = "no_adapters"
-        if status == 404 and where.endswith(("/collective_rpc", "/update_weight_version")):
+        if lacking:
+            hint, kind = "start it with --enable-scale-out (vLLM 0.32), as `groupwise vllm-serve` does", "no_images"
+        if status == 404 and where.endswith(("/collective_rpc", "/update_weight_version", "/reset_encoder_cache")):
             hint = "it must be vLLM 0.32 or newer, with VLLM_SERVER_DEV_MODE=1, as `groupwise vllm-serve` starts it"
         raise EngineError(f"{where} answered {status}: {said}", hint=hint, kind=kind)
 

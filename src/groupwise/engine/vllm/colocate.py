@@ -25,6 +25,7 @@ import torch
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm.answers import Sampled, likeliest
 from groupwise.engine.vllm.client import ServerFacts, VllmServer, kind_of
+from groupwise.engine.vllm.images import Images
 from groupwise.engine.vllm.server import Shape, engine_options
 from groupwise.errors import EngineError, ModelError
 
@@ -52,7 +53,7 @@ class InProcess(VllmServer):
             ) from error
         more = {"enable_sleep_mode": True} if config.sleep else {}
         self._options, self._sleeps = engine_options(config, shape) | more | {"seed": 0}, config.sleep
-        self._asleep = False
+        self._asleep, self._shown = False, set[str]()
         self._adapters: dict[str, Any] = {}
         self._numbers = itertools.count(1)
         self._asked: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue()
@@ -92,6 +93,7 @@ class InProcess(VllmServer):
     async def complete(self, model: str, body: Mapping[str, Any]) -> list[Sampled]:
         number = str(next(self._numbers))
         answered: Future[Any] = Future()
+        images: Images | None = body.get("images")
 
         def begin() -> None:
             params = self._vllm.SamplingParams(
@@ -100,7 +102,10 @@ class InProcess(VllmServer):
                 detokenize=bool(body["stop"]),
                 output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             )
-            prompt = {"prompt_token_ids": list(body["prompt"])}
+            prompt: dict[str, Any] = {"prompt_token_ids": list(body["prompt"])}
+            if images is not None:
+                prompt["multi_modal_data"] = {"image": [each.pixels() for each in images.pictures]}
+                prompt["multi_modal_uuids"] = {"image": [each.digest for each in images.pictures]}
             adapter = None if model == "base" else self._adapters[model]
             self._waiting[number] = answered
             self._llm.llm_engine.add_request(number, prompt, params, lora_request=adapter)
@@ -115,6 +120,9 @@ class InProcess(VllmServer):
         except asyncio.CancelledError:
             await self._do(give_up)
             raise
+        if images is not None:
+            images.check(body["prompt"], output.prompt_token_ids, self.url)
+            self._shown |= images.names
         return [_sampled(each, top=body["logprobs"]) for each in sorted(output.outputs, key=lambda each: each.index)]
 
     def _structured(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -142,6 +150,8 @@ class InProcess(VllmServer):
             self._llm.apply_model(_forget_cpu_kernels)
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             self._llm.reset_prefix_cache()
+            if self._shown:
+                self._llm.llm_engine.reset_encoder_cache()
 
         await self._do(read)
 

@@ -20,6 +20,7 @@ What is sampled under a grammar is trained as by the local engine: from which to
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 import threading
@@ -41,6 +42,7 @@ from groupwise.engine.vllm.fleet import Fleet
 from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.grammar import VllmGrammars
 from groupwise.engine.vllm.handshake import Accepted, Handshake
+from groupwise.engine.vllm.images import images_of
 from groupwise.engine.vllm.publish import Leases, LoadedAdapter, Published, Shelf, TrainerScores, publish, reload
 from groupwise.engine.vllm.server import ServerLaunch
 from groupwise.errors import (
@@ -53,7 +55,7 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.chat import closing_ids, decode, stopped_text
-from groupwise.model.image_tokens import is_of_image
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel
 from groupwise.model.packed_check import packed_tolerance
 from groupwise.sampler import TokenSink
@@ -61,6 +63,8 @@ from groupwise.types import Completion, FinishReason, Grammar, PolicyVersion, Sa
 
 if TYPE_CHECKING:
     from groupwise.engine.vllm.colocate import InProcess
+
+log = logging.getLogger(__name__)
 
 SEEDS = (1 << 62) - 1  # vLLM's are 63 bits wide, and completion j adds j
 
@@ -129,7 +133,8 @@ class VllmEngine:
         self._eos_ids, self._ends = base.eos_ids, closing_ids(base.tokenizer)
         tolerance = config.tolerance or _tolerance(config, base.model)
         strict = config.tolerance is not None or tolerance < ROUNDED_TOLERANCE
-        self._gaps = Gaps(reference, tolerance=tolerance, rounded=not strict)
+        self._vision = vision_of(base.model)
+        self._gaps = Gaps(reference, tolerance=tolerance, rounded=not strict, vision=self._vision)
         self._shelf = Shelf(None if config.adapter_dir is None else Path(config.adapter_dir))
         self._leases = Leases()
         self._grammars = VllmGrammars(base)
@@ -279,18 +284,18 @@ class VllmEngine:
         """Return what is sent for a request.
 
         Raises:
-            ConfigError, ContextLengthError, ModelError, AdapterNotFoundError, GrammarError
+            ConfigError, ContextLengthError, ModelError, AdapterNotFoundError, GrammarError, DataError
         """
         prompt, params, length = request.prompt_ids, request.params, len(request.prompt_ids)
         if request.n < 1:
             raise ConfigError(f"n is {request.n}; a request is for at least 1 completion", field="n")
         if not length:
             raise ContextLengthError("the prompt has no tokens", hint="give at least one token id", kind="empty")
-        if is_of_image(max(prompt)):
-            raise ConfigError("engine vllm is given no images", hint="set engine: local", field="engine")
-        if not 0 <= min(prompt) <= max(prompt) < self._base.vocabulary:
+        shown = images_of(prompt, self._vision)
+        read = shown.get("prompt", prompt)
+        if not 0 <= min(read) <= max(read) < self._base.vocabulary:
             raise ModelError(
-                f"the prompt has token ids from {min(prompt)} to {max(prompt)}; this model has the ids 0 to "
+                f"the prompt has token ids from {min(read)} to {max(read)}; this model has the ids 0 to "
                 f"{self._base.vocabulary - 1}",
                 hint="encode the prompt with this model's tokenizer",
             )
@@ -303,7 +308,7 @@ class VllmEngine:
             raise self._not_loaded(request.version)
         self._check_supported(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return sampling_body(
+        body = sampling_body(
             prompt,
             params,
             n=request.n if params.temperature > 0 else 1,  # greedy ones are all the same, and vLLM refuses them
@@ -313,6 +318,7 @@ class VllmEngine:
             structured_outputs=None if params.grammar is None else self._grammars.option(params.grammar),
             apart=request.apart,
         )
+        return body | shown
 
     def _check_supported(self, params: SamplingParams) -> None:
         """Raise ConfigError for what no trainer can use."""
@@ -529,6 +535,9 @@ class VllmEngine:
         if self._weights is not None and self._merge is not None:  # without: the reference has them as its base
             version = self._weights.version
         accepted = await self._handshake(server, version)
+        if accepted.blind is not None and self._vision is not None and self._vision.blind is None:
+            self._vision.blind = accepted.blind
+            log.warning("vLLM is given no images: %s", accepted.blind)
         for published in self._leases.alive:
             await self._prove(server, published)
         return accepted

@@ -24,6 +24,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from groupwise.engine.vllm.client import VllmServer, sampling_body
+from groupwise.engine.vllm.images import images_of
+from groupwise.model.vision import Vision
 from groupwise.types import PolicyVersion, SamplingParams
 
 if TYPE_CHECKING:
@@ -42,10 +44,10 @@ log = logging.getLogger(__name__)
 
 class Gaps:
     """Compares what servers say of tokens that they sample with what the trainer says (`reference`). `rounded`: both
-    compute in 16 bits, or a server in fewer, and nobody has set the tolerance."""
+    compute in 16 bits, or a server in fewer, and nobody has set the tolerance. `vision` knows the images of prompts."""
 
-    def __init__(self, reference: TrainerScores, *, tolerance: float, rounded: bool):
-        self.tolerance, self._reference, self._rounded = tolerance, reference, rounded
+    def __init__(self, reference: TrainerScores, *, tolerance: float, rounded: bool, vision: Vision | None = None):
+        self.tolerance, self._reference, self._rounded, self._vision = tolerance, reference, rounded, vision
         self._seen: deque[float] = deque(maxlen=SEEN)
 
     @property
@@ -101,6 +103,7 @@ class Gaps:
         seed: int,
     ) -> list[float]:
         body = sampling_body(prompt_ids, params, n=n, max_tokens=params.max_tokens, seed=seed, eos_ids=())
+        body |= images_of(prompt_ids, self._vision)
         found: list[float] = []
         for each in await server.complete(name, body):
             score, ids = self._reference.score, each.token_ids

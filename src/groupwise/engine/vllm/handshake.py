@@ -4,8 +4,10 @@
     weights    log-probabilities of what it samples as its own model are the trainer's (another checkpoint, another
                config, a half-updated model, untempered log-probabilities: all of them differ)
     mixing     ... and stay so while requests for adapters are in its batch
+    images     of a model that sees: an image has the trainer's tokens, and what follows it the trainer's
+               log-probabilities; a server on which that does not hold is given texts alone
 
-For the last one every slot is filled with a probe, an adapter that changes much; all probes sample, and meanwhile the
+For mixing every slot is filled with a probe, an adapter that changes much; all probes sample, and meanwhile the
 base does. On CPUs vLLM 0.32 gives rows without an adapter the one in its last slot, and it shows. So the base is always
 addressed as an adapter too, one whose B is zero: y = W x + 0; a server on which that does not hold is refused. It also
 tells a server that was restarted, which does not know that name any more. Where versions are whole models there are no
@@ -26,12 +28,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from groupwise.engine.vllm.client import ServerFacts, VllmServer, sampling_body
+from groupwise.engine.vllm.client import ServerFacts, ServerLost, VllmServer, sampling_body
 from groupwise.engine.vllm.gaps import CANARY, Gaps
 from groupwise.engine.vllm.publish import FILES, Published, Shelf
-from groupwise.errors import EngineError, FieldError
+from groupwise.errors import EngineError, FieldError, GroupwiseError
 from groupwise.model.chat import encode_prompt
+from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel, adapted_modules, is_linear
+from groupwise.model.vision import eyes_of, sample_picture
 from groupwise.types import Message, PolicyVersion, Prompt
 
 if TYPE_CHECKING:
@@ -53,11 +57,12 @@ PROBE, ZERO = PolicyVersion("groupwise-probe", 1), PolicyVersion("groupwise-base
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
     """A server that passed. `base` is what requests for the base model are addressed to; `mixes`: the model's own name
-    would get adapters of others."""
+    would get adapters of others; `blind`: why it is given no images."""
 
     facts: ServerFacts
     base: str
     mixes: bool
+    blind: str | None = None
 
 
 class Handshake:
@@ -85,6 +90,7 @@ class Handshake:
         self._templated = base.tokenizer.chat_template is not None
         asked = Prompt(id="handshake", messages=ASKED) if self._templated else Prompt(id="handshake", text=PLAIN)
         self.prompt = encode_prompt(asked, base.tokenizer).token_ids
+        self._looking = asyncio.Lock()  # at the image that is tried, which is forgotten
         self._probes: list[Published] = []
         self.zero: Published | None = None
         if targets is not None:
@@ -97,8 +103,9 @@ class Handshake:
         facts = await server.facts()
         await self._check_tokens(server, facts)
         await self._check_weights(server, facts.name, version)
+        blind = await self._why_blind(server, facts.name, version)
         if self.zero is None:
-            return Accepted(facts=facts, base=facts.name, mixes=False)
+            return Accepted(facts=facts, base=facts.name, mixes=False, blind=blind)
         for probe in (*self._probes, self.zero):
             await server.load(probe.name, str(probe.path), timeout=self._timeout)
         try:
@@ -108,7 +115,7 @@ class Handshake:
         finally:
             for probe in self._probes:
                 await server.unload(probe.name)
-        return Accepted(facts=facts, base=self.zero.name, mixes=mixes)
+        return Accepted(facts=facts, base=self.zero.name, mixes=mixes, blind=blind)
 
     async def _check_tokens(self, server: VllmServer, facts: ServerFacts) -> None:
         theirs = await server.tokenize(facts.name, ASKED if self._templated else PLAIN)
@@ -130,6 +137,33 @@ class Handshake:
                 "`groupwise vllm-serve` does; a looser vllm.tolerance accepts more",
                 kind="weights",
             )
+
+    async def _why_blind(self, server: VllmServer, name: str, version: PolicyVersion) -> str | None:
+        """Return why a server of a model that sees is given no images; None where it is, or the model reads text
+        alone. Raises ServerLost."""
+        vision = vision_of(self._base.model)
+        if vision is None or vision.blind is not None:
+            return None
+        picture = sample_picture()
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": PLAIN}]
+        async with self._looking:
+            try:
+                asked = Prompt(id="handshake", messages=({"role": "user", "content": content},))
+                off = await self._gaps.too_far(
+                    server, name, version, encode_prompt(asked, self._base.tokenizer).token_ids
+                )
+            except ServerLost:
+                raise
+            except GroupwiseError as error:
+                return error.message if error.hint is None else f"{error.message} ({error.hint})"
+            finally:
+                vision.forget(picture)
+        if off is None:
+            return None
+        return (
+            f"after an image log-probabilities of {server.url} are off by {off:.3g} nats in the mean (at most "
+            f"{self._gaps.limit:.3g}); it may prepare images by torchvision where the trainer has none, or the reverse"
+        )
 
     async def _holds(self, server: VllmServer, name: str, probes: Sequence[Published]) -> bool:
         """Return whether `name` samples as the base while the probes sample too; False if that could not be found
@@ -173,8 +207,10 @@ def _lay(
 
 
 def last_linear(model: PreTrainedModel, targets: Iterable[str]) -> tuple[str, nn.Linear]:
-    """Return the last linear module whose name ends with one of `targets`. Raises EngineError if there is none."""
-    named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    """Return the last linear module of the text decoder whose name ends with one of `targets`. Raises EngineError if
+    there is none."""
+    eyes = eyes_of(model)
+    named = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear) and name not in eyes]
     fitting = [each for each in named if each[0].rpartition(".")[2] in set(targets)]
     if not fitting:
         raise EngineError(f"vLLM takes adapters of linear modules; {type(model).__name__} has none among {targets}")

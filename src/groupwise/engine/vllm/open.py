@@ -89,12 +89,18 @@ def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
         device=config.device,
         cast_lm_head=config.cast_lm_head,
     )
-    if lora is None and shape.cpu and model.config.get_text_config().tie_word_embeddings:
+    if lora is None and shape.cpu and _is_tied(model):
         raise ConfigError(
             f"train.lora is null; {config.model} has tied embeddings: on a CPU vLLM 0.32 keeps their old output layer",
             hint="set train.lora, use engine: local, or sample on a GPU",
         )
     return replace(shape, reloads=not targets)
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    """Return whether the output layer is the embeddings, which of a model that sees its own configuration says."""
+    configs = (model.config, model.config.get_text_config())
+    return any(getattr(config, "tie_word_embeddings", False) for config in configs)
 
 
 def shape_of(
@@ -117,6 +123,7 @@ def shape_of(
         targets=linear_names(model, targets) if targets else (),
         rows=rows,
         cpu=cpu,
+        sees=getattr(model.config, "vision_config", None) is not None,
         float32_head=dtype == torch.float32 or head_in_float32(cast_lm_head, dtype, on_gpu=not cpu),
     )
 

@@ -47,6 +47,7 @@ class Shape:
     rows: int
     cpu: bool = False
     float32_head: bool = False  # logits are the trainer's, whose LM head keeps float32
+    sees: bool = False  # it is given images, too
     reloads: bool = False  # versions are whole models: the server reads them again and again, and serves no adapters
 
 
@@ -101,6 +102,7 @@ def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> S
     argv = [interpreter(config), "-m", "vllm.entrypoints.openai.api_server", "--host", config.host, "--port", str(port)]
     for name, value in engine_options(config, shape).items():
         argv += _flag(name.replace("_", "-"), value)
+    argv += ["--enable-scale-out"] if shape.sees else []  # the route of token ids and images
     environment = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
     environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
     environment |= {"VLLM_SERVER_DEV_MODE": "1"} if shape.reloads else {}
