@@ -35,13 +35,13 @@ from transformers import PreTrainedModel
 
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.sampling import completion_seed
-from groupwise.engine.vllm.client import Sampled, VllmServer, sampling_body
+from groupwise.engine.vllm.client import Sampled, ServerLost, VllmServer, sampling_body
 from groupwise.engine.vllm.fleet import Fleet
 from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.grammar import VllmGrammars
 from groupwise.engine.vllm.handshake import Accepted, Handshake
 from groupwise.engine.vllm.publish import Leases, LoadedAdapter, Published, Shelf, TrainerScores, publish, reload
-from groupwise.engine.vllm.server import ServerLaunch
+from groupwise.engine.vllm.server import StartServer
 from groupwise.errors import (
     AdapterNotFoundError,
     ConfigError,
@@ -94,7 +94,7 @@ class VllmEngine:
         base: the trainer's model; versions are adapters of it.
         reference: scores with it (the local engine); closed with this.
         targets: the modules that adapters change, by the last part of their names.
-        launches: servers to start where `config.urls` names none.
+        starts: servers to start where `config.urls` names none.
         colocated: vLLM in this process, in place of servers.
         reloads: all parameters are trained, and `adopt` hands over whole models.
         write: writes the weights of `base` as they are now into a directory; None: its model has them.
@@ -114,7 +114,7 @@ class VllmEngine:
         reference: TrainerScores,
         *,
         targets: Sequence[str],
-        launches: Sequence[ServerLaunch] = (),
+        starts: Sequence[StartServer] = (),
         colocated: InProcess | None = None,
         reloads: bool = False,
         merge: Callable[[Path | None], PreTrainedModel] | None = None,
@@ -154,7 +154,7 @@ class VllmEngine:
             if reloads or merge:  # a server may have those of an earlier run
                 first = self._write if merge is None else merge(None).save_pretrained
                 self._weights = self._shelf.put_model(PolicyVersion.base(), first)
-            self._fleet = self._wait(self._opened(launches, colocated, patient, rows, say))
+            self._fleet = self._wait(self._opened(starts, colocated, patient, rows, say))
         except BaseException:
             self._stop()
             raise
@@ -266,7 +266,7 @@ class VllmEngine:
     @property
     def servers(self) -> dict[str, Accepted | None]:
         """Return what was found out about each server; None: it is away."""
-        return {member.server.url: member.accepted for member in self._fleet.members}
+        return {member.name: member.accepted for member in self._fleet.members}
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
         """`sample` for callers without an event loop."""
@@ -341,7 +341,10 @@ class VllmEngine:
         request, grammar = job.request, job.request.params.grammar
         try:
             sampled = await self._fleet.send(
-                job.name, lambda server, model: server.complete(model, job.body), rows=job.body["n"]
+                job.name,
+                lambda server, model: server.complete(model, job.body),
+                rows=job.body["n"],
+                conversation=request.conversation,
             )
         except EngineError as error:
             if grammar is None:
@@ -409,7 +412,9 @@ class VllmEngine:
             version, lease = row.version, self._leases.take(row.version)
             if lease is None and not self._is_whole(version):
                 raise self._not_loaded(version)
-            row.asking = asyncio.create_task(self._fleet.send(lease and lease.published.name, row.ask))
+            row.asking = asyncio.create_task(
+                self._fleet.send(lease and lease.published.name, row.ask, conversation=request.conversation)
+            )
             try:
                 await asyncio.wait({row.asking})
                 if not row.asking.cancelled():
@@ -471,7 +476,7 @@ class VllmEngine:
             raise
 
     async def _publish(self, published: Published) -> None:
-        await self._fleet.everywhere(lambda server: self._prove(server, published))
+        await self._fleet.where_up(lambda server: self._prove(server, published))
 
     async def _prove(self, server: VllmServer, published: Published) -> None:
         await publish(
@@ -516,14 +521,14 @@ class VllmEngine:
 
     async def _opened(
         self,
-        launches: Sequence[ServerLaunch],
+        starts: Sequence[StartServer],
         colocated: InProcess | None,
         patient: bool,
         rows: int | None,
         say: Callable[[str], None],
     ) -> Fleet:
         how: dict[str, Any] = {"colocated": colocated, "patient": patient, "rows": rows}
-        fleet = Fleet(self._config, prepare=self._prepare, launches=launches, **how)
+        fleet = Fleet(self._config, prepare=self._prepare, starts=starts, **how)
         try:
             await fleet.open(say=say)
         except BaseException:
@@ -541,8 +546,17 @@ class VllmEngine:
         if self._weights is not None and self._merge is not None:  # without: the reference has them as its base
             version = self._weights.version
         accepted = await self._handshake(server, version)
-        for published in self._leases.alive:
-            await self._prove(server, published)
+        given: set[str] = set()
+        while missing := [each for each in self._leases.alive if each.name not in given]:  # also what came meanwhile
+            for published in missing:
+                given.add(published.name)
+                try:
+                    await self._prove(server, published)
+                except ServerLost:
+                    raise
+                except EngineError:
+                    if published in self._leases.alive:  # else it was let go meanwhile, with its files
+                        raise
         return accepted
 
     async def _closed(self) -> None:

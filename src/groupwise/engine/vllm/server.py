@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from groupwise import platform
 from groupwise.config.engine import OWN_SHARE, VllmConfig
@@ -136,8 +136,30 @@ def free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
+class RunningServer(Protocol):
+    """A server that was started, here or on another machine."""
+
+    @property
+    def url(self) -> str | None:
+        """Return where it listens; None: its machine has not said so yet."""
+        ...
+
+    @property
+    def ended(self) -> str | None:
+        """Return why it is over; None while it runs."""
+        ...
+
+    def stop(self) -> None:
+        """End it with all its descendants, and return when it has."""
+        ...
+
+
+StartServer = Callable[[], RunningServer]
+"""Starts a server in its place without waiting for it; called again when it has ended."""
+
+
 class ServerProcess:
-    """One server, started at once. `ended` says why it is over; `stop` ends it with all its descendants."""
+    """One server on this machine, started at once: a `RunningServer`."""
 
     def __init__(self, launch: ServerLaunch):
         self.launch = launch
@@ -149,6 +171,11 @@ class ServerProcess:
             self._log_from = launch.log.stat().st_size if launch.log.exists() else 0
         self._box = Box(_specification(launch))
         threading.Thread(target=self._wait, name="groupwise-vllm-server", daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """Return where it listens."""
+        return self.launch.url
 
     @property
     def ended(self) -> str | None:
