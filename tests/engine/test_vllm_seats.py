@@ -1,4 +1,4 @@
-"""Which GPUs vLLM's servers get: none of a learner's, each server on one machine, as many as fit or as are asked for."""
+"""Which GPUs vLLM's servers get: none of a learner's, each server on one machine, as many as fit or are asked for."""
 
 from __future__ import annotations
 

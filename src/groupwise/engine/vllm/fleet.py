@@ -6,7 +6,7 @@
 A server is given twice the completions that it samples at once (`rows`), so that it never waits for the next. The
 others wait here, in order, for the first server that has room, and no clock runs for them. Of several the one with the
 least to do gets a request, but the turns of a conversation go to the server that had the one before, whose prefix cache
-has what they begin with, while that has room (`_Homes`).
+has what they begin with (`_Homes`), unless they would wait there for rows and not elsewhere.
 
 What was in flight on a server that is lost is sent again, to another or to the same one when it is back, with the same
 seed and the same version. A server that comes back as something else fails the run, and so does one that does not come
@@ -59,7 +59,7 @@ class FleetMember:
         self.accepted: Accepted | None = None  # None: it is away
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of its present life
         self.doubted = asyncio.Event()
-        self.running = 0  # completions
+        self.running = self.given = 0  # completions: now, and ever
         self.why = "it has not answered yet"
 
     @property
@@ -125,7 +125,7 @@ class Fleet:
         rows: int | None = None,
     ):
         self._config, self._prepare, self._patient = config, prepare, patient
-        self._most = None if rows is None else AHEAD * rows
+        self._at_once = math.inf if rows is None else rows
         if colocated is not None:
             self.members = [FleetMember(0, colocated)]
         elif config.urls:
@@ -207,10 +207,11 @@ class Fleet:
         rows, once one is up that has room. Raises EngineError when none is up for too long."""
 
         def best() -> FleetMember | None:
-            most = math.inf if self._most is None else self._most
-            free = [each for each in self.up if not each.running or each.running + rows <= most]
+            free = [each for each in self.up if not each.running or each.running + rows <= AHEAD * self._at_once]
             home = self._homes.of(conversation) if conversation else None
-            return home if home in free else min(free, key=lambda each: each.running, default=None)
+            if home in free and (not home.running or home.running + rows <= self._at_once):
+                return home
+            return min(free, key=lambda each: (each.running, each.given), default=None)
 
         while True:
             await self._until_up(self.members, self._config.recovery_timeout_s)
@@ -218,6 +219,7 @@ class Fleet:
                 await self._changed.wait_for(lambda: self._fatal or not self.up or best())
                 if (member := best()) is not None and self._fatal is None:
                     member.running += rows
+                    member.given += rows
                     self._homes.put(conversation, member)
                     return member
 
