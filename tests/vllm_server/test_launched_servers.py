@@ -173,7 +173,9 @@ def test_two_machines_with_a_learner_and_a_server_each(launch) -> None:
 
 
 def test_a_ray_cluster_of_two_machines_loses_a_server(launch) -> None:
-    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'groupwise[ray]'")
+    cluster_utils = pytest.importorskip(
+        "ray.cluster_utils", reason="Ray is not installed: pip install 'groupwise[ray]'"
+    )
     small = {"num_cpus": 2, "object_store_memory": 80 << 20}
     two = cluster_utils.Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     try:

@@ -106,8 +106,8 @@ class RemoteBackends:
     workers; and, unless they are in it, its environments."""
 
     engine: Callable[[RunConfig, LoadedModel], Sampler] | None
-    servers: Callable[[RunConfig], Starters] | None
     rewards: Callable[[RunConfig, Sequence[RewardSpec]], RewardWorkers]
+    servers: Callable[[RunConfig], Starters] | None = None
     envs: Callable[[RunConfig, EnvKind], Environments] | None = None
 
 

@@ -193,13 +193,14 @@ def machine_servers(config: RunConfig, here: World, device: torch.device, ranks:
 
 
 def reachable(vllm: VllmConfig, address: str) -> VllmConfig:
-    """Return the configuration of a server that other machines ask: where `vllm.host` is this machine's own loop, it
-    listens at its `address` on their network."""
-    with suppress(ValueError):  # a name
-        if not ipaddress.ip_address(vllm.host).is_loopback:
-            return vllm
-        return vllm.model_copy(update={"host": address})
-    return vllm.model_copy(update={"host": address}) if vllm.host == "localhost" else vllm
+    """Return the configuration of a server that other machines ask: where `vllm.host` is this machine's own loop, or
+    every address, it listens at its `address` on their network, which they are told."""
+    try:
+        host = ipaddress.ip_address(vllm.host)
+        elsewhere = not (host.is_loopback or host.is_unspecified)
+    except ValueError:  # a name
+        elsewhere = vllm.host != "localhost"
+    return vllm if elsewhere else vllm.model_copy(update={"host": address})
 
 
 def own_address(other: str) -> str:
