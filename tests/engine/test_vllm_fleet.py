@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +66,13 @@ class Place:
 
 
 @pytest.fixture
-def start(tiny: LoadedModel) -> Iterator[Callable[..., tuple[VllmEngine, list[Place]]]]:
+def gave_back() -> list[None]:
+    """An entry for each time that learners were to give memory back."""
+    return []
+
+
+@pytest.fixture
+def start(tiny: LoadedModel, gave_back: list[None]) -> Iterator[Callable[..., tuple[VllmEngine, list[Place]]]]:
     """`start(2)`: an engine over so many servers that it starts, and their places."""
     with ExitStack() as opened:
 
@@ -74,7 +81,8 @@ def start(tiny: LoadedModel) -> Iterator[Callable[..., tuple[VllmEngine, list[Pl
             targets = linear_names(tiny.model, "all-linear")
             local = LocalEngine(tiny, max_rows=1, prefix_cache_mb=0)
             config = VllmConfig(**{**QUICK, **options})
-            engine = VllmEngine(config, tiny, local, targets=targets, starts=places, rows=rows)
+            woken = lambda: gave_back.append(None)  # noqa: E731
+            engine = VllmEngine(config, tiny, local, targets=targets, starts=places, rows=rows, before_waking=woken)
             opened.callback(engine.close)
             return engine, places
 
@@ -153,6 +161,44 @@ def test_one_that_answers_may_be_lost_more_often(start) -> None:
         place.lives[-1].kill()
         assert becomes(lambda before=before: len(place.lives) > before)
     assert engine.generate([request()])
+
+
+def test_servers_on_the_learners_gpus_sleep_while_those_train(start, gave_back: list[None], adapter: Path) -> None:
+    """From the beginning, and after each `rest`; a request or a version wakes them, once the learners gave back what
+    they do not use. One that dies in its sleep is started when the others wake."""
+    engine, places = start(2, sleep=True)
+
+    def asleep() -> list[bool]:
+        return [place.peer.asleep for place in places]
+
+    assert asleep() == [True, True] and not gave_back
+    assert len(engine.generate([request(seed) for seed in range(4)])) == 4
+    assert asleep() == [False, False] and len(gave_back) == 1
+
+    for place in places:
+        place.peer.faults.slow_s = 0.3
+    future = engine.submit([request(9)])[0]
+    time.sleep(0.1)
+    asyncio.run(engine.rest())  # waits for what is in flight
+    assert future.done() and asleep() == [True, True]
+    engine.load(FIRST, adapter)
+    assert asleep() == [False, False] and len(gave_back) == 2
+
+    asyncio.run(engine.rest())
+    places[0].lives[0].kill()
+    assert becomes(lambda: None in engine.servers.values())
+    time.sleep(0.5)
+    assert len(places[0].lives) == 1 and asleep()[1]
+    assert engine.generate([request(version=FIRST)])
+    assert becomes(lambda: None not in engine.servers.values()) and len(places[0].lives) == 2
+    asyncio.run(engine.rest())
+    assert asleep() == [True, True]
+
+
+def test_servers_with_gpus_of_their_own_do_not_sleep(start) -> None:
+    engine, (place,) = start(1)
+    asyncio.run(engine.rest())
+    assert not place.peer.slept
 
 
 def test_turns_of_a_conversation_stay_on_their_server(start) -> None:

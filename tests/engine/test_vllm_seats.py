@@ -49,9 +49,17 @@ def test_one_server_shares_a_gpu_where_all_train() -> None:
     assert gpus(seats) == [(0, "4")] and seats.shared and seats.gpus == 0
 
 
+def test_servers_that_sleep_are_on_the_learners_gpus() -> None:
+    seats = seats_of(VllmConfig(sleep=True, tensor_parallel_size=2), learners=4, visible=EIGHT, first=2, nodes=2)
+    assert gpus(seats) == [(0, "2,3"), (1, "2,3"), (0, "4,5"), (1, "4,5")] and seats.shared and seats.gpus == 0
+    with raises(ConfigError, field="vllm.sleep"):
+        seats_of(VllmConfig(sleep=True), learners=1, visible=())
+
+
 @pytest.mark.parametrize(
     ("vllm", "learners", "visible"),
     [
+        ({"sleep": True, "servers": 3}, 2, EIGHT),
         ({"tensor_parallel_size": 4}, 6, EIGHT),
         ({"servers": 3}, 6, EIGHT),
         ({"servers": 2}, 8, EIGHT),  # none is free: one could share, two cannot

@@ -72,8 +72,9 @@ class VllmConfig(Section):
     """A file to which a server that is started adds what it says, of several with its number (`vllm-0.log`); null is
     this process's stderr."""
     sleep: bool = False
-    """Colocated: give the memory back before training begins and while nothing is sampled. Where sampling runs ahead of
-    training there may be no such time."""
+    """Take turns with the learners: give the memory back before training begins, and with `colocate` while nothing is
+    sampled. Servers that sleep are on the learners' own GPUs. Where sampling runs ahead of training there may be no
+    such time."""
     adapter_dir: Text | None = None
     """Where versions are laid for vLLM to read; a server on another machine must see it under the same path. null is a
     temporary directory."""
@@ -102,8 +103,8 @@ class VllmConfig(Section):
                     raise conflict(key, "belongs to a server; with mode colocate vLLM is in this process")
         elif self.urls and self.servers is not None:
             raise conflict("servers", f"{self.servers} are not started where `urls` name those that there are")
-        elif self.sleep:
-            raise conflict("sleep", "acts with mode colocate only: a server has memory of its own")
+        elif self.sleep and (self.urls or self.gpus is not None):
+            raise conflict("sleep", "is of servers that a run starts on its learners' GPUs; leave urls and gpus out")
         return self
 
     def rounds(self, dtype: str) -> bool:

@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -211,9 +212,11 @@ def open_engine(
     if config.engine == "local":
         return local_engine(config, base, threads=own)
     from groupwise.engine.vllm.open import open_vllm
+    from groupwise.run.vllm_servers import give_unused_back
 
     reference = LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own)
-    return open_vllm(config, base, reference, starters=starters, say=say)
+    gives = partial(give_unused_back, config, base.device)
+    return open_vllm(config, base, reference, starters=starters, before_waking=gives, say=say)
 
 
 def open_engine_apart(
@@ -224,8 +227,10 @@ def open_engine_apart(
     if config.never_samples:
         return scores
     from groupwise.engine.vllm.open import open_vllm
+    from groupwise.run.vllm_servers import give_unused_back
 
-    return open_vllm(config, learner.base, scores, starters=starters, write=learner.save_adapter, say=say)
+    how: dict[str, Any] = {"starters": starters, "before_waking": partial(give_unused_back, config, learner.device)}
+    return open_vllm(config, learner.base, scores, write=learner.save_adapter, say=say, **how)
 
 
 def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = None) -> LocalEngine:

@@ -288,7 +288,7 @@ def _shared_out(config: RunConfig, cards: Cards) -> tuple[int, int]:
     vllm, learners = config.vllm, config.train.devices
     starts = config.engine == "vllm" and vllm.mode == "server" and not vllm.urls
     if learners is None:
-        servers = -(-(vllm.servers or cards.nodes) // cards.nodes) if starts else 0
+        servers = -(-(vllm.servers or cards.nodes) // cards.nodes) if starts and not vllm.sleep else 0
         learners = cards.nodes * max(1, cards.count - servers * vllm.tensor_parallel_size)
     if learners > cards.total:
         raise ConfigError(

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -73,7 +74,7 @@ def _on_several(config: RunConfig, here: World, device: torch.device, lead: Call
 def _follow(config: RunConfig, here: World, device: torch.device, ranks: Ranks) -> R:  # pyright: ignore[reportInvalidTypeVarUse]
     """Be one of the others, and the first of a machine has its vLLM servers. Ctrl-C reaches all processes, and is rank
     0's to answer."""
-    from groupwise.run.vllm_servers import machine_servers
+    from groupwise.run.vllm_servers import give_unused_back, machine_servers
     from groupwise.train.orders import follow
 
     if threading.current_thread() is threading.main_thread():
@@ -84,7 +85,7 @@ def _follow(config: RunConfig, here: World, device: torch.device, ranks: Ranks) 
         base, parts = open_base(config, ranks)
         learner = open_learner(config, base, threads=torch.get_num_threads(), ranks=ranks, parts=parts)
         torch.set_num_threads(learner.threads)
-        return follow(learner)
+        return follow(learner, after=partial(give_unused_back, config, device))
     finally:
         if servers is not None:
             servers.close()

@@ -119,10 +119,10 @@ def roles_of(config: RunConfig, *, gpus_there: float = 0.0) -> Roles:
     """
     launcher, device = config.launcher, config.device
     vllm = config.vllm if config.engine == "vllm" else None
-    if vllm is not None and (vllm.mode == "colocate" or vllm.gpus is not None or launcher.engines != 1):
+    if vllm is not None and (vllm.mode == "colocate" or vllm.gpus or vllm.sleep or launcher.engines != 1):
         raise ConfigError(
-            "engine vllm on Ray: its servers are started on the cluster, on GPUs that Ray chooses",
-            hint="set vllm.servers, and leave launcher.engines, vllm.gpus and vllm.mode out",
+            "engine vllm on Ray: its servers are started on the cluster, on GPUs of their own that Ray chooses",
+            hint="set vllm.servers, and leave launcher.engines, vllm.gpus, vllm.sleep and vllm.mode out",
             field="vllm.servers",
         )
     if vllm is None and config.train.lora is None:

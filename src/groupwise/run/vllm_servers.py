@@ -64,6 +64,12 @@ def open_servers(
     return config, partial(_starts_on_machines, config.vllm, seats, ranks)
 
 
+def give_unused_back(config: RunConfig, device: torch.device) -> None:
+    """Give the memory back that torch keeps for later, where servers on the learners' GPUs are to take it."""
+    if config.engine == "vllm" and config.vllm.sleep and device.type == "cuda":  # gpu-only: its allocator's cache
+        torch.cuda.empty_cache()
+
+
 def seen_everywhere(config: RunConfig) -> RunConfig:
     """Return the configuration with its versions laid where all machines of a run see them: in its directory, where
     `vllm.adapter_dir` names no other."""

@@ -101,6 +101,7 @@ class VllmEngine:
         merge: `load` hands over whole models too, which this makes of an adapter's directory (None: the base alone).
         patient, rows: see `vllm.fleet`.
         in_flight_updates: versions may be replaced under completions (`replace`).
+        before_waking: has the learners give memory back that they do not use, before servers that slept take it.
         say: is told now and then which servers are waited for, and why.
 
     Raises:
@@ -122,6 +123,7 @@ class VllmEngine:
         patient: bool = False,
         rows: int | None = None,
         in_flight_updates: bool = False,
+        before_waking: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda text: None,
     ):
         self._config, self._base, self._reference = config, base, reference
@@ -154,7 +156,7 @@ class VllmEngine:
             if reloads or merge:  # a server may have those of an earlier run
                 first = self._write if merge is None else merge(None).save_pretrained
                 self._weights = self._shelf.put_model(PolicyVersion.base(), first)
-            self._fleet = self._wait(self._opened(starts, colocated, patient, rows, say))
+            self._fleet = self._wait(self._opened(starts, colocated, before_waking, patient, rows, say))
         except BaseException:
             self._stop()
             raise
@@ -250,9 +252,9 @@ class VllmEngine:
             self._let_go(lease)
 
     async def rest(self) -> None:
-        """See `GivesMemoryBack.rest`: a vLLM in this process sleeps where `vllm.sleep` says so."""
-        if self._colocated is not None:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._colocated.rest(), self._loop))
+        """See `GivesMemoryBack.rest`: a vLLM on the learners' GPUs sleeps where `vllm.sleep` says so."""
+        rest = self._fleet.rest if self._colocated is None else self._colocated.rest
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(rest(), self._loop))
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -523,14 +525,16 @@ class VllmEngine:
         self,
         starts: Sequence[StartServer],
         colocated: InProcess | None,
+        before_waking: Callable[[], None],
         patient: bool,
         rows: int | None,
         say: Callable[[str], None],
     ) -> Fleet:
-        how: dict[str, Any] = {"colocated": colocated, "patient": patient, "rows": rows}
+        how: dict[str, Any] = {"colocated": colocated, "patient": patient, "rows": rows, "before_waking": before_waking}
         fleet = Fleet(self._config, prepare=self._prepare, starts=starts, **how)
         try:
             await fleet.open(say=say)
+            await fleet.rest()
         except BaseException:
             await fleet.close()
             raise

@@ -12,6 +12,9 @@ What was in flight on a server that is lost is sent again, to another or to the 
 seed and the same version. A server that comes back as something else fails the run, and so does one that does not come
 back, or that was started `STARTS` times in a row without answering a request: nothing waits for ever. Behind a live
 server (`patient`) only what is asked fails, and a server is looked for again and again.
+
+Servers on the learners' GPUs (`vllm.sleep`) sleep while those train: from `rest`, which waits for what is in flight, to
+the next request or version. One that dies meanwhile is started again when the others wake.
 """
 
 from __future__ import annotations
@@ -112,7 +115,8 @@ class _Homes:
 
 class Fleet:
     """All servers. `prepare` accepts one and gives it what it must have; `rows` is how many completions each samples at
-    once, None if that is nobody's business here. Use it in one event loop."""
+    once, None if that is nobody's business here; `before_waking` is called, in a thread, when those that slept are to
+    take the GPUs' memory again. Use it in one event loop."""
 
     def __init__(
         self,
@@ -123,8 +127,12 @@ class Fleet:
         colocated: VllmServer | None = None,
         patient: bool = False,
         rows: int | None = None,
+        before_waking: Callable[[], None] = lambda: None,
     ):
         self._config, self._prepare, self._patient = config, prepare, patient
+        self._rests, self._before_waking = config.sleep and colocated is None, before_waking
+        self._asleep, self._turn, self._awake = False, asyncio.Lock(), asyncio.Event()
+        self._awake.set()
         self._at_once = math.inf if rows is None else rows
         if colocated is not None:
             self.members = [FleetMember(0, colocated)]
@@ -214,10 +222,11 @@ class Fleet:
             return min(free, key=lambda each: (each.running, each.given), default=None)
 
         while True:
+            await self._wake()
             await self._until_up(self.members, self._config.recovery_timeout_s)
             async with self._changed:
                 await self._changed.wait_for(lambda: self._fatal or not self.up or best())
-                if (member := best()) is not None and self._fatal is None:
+                if (member := best()) is not None and self._fatal is None and not self._asleep:
                     member.running += rows
                     member.given += rows
                     self._homes.put(conversation, member)
@@ -237,11 +246,13 @@ class Fleet:
 
     async def everywhere(self, do: Callable[[VllmServer], Awaitable[None]]) -> None:
         """Do it on every server, on one that is away when it is back. Raises ServerLost, EngineError."""
+        await self._wake()
         await asyncio.gather(*(self._on(member, do) for member in self.members))
 
     async def where_up(self, do: Callable[[VllmServer], Awaitable[None]]) -> None:
         """Do it on every server that is up, once one is: what comes later is given it by `prepare`, and nobody waits
         for that. Raises ServerLost, EngineError."""
+        await self._wake()
         await self._until_up(self.members, self._config.recovery_timeout_s)
         await asyncio.gather(*(self._on(member, do) for member in self.up))
 
@@ -262,6 +273,43 @@ class Fleet:
         for member in self.up:
             with suppress(EngineError):
                 await member.server.unload(published.name)
+
+    # -- turns with the learners ---------------------------------------------------------------------------------------
+
+    async def rest(self) -> None:
+        """Have the servers sleep that may, when they are all up and have nothing in flight. Raises EngineError."""
+        if not self._rests:
+            return
+        async with self._turn:
+            for member in self.members:
+                await self._until_up([member], self._config.recovery_timeout_s)
+            async with self._changed:
+                await self._changed.wait_for(lambda: not any(member.running for member in self.members))
+                self._asleep = True
+                self._awake.clear()
+            await self._all_up(lambda server: server.sleep())
+
+    async def _wake(self) -> None:
+        """Have them take the memory again that they gave back."""
+        if not self._asleep:
+            return
+        async with self._turn:
+            if self._asleep:
+                await asyncio.to_thread(self._before_waking)
+                await self._all_up(lambda server: server.wake())
+                self._asleep = False
+                self._awake.set()
+
+    async def _all_up(self, do: Callable[[VllmServer], Awaitable[None]]) -> None:
+        """Do it on every server that is up; one that is lost by then has no memory."""
+
+        async def on(member: FleetMember) -> None:
+            try:
+                await do(member.server)
+            except ServerLost:
+                member.doubted.set()
+
+        await asyncio.gather(*(on(member) for member in self.up))
 
     # -- up and down ---------------------------------------------------------------------------------------------------
 
@@ -330,6 +378,7 @@ class Fleet:
                         hint="look at its log (vllm.log); a run goes on from its last checkpoint with resume=auto",
                         kind="restarts",
                     )
+                await self._awake.wait()
                 member.starts, deadline = member.starts + 1, time.monotonic() + self._config.start_timeout_s
                 member.process = member.start()
             try:

@@ -42,6 +42,7 @@ def open_vllm(
     *,
     starters: Starters | None = None,
     write: Callable[[Path], None] | None = None,
+    before_waking: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> VllmEngine:
     """Return the engine that a run's configuration describes.
@@ -49,6 +50,7 @@ def open_vllm(
     Args:
         starters: returns who starts its servers; None: this process, without looking for GPUs.
         write: writes the weights that are trained, where `base` has none.
+        before_waking: see `VllmEngine`.
         say: is told what is waited for.
 
     Raises EngineError, ConfigError.
@@ -77,6 +79,7 @@ def open_vllm(
         write=write,
         rows=shape.rows,
         in_flight_updates=config.rollout.in_flight_updates,
+        before_waking=before_waking,
         say=say,
     )
 

@@ -5,7 +5,7 @@
 
 A server is on one machine, on GPUs that no learner uses. `vllm.servers` is how many there are; unset, as many as those
 GPUs hold. Servers are dealt out to the machines by turns. Where no GPU is free a single server, of one GPU, shares that
-of the first learner.
+of the first learner. With `vllm.sleep` servers are on the learners' GPUs, and take turns with them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Seats:
-    """The places of all servers of a run. `shared`: the only one is on the first learner's GPU."""
+    """The places of all servers of a run. `shared`: they are on learners' GPUs."""
 
     servers: tuple[Seat, ...]
     shared: bool = False
@@ -55,9 +55,16 @@ def seats_of(vllm: VllmConfig, *, learners: int, visible: Sequence[str], first: 
         ConfigError: there are too few GPUs.
     """
     if vllm.gpus is None and not visible:
+        if vllm.sleep:
+            raise ConfigError(
+                "vllm.sleep is true, and there is no GPU: on a CPU vLLM does not give memory back",
+                hint="leave vllm.sleep out",
+                field="vllm.sleep",
+            )
         count = vllm.servers or 1
         return Seats(servers=tuple(Seat(number=number, node=number % nodes) for number in range(count)))
-    free = [gpu for number, gpu in enumerate(visible) if not first <= number < first + learners]
+    taken = list(visible[first : first + learners])
+    free = taken if vllm.sleep else [gpu for gpu in visible if gpu not in taken]
     named = [each.strip() for each in vllm.gpus.split(",") if each.strip()] if vllm.gpus is not None else free
     each = vllm.tensor_parallel_size
     if vllm.gpus is None and not free and each == 1 and (vllm.servers or 1) == 1:
@@ -66,7 +73,8 @@ def seats_of(vllm: VllmConfig, *, learners: int, visible: Sequence[str], first: 
     count = vllm.servers or max(1, room)
     if count > room:
         raise ConfigError(
-            f"vLLM's servers need {count} x {each} GPUs, and learners leave {nodes * len(named)}: room for {room}",
+            f"vLLM's servers need {count} x {each} GPUs, and learners {'have' if vllm.sleep else 'leave'} "
+            f"{nodes * len(named)}: room for {room}",
             hint="lower vllm.servers, vllm.tensor_parallel_size or train.devices, or add GPUs",
             field="vllm.servers",
         )
@@ -78,7 +86,8 @@ def seats_of(vllm: VllmConfig, *, learners: int, visible: Sequence[str], first: 
                 gpus=tuple(named[number // nodes * each : (number // nodes + 1) * each]),
             )
             for number in range(count)
-        )
+        ),
+        shared=vllm.sleep,
     )
 
 

@@ -85,6 +85,8 @@ def engine_options(config: VllmConfig, shape: Shape) -> dict[str, Any]:
             "max_cpu_loras": 2 * config.max_loras,  # a swap evicts nothing that is in flight
             "lora_target_modules": list(shape.targets),
         }
+    if config.sleep:
+        options["enable_sleep_mode"] = True
     if shape.float32_head and options["dtype"] != "float32":  # a generating model's head is in 16 bits otherwise
         options["hf_overrides"] = {"head_dtype": "float32"}
     if config.quantization is not None:
@@ -103,7 +105,7 @@ def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> S
         argv += _flag(name.replace("_", "-"), value)
     environment = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
     environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    environment |= {"VLLM_SERVER_DEV_MODE": "1"} if shape.reloads else {}
+    environment |= {"VLLM_SERVER_DEV_MODE": "1"} if shape.reloads or config.sleep else {}
     environment |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": config.gpus}
     return ServerLaunch(
         argv=(*argv, *config.arguments),
