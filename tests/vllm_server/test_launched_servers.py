@@ -9,7 +9,6 @@ The run ends as if nobody had been killed: every prompt is there once, and what 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -123,7 +122,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
 def assert_nothing_is_lost(run: Launched) -> None:
     """Each step has its groups whole, no prompt twice; as many tokens are trained as were sampled for what is trained,
-    with the log-probabilities that the trainer computes; and servers were not asked in vain for long."""
+    with the log-probabilities that the trainer computes."""
     groups = list(rollouts_of(run.run_dir))
     drawn = [group["prompt"]["id"] for group in groups]
     assert len(drawn) == len(set(drawn)) == 8 * STEPS
@@ -137,7 +136,6 @@ def assert_nothing_is_lost(run: Launched) -> None:
         differ = [len({each["reward"] for each in group}) > 1 for group in rollouts]
         assert line.get("train/tokens", 0) == sum(sum(each) for each, told in zip(sampled, differ, strict=True) if told)
     assert max(line.get("mismatch/logprob_diff_max", 0.0) for line in steps) < CLOSE
-    assert all(re.search("two|servers", path.name) for path in (run.run_dir / "adapters").iterdir())
 
 
 def kill_one(run: Launched, *roots: int, after: int) -> None:
@@ -185,7 +183,7 @@ def test_a_ray_cluster_of_two_machines_loses_a_server(launch, monkeypatch: pytes
         run = launch(*ray, environment={"RAY_ADDRESS": two.address})
         raylets = [each.process.pid for node in two.list_all_nodes() for each in node.all_processes["raylet"]]
         kill_one(run, *raylets, after=5)
-        assert all(run.servers(each) for each in raylets) or len(run.servers(*raylets)) == 2
+        assert len(run.servers(*raylets)) == 2
         assert run.ended() == 0, run.said()
         assert_nothing_is_lost(run)
         assert becomes(lambda: not run.servers(*raylets), within_s=60)
