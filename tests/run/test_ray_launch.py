@@ -127,6 +127,7 @@ def test_a_bundle_for_each_vllm_server(
     [
         {"engine": "vllm", "vllm": {"mode": "colocate"}},
         {"engine": "vllm", "vllm": {"gpus": "1"}},
+        {"engine": "vllm", "vllm": {"sleep": True}},
         {"engine": "vllm", "launcher": {"kind": "ray", "engines": 2}},
         {"train": {"lora": None}},
         {"device": "cuda:1"},
