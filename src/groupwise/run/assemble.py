@@ -18,6 +18,7 @@ import torch
 
 from groupwise.config.run import RunConfig
 from groupwise.engine.local import LocalEngine
+from groupwise.engine.vllm.installed import faster_with_vllm
 from groupwise.errors import ConfigError, GrammarError
 from groupwise.model.load import LoadedModel
 from groupwise.model.memory import GIB, Load, fitting_tokens
@@ -156,6 +157,8 @@ def open_components(
 
             config, starters = open_servers(config, learner.device, ranks, remote)
             on_phase("waiting for vLLM")
+        elif remote is None and (faster := faster_with_vllm(config, learner.device)) is not None:
+            say(faster)
         if remote is not None and remote.engine is not None:
             engine = remote.engine(config, base)
         else:
@@ -362,6 +365,7 @@ def open_learner(
             cpu_offload=train.cpu_offload,
             parts=parts,
             shard_size=train.shard_size,
+            context_size=train.context_parallel_size,
         )
     learner = Learner(
         base,
