@@ -193,6 +193,11 @@ def test_servers_on_the_learners_gpus_sleep_while_those_train(start, gave_back: 
     assert becomes(lambda: None not in engine.servers.values()) and len(places[0].lives) == 2
     asyncio.run(engine.rest())
     assert asleep() == [True, True]
+    engine.unload(FIRST)  # when they are awake
+    time.sleep(0.2)
+    assert any(name.startswith("math-v1") for name in places[1].peer.loaded)
+    assert engine.generate([request()])
+    assert becomes(lambda: not any(name.startswith("math-v1") for name in places[1].peer.loaded))
 
 
 def test_servers_with_gpus_of_their_own_do_not_sleep(start) -> None:

@@ -565,9 +565,7 @@ class VllmEngine:
 
     async def _closed(self) -> None:
         zero = self._handshake.zero
-        for published in (*self._leases.alive, *([] if zero is None else [zero])):
-            await self._fleet.forget(published)
-        await self._fleet.close()
+        await self._fleet.close((*self._leases.alive, *([] if zero is None else [zero])))
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 

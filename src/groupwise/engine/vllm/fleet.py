@@ -24,7 +24,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -173,8 +173,10 @@ class Fleet:
                 why = first.why if count == 1 else f"{first.name}: {first.why}"
                 say(f"waiting for {who}, {what} {waited:.0f} s ago: {why} (vllm.start_timeout_s: {most:g})")
 
-    async def close(self) -> None:
-        """Leave servers that are not ours, end those that are."""
+    async def close(self, forgotten: Iterable[Published] = ()) -> None:
+        """Leave servers that are not ours, without these versions, and end those that are."""
+        for published in forgotten if not self._asleep else ():
+            await self.forget(published)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -269,7 +271,8 @@ class Fleet:
             raise
 
     async def forget(self, published: Published) -> None:
-        """Unload a version wherever it is; a server that is away has forgotten it."""
+        """Unload a version wherever it is, when servers that sleep are awake; one that is away has forgotten it."""
+        await self._awake.wait()
         for member in self.up:
             with suppress(EngineError):
                 await member.server.unload(published.name)
