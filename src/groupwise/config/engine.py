@@ -107,6 +107,13 @@ class VllmConfig(Section):
             raise conflict("sleep", "is of servers that a run starts on its learners' GPUs; leave urls and gpus out")
         return self
 
+    def check_turns(self, *, meanwhile: bool) -> None:
+        """Refuse, as a conflict of the whole configuration, servers that sleep where a run samples while it trains."""
+        if self.sleep and self.mode == "server" and meanwhile:
+            message = "servers that sleep while the learners on their GPUs train cannot sample meanwhile"
+            hint = "set weight_sync_interval 1, max_staleness 0 and stream_groups 0, or sleep: false"
+            raise conflict("vllm", "sleep", f"{message}; {hint}")
+
     def rounds(self, dtype: str) -> bool:
         """Return whether vLLM's weights are rounded ones of a trainer's in `dtype` (`auto`, `float32`, `bfloat16`)."""
         return (

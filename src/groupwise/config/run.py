@@ -670,11 +670,7 @@ class RunConfig(Section):
         if self.vllm.push == "merged" and not self.rollout.on_policy:
             message = "vllm.push merged changes the weights that sample: nothing can be sampled meanwhile"
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or push: adapter")
-        meanwhile = not self.rollout.on_policy or self.rollout.stream_groups > 0
-        if self.vllm.sleep and self.vllm.mode == "server" and meanwhile:
-            message = "servers that sleep while the learners on their GPUs train cannot sample meanwhile"
-            hint = "set weight_sync_interval 1, max_staleness 0 and stream_groups 0, or sleep: false"
-            raise conflict("vllm", "sleep", f"{message}; {hint}")
+        self.vllm.check_turns(meanwhile=not self.rollout.on_policy or self.rollout.stream_groups > 0)
         if self.rollout.in_flight_updates and self.vllm.mode == "colocate":
             message = "has no effect with vllm.mode colocate, which hands completions out when they are whole"
             raise conflict("rollout", "in_flight_updates", f"{message}; leave it out, or let vLLM be a server")
