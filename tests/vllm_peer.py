@@ -81,7 +81,7 @@ class Peer:
     def __post_init__(self) -> None:
         self._flying: list[PolicyVersion] = []
         self.most_flying, self._tokens, self._turn = 0, 0, threading.Condition()
-        self._working = 0
+        self._working, self.slept = 0, 0
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self.start()
@@ -92,7 +92,7 @@ class Peer:
 
     def start(self) -> None:
         """Listen, with no adapters: what there was died with the process."""
-        self.loaded, self.paths, self.label = {}, dict[str, Path](), "default"
+        self.loaded, self.paths, self.label, self.asleep = {}, dict[str, Path](), "default", False
         self._pictures = dict[str, Picture]()  # by name
         self.engine = LocalEngine(self.base, max_rows=64)
         peer = self
@@ -121,7 +121,7 @@ class Peer:
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         while self.faults.hangs:
             time.sleep(0.05)
-        return getattr(self, "do_" + path.strip("/").replace("/", "_"))(body)
+        return getattr(self, "do_" + path.partition("?")[0].strip("/").replace("/", "_"))(body)
 
     def do_health(self, body: dict[str, Any]) -> Any:
         return {}
@@ -195,11 +195,24 @@ class Peer:
         vision._features.clear()
         return ""
 
+    def do_sleep(self, body: dict[str, Any]) -> Any:
+        if self._flying:
+            raise Refused(500, "it samples")
+        self.asleep = True
+        self.slept += 1
+        return ""
+
+    def do_wake_up(self, body: dict[str, Any]) -> Any:
+        self.asleep = False
+        return ""
+
     def do_reset_prefix_cache(self, body: dict[str, Any]) -> Any:
         return {"success": True}
 
     def do_v1_completions(self, body: dict[str, Any]) -> Any:
         self.seen.append(body)
+        if self.asleep:  # vLLM's would wait until it is woken
+            raise Refused(500, "asleep")
         model, prompt, n, temperature = body["model"], tuple(body["prompt"]), body["n"], body["temperature"]
         if model != BASE and model not in self.loaded:
             raise Refused(404, f"The model `{model}` does not exist.")

@@ -294,7 +294,8 @@ class SamplingRequest:
     Somebody waits for an `interactive` request: it is admitted before those that are not. `cache` marks the turn of a
     conversation: an engine may go on from what it kept of the turns before, and keep what it computes for the next.
     What is computed for a request is used for others that begin alike, if they have the same `apart`: by how quick it
-    is, a request tells nothing of those of another.
+    is, a request tells nothing of those of another. `conversation` names what it is a turn of, so that of several
+    servers the one is asked which has the turns before; "7/3" is one of group "7", whose beginning it shares.
     """
 
     prompt_ids: tuple[int, ...]
@@ -304,6 +305,7 @@ class SamplingRequest:
     interactive: bool = False
     cache: bool = False
     apart: str = ""
+    conversation: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

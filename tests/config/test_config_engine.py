@@ -33,7 +33,11 @@ def test_the_default_is_the_local_engine_and_vllm_has_its_defaults():
         ({"engine": "vllm", "rollout": {"draft_tokens": 4}}, "rollout.draft_tokens"),
         ({"engine": "vllm", "rollout": {"prefix_cache_mb": 0}}, "rollout.prefix_cache_mb"),
         ({"engine": "vllm", "rollout": {"top_k": 50}}, "rollout.top_k"),
-        ({"engine": "vllm", "vllm": {"sleep": True}}, "vllm.sleep"),
+        ({"engine": "vllm", "vllm": {"sleep": True, "gpus": "1"}}, "vllm.sleep"),
+        ({"engine": "vllm", "vllm": {"sleep": True}, "rollout": {"max_staleness": 1}}, "vllm.sleep"),
+        ({"engine": "vllm", "vllm": {"sleep": True}, "rollout": {"stream_groups": 1}}, "vllm.sleep"),
+        ({"engine": "vllm", "vllm": {"servers": 2, "urls": ["http://a:1"]}}, "vllm.servers"),
+        ({"engine": "vllm", "vllm": {"servers": 0}}, "vllm.servers"),
         ({"engine": "vllm", "vllm": {"max_loras": 2}}, "vllm.max_loras"),
         ({"engine": "vllm", "vllm": {"url": "http://a:1"}}, "vllm.url"),
     ],
@@ -45,6 +49,7 @@ def test_what_does_not_go_together(keys: dict[str, Any], field: str):
 
 def test_what_belongs_to_servers_is_refused_with_colocate():
     given = {"urls": ["http://a:1"], "arguments": ["--x"], "environment": {"A": "b"}, "port": 1, "host": "0.0.0.0"}
+    given["servers"] = 2
     for key in OF_SERVERS:
         with raises(ConfigError, kind="conflict"):
             parse(engine="vllm", vllm={"mode": "colocate", key: given.get(key, "x")})

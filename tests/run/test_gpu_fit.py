@@ -13,12 +13,13 @@ from transformers import LlamaConfig
 from cli_project import cli
 from groupwise.cli.print_fit import _smaller
 from groupwise.config.run import RunConfig, parse_config
+from groupwise.config.world import World
 from groupwise.errors import ConfigError
 from groupwise.model.memory import GIB
 from groupwise.run.controller_cost import ALWAYS
 from groupwise.run.gpu_fit import Cards, GpuFit, fit
 from groupwise.run.memory_budget import ASLEEP
-from groupwise.run.vllm_place import place_of, with_place
+from groupwise.run.vllm_place import Placed, place_of, with_place
 from wording import raises
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -170,13 +171,18 @@ def test_units_may_be_said():
 
 
 # ---- vLLM ----
+def gpus_of(placed: Placed) -> list[str]:
+    assert placed.seats is not None
+    return [",".join(seat.gpus) for seat in placed.seats.servers]
+
+
 def test_vllm_gets_what_training_leaves_of_the_gpu(run):
     config = run("Qwen3-4B", engine="vllm", rollout={"max_tokens": 512})
     found = fit(config, Cards(count=1, gib=80))
     assert (found.learners, found.samplers, found.rows) == (1, 0, 0)
     assert found.vllm_share is not None and found.needed.total + found.vllm_share * 80 * GIB < 80 * GIB
     placed = place_of(config, visible=["0"], first=0, gib=80)
-    assert (placed.gpus, placed.gpu_memory_utilization) == ("0", found.vllm_share)
+    assert (gpus_of(placed), placed.vllm.gpu_memory_utilization) == (["0"], found.vllm_share)
 
 
 def test_and_is_refused_where_that_is_too_little(run):
@@ -200,7 +206,7 @@ def test_a_vllm_that_sleeps_leaves_training_its_memory_and_gets_that_of_training
     kept = asleep.needed.weights + asleep.needed.trained
     assert kept + asleep.vllm_share * 24 * GIB < 24 * GIB and asleep.needed.total <= asleep.available
     placed = place_of(asleep.config, visible=["0"], first=0, gib=24)
-    assert placed.gpu_memory_utilization == asleep.vllm_share
+    assert placed.seats is None and placed.vllm.gpu_memory_utilization == asleep.vllm_share
     ahead = {"mode": "colocate", "sleep": True}
     config = run("Qwen3-4B", engine="vllm", vllm=ahead, rollout={"max_tokens": 512, "max_staleness": 1})
     assert not fit(config, Cards(count=1, gib=24)).vllm_sleeps  # something is sampled while it trains
@@ -209,24 +215,40 @@ def test_a_vllm_that_sleeps_leaves_training_its_memory_and_gets_that_of_training
 @pytest.mark.parametrize(
     ("visible", "first", "devices", "tensor_parallel", "gpus"),
     [
-        (["0", "1"], 0, None, 1, "1"),
-        (["0", "1"], 1, None, 1, "0"),  # device: cuda:1
-        (["3", "5", "6", "7"], 0, 2, 2, "6,7"),
-        (["0", "1", "2", "3"], 0, 1, 2, "1,2"),
+        (["0", "1"], 0, None, 1, ["1"]),
+        (["0", "1"], 1, None, 1, ["0"]),  # device: cuda:1
+        (["3", "5", "6", "7"], 0, 2, 2, ["6,7"]),
+        (["0", "1", "2", "3"], 0, 1, 2, ["1,2"]),
+        (["0", "1", "2", "3"], 0, 2, 1, ["2", "3"]),
     ],
 )
 def test_vllm_gets_gpus_that_no_learner_uses(run, visible, first, devices, tensor_parallel, gpus):
     config = run(engine="vllm", vllm={"tensor_parallel_size": tensor_parallel}, train={"devices": devices})
     placed = place_of(config, visible=visible, first=first, gib=80)
-    assert (placed.gpus, placed.gpu_memory_utilization) == (gpus, 0.9)
+    assert (gpus_of(placed), placed.vllm.gpu_memory_utilization) == (gpus, 0.9)
     found = fit(config, Cards(count=len(visible), gib=80))
-    assert found.samplers == tensor_parallel and found.vllm_share is None
+    assert found.samplers == tensor_parallel * len(gpus) and found.vllm_share is None
+
+
+def test_servers_on_several_machines_are_counted_as_they_are_placed(run):
+    """24 learners and eight servers of five GPUs each on eight machines of eight; 47 servers of one are too many."""
+    config = run(engine="vllm", vllm={"tensor_parallel_size": 5}, train={"devices": 24})
+    here = World(rank=0, size=24, local_size=3)
+    placed = place_of(config, visible=[str(number) for number in range(8)], first=0, gib=80, here=here)
+    assert placed.seats is not None and gpus_of(placed) == ["3,4,5,6,7"] * 8
+    assert [seat.node for seat in placed.seats.servers] == list(range(8))
+    assert fit(config, Cards(count=8, gib=80, nodes=8)).samplers == 40
+    with raises(ConfigError, field="vllm.servers"):
+        fit(run(engine="vllm", vllm={"servers": 47}, train={"devices": 24}), Cards(count=8, gib=80, nodes=8))
+    shared = fit(run(engine="vllm", vllm={"servers": 12, "tensor_parallel_size": 2}), Cards(count=8, gib=80, nodes=4))
+    assert (shared.learners, shared.samplers) == (8, 24)
 
 
 def test_learners_on_every_gpu_leave_a_share_of_theirs(run):
     config = run("Qwen3-4B", engine="vllm", train={"devices": 2}, rollout={"max_tokens": 512})
     placed = place_of(config, visible=["0", "1"], first=0, gib=80)
-    assert placed.gpus == "0" and placed.gpu_memory_utilization == fit(config, Cards(count=2, gib=80)).vllm_share
+    assert gpus_of(placed) == ["0"] and placed.seats is not None and placed.seats.shared
+    assert placed.vllm.gpu_memory_utilization == fit(config, Cards(count=2, gib=80)).vllm_share
 
 
 def test_a_vllm_of_several_gpus_shares_none(run):
@@ -238,12 +260,15 @@ def test_a_vllm_of_several_gpus_shares_none(run):
 def test_what_the_configuration_says_goes_before(run):
     said = {"gpus": "4", "gpu_memory_utilization": 0.35}
     placed = place_of(run(engine="vllm", vllm=said), visible=["0"], first=0, gib=24)
-    assert (placed.gpus, placed.gpu_memory_utilization) == ("4", 0.35)
+    assert (gpus_of(placed), placed.vllm.gpu_memory_utilization) == (["4"], 0.35)
 
 
 def test_elsewhere_nothing_is_changed(run):
-    for config in (run(engine="vllm"), run(), run(engine="vllm", vllm={"urls": ["http://a"]})):
-        assert with_place(config, torch.device("cpu")) is config
+    for config in (run(), run(engine="vllm", vllm={"urls": ["http://a"]})):
+        assert with_place(config, torch.device("cpu")) == (config, None)
+    on_cpu, seats = with_place(run(engine="vllm", vllm={"servers": 2}), torch.device("cpu"))
+    assert on_cpu.vllm.gpu_memory_utilization is None and seats is not None
+    assert [seat.gpus for seat in seats.servers] == [(), ()]
 
 
 # ---- the command ----

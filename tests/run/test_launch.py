@@ -88,6 +88,9 @@ def test_the_batch_script_starts_torchrun_on_every_machine(tmp_path: Path, monke
     asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--time=1:00:00", "--exclusive"} <= set(asked)
     assert not any("partition" in option or "account" in option for option in asked)
+    sampled = {"engine": "vllm", "vllm": {"servers": 5, "tensor_parallel_size": 2}}
+    with_servers = launch_of(config(launcher=slurm, **sampled), RUN).script  # three on the first, two on the other
+    assert with_servers is not None and "--gpus-per-node=8\n" in with_servers
     on_cpus = launch_of(config(launcher=slurm, device="cpu"), RUN).script
     assert on_cpus is not None and "--gpus-per-node" not in on_cpus
 

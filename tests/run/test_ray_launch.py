@@ -98,9 +98,37 @@ def test_gpus_are_as_the_device_says(device: str, asked: float | None, there: fl
 
 
 @pytest.mark.parametrize(
+    ("vllm", "device", "there", "servers", "gpus"),
+    [
+        ({"servers": 2}, "cpu", 0.0, 2, 0.0),
+        ({}, "cpu", 0.0, 1, 0.0),
+        ({}, "auto", 8.0, 6, 1.0),  # two train
+        ({"tensor_parallel_size": 4}, "auto", 8.0, 1, 4.0),
+        ({"servers": 3, "tensor_parallel_size": 4}, "cuda", 8.0, 3, 4.0),  # the cluster may grow
+        ({"urls": ["http://a:1"]}, "auto", 8.0, 0, 4.0),
+    ],
+)
+def test_a_bundle_for_each_vllm_server(
+    vllm: dict[str, Any], device: str, there: float, servers: int, gpus: float
+) -> None:
+    run = config({"kind": "ray", "cpus": 2}, engine="vllm", vllm=vllm, device=device, train={"devices": 2})
+    roles = roles_of(run, gpus_there=there)
+    learner, server = {"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": gpus}
+    if not there:
+        del learner["GPU"], server["GPU"]
+    assert roles.bundles == [*[learner] * 2, *[server] * servers, {"CPU": 2.0}]
+    places = roles.places("group", "/here")
+    assert [place.index for place in places.engines] == list(range(2, 2 + servers))
+    assert all(place.share == server for place in places.engines)
+
+
+@pytest.mark.parametrize(
     "keys",
     [
-        {"engine": "vllm"},
+        {"engine": "vllm", "vllm": {"mode": "colocate"}},
+        {"engine": "vllm", "vllm": {"gpus": "1"}},
+        {"engine": "vllm", "vllm": {"sleep": True}},
+        {"engine": "vllm", "launcher": {"kind": "ray", "engines": 2}},
         {"train": {"lora": None}},
         {"device": "cuda:1"},
         {"device": "cpu", "launcher": {"kind": "ray", "gpus": 1}},

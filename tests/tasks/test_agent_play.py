@@ -83,6 +83,8 @@ def test_a_tool_agent_is_one_segment_of_what_was_sampled(play_group, recorder, s
     lengths = (len(first.completion.token_ids), len(between), len(second.completion.token_ids))
     assert only.mask == (1,) * lengths[0] + (0,) * lengths[1] + (1,) * lengths[2]
     assert trained(rollout) == sampled(recorder)
+    (conversation,) = {request.conversation for request, _ in recorder.turns}  # one server of several has both turns
+    assert conversation.endswith("/0")
     assert "564" in starter.tokenizer.decode(list(between))
     assert rollout.info["tool_calls"] == 1 and rollout.info["forks"] == 0
     assert [message["role"] for message in rollout.messages] == ["assistant", "tool", "assistant"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from episodes import AsyncEcho, Bad, Echo, cases, config, play
+from episodes import AsyncEcho, Bad, Echo, Recorder, cases, config, play
 from groupwise.algo.samples import segments_of
 from groupwise.errors import EnvError
 from groupwise.tasks.env import StepResult
@@ -60,6 +60,20 @@ def test_the_instance_is_closed_whatever_happens(rollouts):
 
     rollouts(Kept)
     assert len(made) == 2 and all(each.calls[-1] == "close" for each in made)
+
+
+def test_turns_of_an_episode_are_a_conversation_of_its_group(starter_engine, starter):
+    """So that one of several servers has them all: the first turns, which are one request, and then each its own."""
+    asked: list[str] = []
+
+    class Heard(Recorder):
+        async def sample(self, requests):
+            asked.extend(request.conversation for request in requests)
+            return await self.engine.sample(requests)
+
+    whole = SamplingParams(max_tokens=24)
+    play(Heard(starter_engine), starter.tokenizer, Echo, n=2, seed=7, prompts=cases({}, {}), params=whole)
+    assert sorted(asked) == ["7", "7/0", "7/1", "8", "8/0", "8/1"]
 
 
 def test_episodes_follow_from_their_seeds(rollouts):

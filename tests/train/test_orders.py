@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -71,6 +72,32 @@ def test_only_rank_0_is_told_what_to_do(make_base, make_samples, tmp_path: Path,
         assert counters == [one.steps, one.shuffle.getstate()]
         for a, b in zip(weights, whole(one), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_a_thread_beside_a_rank_asks_the_store_while_that_waits_for_an_order(make_base) -> None:
+    """By a line of its own, and what follows each order is done after it."""
+
+    def work(ranks):
+        line, heard = ranks.own_line("beside"), threading.Event()
+        learner = opened(make_base(), ranks=ranks, lora=LORA)
+        if ranks.leads:
+            line.set("asked", "?")
+            assert line.get("answered") == b"!"  # by the other rank, which has got no order since
+            learner.set_micro_tokens(MICRO_TOKENS)
+            return end(ranks)
+
+        def answer() -> None:
+            assert line.get("asked") == b"?"
+            line.set("answered", "!")
+            heard.set()
+
+        threading.Thread(target=answer).start()
+        done: list[int] = []
+        follow(learner, after=lambda: done.append(learner.micro_tokens))
+        return heard.is_set(), done
+
+    (_, (heard, done)) = on_ranks(work)
+    assert heard and done[-1:] == [MICRO_TOKENS]
 
 
 def test_an_adapter_that_rank_0_starts_from_is_everybodys(make_base, make_adapter) -> None:

@@ -12,8 +12,11 @@ Engine = Literal["local", "vllm"]
 
 OWN_SHARE = 0.9  # of a GPU's memory, where vLLM has it to itself
 
-OF_SERVERS = ("urls", "python", "host", "port", "gpus", "arguments", "environment", "log")
+OF_SERVERS = ("urls", "servers", "python", "host", "port", "gpus", "arguments", "environment", "log")
 """Keys of `vllm` that say how a server is reached or started."""
+
+SERVED_BY = ("urls", "servers", "python", "host", "port", "gpus", "log", "tensor_parallel_size", "adapter_dir")
+"""Keys of `vllm` that may change between a run and its resumption: which servers sample, and where."""
 
 
 class VllmConfig(Section):
@@ -24,15 +27,19 @@ class VllmConfig(Section):
     """`server`: vLLM in processes of its own, asked over HTTP. `colocate`: in this process, on the trainer's device."""
     urls: Texts = ()
     """Servers to sample from, with or without /v1; none starts one, which ends with the run."""
+    servers: int | None = Field(default=None, ge=1, le=4096)
+    """How many are started, each on `tensor_parallel_size` GPUs of one machine; null is as many as the GPUs hold that
+    no learner uses, or one where there are none."""
     python: Text | None = None
     """The interpreter of vLLM's environment, as in .venv-vllm/bin/python; null is the one that runs this."""
     host: Text = "127.0.0.1"
     """Where a server that is started listens. It has no keys: leave it on this machine, or on a network of your own."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """... and its port; null is a free one, or 8000 for `groupwise vllm-serve`."""
+    """... and its port, of several servers that of the first, and so on; null is a free one, or 8000 for `groupwise
+    vllm-serve`."""
     gpus: Text | None = None
-    """CUDA_VISIBLE_DEVICES of the server, as in "2,3". null is, where a run starts the server, as many as it needs of
-    those that no learner uses, else the learner's own; elsewhere all that this process sees."""
+    """The GPUs that servers get, on each machine, as CUDA_VISIBLE_DEVICES names them: "2,3". null is, where a run
+    starts servers, those that no learner uses, else the learner's own; elsewhere all that this process sees."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """The share of the GPU's memory that vLLM takes. null is 0.9, but on the learner's own GPU what training leaves in
     its worst batch (`groupwise check FILE --gpus 1x80` says how much)."""
@@ -62,10 +69,12 @@ class VllmConfig(Section):
     environment: dict[str, str] = Field(default_factory=dict)
     """Further environment variables of the server, as in {VLLM_CPU_KVCACHE_SPACE: "2"}."""
     log: Text | None = None
-    """A file to which a server that is started adds what it says; null is this process's stderr."""
+    """A file to which a server that is started adds what it says, of several with its number (`vllm-0.log`); null is
+    this process's stderr."""
     sleep: bool = False
-    """Colocated: give the memory back before training begins and while nothing is sampled. Where sampling runs ahead of
-    training there may be no such time."""
+    """Take turns with the learners: give the memory back before training begins, and with `colocate` while nothing is
+    sampled. Servers that sleep are on the learners' own GPUs. Where sampling runs ahead of training there may be no
+    such time."""
     adapter_dir: Text | None = None
     """Where versions are laid for vLLM to read; a server on another machine must see it under the same path. null is a
     temporary directory."""
@@ -92,9 +101,18 @@ class VllmConfig(Section):
             for key in OF_SERVERS:
                 if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
                     raise conflict(key, "belongs to a server; with mode colocate vLLM is in this process")
-        elif self.sleep:
-            raise conflict("sleep", "acts with mode colocate only: a server has memory of its own")
+        elif self.urls and self.servers is not None:
+            raise conflict("servers", f"{self.servers} are not started where `urls` name those that there are")
+        elif self.sleep and (self.urls or self.gpus is not None):
+            raise conflict("sleep", "is of servers that a run starts on its learners' GPUs; leave urls and gpus out")
         return self
+
+    def check_turns(self, *, meanwhile: bool) -> None:
+        """Refuse, as a conflict of the whole configuration, servers that sleep where a run samples while it trains."""
+        if self.sleep and self.mode == "server" and meanwhile:
+            message = "servers that sleep while the learners on their GPUs train cannot sample meanwhile"
+            hint = "set weight_sync_interval 1, max_staleness 0 and stream_groups 0, or sleep: false"
+            raise conflict("vllm", "sleep", f"{message}; {hint}")
 
     def rounds(self, dtype: str) -> bool:
         """Return whether vLLM's weights are rounded ones of a trainer's in `dtype` (`auto`, `float32`, `bfloat16`)."""

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from groupwise.config.algo import ReferenceKind, RunAlgoConfig
 from groupwise.config.chat import ChatConfig
 from groupwise.config.data import REASONING_GYM, DataConfig, RunKind
-from groupwise.config.engine import Engine, VllmConfig
+from groupwise.config.engine import SERVED_BY, Engine, VllmConfig
 from groupwise.config.evaluation import EVAL_SAMPLING, EvalConfig
 from groupwise.config.formats.known_elsewhere import known_elsewhere
 from groupwise.config.harness import HarnessConfig
@@ -671,6 +671,7 @@ class RunConfig(Section):
         if self.vllm.push == "merged" and not self.rollout.on_policy:
             message = "vllm.push merged changes the weights that sample: nothing can be sampled meanwhile"
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or push: adapter")
+        self.vllm.check_turns(meanwhile=not self.rollout.on_policy or self.rollout.stream_groups > 0)
         if self.rollout.in_flight_updates and self.vllm.mode == "colocate":
             message = "has no effect with vllm.mode colocate, which hands completions out when they are whole"
             raise conflict("rollout", "in_flight_updates", f"{message}; leave it out, or let vLLM be a server")
@@ -777,11 +778,12 @@ def check_processes(config: RunConfig, count: int) -> None:
 
 
 def identity(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `resolved` values that must be equal for a run to be resumed: all but where it is kept and on how many
-    devices it is trained."""
+    """Return the `resolved` values that must be equal for a run to be resumed: all but where it is kept, on how many
+    devices it is trained, and which vLLM servers sample."""
     kept = {key: value for key, value in values.items() if key not in _WHERE}
-    train = dict(kept.get("train") or {})
-    return kept | {"train": {key: value for key, value in train.items() if key not in _ON_WHAT}}
+    for section, free in (("train", _ON_WHAT), ("vllm", SERVED_BY)):
+        kept[section] = {key: value for key, value in (kept.get(section) or {}).items() if key not in free}
+    return kept
 
 
 def dump_resolved(config: RunConfig) -> str:

@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,7 +39,6 @@ from groupwise.run.open_teacher import open_teacher
 from groupwise.run.plan import RunPlan
 from groupwise.run.replay import ReplayBuffer, RerollQueue, total_reward
 from groupwise.run.teacher import Teacher, TeacherRollouts, taught
-from groupwise.run.vllm_place import with_place
 from groupwise.sampler import Sampler, UpdatesInFlight
 from groupwise.tasks.answers import AnswerRollouts
 from groupwise.tasks.data_source import data_source
@@ -53,6 +53,7 @@ from groupwise.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from groupwise.engine.vllm.open import Starters
     from groupwise.model.parts import Parts
     from groupwise.train.ranks import Ranks
 
@@ -103,11 +104,12 @@ class Beside:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteBackends:
-    """What of a run is not in its own process: who opens its engine, its reward workers and, unless they are in it, its
-    environments."""
+    """What of a run is not in its own process: who opens its engine, or starts the servers of its vLLM; its reward
+    workers; and, unless they are in it, its environments."""
 
-    engine: Callable[[RunConfig, LoadedModel], Sampler]
+    engine: Callable[[RunConfig, LoadedModel], Sampler] | None
     rewards: Callable[[RunConfig, Sequence[RewardSpec]], RewardWorkers]
+    servers: Callable[[RunConfig], Starters] | None = None
     envs: Callable[[RunConfig, EnvKind], Environments] | None = None
 
 
@@ -144,22 +146,23 @@ def open_components(
         if beside is not None and beside.base is not None:
             base, parts = beside.base, None
         else:
-            base, parts = open_base(config, ranks, remote=remote is not None)
+            base, parts = open_base(config, ranks, remote=remote is not None and remote.engine is not None)
         learner = open_learner(config, base, threads=threads, ranks=ranks, parts=parts)
         base = learner.base
         if plan.keeps_reference:
             learner.keep_reference()
-        config = with_place(config, learner.device)
+        starters = None
         if config.engine == "vllm":
+            from groupwise.run.vllm_servers import open_servers
+
+            config, starters = open_servers(config, learner.device, ranks, remote)
             on_phase("waiting for vLLM")
         elif remote is None and (faster := faster_with_vllm(config, learner.device)) is not None:
             say(faster)
-        if remote is not None:
+        if remote is not None and remote.engine is not None:
             engine = remote.engine(config, base)
-        elif parts is not None and base.device.type == "meta":
-            engine = open_engine_apart(config, learner, say=say)
         else:
-            engine = open_engine(config, base, threads=threads, say=say)
+            engine = open_engine(config, base, threads=threads, learner=learner, starters=starters, say=say)
         opened.callback(engine.close)
         check_in_flight(config, engine)
         check_grammar(config, engine, base.tokenizer)
@@ -196,26 +199,41 @@ def open_components(
 
 
 def open_engine(
-    config: RunConfig, base: LoadedModel, *, threads: int, say: Callable[[str], None] = lambda text: None
+    config: RunConfig,
+    base: LoadedModel,
+    *,
+    threads: int,
+    learner: Learner | None = None,
+    starters: Starters | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Sampler:
-    """Return what samples. With vLLM the local engine is what versions are checked against; `say` is told while it is
-    waited for."""
+    """Return what samples. With vLLM the local engine is what versions are checked against, or the `learner` where no
+    process has the whole base; `starters` say who starts its servers, and `say` is told while they are waited for."""
+    if learner is not None and base.device.type == "meta":
+        return open_engine_apart(config, learner, starters=starters, say=say)
     own = None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads
     if config.engine == "local":
         return local_engine(config, base, threads=own)
     from groupwise.engine.vllm.open import open_vllm
+    from groupwise.run.vllm_servers import give_unused_back
 
-    return open_vllm(config, base, LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own), say=say)
+    reference = LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own)
+    gives = partial(give_unused_back, config, base.device)
+    return open_vllm(config, base, reference, starters=starters, before_waking=gives, say=say)
 
 
-def open_engine_apart(config: RunConfig, learner: Learner, *, say: Callable[[str], None]) -> Sampler:
+def open_engine_apart(
+    config: RunConfig, learner: Learner, *, starters: Starters | None, say: Callable[[str], None]
+) -> Sampler:
     """Return what samples where no process has the whole base (`RunConfig.keeps_base`)."""
     scores = LearnerScores(learner)
     if config.never_samples:
         return scores
     from groupwise.engine.vllm.open import open_vllm
+    from groupwise.run.vllm_servers import give_unused_back
 
-    return open_vllm(config, learner.base, scores, write=learner.save_adapter, say=say)
+    how: dict[str, Any] = {"starters": starters, "before_waking": partial(give_unused_back, config, learner.device)}
+    return open_vllm(config, learner.base, scores, write=learner.save_adapter, say=say, **how)
 
 
 def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = None) -> LocalEngine:

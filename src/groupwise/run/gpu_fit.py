@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from groupwise.config.lora import LoraSpec
 from groupwise.config.run import RunConfig
+from groupwise.engine.vllm.seats import seats_of
 from groupwise.errors import ConfigError
 from groupwise.model.activations import ModelSize
 from groupwise.model.backbone import is_lean
@@ -295,18 +296,21 @@ def _placed(config: RunConfig, cards: Cards, learners: int) -> dict[str, int | N
 
 
 def _shared_out(config: RunConfig, cards: Cards) -> tuple[int, int]:
-    """Return how many GPUs train, and how many vLLM has to itself: none where it shares the learner's one."""
-    vllm, devices = config.vllm, config.train.devices
+    """Return how many GPUs train, and how many vLLM has to itself: none where it shares the learner's one. Without
+    `train.devices` all train that servers leave, of which there is then one a machine unless `vllm.servers` says."""
+    vllm, learners = config.vllm, config.train.devices
     starts = config.engine == "vllm" and vllm.mode == "server" and not vllm.urls
-    apart = starts and (vllm.tensor_parallel_size > 1 or cards.total > (devices or 1))
-    samplers = vllm.tensor_parallel_size if apart else 0
-    learners = devices or max(1, cards.total - samplers)
-    if learners + samplers > cards.total:
+    if learners is None:
+        servers = -(-(vllm.servers or cards.nodes) // cards.nodes) if starts and not vllm.sleep else 0
+        learners = cards.nodes * max(1, cards.count - servers * vllm.tensor_parallel_size)
+    if learners > cards.total:
         raise ConfigError(
-            f"{learners} GPUs to train and {samplers} for vLLM are more than the {cards.total} that there are",
-            hint="lower train.devices or vllm.tensor_parallel_size",
+            f"{learners} GPUs to train are more than the {cards.total} that there are", hint="lower train.devices"
         )
-    return learners, samplers
+    if not starts:
+        return learners, 0
+    each, names = -(-learners // cards.nodes), [str(number) for number in range(cards.count)]
+    return learners, seats_of(vllm, learners=each, visible=names, nodes=cards.nodes).gpus
 
 
 def _left(needed: int, total: int, weights: int) -> float:

@@ -71,6 +71,15 @@ def _groupwise(command: Sequence[str]) -> tuple[str, ...]:
     return ("-m", "groupwise", *command)
 
 
+def _sampling_gpus(config: RunConfig) -> int:
+    """Return how many GPUs of each machine vLLM's servers are to have: those of `vllm.servers`; without it the server
+    of a run shares that of the first learner, unless `launcher.options` ask for more."""
+    vllm, nodes = config.vllm, config.launcher.nodes
+    if config.engine != "vllm" or vllm.urls or vllm.servers is None:
+        return 0
+    return -(-vllm.servers // nodes) * vllm.tensor_parallel_size
+
+
 def _slurm(config: RunConfig, command: Sequence[str], each: int) -> str:
     """Return a batch script. Every machine needs this Python and the configuration, at the same paths."""
     launcher = config.launcher
@@ -78,7 +87,7 @@ def _slurm(config: RunConfig, command: Sequence[str], each: int) -> str:
         "--job-name": config.name,
         "--nodes": launcher.nodes,
         "--ntasks-per-node": 1,
-        "--gpus-per-node": None if config.device == "cpu" else each,
+        "--gpus-per-node": None if config.device == "cpu" else each + _sampling_gpus(config),
         "--partition": launcher.partition,
         "--account": launcher.account,
         "--time": launcher.time,

@@ -102,14 +102,14 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def sleeps_while_training(config: RunConfig) -> bool:
-    """Return whether a vLLM in this process has given its memory back whenever a micro-batch is computed."""
-    return config.vllm.mode == "colocate" and config.vllm.sleep and config.rollout.on_policy
+    """Return whether the vLLM on the learners' GPUs has given its memory back whenever a micro-batch is computed."""
+    return config.vllm.sleep and config.rollout.on_policy
 
 
 def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
-    """Return bytes that vLLM takes in this process while it trains: what it keeps asleep, or its share of the device,
-    or on a CPU its weights and the cache that it is told to have."""
-    if config.engine != "vllm" or config.vllm.mode != "colocate":
+    """Return bytes of the learner's device that vLLM takes while that trains: what it keeps asleep; or in this process
+    its share of the device, or on a CPU its weights and the cache that it is told to have."""
+    if config.engine != "vllm" or (config.vllm.mode != "colocate" and not config.vllm.sleep):
         return 0
     if device.type == "cuda" and sleeps_while_training(config):  # gpu-only: no CPU's vLLM sleeps
         return ASLEEP

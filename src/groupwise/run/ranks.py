@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -55,7 +56,7 @@ def _on_several(config: RunConfig, here: World, device: torch.device, lead: Call
     ranks = join(here, device=device, deadline_s=config.train.deadline_s)
     try:
         if not here.leads:
-            return _follow(config, ranks)
+            return _follow(config, here, device, ranks)
         try:
             result = lead(ranks)
         except RankLostError:
@@ -70,17 +71,24 @@ def _on_several(config: RunConfig, here: World, device: torch.device, lead: Call
         ranks.close()
 
 
-def _follow(config: RunConfig, ranks: Ranks) -> R:  # pyright: ignore[reportInvalidTypeVarUse]
-    """Be one of the others. Ctrl-C reaches all processes, and is rank 0's to answer."""
+def _follow(config: RunConfig, here: World, device: torch.device, ranks: Ranks) -> R:  # pyright: ignore[reportInvalidTypeVarUse]
+    """Be one of the others, and the first of a machine has its vLLM servers. Ctrl-C reaches all processes, and is rank
+    0's to answer."""
+    from groupwise.run.vllm_servers import give_unused_back, machine_servers
     from groupwise.train.orders import follow
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    base, parts = open_base(config, ranks)
-    learner = open_learner(config, base, threads=torch.get_num_threads(), ranks=ranks, parts=parts)
-    torch.set_num_threads(learner.threads)
-    return follow(learner)
+    servers = machine_servers(config, here, device, ranks)
+    try:
+        base, parts = open_base(config, ranks)
+        learner = open_learner(config, base, threads=torch.get_num_threads(), ranks=ranks, parts=parts)
+        torch.set_num_threads(learner.threads)
+        return follow(learner, after=partial(give_unused_back, config, device))
+    finally:
+        if servers is not None:
+            servers.close()
 
 
 def check_started(config: RunConfig, here: World) -> None:

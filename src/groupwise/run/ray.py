@@ -2,11 +2,13 @@
 
     launcher (this process)  --  starts  -->  learners, `train.devices` actors; rank 0 runs the loop as it is, beside
                                               agents
-    rank 0                   --  starts  -->  `launcher.engines` engines, `scoring.workers` reward workers and
-                                              `launcher.env_workers` environment workers
+    rank 0                   --  starts  -->  `launcher.engines` engines, or with engine vllm `vllm.servers` servers;
+                                              `scoring.workers` reward workers and `launcher.env_workers` environment
+                                              workers
 
-All are in one placement group: a bundle for each learner, each engine, one for the reward workers together and one for
-the environment workers together. Rank 0 replaces these (`worker_group`). When a learner dies, so do the others and all
+All are in one placement group: a bundle for each learner, each engine or server, one for the reward workers together
+and one for the environment workers together. Rank 0 replaces these (`worker_group`, and of servers the fleet of
+`engine/vllm`). When a learner dies, so do the others and all
 that rank 0 started, and the launcher starts learners again, which go on from the last checkpoint, at most
 `launcher.restarts` times.
 """
@@ -30,6 +32,7 @@ from groupwise.run.ray_actors import Actor, Bundle, Place, connected, enter, pla
 from groupwise.run.ray_engines import RayEngines
 from groupwise.run.ray_envs import RayEnvs
 from groupwise.run.ray_rewards import RayRewards
+from groupwise.run.ray_servers import ray_servers
 from groupwise.run.stop_request import StopRequest
 from groupwise.store.rundir import reserve_run_dir
 from groupwise.tasks.load_env_kind import load_env_kind
@@ -49,11 +52,13 @@ class Run(Protocol[R_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """How many there are of each kind of actor, and what Ray reserves for one."""
+    """How many there are of each kind of actor, and what Ray reserves for one. With engine vllm `engines` are its
+    servers."""
 
     learners: int
+    learner: Bundle
     engines: int
-    each: Bundle  # of these
+    engine: Bundle
     reward_workers: int
     reward_worker: Bundle
     env_workers: int
@@ -64,12 +69,14 @@ class Roles:
         """Return those of the placement group: learners, engines, the reward workers together, the environment workers
         together."""
         together = [each for each in (self._rewards, self._envs) if each]  # Ray has no empty bundles
-        return [*[self.each] * (self.learners + self.engines), *together]
+        return [*[self.learner] * self.learners, *[self.engine] * self.engines, *together]
 
     def places(self, group: Any, folder: str) -> Places:
         """Return where they go in the group."""
         place, alone = partial(Place, group=group, folder=folder), self.learners + self.engines
-        first = [place(index=index, share=self.each) for index in range(alone)]
+        first = [
+            place(index=index, share=self.learner if index < self.learners else self.engine) for index in range(alone)
+        ]
         last_engine = alone - 1
         with_rewards = alone if self._rewards else last_engine
         with_envs = len(self.bundles) - 1 if self._envs else last_engine
@@ -111,12 +118,14 @@ def roles_of(config: RunConfig, *, gpus_there: float = 0.0) -> Roles:
     Raises ConfigError for what does not go with Ray, LoadError for an environment that cannot be imported here.
     """
     launcher, device = config.launcher, config.device
-    if config.engine != "local":
+    vllm = config.vllm if config.engine == "vllm" else None
+    if vllm is not None and (vllm.mode == "colocate" or vllm.gpus or vllm.sleep or launcher.engines != 1):
         raise ConfigError(
-            f"engine {config.engine!r} does not go with launcher.kind ray, whose engines are its own",
-            hint="set engine: local, or use groupwise run, which reaches vLLM by itself",
+            "engine vllm on Ray: its servers are started on the cluster, on GPUs of their own that Ray chooses",
+            hint="set vllm.servers, and leave launcher.engines, vllm.gpus, vllm.sleep and vllm.mode out",
+            field="vllm.servers",
         )
-    if config.train.lora is None:
+    if vllm is None and config.train.lora is None:
         raise ConfigError(
             "train.lora null does not go with launcher.kind ray: engines in other processes get adapters only",
             hint="set train.lora, or train without Ray",
@@ -130,11 +139,18 @@ def roles_of(config: RunConfig, *, gpus_there: float = 0.0) -> Roles:
         raise ConfigError(
             f"launcher.gpus = {gpus:g} does not go with device {device!r}", hint="leave launcher.gpus out"
         )
-    gpu = {"GPU": gpus} if gpus else {}
+    learner: Bundle = {"CPU": launcher.cpus, **({"GPU": gpus} if gpus else {})}
+    learners = config.train.devices or 1
+    engines, engine = launcher.engines, learner
+    if vllm is not None:
+        each, left = vllm.tensor_parallel_size, max(0, int(gpus_there - gpus * learners)) if gpus else 0
+        engines = 0 if vllm.urls else vllm.servers or max(1, left // each)
+        engine = {"CPU": launcher.cpus, **({"GPU": float(each)} if gpus else {})}
     return Roles(
-        learners=config.train.devices or 1,
-        engines=launcher.engines,
-        each={"CPU": launcher.cpus, **gpu},
+        learners=learners,
+        learner=learner,
+        engines=engines,
+        engine=engine,
         reward_workers=config.scoring.workers,
         reward_worker={"CPU": launcher.reward_cpus},
         env_workers=launcher.env_workers if _has_environments(config) else 0,
@@ -241,8 +257,10 @@ class LearnerActor:
         """Run as rank 0 or as another."""
         enter(places.learners[0].folder)
         os.environ.update(environment)
+        vllm = config.engine == "vllm"
         remote = RemoteBackends(
-            engine=partial(RayEngines, places=places.engines),
+            engine=None if vllm else partial(RayEngines, places=places.engines),
+            servers=partial(ray_servers, places.engines) if vllm and places.engines else None,
             rewards=partial(RayRewards, place=places.rewards),
             envs=None if places.envs is None else partial(RayEnvs, place=places.envs),
         )

@@ -1,50 +1,78 @@
-"""The place of a vLLM that a run starts: GPUs that no learner uses, or what training leaves of the learner's own.
+"""The place of the vLLM servers that a run starts: GPUs that no learner uses, or what training leaves of the learner's
+own.
 
-vLLM takes its share of a GPU when it starts, and refuses to where less is free; the learner is there first. So on a GPU
+vLLM takes its share of a GPU when it starts, and refuses to where less is free; the learner is there first. So on GPUs
 of its own it takes nine tenths, and on the learner's what the worst batch of training leaves (`gpu_fit`). What the
-configuration says goes before.
+configuration says goes before. Which GPUs are whose is `engine/vllm/seats.py`'s plan.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from groupwise.config.engine import OWN_SHARE, VllmConfig
 from groupwise.config.run import RunConfig
-from groupwise.config.world import world
+from groupwise.config.world import World, world
+from groupwise.engine.vllm.seats import Seats, seats_of
 from groupwise.errors import ConfigError
 from groupwise.model.memory import GIB
 from groupwise.run.gpu_fit import Cards, fit
 
 
-def with_place(config: RunConfig, device: torch.device) -> RunConfig:
-    """Return the configuration with the GPUs and the share that vLLM gets on this machine; as it is where no vLLM is
-    started, or on no GPU. Raises ConfigError where training leaves too little."""
-    starts = config.engine == "vllm" and not config.vllm.urls
-    if not starts or device.type != "cuda":  # gpu-only below: which GPUs vLLM gets
-        return config
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """`vllm` with the share of a GPU that its servers take, and the servers' places; None: it starts none."""
+
+    vllm: VllmConfig
+    seats: Seats | None
+
+
+def with_place(config: RunConfig, device: torch.device) -> tuple[RunConfig, Seats | None]:
+    """Return the configuration with the share of a GPU that vLLM gets, and the places of its servers on all machines of
+    this world; None where the run starts no servers. Raises ConfigError where training leaves too little."""
+    if config.engine != "vllm" or config.vllm.urls:
+        return config, None
+    visible, gib = visible_gpus(device), 0.0
+    if device.type == "cuda":  # gpu-only: how large it is
+        gib = torch.cuda.get_device_properties(device).total_memory / GIB
+    here = world()
+    placed = place_of(config, visible=visible, first=first_of(device, here), gib=gib, here=here)
+    return config.model_copy(update={"vllm": placed.vllm}), placed.seats
+
+
+def visible_gpus(device: torch.device) -> list[str]:
+    """Return the GPUs of this machine that the processes of a run on `device` see, by the names that CUDA has for them;
+    none where that is no GPU of CUDA's."""
+    if device.type != "cuda":  # gpu-only below: which GPUs there are
+        return []
     ids = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = ids.split(",") if ids else [str(number) for number in range(torch.cuda.device_count())]
-    gib = torch.cuda.get_device_properties(device).total_memory / GIB
-    return config.model_copy(update={"vllm": place_of(config, visible=visible, first=device.index or 0, gib=gib)})
+    return ids.split(",") if ids else [str(number) for number in range(torch.cuda.device_count())]
 
 
-def place_of(config: RunConfig, *, visible: Sequence[str], first: int, gib: float) -> VllmConfig:
-    """Return `config.vllm` with its place among the `visible` GPUs, of `gib` each; learners use those from number
+def first_of(device: torch.device, here: World) -> int:
+    """Return the number of the first GPU that a learner of this machine uses, by the one that this process uses."""
+    return (device.index or 0) - here.local_rank if here.size > 1 else device.index or 0
+
+
+def place_of(config: RunConfig, *, visible: Sequence[str], first: int, gib: float, here: World | None = None) -> Placed:
+    """Return the place of vLLM among the `visible` GPUs of each machine, of `gib` each; learners use those from number
     `first` on. Raises ConfigError as `with_place`."""
-    vllm, learners = config.vllm, config.train.devices or world().size
-    free = [gpu for number, gpu in enumerate(visible) if not first <= number < first + learners]
-    apart = vllm.mode == "server" and (vllm.gpus is not None or len(free) >= vllm.tensor_parallel_size)
-    gpus = vllm.gpus
-    if vllm.mode == "server" and gpus is None:
-        gpus = ",".join(free[: vllm.tensor_parallel_size]) if apart else visible[first]
+    vllm, here = config.vllm, here or World()
+    learners = config.train.devices or here.size
+    each = here.local_size or learners
+    seats = None
+    if vllm.mode == "server":
+        nodes = max(1, learners // each)
+        seats = seats_of(vllm, learners=each, visible=visible, first=first, nodes=nodes)
     share = vllm.gpu_memory_utilization
-    if share is None:
+    if share is None and visible:
+        apart = seats is not None and not seats.shared
         share = OWN_SHARE if apart else _left(config, learners=learners, gib=gib)
-    return vllm.model_copy(update={"gpus": gpus, "gpu_memory_utilization": share})
+    return Placed(vllm=vllm.model_copy(update={"gpu_memory_utilization": share}), seats=seats)
 
 
 def _left(config: RunConfig, *, learners: int, gib: float) -> float:

@@ -258,7 +258,13 @@ class AgentSession:
         self, asked: AgentRequest, params: SamplingParams, said: Callable[[int], None] | None
     ) -> Completion:
         prompt_ids = asked.transcript.prompt_ids
-        request = SamplingRequest(prompt_ids=prompt_ids, params=params, version=self.version, cache=True)
+        request = SamplingRequest(
+            prompt_ids=prompt_ids,
+            params=params,
+            version=self.version,
+            cache=True,
+            conversation=f"{self.seed}/{self.number}",
+        )
         self._asked += 1
         task = asyncio.ensure_future(self._draw(request, said))
         self._tasks.add(task)

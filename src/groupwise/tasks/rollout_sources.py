@@ -174,7 +174,13 @@ class EpisodeRollouts:
             assert player.transcript is not None
             drawn = of_reply(params, prompt_ids, self._tokenizer, tools=player.transcript.tools)
             drawn = replace(drawn, max_tokens=most, seed=seed_of(seed, number, turn))
-            request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, version=version, cache=self._cache)
+            request = SamplingRequest(
+                prompt_ids=prompt_ids,
+                params=drawn,
+                version=version,
+                cache=self._cache,
+                conversation=f"{seed}/{number}",
+            )
             (completion,) = await self._sample(request)
             return completion
 
@@ -204,7 +210,12 @@ class EpisodeRollouts:
             return [None] * len(players)
         drawn = replace(of_reply(params, prompt_ids, self._tokenizer, tools=tools), max_tokens=most, seed=seed)
         request = SamplingRequest(
-            prompt_ids=prompt_ids, params=drawn, n=len(players), version=version, cache=self._cache
+            prompt_ids=prompt_ids,
+            params=drawn,
+            n=len(players),
+            version=version,
+            cache=self._cache,
+            conversation=str(seed),
         )
         return [*await self._sample(request)]
 

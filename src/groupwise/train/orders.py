@@ -11,7 +11,7 @@ sent.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import TrainingError
@@ -42,8 +42,8 @@ def strategy_of(
     return DataParallel(ranks, **options)
 
 
-def follow(learner: Learner) -> Any:
-    """Do what rank 0 orders until it has ended; returns what `end` was given.
+def follow(learner: Learner, *, after: Callable[[], None] = lambda: None) -> Any:
+    """Do what rank 0 orders until it has ended, and `after` each order what that says; returns what `end` was given.
 
     Raises:
         TrainingError: rank 0 ended with an error.
@@ -54,6 +54,7 @@ def follow(learner: Learner) -> Any:
         verb, args, kwargs = read_order(learner.strategy.ranks.next_order())
         if verb != _END:
             getattr(learner, verb)(*args, **kwargs)
+            after()
             continue
         result, error = args
         if error is not None:

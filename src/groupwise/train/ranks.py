@@ -4,6 +4,7 @@
     Ranks.sum     a tensor, added up over all ranks        on the devices: NCCL, or gloo on CPUs
     Ranks.gather  an object of every rank, at every rank   always gloo
     Ranks.send_order, next_order                           rank 0 tells the others what to do next
+    Ranks.own_line                                         a store for threads beside them
 
 Nothing waits for ever. Everybody first passes a barrier that has a deadline, so that what is missing is a rank with a
 number and not a hang inside a collective: RankLostError says which rank did not come to which phase, and how long that
@@ -14,6 +15,7 @@ Between orders rank 0 may sample for as long as it likes: the others look whethe
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import threading
 import time
@@ -47,10 +49,10 @@ class Ranks:
         deadline_s: seconds that every rank has to come to a phase.
     """
 
-    def __init__(self, world: World, store: Store, *, device: torch.device, deadline_s: float):
+    def __init__(self, world: World, store: Store, *, device: torch.device, deadline_s: float, meeting: int = 0):
         self.rank, self.size, self.device, self.deadline_s = world.rank, world.size, device, deadline_s
         self.local_size = world.local_size or world.size
-        self._store = store
+        self._store, self._meeting = store, meeting
         self.control: Any = dist.new_group(backend="gloo", timeout=self._timeout)  # for what is not a tensor
         self._orders = self._phases = 0
         self._store.set(f"phase/{self.rank}", "0")
@@ -125,6 +127,14 @@ class Ranks:
             if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
                 raise
             raise self._lost(phase, error, time.monotonic() - started) from error
+
+    def own_line(self, name: str) -> Store:
+        """Return a part of the store where the ranks met, over a connection of its own: a connection answers one
+        question at a time, and a thread is not to wait behind a rank that waits for another. Raises RankLostError."""
+        with self.named(name):
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            line = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
+            return PrefixStore(f"{name}/{self._meeting}", line)
 
     def close(self) -> None:
         """Leave the group."""
@@ -215,7 +225,9 @@ def join(world: World, *, device: torch.device, deadline_s: float) -> Ranks:
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        return Ranks(world, PrefixStore(f"orders/{meeting}", store), device=device, deadline_s=deadline_s)
+        return Ranks(
+            world, PrefixStore(f"orders/{meeting}", store), device=device, deadline_s=deadline_s, meeting=meeting
+        )
     except (RuntimeError, ValueError) as error:
         raise RankLostError(
             f"rank {world.rank} of {world.size} did not meet the others in {time.monotonic() - started:.1f} s "

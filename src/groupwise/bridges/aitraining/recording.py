@@ -300,6 +300,7 @@ class RecordingPolicy:
             n=asked.n,
             version=self._version,
             cache=True,
+            conversation=f"{self._seed}/{self._number}",
         )
 
     def _left(self, asked: GenerateOptions) -> int:

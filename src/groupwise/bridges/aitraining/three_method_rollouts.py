@@ -106,6 +106,7 @@ class ThreeMethodRollouts:
                 n=n,
                 version=version,
                 cache=self._config.max_turns > 1,
+                conversation=str(mode.seed),
             )
             for prompt, mode in zip(prompts, modes, strict=True)
         ]

@@ -46,6 +46,7 @@ from groupwise.types import SamplingParams
 HEALTH_S = 5.0  # for an answer to /health
 ASK_S = 60.0  # for what samples nothing
 COMPLETIONS = "/v1/completions"
+SLEEP_S = 120.0  # to give a GPU's memory back, or take it
 LOOK_S = 30.0  # between looks whether a server moves, or a quarter of the time that it may stand still
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^\n]*\})? (\S+)", re.MULTILINE)
 SAID = 300  # characters of an answer that are quoted
@@ -285,6 +286,15 @@ class VllmServer:
                 await self._ask("POST", "/reset_encoder_cache")
             await self._ask("POST", "/update_weight_version", {"new_version": path})
             self._weights = path
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory back, but for what CUDA keeps; nothing may be in flight. Raises ServerLost,
+        EngineError."""
+        await self._ask("POST", "/sleep?level=1", timeout=SLEEP_S)
+
+    async def wake(self) -> None:
+        """Take the memory again. Raises ServerLost, EngineError."""
+        await self._ask("POST", "/wake_up", timeout=SLEEP_S)
 
     async def remembers(self, base: str) -> bool:
         """Return whether it has what it was given last, and was not restarted since: the weights that it has read, or

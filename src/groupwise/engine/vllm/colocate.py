@@ -51,8 +51,7 @@ class InProcess(VllmServer):
                 f"vllm.mode is colocate, and vLLM cannot be imported here: {error}",
                 hint="install it in this environment, or use vllm.mode: server with vllm.python",
             ) from error
-        more = {"enable_sleep_mode": True} if config.sleep else {}
-        self._options, self._sleeps = engine_options(config, shape) | more | {"seed": 0}, config.sleep
+        self._options, self._sleeps = engine_options(config, shape) | {"seed": 0}, config.sleep
         self._asleep, self._shown = False, set[str]()
         self._adapters: dict[str, Any] = {}
         self._numbers = itertools.count(1)

@@ -37,14 +37,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.sampling import completion_seed
 from groupwise.engine.vllm.answers import Sampled
-from groupwise.engine.vllm.client import VllmServer, sampling_body
+from groupwise.engine.vllm.client import ServerLost, VllmServer, sampling_body
 from groupwise.engine.vllm.fleet import Fleet
 from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.grammar import VllmGrammars
 from groupwise.engine.vllm.handshake import Accepted, Handshake
 from groupwise.engine.vllm.images import images_of
 from groupwise.engine.vllm.publish import Leases, LoadedAdapter, Published, Shelf, TrainerScores, publish, reload
-from groupwise.engine.vllm.server import ServerLaunch
+from groupwise.engine.vllm.server import StartServer
 from groupwise.errors import (
     AdapterNotFoundError,
     ConfigError,
@@ -99,13 +99,14 @@ class VllmEngine:
         base: the trainer's model; versions are adapters of it.
         reference: scores with it (the local engine); closed with this.
         targets: the modules that adapters change, by the last part of their names.
-        launches: servers to start where `config.urls` names none.
+        starts: servers to start where `config.urls` names none.
         colocated: vLLM in this process, in place of servers.
         reloads: all parameters are trained, and `adopt` hands over whole models.
         write: writes the weights of `base` as they are now into a directory; None: its model has them.
         merge: `load` hands over whole models too, which this makes of an adapter's directory (None: the base alone).
         patient, rows: see `vllm.fleet`.
         in_flight_updates: versions may be replaced under completions (`replace`).
+        before_waking: has the learners give memory back that they do not use, before servers that slept take it.
         say: is told now and then which servers are waited for, and why.
 
     Raises:
@@ -119,7 +120,7 @@ class VllmEngine:
         reference: TrainerScores,
         *,
         targets: Sequence[str],
-        launches: Sequence[ServerLaunch] = (),
+        starts: Sequence[StartServer] = (),
         colocated: InProcess | None = None,
         reloads: bool = False,
         merge: Callable[[Path | None], PreTrainedModel] | None = None,
@@ -127,6 +128,7 @@ class VllmEngine:
         patient: bool = False,
         rows: int | None = None,
         in_flight_updates: bool = False,
+        before_waking: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda text: None,
     ):
         self._config, self._base, self._reference = config, base, reference
@@ -160,7 +162,7 @@ class VllmEngine:
             if reloads or merge:  # a server may have those of an earlier run
                 first = self._write if merge is None else merge(None).save_pretrained
                 self._weights = self._shelf.put_model(PolicyVersion.base(), first)
-            self._fleet = self._wait(self._opened(launches, colocated, patient, rows, say))
+            self._fleet = self._wait(self._opened(starts, colocated, before_waking, patient, rows, say))
         except BaseException:
             self._stop()
             raise
@@ -256,9 +258,9 @@ class VllmEngine:
             self._let_go(lease)
 
     async def rest(self) -> None:
-        """See `GivesMemoryBack.rest`: a vLLM in this process sleeps where `vllm.sleep` says so."""
-        if self._colocated is not None:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._colocated.rest(), self._loop))
+        """See `GivesMemoryBack.rest`: a vLLM on the learners' GPUs sleeps where `vllm.sleep` says so."""
+        rest = self._fleet.rest if self._colocated is None else self._colocated.rest
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(rest(), self._loop))
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -272,7 +274,7 @@ class VllmEngine:
     @property
     def servers(self) -> dict[str, Accepted | None]:
         """Return what was found out about each server; None: it is away."""
-        return {member.server.url: member.accepted for member in self._fleet.members}
+        return {member.name: member.accepted for member in self._fleet.members}
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
         """`sample` for callers without an event loop."""
@@ -348,7 +350,10 @@ class VllmEngine:
         request, grammar = job.request, job.request.params.grammar
         try:
             sampled = await self._fleet.send(
-                job.name, lambda server, model: server.complete(model, job.body), rows=job.body["n"]
+                job.name,
+                lambda server, model: server.complete(model, job.body),
+                rows=job.body["n"],
+                conversation=request.conversation,
             )
         except EngineError as error:
             if grammar is None:
@@ -416,7 +421,9 @@ class VllmEngine:
             version, lease = row.version, self._leases.take(row.version)
             if lease is None and not self._is_whole(version):
                 raise self._not_loaded(version)
-            row.asking = asyncio.create_task(self._fleet.send(lease and lease.published.name, row.ask))
+            row.asking = asyncio.create_task(
+                self._fleet.send(lease and lease.published.name, row.ask, conversation=request.conversation)
+            )
             try:
                 await asyncio.wait({row.asking})
                 if not row.asking.cancelled():
@@ -465,7 +472,7 @@ class VllmEngine:
             raise
 
     async def _publish(self, published: Published) -> None:
-        await self._fleet.everywhere(lambda server: self._prove(server, published))
+        await self._fleet.where_up(lambda server: self._prove(server, published))
 
     async def _prove(self, server: VllmServer, published: Published) -> None:
         await publish(
@@ -510,16 +517,18 @@ class VllmEngine:
 
     async def _opened(
         self,
-        launches: Sequence[ServerLaunch],
+        starts: Sequence[StartServer],
         colocated: InProcess | None,
+        before_waking: Callable[[], None],
         patient: bool,
         rows: int | None,
         say: Callable[[str], None],
     ) -> Fleet:
-        how: dict[str, Any] = {"colocated": colocated, "patient": patient, "rows": rows}
-        fleet = Fleet(self._config, prepare=self._prepare, launches=launches, **how)
+        how: dict[str, Any] = {"colocated": colocated, "patient": patient, "rows": rows, "before_waking": before_waking}
+        fleet = Fleet(self._config, prepare=self._prepare, starts=starts, **how)
         try:
             await fleet.open(say=say)
+            await fleet.rest()
         except BaseException:
             await fleet.close()
             raise
@@ -538,15 +547,22 @@ class VllmEngine:
         if accepted.blind is not None and self._vision is not None and self._vision.blind is None:
             self._vision.blind = accepted.blind
             log.warning("vLLM is given no images: %s", accepted.blind)
-        for published in self._leases.alive:
-            await self._prove(server, published)
+        given: set[str] = set()
+        while missing := [each for each in self._leases.alive if each.name not in given]:  # also what came meanwhile
+            for published in missing:
+                given.add(published.name)
+                try:
+                    await self._prove(server, published)
+                except ServerLost:
+                    raise
+                except EngineError:
+                    if published in self._leases.alive:  # else it was let go meanwhile, with its files
+                        raise
         return accepted
 
     async def _closed(self) -> None:
         zero = self._handshake.zero
-        for published in (*self._leases.alive, *([] if zero is None else [zero])):
-            await self._fleet.forget(published)
-        await self._fleet.close()
+        await self._fleet.close((*self._leases.alive, *([] if zero is None else [zero])))
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 

@@ -32,11 +32,12 @@ from typing import Any
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.engine import CompletionStream, QueuedRequest, VllmEngine, tell
-from groupwise.engine.vllm.open import shape_of
+from groupwise.engine.vllm.open import shape_of, starts_here
 from groupwise.engine.vllm.publish import FILES
-from groupwise.engine.vllm.server import launch_of, rank_of
+from groupwise.engine.vllm.server import rank_of
 from groupwise.errors import (
     AdapterError,
+    ConfigError,
     DeviceLostError,
     EngineError,
     NotReadyError,
@@ -80,7 +81,8 @@ class LiveVllm(VllmEngine, Scores):
                 tell(on_token, index, each.token_ids, each.logprobs, each.top_logprobs)
             return completions
         rows = [CompletionStream(self, job, index, on_token) for index in range(request.n)]
-        sending = [asyncio.create_task(self._fleet.send(job.name, row.ask)) for row in rows]
+        send = partial(self._fleet.send, job.name, conversation=request.conversation)
+        sending = [asyncio.create_task(send(row.ask)) for row in rows]
         try:
             return [self._completion(each, request) for each in await asyncio.gather(*sending)]
         finally:
@@ -146,7 +148,7 @@ class LiveVllm(VllmEngine, Scores):
             return self.lost.message
         if self._fleet.up:
             return None
-        return "; ".join(f"vLLM at {member.server.url}: {member.why}" for member in self._fleet.members)
+        return "; ".join(f"vLLM at {member.name}: {member.why}" for member in self._fleet.members)
 
     def stats(self) -> Mapping[str, int]:
         """vLLM does not say which requests it has begun: those that it was given are `running`."""
@@ -158,6 +160,12 @@ def open_live(
     config: VllmConfig, base: LoadedModel, *, model: str, device: str, rows: int, cast_lm_head: str
 ) -> LiveVllm:
     """Return the engine of a server of `model`, `rows` completions at once. Raises EngineError, ConfigError."""
+    if config.sleep:
+        raise ConfigError(
+            "vllm.sleep is of runs, whose learners take turns with vLLM; a server samples at any time",
+            hint="leave it out, and give vLLM GPUs of its own (vllm.gpus)",
+            field="vllm.sleep",
+        )
     rank = config.max_lora_rank or RANK
     shape = shape_of(
         model, base.model, rank=rank, targets="all-linear", rows=rows, device=device, cast_lm_head=cast_lm_head
@@ -168,5 +176,5 @@ def open_live(
         LocalEngine(base, max_rows=1, prefix_cache_mb=0),
         most_rank=rank_of(rank),
         targets=shape.targets,
-        launches=[] if config.urls else [launch_of(config, shape)],
+        starts=[] if config.urls else starts_here(config, shape, None),
     )

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from groupwise.config.engine import VllmConfig
 from groupwise.config.hub import model_path, reading
 from groupwise.config.run import RunConfig
 from groupwise.engine.vllm.engine import VllmEngine
 from groupwise.engine.vllm.handshake import linear_names
 from groupwise.engine.vllm.publish import TrainerScores
-from groupwise.engine.vllm.server import ServerLaunch, Shape, launch_of
+from groupwise.engine.vllm.seats import Seats, seated, seats_of
+from groupwise.engine.vllm.server import ServerLaunch, ServerProcess, Shape, StartServer, launch_of
 from groupwise.errors import ConfigError, ModelError
 from groupwise.model.load import (
     LoadedModel,
@@ -28,43 +31,65 @@ from groupwise.model.load import (
 )
 from groupwise.store.export import AdapterMerge
 
+Starters = Callable[[Shape], Sequence[StartServer]]
+"""Returns who starts the servers of a run that is like the shape, one for each."""
+
 
 def open_vllm(
     config: RunConfig,
     base: LoadedModel,
     reference: TrainerScores,
     *,
+    starters: Starters | None = None,
     write: Callable[[Path], None] | None = None,
+    before_waking: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> VllmEngine:
-    """Return the engine that a run's configuration describes; `say` is told what is waited for, and `write` writes the
-    weights that are trained, where `base` has none. Raises EngineError, ConfigError."""
+    """Return the engine that a run's configuration describes.
+
+    Args:
+        starters: returns who starts its servers; None: this process, without looking for GPUs.
+        write: writes the weights that are trained, where `base` has none.
+        before_waking: see `VllmEngine`.
+        say: is told what is waited for.
+
+    Raises EngineError, ConfigError.
+    """
     shape = _shape(config, base.model)
     merge = None
     if config.vllm.push == "merged":
         merge = AdapterMerge(load_configured(config, device="cpu", dtype=shape.dtype))
-    colocated, launches = None, []
+    colocated, starts = None, []
     if config.vllm.mode == "colocate":
         from groupwise.engine.vllm.colocate import InProcess
 
         _spare(base.model)
         colocated = InProcess(config.vllm, shape)
     elif not config.vllm.urls:
-        launches = [launch_of(config.vllm, shape)]
+        starts = starts_here(config.vllm, shape, None) if starters is None else starters(shape)
     return VllmEngine(
         config.vllm,
         base,
         reference,
         targets=shape.targets,
-        launches=launches,
+        starts=starts,
         colocated=colocated,
         reloads=config.train.lora is None,
         merge=merge,
         write=write,
         rows=shape.rows,
         in_flight_updates=config.rollout.in_flight_updates,
+        before_waking=before_waking,
         say=say,
     )
+
+
+def starts_here(vllm: VllmConfig, shape: Shape, seats: Seats | None) -> list[StartServer]:
+    """Return who starts servers on this machine; `seats` None are those that `vllm` alone says. Raises ConfigError."""
+    seats = seats_of(vllm, learners=0, visible=()) if seats is None else seats
+    alone = len(seats.servers) == 1 and not seats.servers[0].number
+    launches = [launch_of(seated(vllm, seat, alone=alone), shape) for seat in seats.servers]
+    return [partial(ServerProcess, launch) for launch in launches]
 
 
 def _spare(model: PreTrainedModel) -> None:

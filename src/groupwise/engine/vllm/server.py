@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from groupwise import platform
 from groupwise.config.engine import OWN_SHARE, VllmConfig
@@ -86,6 +86,8 @@ def engine_options(config: VllmConfig, shape: Shape) -> dict[str, Any]:
             "max_cpu_loras": 2 * config.max_loras,  # a swap evicts nothing that is in flight
             "lora_target_modules": list(shape.targets),
         }
+    if config.sleep:
+        options["enable_sleep_mode"] = True
     if shape.float32_head and options["dtype"] != "float32":  # a generating model's head is in 16 bits otherwise
         options["hf_overrides"] = {"head_dtype": "float32"}
     if config.quantization is not None:
@@ -105,7 +107,7 @@ def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> S
     argv += ["--enable-scale-out"] if shape.sees else []  # the route of token ids and images
     environment = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
     environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    environment |= {"VLLM_SERVER_DEV_MODE": "1"} if shape.reloads else {}
+    environment |= {"VLLM_SERVER_DEV_MODE": "1"} if shape.reloads or config.sleep else {}
     environment |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": config.gpus}
     return ServerLaunch(
         argv=(*argv, *config.arguments),
@@ -138,8 +140,30 @@ def free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
+class RunningServer(Protocol):
+    """A server that was started, here or on another machine."""
+
+    @property
+    def url(self) -> str | None:
+        """Return where it listens; None: its machine has not said so yet."""
+        ...
+
+    @property
+    def ended(self) -> str | None:
+        """Return why it is over; None while it runs."""
+        ...
+
+    def stop(self) -> None:
+        """End it with all its descendants, and return when it has."""
+        ...
+
+
+StartServer = Callable[[], RunningServer]
+"""Starts a server in its place without waiting for it; called again when it has ended."""
+
+
 class ServerProcess:
-    """One server, started at once. `ended` says why it is over; `stop` ends it with all its descendants."""
+    """One server on this machine, started at once: a `RunningServer`."""
 
     def __init__(self, launch: ServerLaunch):
         self.launch = launch
@@ -151,6 +175,11 @@ class ServerProcess:
             self._log_from = launch.log.stat().st_size if launch.log.exists() else 0
         self._box = Box(_specification(launch))
         threading.Thread(target=self._wait, name="groupwise-vllm-server", daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """Return where it listens."""
+        return self.launch.url
 
     @property
     def ended(self) -> str | None:
