@@ -38,7 +38,7 @@ from groupwise.model.memory import (
 from groupwise.model.mixture import routing_shape
 from groupwise.model.packed_check import Shape, ways_of
 from groupwise.run.memory_budget import ASLEEP, FRAGMENTED, sleeps_while_training
-from groupwise.train.learner import is_light
+from groupwise.train.lanes import is_light
 from groupwise.train.lora import add_lora
 
 CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process

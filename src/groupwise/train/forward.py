@@ -197,12 +197,23 @@ def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: f
     soft targets logprobs [N, 1 + K + 1]: those of the loss tokens, of their soft targets, and of all other tokens as
     one."""
     assert not isinstance(batch.layout, Padded)
-    # The last token of the longest row is a target only: nothing reads it, and there may be no position for it.
-    longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in batch.samples), default=0)  # none: an idle rank
-    positions_S = _rotary_positions(model, batch).clamp(max=max(longest - 2, 0))
+    positions_S = read_positions(model, batch)
     hidden_SH = Backbone(model, project_with_lora)(batch.input_ids_S, positions_S, batch.layout)
-    hidden_NH = hidden_SH.index_select(0, batch.source_N)
-    return _logprobs(hidden_NH, model, batch, temperature)
+    return logprobs_of_hidden(hidden_SH, model, batch, temperature=temperature)
+
+
+def logprobs_of_hidden(
+    hidden_SH: Tensor, model: PreTrainedModel, batch: MicroBatch, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return what `packed_logprobs` returns, given the last hidden states of a micro-batch's packed row."""
+    return _logprobs(hidden_SH.index_select(0, batch.source_N), model, batch, temperature)
+
+
+def read_positions(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """Return where each token of a packed row stands, as `_rotary_positions`. The last token of the longest row is a
+    target only: nothing reads it, and there may be no position for it."""
+    longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in batch.samples), default=0)  # none: an idle rank
+    return _rotary_positions(model, batch).clamp(max=max(longest - 2, 0))
 
 
 def _rotary_positions(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
