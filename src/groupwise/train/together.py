@@ -3,10 +3,10 @@
     place = JointPasses(at_once=2)              one for the base model
     Learner(base, strategy=Joined(place))       for each of the learners
 
-Nobody waits for anybody: a learner whose micro-batch finds a pass free computes at once, with whatever else waits by
-then, and those that come meanwhile are the next pass (`joint_pass`). The thread of one of them computes it for all;
-there are no other threads. Who is in a pass with whom depends on time, and what each gets does not: its bytes are those
-of `SingleProcess`.
+A pass (`joint_pass`) takes what waits when there is a processor for it, in the order in which it came; before that it
+waits for the learners that were in one just now, for half the time that this one took. A learner by itself never waits.
+The thread of one of those in a pass computes it for all; there are no other threads. Who is in a pass with whom depends
+on time, and what each gets does not: its bytes are those of `SingleProcess`.
 
 What cannot fail for one alone fails for none: where a pass raises, memory that does not suffice above all, each of its
 learners computes its micro-batch by itself, and the one whose error it is sees it there. Micro-batches that are large
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 JOIN_TOKENS = 256  # packed tokens of a micro-batch up to which joining pays (benchmarks/many_learners.py)
 
 PASS_TOKENS = 4096  # of all micro-batches in a pass
+
+PATIENCE = 0.5  # of a pass's time: for so long the next one waits for its learners, which take an optimizer step
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +83,14 @@ class JointPasses:
     """
 
     def __init__(self, *, at_once: int = 1):
-        self._free, self.counts = at_once, PassCounts()
+        self._at_once = self._free = at_once
+        self.counts = PassCounts()
         self.why_not: str | None = None
         self._tried: list[str] = []  # models, by their hashes
         self._trying = threading.Lock()
         self._waiting: list[_Waiting[Any]] = []
+        self._running = 0  # seats in passes
+        self._coming: dict[int, float] = {}  # learners (by their models) that were in a pass just now -> until when
         self._changed = threading.Condition()
 
     def try_with(self, base: LoadedModel) -> None:
@@ -109,40 +115,56 @@ class JointPasses:
 
     def _result(self, mine: _Waiting[Result]) -> Result | None:
         with self._changed:
+            self._coming.pop(id(mine.seat.model), None)
             self._waiting.append(mine)
+            self._changed.notify_all()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: mine.done or (self._free and not mine.taken))
+                while not mine.done and (mine.taken or not self._free or self._pause() > 0):
+                    self._changed.wait(self._pause() if self._free and not mine.taken else None)
                 if mine.done:
                     return mine.result
-                self._free -= 1
                 taken = self._take()
+            began = time.monotonic()
             try:
                 self._compute(taken)
             finally:
                 with self._changed:
-                    self._free += 1
-                    for each in taken:
-                        each.done = True
-                    self._changed.notify_all()
+                    self._end(taken, time.monotonic() - began)
+
+    def _pause(self) -> float:
+        """Return for how many seconds the next pass still waits for learners that were in one just now."""
+        now = time.monotonic()
+        self._coming = {model: until for model, until in self._coming.items() if until > now}
+        return max(self._coming.values(), default=now) - now
 
     def _take(self) -> list[_Waiting[Any]]:
-        """Return the next pass: what has waited longest, and what can be computed with it."""
+        """Return the next pass: what has waited longest, and what can be computed with it, up to its share of all that
+        is here."""
         first, tokens = self._waiting[0], 0
+        share = -(-(len(self._waiting) + self._running + len(self._coming)) // self._at_once)
         taken: list[_Waiting[Any]] = []
         for each in self._waiting:
-            if each.compute is first.compute and (each is first or tokens + each.seat.tokens <= PASS_TOKENS):
+            fits = len(taken) < share and tokens + each.seat.tokens <= PASS_TOKENS
+            if each is first or (each.compute is first.compute and fits):
                 taken.append(each)
                 tokens += each.seat.tokens
                 each.taken = True
         self._waiting = [each for each in self._waiting if not each.taken]
-        counts = self.counts
-        counts.passes, counts.seats, counts.tokens = (
-            counts.passes + 1,
-            counts.seats + len(taken),
-            counts.tokens + tokens,
-        )
+        self._free, self._running = self._free - 1, self._running + len(taken)
+        self.counts.passes += 1
+        self.counts.seats += len(taken)
+        self.counts.tokens += tokens
         return taken
+
+    def _end(self, taken: Sequence[_Waiting[Any]], seconds: float) -> None:
+        """Give the learners of a pass what they get; they are expected back soon."""
+        until = time.monotonic() + PATIENCE * seconds
+        self._free, self._running = self._free + 1, self._running - len(taken)
+        for each in taken:
+            each.done = True
+            self._coming[id(each.seat.model)] = until
+        self._changed.notify_all()
 
     def _compute(self, taken: Sequence[_Waiting[Any]]) -> None:
         try:
