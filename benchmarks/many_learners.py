@@ -1,6 +1,6 @@
-"""What does training several adapters together bring? N learners over one base, in joint passes and one after another.
+"""What does training adapters together bring? N learners over one base, in joint passes and one after another.
 
-    python benchmarks/many_learners.py [--models starter 25M] [--learners 1 4 16 64] [--shapes 8,4,4,1 16,8,4,1 16,8,4,2]
+    python benchmarks/many_learners.py [--models starter 25M] [--learners 1 4 16 64] [--shapes 8,4,4,1 16,8,4,1]
 
 Each learner takes `--steps` optimizer steps, each on one micro-batch of a shape PROMPT,COMPLETION,GROUP,PROMPTS (ranks
 4, 8 and 16 in turns). Both sides run in this process by turns, `--rounds` times after one that does not count: one
@@ -33,7 +33,9 @@ from groupwise.types import Sample
 
 RANKS = (4, 8, 16)
 LARGE = Shape(16, 8, 8, 16)  # 1,280 packed tokens
+SHAPES = [Shape(8, 4, 4, 1), Shape(16, 8, 4, 1), Shape(16, 8, 4, 2)]
 LOSS = resolve_loss("grpo")
+HEAD = ("learners", "tokens", "alone t/s", "clock", "cpu", "at most", "in a pass")
 
 
 def train(learner: Learner, samples: Sequence[Sample], steps: int) -> None:
@@ -104,9 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["starter", "25M"])
     parser.add_argument("--learners", nargs="+", type=int, default=[1, 4, 16, 64])
-    parser.add_argument(
-        "--shapes", nargs="+", type=Shape.parse, default=[Shape(8, 4, 4, 1), Shape(16, 8, 4, 1), Shape(16, 8, 4, 2)]
-    )
+    parser.add_argument("--shapes", nargs="+", type=Shape.parse, default=SHAPES)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)

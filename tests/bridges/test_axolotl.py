@@ -288,7 +288,7 @@ def test_flex_attention_is_ours(read, override: str):
         ("load_in_8bit=true; fsdp=full_shard", "load_in_8bit=false"),
         ("adapter=qlora; peft_use_dora=true", "peft_use_dora=false"),
         ("deepspeed=mine.json", "train.parallel=fsdp"),
-        ("context_parallel_size=2", "context_parallel_size=null"),
+        ("sequence_parallel_degree=2", "context_parallel_size=2"),
         ("optimizer=muon", "optimizer=adamw_torch"),
         ("lr_scheduler=polynomial", "lr_scheduler=cosine"),
         ("trl.repetition_penalty=1.1", "trl.repetition_penalty=null"),
@@ -316,6 +316,7 @@ def test_what_is_not_here_is_refused_with_what_runs(read, override, instead):
     [
         "trl.skip_zero_advantage_batches=true",
         "context_parallel_size=1",
+        "context_parallel_size=2",
         "load_in_4bit=false",
         "optimizer=adamw_bnb_8bit",
         "plugins=[axolotl.integrations.liger.LigerPlugin]",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from groupwise.config.run import parse_config
-from groupwise.engine.compiled import Compiled, Functions
+from groupwise.engine.compiled import Compiled, Functions, compiles
 from groupwise.engine.graphs import bucket_of, tensors_in
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.multi_lora import AdapterBank, read_adapter
@@ -185,6 +185,13 @@ def test_buckets():
 
 
 # ---- the configuration ----
+
+
+def test_where_nobody_says_it_is_for_gpus_and_models_that_can_be_compiled(make_base):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    lean, other = (Backbone(make_base(name, dtype=torch.float32).model) for name in ("qwen3", "gemma3"))
+    cases = product((None, True, False), (gpu, cpu), (lean, other))
+    assert [compiles(*case) for case in cases] == [True, False, False, False, *[True] * 4, *[False] * 4]
 
 
 def test_the_configuration_asks_for_it(make_base):

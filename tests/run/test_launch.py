@@ -140,3 +140,13 @@ def test_vllm_in_the_process_of_one_of_several_is_refused_before_anything_waits(
     monkeypatch.delenv("WORLD_SIZE")
     alone = colocated.model_copy(update={"train": colocated.train.model_copy(update={"devices": None})})
     assert on_all_ranks(alone, lambda ranks: "led") == "led"
+
+
+def test_processes_that_make_no_groups_for_a_sequence_are_refused_before_anything_waits() -> None:
+    together = config(train={"context_parallel_size": 2})
+    with pytest.raises(ConfigError) as caught:
+        on_all_ranks(together, repr)
+    assert caught.value.field == "train.context_parallel_size"
+    with pytest.raises(ConfigError) as caught:
+        config(train={"devices": 3, "context_parallel_size": 2})
+    assert caught.value.field == "train.context_parallel_size"

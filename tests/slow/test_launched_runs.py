@@ -86,12 +86,15 @@ def test_stages_are_run_one_after_another_in_the_same_processes(place: Path) -> 
     assert newest(place / "staged").keys() == newest(place / "staged alone").keys()
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_make_the_run_of_one(place: Path, alone: Path, parallel: str) -> None:
-    out = done(begin(place, parallel, "train.devices=2", f"train.parallel={parallel}"))
+@pytest.mark.parametrize(
+    ("devices", "how"), [(2, "parallel=ddp"), (2, "parallel=fsdp"), (3, "context_parallel_size=3")]
+)
+def test_several_processes_make_the_run_of_one(place: Path, alone: Path, devices: int, how: str) -> None:
+    """The starter has three query heads."""
+    out = done(begin(place, how, f"train.devices={devices}", f"train.{how}"))
     assert out.count("Next:") == 1  # rank 0 alone speaks
-    assert_near(adapter(place / parallel), adapter(alone))
-    for mine, theirs in zip(metrics_of(place / parallel), metrics_of(alone), strict=True):
+    assert_near(adapter(place / how), adapter(alone))
+    for mine, theirs in zip(metrics_of(place / how), metrics_of(alone), strict=True):
         assert mine.keys() == theirs.keys()
         for key in theirs.keys() & {"reward/mean", "loss/policy", "kl/mean", "optim/grad_norm"}:
             assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), key

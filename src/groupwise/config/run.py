@@ -122,6 +122,9 @@ class TrainConfig(OptimizerConfig):
     shard_size: int | None = Field(default=None, ge=2, le=65536)
     """With fsdp: so many processes, one after another, share one copy of the weights, and groups of them have the same
     (HSDP). null: those of one machine where there are several, so that weights travel inside of it; else all."""
+    context_parallel_size: int = Field(default=1, ge=1, le=65536)
+    """So many processes, one after another, compute each sequence together: its tokens are dealt out to them, and in
+    attention its heads (Ulysses). For episodes of which one GPU does not hold the activations (docs/scale.md)."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Seconds that processes wait for one another before the run ends with an error that says for whom."""
 
@@ -143,6 +146,9 @@ class TrainConfig(OptimizerConfig):
             raise conflict("cpu_offload", f"acts with parallel fsdp only, not {self.parallel}")
         if self.shard_size is not None and self.parallel != "fsdp":
             raise conflict("shard_size", f"acts with parallel fsdp only, not {self.parallel}")
+        if self.devices is not None and self.devices % self.context_parallel_size:
+            message = f"{self.context_parallel_size} processes compute a sequence together, and train.devices"
+            raise conflict("context_parallel_size", f"{message} is {self.devices}, no multiple of that")
         return self
 
 
@@ -214,7 +220,9 @@ PACKAGED = {STARTER: _STARTERS / "model", STARTER_VL: _STARTERS / "model_vl"}  #
 STARTER_DIR = PACKAGED[STARTER]
 
 _WHERE = ("run_dir", "output_dir", "resume", "launcher")
-_ON_WHAT = ("devices", "parallel", "shard_size", "cpu_offload", "deadline_s", "attention")  # of `train`
+_ON_WHAT = (  # of `train`
+    "devices", "parallel", "shard_size", "context_parallel_size", "cpu_offload", "deadline_s", "attention"
+)  # fmt: skip
 
 
 class ReplayConfig(Section):
@@ -289,10 +297,10 @@ class RolloutConfig(Section):
     """Most tokens of a completion that the local engine guesses from earlier text and checks in one step, while few
     completions are decoded (prompt-lookup decoding). What is sampled stays the same; it takes less time where
     completions repeat their prompts or themselves. 0 guesses none."""
-    compile: bool = False
+    compile: bool | None = None
     """Compile what the local engine computes in a step between attentions (torch.compile), on a GPU with CUDA graphs.
-    It is meant for GPUs; on a CPU it brings nothing (docs/performance.md). The first steps wait for the compiler. Where
-    it cannot be done a warning says why, and sampling goes on without."""
+    The first steps wait for the compiler. Where it cannot be done a warning says why, and sampling goes on without.
+    null: on a CUDA GPU, for models that can be compiled (docs/performance.md); on a CPU it brings nothing."""
     dtype: Literal["bfloat16", "int8"] | None = None
     """Sample with the base's linear layers rounded to this type, which a CPU multiplies with in less time
     (docs/performance.md), and train in float32 all the same; adapters are not rounded. Sampler and trainer differ then,

@@ -124,6 +124,23 @@ class Pieces:
         return self._call(_last, self._weights.after[-1], self._weights.norm, carry[0], mixed)
 
 
+def why_uncompiled(backbone: Backbone) -> str | None:
+    """Return why the steps of a model cannot be compiled; None where they can."""
+    if quantization_of(backbone.model) is not None:
+        return "the weights are quantised, and dequantised for each product"
+    if not backbone.lean:
+        return "only models of the Llama family (RMS norms, rotary positions, gated MLPs) can be compiled"
+    return None
+
+
+def compiles(asked: bool | None, device: torch.device, backbone: Backbone) -> bool:
+    """Return whether an engine compiles its steps: as it is asked, and where nobody says (None) on a CUDA GPU, where
+    starting kernels is what decoding waits for, if the model can be compiled."""
+    if asked is not None:
+        return asked
+    return device.type == "cuda" and why_uncompiled(backbone) is None  # gpu-aware
+
+
 # -- a decode step -----------------------------------------------------------------------------------------------------
 class Compiled:
     """Called as a `Backbone`, for decode steps. `why_not` says why they run uncompiled, where they do.
@@ -156,12 +173,10 @@ class Compiled:
         self._policy: _Policy | None = None  # of the last step
         self._seen: set[Any] = set()  # kinds of steps that were compared
         self.why_not: str | None = None
-        if quantization_of(model) is not None:
-            self._stop("the weights are quantised, and dequantised for each product")
-        elif backbone.lean:
-            self._attentions = [(layer.self_attn.layer_idx, scoring_of(layer)) for layer in self._own.layers]
+        if (why := why_uncompiled(backbone)) is not None:
+            self._stop(why)
         else:
-            self._stop("only models of the Llama family (RMS norms, rotary positions, gated MLPs) can be compiled")
+            self._attentions = [(layer.self_attn.layer_idx, scoring_of(layer)) for layer in self._own.layers]
 
     def __call__(self, ids_B: Tensor, positions_B: Tensor, layout: Layout) -> Tensor:
         products = self._bank.alone() if self.why_not is None else None

@@ -129,7 +129,8 @@ class LocalEngine(Scores):
         paced_rows: how many of them batches may use while somebody waits in person (`RowBudget`); None: all others.
         prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
         draft_tokens: most tokens of a row that are guessed and checked in one step (`lookup`); 0 guesses none.
-        compile: compile the dense parts of decode steps (`compiled`). A warning says where that cannot be.
+        compile: compile the dense parts of decode steps (`compiled`). A warning says where that cannot be. None: on a
+            CUDA GPU, for models that can be compiled.
         dtype: multiply with the base's linear layers rounded to `bfloat16` or `int8` (`rounded`); None: as they are.
         threads: of torch, for all lanes together. None: as many as torch has here.
         record_routing: of a mixture, record the experts of each token (`Completion.routed_experts`).
@@ -154,7 +155,7 @@ class LocalEngine(Scores):
         paced_rows: int | None = None,
         prefix_cache_mb: int = 1024,
         draft_tokens: int = 0,
-        compile: bool = False,
+        compile: bool | None = None,
         dtype: str | None = None,
         threads: int | None = None,
         lanes: int | None = None,
@@ -186,7 +187,7 @@ class LocalEngine(Scores):
             hooked=not self.packed,
             records=record_routing,
             dtype=dtype,
-            compiled=compile,
+            compiled=bool(compile),
         )
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
         self._replaced: dict[PolicyVersion, Replaced] = {}  # versions that newer ones sample for

@@ -31,7 +31,7 @@ from groupwise.engine.admission import (
     pieces_of,
     together,
 )
-from groupwise.engine.compiled import Compiled
+from groupwise.engine.compiled import Compiled, compiles
 from groupwise.engine.decoder import PREFILL_TOKENS, DecodedRows, EngineModel, Queue
 from groupwise.engine.kv_cache import (
     PART,
@@ -67,7 +67,7 @@ class PackedDecoder(DecodedRows):
     Args:
         past: where conversations are kept that may go on.
         draft_tokens: most tokens of a row that are guessed and checked in one step; 0 guesses none.
-        compile: compile the dense parts of decode steps.
+        compile: compile the dense parts of decode steps; None: where that is worth it (`compiled.compiles`).
         threads: of torch, in the calling thread: how many there are now.
     """
 
@@ -77,7 +77,7 @@ class PackedDecoder(DecodedRows):
         *,
         past: PrefixCache,
         draft_tokens: int,
-        compile: bool,
+        compile: bool | None,
         threads: Callable[[], int],
         cache_tokens: float = math.inf,
     ):
@@ -92,7 +92,8 @@ class PackedDecoder(DecodedRows):
         self._threads = threads
         if draft_tokens:
             self.most_unsettled = 1
-        self.steps = Compiled(self._backbone, shared.bank, threads(), shared.small) if compile else self._backbone
+        made = compiles(compile, shared.device, self._backbone)
+        self.steps = Compiled(self._backbone, shared.bank, threads(), shared.small) if made else self._backbone
         self._admitted: list[Admitted] = []  # in the midst of being given rows
 
     def stats(self) -> dict[str, int]:

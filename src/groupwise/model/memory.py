@@ -361,7 +361,8 @@ def _activations(config: RunConfig, load: Load, micro_tokens: int) -> int:
     )
     model = replace(load.model, lean=load.model.lean and not _is_sharded(config))
     shapes = (replace(shape, flex=load.flex) for shape in _worst(config, load, micro_tokens))
-    most = max(activation_bytes(model, shape, training) for shape in shapes) + model.product
+    most = max(activation_bytes(model, shape, training) for shape in shapes)
+    most = math.ceil(most / config.train.context_parallel_size) + model.product
     held_back = HELD_BACK_CHECKPOINTED if training.checkpointing else HELD_BACK
     return most if load.gpu else math.ceil(most * held_back)
 

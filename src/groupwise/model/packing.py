@@ -151,8 +151,9 @@ class MicroBatch:
             chosen_SLK = chosen_SLK.view(-1, self.layout.width, *chosen_SLK.shape[1:])[:, :-1].flatten(0, 1)
         return on_device(chosen_SLK.transpose(0, 1).contiguous(), self.input_ids_S.device)
 
-    def kept(self) -> KeptRanges | None:
-        """Return what the sampler could draw for each loss token; None where that is the whole vocabulary for all."""
+    def kept(self, own: Sequence[int] | None = None) -> KeptRanges | None:
+        """Return what the sampler could draw for each loss token, or for the `own` ones of a process; None where that
+        is the whole vocabulary for all."""
         known = {sample.kept.vocabulary for sample in self.samples if sample.kept is not None}
         if not known:
             return None
@@ -161,6 +162,7 @@ class MicroBatch:
         for sample in self.samples:
             mine = sample.kept or SamplingMask.whole(vocabulary, len(sample.mask))
             entries += [entry for entry, trained in zip(mine.entries(), sample.mask, strict=True) if trained]
+        entries = entries if own is None else [entries[token] for token in own]
         return KeptRanges(entries, vocabulary, self.target_N.device) if entries else None
 
     @cached_property

@@ -17,6 +17,7 @@ import torch
 
 from groupwise.config.run import RunConfig
 from groupwise.engine.local import LocalEngine
+from groupwise.engine.vllm.installed import faster_with_vllm
 from groupwise.errors import ConfigError, GrammarError
 from groupwise.model.load import LoadedModel
 from groupwise.model.memory import GIB, Load, fitting_tokens
@@ -154,6 +155,8 @@ def open_components(
         config = with_place(config, learner.device)
         if config.engine == "vllm":
             on_phase("waiting for vLLM")
+        elif remote is None and (faster := faster_with_vllm(config, learner.device)) is not None:
+            say(faster)
         if remote is not None:
             engine = remote.engine(config, base)
         elif parts is not None and base.device.type == "meta":
@@ -353,6 +356,7 @@ def open_learner(
             cpu_offload=train.cpu_offload,
             parts=parts,
             shard_size=train.shard_size,
+            context_size=train.context_parallel_size,
         )
     learner = Learner(
         base,

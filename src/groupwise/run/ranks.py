@@ -92,6 +92,13 @@ def check_started(config: RunConfig, here: World) -> None:
             hint="start them with: groupwise launch CONFIG",
         )
     check_processes(config, here.size)
+    if here.size % (size := config.train.context_parallel_size):
+        raise ConfigError(
+            f"train.context_parallel_size is {size}, and {here.size} process{'es were' if here.size > 1 else ' was'} "
+            "started, which do not make groups of that size",
+            hint=f"start a multiple of {size}, as with: groupwise launch CONFIG train.devices={size}",
+            field="train.context_parallel_size",
+        )
     if here.size == 1 and config.train.cpu_offload:
         raise ConfigError(
             "train.cpu_offload acts with several processes only", hint="set it to false, or launch several"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from groupwise.algo.loss_metrics import combined
 from groupwise.algo.metrics import Metrics
 from groupwise.errors import ConfigError
+from groupwise.model.packing import MicroBatch
+from groupwise.train.context_parallel import ContextGroup, why_not_cut
+from groupwise.train.forward import packed_logprobs
 from groupwise.train.ranks import Ranks
 from groupwise.train.shares import shares
 from groupwise.train.state import restore, state_of
-from groupwise.train.strategy import Rows, SingleProcess
+from groupwise.train.strategy import MaybeTensor, Rows, SingleProcess
 from groupwise.types import Sample
 
 if TYPE_CHECKING:
@@ -49,10 +53,26 @@ class DataParallel(SingleProcess):
         ranks: this process among the others.
         orders: this is rank 0 and the others `follow`: each verb is first sent to them as an order. Otherwise all ranks
             call the same verbs themselves.
+        context_size: so many ranks, one after another, have the same share, and compute its rows together
+            (`context_parallel`).
+
+    Raises:
+        ConfigError: the ranks do not make groups of `context_size`.
     """
 
-    def __init__(self, ranks: Ranks, *, orders: bool = False):
-        self.ranks, self.orders = ranks, orders
+    def __init__(self, ranks: Ranks, *, orders: bool = False, context_size: int = 1):
+        self.ranks, self.orders, self.context = ranks, orders, None
+        if ranks.size % context_size:
+            raise ConfigError(
+                f"train.context_parallel_size is {context_size}, and {ranks.size} processes do not make such groups",
+                hint="set it to a divisor of train.devices, or to 1",
+                field="train.context_parallel_size",
+            )
+        self.context_size = context_size
+        if context_size > 1:
+            group = ranks.groups_of(context_size)
+            self.runs_side_by_side = False  # tokens would be exchanged in any order
+            self.context = ContextGroup(rank=ranks.rank % context_size, size=context_size, group=group)
         self._inside = False  # a verb that was sent: those that it calls are part of it
         self._turn = RLock()  # of a thread: who samples may compare with the learner while that trains
 
@@ -72,18 +92,52 @@ class DataParallel(SingleProcess):
             finally:
                 self._inside = False
 
+    def shard(self, learner: Learner) -> None:
+        """Raise ConfigError where a row of the model cannot be computed by `context_size` ranks together."""
+        if self.context is None:
+            return
+        why = why_not_cut(learner.model, self.context_size, packed=learner.packed)
+        if why is None and learner.balances:
+            why = "routers are trained, whose auxiliary loss is of all tokens of a micro-batch"
+        if why is not None:
+            raise ConfigError(
+                f"train.context_parallel_size is {self.context_size}, and {why}",
+                hint="change it, or leave it out and save memory by train.gradient_checkpointing: true",
+                field="train.context_parallel_size",
+            )
+
     def share(self, samples: Sequence[Sample], *, pairs: bool = False) -> Sequence[int]:
-        return shares(samples, self.ranks.size, pairs=pairs)[self.ranks.rank]
+        size = self.context_size
+        return shares(samples, self.ranks.size // size, pairs=pairs)[self.ranks.rank // size]
 
     def gathered(self, mine: Sequence[int], rows: Rows, *, total: int) -> list[tuple[float, ...]]:
         out: list[tuple[float, ...]] = [()] * total
-        for theirs in self.ranks.gather(list(zip(mine, rows, strict=True)), phase="log-probabilities"):
+        told = [] if self.ranks.rank % self.context_size else list(zip(mine, rows, strict=True))
+        for theirs in self.ranks.gather(told, phase="log-probabilities"):
             for row, logprobs in theirs:
                 out[row] = logprobs
         return out
 
     def combined(self, metrics: Metrics) -> Metrics:
-        return combined(self.ranks.gather(metrics, phase="forward and backward"))
+        return combined(self.ranks.gather(metrics, phase="forward and backward")[:: self.context_size])
+
+    def of_row(self, x: MaybeTensor, *, dim: int) -> MaybeTensor:
+        if x is None or self.context is None:
+            return x
+        return self.context.tokens(x.movedim(dim, -1)).movedim(-1, dim)
+
+    def forward_only(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.context is None else self.ranks.named("forward")
+
+    def forward_and_backward(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.context is None else self.ranks.named("forward and backward")
+
+    def logprobs(
+        self, model: PreTrainedModel, batch: MicroBatch, *, temperature: float, packed: bool
+    ) -> tuple[Tensor, Tensor]:
+        if self.context is None:
+            return super().logprobs(model, batch, temperature=temperature, packed=packed)
+        return packed_logprobs(model, batch, temperature=temperature, context=self.context)
 
     def dropout_number(self, micro_batch: int) -> int:
         return micro_batch * self.ranks.size + self.ranks.rank

@@ -45,6 +45,7 @@ from groupwise.model.backbone import Backbone, decoder_inputs, decoder_of
 from groupwise.model.image_tokens import FIRST, vision_of
 from groupwise.model.load import Head, plain_attention
 from groupwise.model.packing import KeptRanges, MicroBatch, Padded
+from groupwise.train.context_parallel import ContextGroup, Ulysses
 from groupwise.train.lora import project_with_lora
 
 TILE_VALUES = 1 << 20  # logits per tile: 4 MiB in float32, which stay in a CPU's cache
@@ -174,17 +175,18 @@ def fused_logprobs(
 
 
 def _logprobs(
-    hidden_NH: Tensor, model: PreTrainedModel, batch: MicroBatch, temperature: float
+    hidden_NH: Tensor, model: PreTrainedModel, batch: MicroBatch, temperature: float, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropy of the loss tokens, and of their soft targets where there are any. In an
-    image's places, which nobody says, they are those of token 0."""
+    """Return log-probabilities and entropy of the loss tokens, or of those that are this process's `own`, and of their
+    soft targets where there are any. In an image's places, which nobody says, they are those of token 0."""
     id_NK, _ = batch.soft_targets
     taught, target_N = id_NK.shape[1] > 0, batch.target_N
     if vision_of(model) is not None:
         target_N = target_N.masked_fill(target_N >= FIRST, 0)
     target_N = torch.cat([target_N[:, None], id_NK], dim=1) if taught else target_N
-    head = Head.of(model)
-    return fused_logprobs(hidden_NH, head, target_N, temperature=temperature, kept=batch.kept(), rest=taught)
+    target_N = target_N if own is None else target_N[own]
+    head, kept = Head.of(model), batch.kept(None if own is None else own.tolist())
+    return fused_logprobs(hidden_NH, head, target_N, temperature=temperature, kept=kept, rest=taught)
 
 
 def of_tokens_alone(logprobs: Tensor) -> Tensor:
@@ -192,14 +194,25 @@ def of_tokens_alone(logprobs: Tensor) -> Tensor:
     return logprobs if logprobs.ndim == 1 else logprobs[:, 0]
 
 
-def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def packed_logprobs(
+    model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0, context: ContextGroup | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model); of a micro-batch with
     soft targets logprobs [N, 1 + K + 1]: those of the loss tokens, of their soft targets, and of all other tokens as
-    one."""
+    one. With `context` its ranks compute it together."""
     assert not isinstance(batch.layout, Padded)
     positions_S = read_positions(model, batch)
-    hidden_SH = Backbone(model, project_with_lora)(batch.input_ids_S, positions_S, batch.layout)
-    return logprobs_of_hidden(hidden_SH, model, batch, temperature=temperature)
+    backbone = Backbone(model, project_with_lora)
+    if context is None:
+        hidden_SH = backbone(batch.input_ids_S, positions_S, batch.layout)
+        return logprobs_of_hidden(hidden_SH, model, batch, temperature=temperature)
+    ids_S, N = batch.input_ids_S, len(batch.source_N)
+    layout = Ulysses(batch.layout, len(ids_S), context)
+    hidden_SH = backbone(context.tokens(ids_S), context.tokens(positions_S), layout)
+    own, places = context.mine(batch.source_N)
+    every = _logprobs(hidden_SH.index_select(0, places), model, batch, temperature, own)
+    logprobs_N, entropy_N = (context.whole(own, values, N) for values in every)
+    return logprobs_N, entropy_N
 
 
 def logprobs_of_hidden(

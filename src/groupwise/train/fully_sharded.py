@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -68,6 +69,7 @@ class FullySharded(DataParallel):
             0, which samples.
         shard_size: so many ranks, one after another, share one copy of the weights, and groups of them have the same
             (HSDP). None: those of one machine where there are several, else all.
+        context_size: see `DataParallel`.
 
     Raises:
         ConfigError: the model's decoder layers are not known, there is no GPU to offload from, or the ranks do not
@@ -84,10 +86,11 @@ class FullySharded(DataParallel):
         cpu_offload: bool = False,
         parts: Parts | None = None,
         shard_size: int | None = None,
+        context_size: int = 1,
     ):
         if cpu_offload and ranks.device.type != "cuda":  # gpu-aware
             raise ConfigError("train.cpu_offload moves weights off a GPU, and there is none", hint="set it to false")
-        super().__init__(ranks, orders=orders)
+        super().__init__(ranks, orders=orders, context_size=context_size)
         self.shard_size = shard_size or (ranks.size if ranks.size % ranks.local_size else ranks.local_size)
         if ranks.size % self.shard_size:
             raise ConfigError(
@@ -154,6 +157,7 @@ class FullySharded(DataParallel):
                 module._parameters[name] = parameter
 
     def shard(self, learner: Learner) -> None:
+        super().shard(learner)
         self.sharded = learner.lora is None  # else only what is frozen is cut
         if self._parts is None:
             if (kind := learner.base.quantization) is not None:
@@ -166,7 +170,8 @@ class FullySharded(DataParallel):
             self._cut(learner.model, whole=whole)
             if not self.ranks.leads:
                 learner.base.model.to("meta")  # pyright: ignore[reportArgumentType]
-        self._model.logprobs = MethodType(packed_logprobs if learner.packed else plain_logprobs, self._model)
+        forward = partial(packed_logprobs, context=self.context) if learner.packed else plain_logprobs
+        self._model.logprobs = MethodType(forward, self._model)
         register_fsdp_forward_method(self._model, "logprobs")
 
     def _cut(self, model: PreTrainedModel, *, whole: set[torch.nn.Parameter]) -> None:

@@ -160,7 +160,7 @@ class Learner:
                 freeze_eyes(self.model)
         self._routers = Routers(self.model)
         train = any(parameter.requires_grad for parameter in router_parameters(self.model))
-        self._balances = balancing_coefficient(self.model) if train else 0.0
+        self.balances = balancing_coefficient(self.model) if train else 0.0
         if gradient_checkpointing:
             checkpoint_layers(self.model, device=self.device, offload=gradient_checkpointing == "offload")
         self.strategy.shard(self)
@@ -176,8 +176,7 @@ class Learner:
         )
         self.shuffle = random.Random(seed)
         self.steps = 0  # optimizer steps that were applied
-        self.refused_steps = 0
-        self._refused_in_a_row = 0
+        self.refused_steps = self._refused_in_a_row = 0
         self._accumulated = 0  # micro-batches since the last optimizer step
 
     @property
@@ -257,7 +256,7 @@ class Learner:
         several = by_prompt or any(sample.continues for sample in samples)
         lengths = sequence_lengths(samples, by_prompt=by_prompt) if several else None
         of_sequence = None
-        if self._balances and spec.reduction not in ("token_mean", "sum"):
+        if self.balances and spec.reduction not in ("token_mean", "sum"):
             of_sequence = lengths or sequence_lengths(samples, by_prompt=by_prompt)
 
         def term(batch: MicroBatch, reference_N: Tensor | None) -> TokenLoss:
@@ -757,10 +756,11 @@ class Learner:
         recorded: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """After a micro-batch's forward: its loss with the routers' auxiliary loss, and the routers' metrics."""
-        metrics = self._routers.replayed(batch.copies_S > 0) if recorded else {"recorded_frac": torch.zeros(())}
-        if self._balances:
+        stand_S = self.strategy.of_row(batch.copies_S > 0, dim=0)
+        metrics = self._routers.replayed(stand_S) if recorded else {"recorded_frac": torch.zeros(())}
+        if self.balances:
             auxiliary = load_balancing(routed, batch.copies_S)
-            loss, metrics["aux_loss"] = loss + self._balances * of_loss * auxiliary, auxiliary.detach()
+            loss, metrics["aux_loss"] = loss + self.balances * of_loss * auxiliary, auxiliary.detach()
         return loss, {f"router/{name}": of_tokens * value.to(loss) for name, value in metrics.items()}
 
     @contextmanager
@@ -770,7 +770,7 @@ class Learner:
         if not self._routers.modules:  # whose micro-batches may run side by side
             yield False
             return
-        chosen_LSK = batch.routed_experts()
+        chosen_LSK = self.strategy.of_row(batch.routed_experts(), dim=1)
         with self._routers.replaying(chosen_LSK, apply=self._replays):
             yield chosen_LSK is not None
 

@@ -32,11 +32,13 @@ def strategy_of(
     cpu_offload: bool = False,
     parts: Parts | None = None,
     shard_size: int | None = None,
+    context_size: int = 1,
 ) -> DataParallel:
     """Return this rank's strategy, for a learner that rank 0 leads. Raises ConfigError as `FullySharded`."""
+    options = {"orders": ranks.leads, "context_size": context_size}
     if sharded:
-        return FullySharded(ranks, orders=ranks.leads, cpu_offload=cpu_offload, parts=parts, shard_size=shard_size)
-    return DataParallel(ranks, orders=ranks.leads)
+        return FullySharded(ranks, cpu_offload=cpu_offload, parts=parts, shard_size=shard_size, **options)
+    return DataParallel(ranks, **options)
 
 
 def follow(learner: Learner) -> Any:

@@ -83,6 +83,13 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    def groups_of(self, size: int) -> Any:
+        """Return the group of `size` ranks, one after another, that this one is in. Every rank calls this."""
+        with self.together("meeting in groups"):
+            firsts = range(0, self.size, size)
+            made = [dist.new_group([*range(first, first + size)], timeout=self._timeout) for first in firsts]
+        return made[self.rank // size]
+
     def send_order(self, order: bytes) -> None:
         """Send an order from rank 0 to all others, who wait in `next_order`. Raises RankLostError."""
         key = self._next_key()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
 
 
@@ -102,6 +103,10 @@ class SingleProcess:
         """Return the micro-batches, and where all processes must run as many passes, empty ones besides (without
         rows)."""
         return batches
+
+    def of_row(self, x: MaybeTensor, *, dim: int) -> MaybeTensor:
+        """Return what stands for the tokens of a packed row, in this dimension, of those that this process computes."""
+        return x
 
     def dropout_number(self, micro_batch: int) -> int:
         """Return what dropout of this process's micro-batch depends on, another for each process."""

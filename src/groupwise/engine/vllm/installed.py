@@ -7,11 +7,15 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from groupwise.config.engine import VllmConfig
 from groupwise.config.run import RunConfig
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _LOOK = "import sys; from importlib.util import find_spec; sys.exit(find_spec('vllm') is None)"
 _LOOK_S = 60.0
@@ -34,6 +38,20 @@ def check_installed(config: RunConfig | ServeConfig) -> None:
             "name a server that runs, vllm.urls=[http://HOST:8000]; or set engine=local",
             field="engine",
         )
+
+
+def faster_with_vllm(config: RunConfig, device: torch.device) -> str | None:
+    """Return what to say where the local engine samples on a GPU and vLLM, which is faster there, is installed too and
+    could sample this run; else None. Which engine samples is not chosen for anybody: their log-probabilities differ
+    by rounding, and vLLM is a server of its own on the GPU."""
+    on_gpu = device.type == "cuda"  # gpu-aware
+    if config.engine != "local" or config.never_samples or not on_gpu or find_spec("vllm") is None:
+        return None
+    try:
+        RunConfig.model_validate(config.model_dump() | {"engine": "vllm"})
+    except ValueError:
+        return None
+    return "engine local samples, in this process; vLLM is installed here, and is faster on a GPU: engine=vllm"
 
 
 def interpreter(config: VllmConfig) -> str:
