@@ -7,8 +7,8 @@ Each learner takes `--steps` optimizer steps, each on one micro-batch of a shape
 after another, as a queue of jobs trains them, with `--threads` for each; and each in a thread of its own, where they
 meet (`train.together`). Prints packed tokens a second by the clock one after another, how many times as many together,
 by the clock and by the processor's time, the learners in a pass, and `at most`: by how much the processor's time could
-shrink if all but what a token costs in a large micro-batch were shared. Then what a learner more takes of memory, with
-its optimizer. Results are compared: adapters of both sides have the same bytes.
+shrink if all but what a token costs in a large micro-batch were shared. Before it, what a learner more takes of memory,
+with its optimizer. Adapters of both sides are compared, and have the same bytes.
 """
 
 from __future__ import annotations
@@ -122,7 +122,6 @@ def main() -> None:
         for shape in options.shapes:
             for count in options.learners:
                 print(compare(base, count, shape, options, token_s), flush=True)
-        print(f"a learner more: {a_learner_more(base, options):.1f} MiB", flush=True)
 
 
 if __name__ == "__main__":

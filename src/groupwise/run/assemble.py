@@ -147,8 +147,7 @@ def open_components(
             base, parts = beside.base, None
         else:
             base, parts = open_base(config, ranks, remote=remote is not None)
-        passes = None if beside is None else beside.passes
-        learner = open_learner(config, base, threads=threads, ranks=ranks, parts=parts, passes=passes)
+        learner = open_learner(config, base, threads=threads, ranks=ranks, parts=parts, beside=beside)
         base = learner.base
         if plan.keeps_reference:
             learner.keep_reference()
@@ -341,12 +340,12 @@ def open_learner(
     threads: int,
     ranks: Ranks | None = None,
     parts: Parts | None = None,
-    passes: JointPasses | None = None,
+    beside: Beside | None = None,
 ) -> Learner:
-    """Return the learner of a run, which computes with others at `passes`, or, with `ranks`, this process's of several,
+    """Return the learner of a run, which computes with those `beside` it, or, with `ranks`, this process's of several,
     which reads `parts` if there are any. Raises ConfigError."""
     train, algo = config.train, config.algo
-    strategy = None if passes is None else Joined(passes)
+    strategy = None if beside is None else Joined(beside.passes)
     if ranks is not None:
         from groupwise.train.orders import strategy_of
 
