@@ -22,6 +22,7 @@ from groupwise.run.sweep import Heat, Outcome, SweptRun, heats, run_sweep, why_a
 from groupwise.run.sweep_display import open_sweep_display
 from groupwise.store.rundir import owned
 from groupwise.store.tracking import read_metrics
+from groupwise.train.together import JointPasses
 from wording import raises, wording
 
 INTERRUPTS = """
@@ -96,7 +97,15 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("number", [1, 2])
-def test_each_run_leaves_what_it_leaves_alone(project: Project, number: int):
+def test_each_run_leaves_what_it_leaves_alone(project: Project, number: int, monkeypatch: pytest.MonkeyPatch):
+    """Although they train small micro-batches together."""
+    places: list[JointPasses] = []
+
+    def place(*, at_once: int) -> JointPasses:
+        places.append(JointPasses(at_once=at_once))
+        return places[-1]
+
+    monkeypatch.setattr("groupwise.run.sweep.JointPasses", place)
     torch.set_num_threads(number)
     each = {
         "a": ["seed=0"],
@@ -110,6 +119,8 @@ def test_each_run_leaves_what_it_leaves_alone(project: Project, number: int):
         assert beside is not None and beside.trained and beside.steps == 2
         assert torch.get_num_threads() == number
         assert beside.version == alone.version and left(beside.run_dir) == left(alone.run_dir)
+    (used,) = places
+    assert used.why_not is None and used.counts.seats >= 4 and used.counts.failed == 0
 
 
 def test_an_error_ends_its_run_and_no_other(project: Project):

@@ -198,15 +198,23 @@ AttentionMaskInterface.register(ATTENTION, mask)
 class Lines:
     """T packed tokens as padded lines, up to G for each of P prompts: what stands where.
 
-    `place` and `collect` are one gather each. A padding cell holds the first token: nothing that is collected sees it.
+    `place` and `collect` are one gather each. A padding cell holds a token of the same owner, its first: nothing that
+    is collected sees it, but 0 times what is not finite would be seen.
 
     Args:
         lengths: tokens of each line; the lines stand one after another in the packed row.
         places: for each line its prompt and its place among the lines of that prompt.
+        owners: of each prompt, ascending from 0; None: all have one.
     """
 
     def __init__(
-        self, lengths: Sequence[int], places: Sequence[tuple[int, int]], P: int, *, device: torch.device | str
+        self,
+        lengths: Sequence[int],
+        places: Sequence[tuple[int, int]],
+        P: int,
+        *,
+        owners: Sequence[int] | None = None,
+        device: torch.device | str,
     ):
         self.P, self.G, self.width = P, max((g + 1 for _, g in places), default=0), max(lengths, default=0)
         lengths_B = torch.tensor(lengths, dtype=torch.long)
@@ -214,21 +222,23 @@ class Lines:
         at_T = torch.arange(int(lengths_B.sum()))
         cell_T = at_T + (starts_B - lengths_B.cumsum(0) + lengths_B).repeat_interleave(lengths_B)
         token_N = torch.full((P * self.G * self.width,), -1).index_copy(0, cell_T, at_T)
-        self._cell_T, self._token_N = on_device(cell_T, device), on_device(token_N.clamp(min=0), device)
         self._empty_N = on_device((token_N < 0).nonzero()[:, 0], device)
+        first_P = torch.tensor(_first_tokens(lengths, places, owners or [0] * P), dtype=torch.long)
+        token_N = torch.where(token_N < 0, first_P.repeat_interleave(self.G * self.width), token_N)
+        self._cell_T, self._token_N = on_device(cell_T, device), on_device(token_N, device)
         self._indices: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def place(self, x_THD: Tensor, K: int, *, scale: float = 1.0) -> Tensor:
         """Return the tokens' heads, times `scale` -> [P, K, G, R, width, D]."""
         (T, H, D), (there, back, _) = x_THD.shape, self._indices_of(x_THD.shape[1], K)
-        out = _Moved.apply(x_THD.reshape(T * H, D), there, back, None, scale)
+        out = Moved.apply(x_THD.reshape(T * H, D), there, back, None, scale)
         return out.view(self.P, K, self.G, H // K, self.width, D)  # type: ignore[union-attr]
 
     def collect(self, x_PKGRCD: Tensor) -> Tensor:
         """Return the inverse of `place` -> [T, H, D]."""
         _, K, _, R, _, D = x_PKGRCD.shape
         there, back, empty = self._indices_of(K * R, K)
-        out = _Moved.apply(x_PKGRCD.reshape(-1, D), back, there, empty if len(empty) else None, 1.0)
+        out = Moved.apply(x_PKGRCD.reshape(-1, D), back, there, empty if len(empty) else None, 1.0)
         return out.view(-1, K * R, D)  # type: ignore[union-attr]
 
     def _indices_of(self, H: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,7 +255,17 @@ class Lines:
         return self._indices[H, K]
 
 
-class _Moved(torch.autograd.Function):
+def _first_tokens(lengths: Sequence[int], places: Sequence[tuple[int, int]], owners: Sequence[int]) -> list[int]:
+    """Return for each prompt the first token of its owner; 0 where that has none."""
+    first, at = dict[int, int](), 0
+    for length, (prompt, _) in zip(lengths, places, strict=True):
+        if length:
+            first.setdefault(owners[prompt], at)
+        at += length
+    return [first.get(owner, 0) for owner in owners]
+
+
+class Moved(torch.autograd.Function):
     """Rows of `x` at other places: `there` says which row each place gets, `back` the place of each row. The gradient
     goes the other way, 0 for the rows `unused`."""
 
@@ -275,6 +295,8 @@ class SharedPrompts:
         prompt_lengths: tokens of each prompt; 0 is allowed (supervised data without a prompt).
         completion_lengths: tokens of each completion; 0 is allowed.
         prompt_of_row: for each completion the index of its prompt, ascending.
+        owners: of each prompt, ascending from 0, where several learners have the micro-batch; they see nothing of each
+            other, not even a number that is not finite.
 
     Example: two prompts of 3 and 2 tokens, the first with two completions (2 and 1 tokens), the second with one (2):
         SharedPrompts([3, 2], [2, 1, 2], [0, 0, 1])    packed row: a a a b b | A A | B | C C    (S = 10)
@@ -286,6 +308,7 @@ class SharedPrompts:
         completion_lengths: Sequence[int] = (),
         prompt_of_row: Sequence[int] = (),
         *,
+        owners: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ):
         P, members = len(prompt_lengths), [0] * len(prompt_lengths)
@@ -293,8 +316,8 @@ class SharedPrompts:
         for prompt in prompt_of_row:
             places.append((prompt, members[prompt]))
             members[prompt] += 1
-        self.prompts = Lines(prompt_lengths, [(p, 0) for p in range(P)], P, device=device)
-        self.completions = Lines(completion_lengths, places, P, device=device)
+        self.prompts = Lines(prompt_lengths, [(p, 0) for p in range(P)], P, owners=owners, device=device)
+        self.completions = Lines(completion_lengths, places, P, owners=owners, device=device)
         self.P, self.G, self.L, self.C = P, self.completions.G, self.prompts.width, self.completions.width
         self.split = sum(prompt_lengths)
         self.ragged = len(set(prompt_lengths)) > 1
@@ -303,8 +326,8 @@ class SharedPrompts:
         self.at_PC1 = lengths_P11 + self.at_C[:, None]  # of a completion's tokens, behind their prompts
         self.padding_P1L = self.at_L >= lengths_P11  # True: not a token of this prompt
         self.last_PL = self.last_PGC = None  # the last token of its line that each sees; None: itself
-        lengths = (prompt_lengths, completion_lengths, prompt_of_row)
-        self.states = Segments(partial(segments_of_groups, *lengths), device=device)
+        self.lengths = (prompt_lengths, completion_lengths, prompt_of_row)
+        self.states = Segments(partial(segments_of_groups, *self.lengths), device=device)
 
     def see_ahead(self, ahead_S: Tensor) -> None:
         """See `Layout.see_ahead`; an image is whole in its prompt or its completion."""

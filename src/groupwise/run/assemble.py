@@ -48,6 +48,7 @@ from groupwise.tasks.rollout_sources import Environments, RolloutSource, SingleT
 from groupwise.tasks.structured import free_reply, with_thoughts
 from groupwise.train.learner import Learner
 from groupwise.train.reference import ReferenceSpec
+from groupwise.train.together import Joined, JointPasses
 from groupwise.types import Prompt
 
 if TYPE_CHECKING:
@@ -95,11 +96,12 @@ class Components:
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """Holds what runs that are trained beside each other share: the base model (None: the first of them loads it), and
-    how many of torch's threads each may have, which are the process's."""
+    """Holds what runs that are trained beside each other share: the base model (None: the first of them loads it), how
+    many of torch's threads each may have, which are the process's, and where their learners meet."""
 
     base: LoadedModel | None
     threads: int
+    passes: JointPasses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,7 @@ def open_components(
             base, parts = beside.base, None
         else:
             base, parts = open_base(config, ranks, remote=remote is not None and remote.engine is not None)
-        learner = open_learner(config, base, threads=threads, ranks=ranks, parts=parts)
+        learner = open_learner(config, base, threads=threads, ranks=ranks, parts=parts, beside=beside)
         base = learner.base
         if plan.keeps_reference:
             learner.keep_reference()
@@ -350,12 +352,18 @@ def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environme
 
 
 def open_learner(
-    config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None, parts: Parts | None = None
+    config: RunConfig,
+    base: LoadedModel,
+    *,
+    threads: int,
+    ranks: Ranks | None = None,
+    parts: Parts | None = None,
+    beside: Beside | None = None,
 ) -> Learner:
-    """Return the learner of a run, or, with `ranks`, this process's of several, which reads `parts` if there are any.
-    Raises ConfigError."""
+    """Return the learner of a run, which computes with those `beside` it, or, with `ranks`, this process's of several,
+    which reads `parts` if there are any. Raises ConfigError."""
     train, algo = config.train, config.algo
-    strategy = None
+    strategy = None if beside is None else Joined(beside.passes)
     if ranks is not None:
         from groupwise.train.orders import strategy_of
 

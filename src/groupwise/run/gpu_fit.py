@@ -40,7 +40,7 @@ from groupwise.model.mixture import routing_shape
 from groupwise.model.packed_check import Shape, ways_of
 from groupwise.run.controller_cost import controller_seconds
 from groupwise.run.memory_budget import ASLEEP, FRAGMENTED, largest_layer, sleeps_while_training
-from groupwise.train.learner import is_light
+from groupwise.train.lanes import is_light
 from groupwise.train.lora import add_lora
 
 CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process

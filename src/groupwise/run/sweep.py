@@ -7,7 +7,8 @@ Runs of a heat have one base model in memory. Each has all else to itself: an ad
 base's weights, reward workers, a directory. What one says is so, to the bit, what it says when it is trained alone:
 completions of several runs in one batch would be multiplied by other kernels and beside adapters that are merged
 into nothing, which changes the last bits of log-probabilities, and after some steps the words. So each samples in
-batches of its own, and while one waits for its rewards or its optimizer, the others have the processor.
+batches of its own, and while one waits for its rewards or its optimizer, the others have the processor. Small
+micro-batches are trained together, which changes no bit (`train.together`).
 
 Whatever is the process's and that a run would change stands in the way of that: `why_alone` has the list.
 """
@@ -39,6 +40,7 @@ from groupwise.run.loop import RunResult, opened_run, run_loop, train
 from groupwise.run.ranks import check_started
 from groupwise.run.stop_request import StopRequest
 from groupwise.run.sweep_display import SweepDisplay
+from groupwise.train.together import JointPasses
 
 if TYPE_CHECKING:
     from groupwise.run.plan import RunPlan
@@ -219,10 +221,11 @@ def _beside_each_other(runs: Sequence[SweptRun], shown: SweepDisplay, stop: Stop
         every.callback(torch.set_num_threads, threads)
         every.callback(gc.unfreeze)
         begun, base = list[Callable[[], Coroutine[Any, Any, None]]](), None
+        passes = JointPasses(at_once=threads)
         for run in runs:
             with outcomes.failures(run):
                 mine = every.enter_context(ExitStack())
-                beside = Beside(base=base, threads=threads)
+                beside = Beside(base=base, threads=threads, passes=passes)
                 opened = mine.enter_context(opened_run(run.plan, shown=shown.of(run.label), beside=beside))
                 base = opened[0].parts.base
                 begun.append(partial(_to_its_end, run, opened, mine, stop, outcomes))

@@ -41,6 +41,7 @@ from groupwise.sdk.pending import Pending, T
 from groupwise.sdk.state import load, save
 from groupwise.train.accumulated_step import Normalization, check_adds_up
 from groupwise.train.learner import Learner, OptimStepResult
+from groupwise.train.together import Joined, JointPasses
 from groupwise.types import Sample
 
 BUILDING = threading.Lock()  # models and adapters are made with the process's generator and default type
@@ -92,6 +93,8 @@ class TrainingService:
     Args:
         micro_tokens, gradient_checkpointing, autocast: as `Learner`'s, for all of them.
         threads: of torch; None: as many as torch has here.
+        passes: where its learners compute together with those of other services over the same base; None: by
+            themselves.
     """
 
     def __init__(
@@ -102,8 +105,9 @@ class TrainingService:
         gradient_checkpointing: bool = False,
         autocast: torch.dtype | None = None,
         threads: int | None = None,
+        passes: JointPasses | None = None,
     ):
-        self.base = base
+        self.base, self._passes = base, passes
         self._options: dict[str, Any] = {
             "micro_tokens": micro_tokens,
             "gradient_checkpointing": gradient_checkpointing,
@@ -135,8 +139,9 @@ class TrainingService:
         self._thread.shutdown(wait=wait)
 
     def _learner(self, lora: LoraSpec | None, seed: int) -> Learner:
+        strategy = None if self._passes is None else Joined(self._passes)
         with BUILDING:
-            return Learner(self.base, lora=lora, seed=seed, **self._options)
+            return Learner(self.base, lora=lora, seed=seed, strategy=strategy, **self._options)
 
 
 class ReferenceClient:

@@ -201,13 +201,11 @@ def packed_logprobs(
     soft targets logprobs [N, 1 + K + 1]: those of the loss tokens, of their soft targets, and of all other tokens as
     one. With `context` its ranks compute it together."""
     assert not isinstance(batch.layout, Padded)
-    # The last token of the longest row is a target only: nothing reads it, and there may be no position for it.
-    longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in batch.samples), default=0)  # none: an idle rank
-    positions_S = _rotary_positions(model, batch).clamp(max=max(longest - 2, 0))
+    positions_S = read_positions(model, batch)
     backbone = Backbone(model, project_with_lora)
     if context is None:
         hidden_SH = backbone(batch.input_ids_S, positions_S, batch.layout)
-        return _logprobs(hidden_SH.index_select(0, batch.source_N), model, batch, temperature)
+        return logprobs_of_hidden(hidden_SH, model, batch, temperature=temperature)
     ids_S, N = batch.input_ids_S, len(batch.source_N)
     layout = Ulysses(batch.layout, len(ids_S), context)
     hidden_SH = backbone(context.tokens(ids_S), context.tokens(positions_S), layout)
@@ -215,6 +213,20 @@ def packed_logprobs(
     every = _logprobs(hidden_SH.index_select(0, places), model, batch, temperature, own)
     logprobs_N, entropy_N = (context.whole(own, values, N) for values in every)
     return logprobs_N, entropy_N
+
+
+def logprobs_of_hidden(
+    hidden_SH: Tensor, model: PreTrainedModel, batch: MicroBatch, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return what `packed_logprobs` returns, given the last hidden states of a micro-batch's packed row."""
+    return _logprobs(hidden_SH.index_select(0, batch.source_N), model, batch, temperature)
+
+
+def read_positions(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """Return where each token of a packed row stands, as `_rotary_positions`. The last token of the longest row is a
+    target only: nothing reads it, and there may be no position for it."""
+    longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in batch.samples), default=0)  # none: an idle rank
+    return _rotary_positions(model, batch).clamp(max=max(longest - 2, 0))
 
 
 def _rotary_positions(model: PreTrainedModel, batch: MicroBatch) -> Tensor:

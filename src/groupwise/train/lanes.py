@@ -17,9 +17,16 @@ from typing import TypeVar
 
 import torch
 
+LANE_BYTES = 1 << 28  # of weights, up to which a model is small, and a CPU runs its micro-batches side by side
+
 Item = TypeVar("Item")
 
 Result = TypeVar("Result")
+
+
+def is_light(weights: int) -> bool:
+    """Return whether a model of so many bytes of weights is small: a GPU's compiled kernels do not pay for it."""
+    return weights <= LANE_BYTES
 
 
 class ThreadedMicroBatches:
@@ -33,7 +40,7 @@ class ThreadedMicroBatches:
         """`function` of each item, in order, `lanes` at a time; with one, in the calling thread, and where there could
         be more with one of torch's threads as well."""
         if lanes < 2:
-            with _threads(1 if self.most > 1 else torch.get_num_threads()):
+            with torch_threads(1 if self.most > 1 else torch.get_num_threads()):
                 yield from map(function, items)
             return
         if self._pool is None:
@@ -52,7 +59,7 @@ class ThreadedMicroBatches:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def torch_threads(count: int) -> Iterator[None]:
     """So many of torch's for the calling thread, until the end of the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)

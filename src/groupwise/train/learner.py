@@ -68,7 +68,8 @@ from groupwise.model.packing import (
 from groupwise.model.vision import train_parts
 from groupwise.train.accumulated_step import AccumulatedStep
 from groupwise.train.forward import of_tokens_alone
-from groupwise.train.lanes import ThreadedMicroBatches
+from groupwise.train.joint_pass import TokenLoss
+from groupwise.train.lanes import ThreadedMicroBatches, is_light
 from groupwise.train.lora import adapter_as, add_lora, load_lora, router_parameters, save_lora
 from groupwise.train.optimizer import OptimStepResult, make_optimizer
 from groupwise.train.reference import Reference, ReferenceSpec
@@ -81,10 +82,6 @@ __all__ = ["Learner", "Metrics", "OptimStepResult", "learning_rate_at"]
 
 MAX_REFUSED_STEPS = 5  # in a row
 
-LANE_BYTES = 1 << 28  # of weights, up to which a model is small, and a CPU runs its micro-batches side by side
-
-TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
-
 Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty where they are added up already
 
 Item = tuple[int, tuple[MicroBatch, Tensor | None]]  # a micro-batch's number, itself, the reference's log-probabilities
@@ -94,11 +91,6 @@ Passed = tuple[MicroBatch, Tensor, dict[str, Tensor], Gradients]  # ... its log-
 Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
 
 DEFAULTS = OptimizerConfig()
-
-
-def is_light(weights: int) -> bool:
-    """Return whether a model of so many bytes of weights is small: a GPU's compiled kernels do not pay for it."""
-    return weights <= LANE_BYTES
 
 
 class Learner:
@@ -673,6 +665,8 @@ class Learner:
         def run(item: Item) -> Passed:
             number, (batch, reference_N) = item
             token_loss = term(batch, reference_N) if batch.rows else no_loss
+            if (joined := self.strategy.passed(self, batch, temperature, token_loss)) is not None:
+                return batch, *joined
             with self._replaying(batch) as recorded:
                 with self._seeded_dropout(number), self._routers.watched() as routed:
                     logprobs_N, entropy_N = self._logprobs(batch, temperature)

@@ -24,6 +24,7 @@ from groupwise.train.forward import packed_logprobs, plain_logprobs
 from groupwise.train.state import load_state, save_state
 
 if TYPE_CHECKING:
+    from groupwise.train.joint_pass import Passed, TokenLoss
     from groupwise.train.learner import Learner
 
 P = ParamSpec("P")
@@ -126,6 +127,10 @@ class SingleProcess:
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of the loss tokens [N]."""
         return (packed_logprobs if packed else plain_logprobs)(model, batch, temperature=temperature)
+
+    def passed(self, learner: Learner, batch: MicroBatch, temperature: float, token_loss: TokenLoss) -> Passed | None:
+        """Return the log-probabilities, metrics and gradients of a micro-batch that was computed with those of other
+        learners; None: the learner computes it by itself."""
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
         """Scale the gradient of the whole batch down to `max_norm`; returns its norm before."""

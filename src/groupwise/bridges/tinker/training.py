@@ -4,7 +4,8 @@
     Model       one of them: forward_backward, optim_step, save_weights, load_weights
 
 They train in threads of the server's process, at a lower priority than what is served: each in one of its own where the
-base is small, so that a micro-batch leaves room for others, else all in one, one call at a time.
+base is small, so that a micro-batch leaves room for others, and small micro-batches of several together
+(`train.together`); else all in one, one call at a time.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss, weights_of
 from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
 from groupwise.server.errors import echo
 from groupwise.store import files
+from groupwise.train.together import JointPasses
 
 ALPHA = 32.0  # of every adapter, whatever its rank
 PLACE_S = 75.0  # a while more than a session that is gone is given
@@ -147,6 +149,7 @@ class Models:
         self.masks = SampledMasks(most=config.tinker_mask_bytes)
         self._others = config.tinker_other_models
         self._threads, self._stable_reinforce = config.worker_threads, config.tinker_stable_reinforce
+        self._passes = JointPasses(at_once=self._threads or torch.get_num_threads())
         self._futures, self._checkpoints = futures, checkpoints
         self._by_id: dict[str, TrainedModel] = {}
         self._shared: TrainingService | None = None
@@ -349,7 +352,7 @@ class Models:
         with self._lock:
             service = self._shared
             if service is None:
-                service = TrainingService(self.base, threads=self._threads)
+                service = TrainingService(self.base, threads=self._threads, passes=self._passes)
                 service.submit(_lower_priority).result()
             try:
                 client = service.create_training_client(name=name, lora=spec, seed=seed)
