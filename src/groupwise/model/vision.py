@@ -274,7 +274,8 @@ class Vision:
             message = f"an image has {tokens} tokens; at most {PLACES} are supported"
             raise ImageError(picture, message, hint="make it smaller")
         extent = None if grid is None else _extent(grid[0].tolist(), self._merge)
-        self._keep_inputs(picture, {**inputs})
+        if "_model" in vars(self):  # else another process computes them
+            self._keep_inputs(picture, {**inputs})
         return Seen(picture, shown, tokens, extent, alone="batch_num_images" in inputs)
 
     def _known(self, token: int) -> Seen:
