@@ -78,10 +78,6 @@ class Ulysses:
         """Raise NotImplementedError: models that see are refused (`why_not_cut`)."""
         raise NotImplementedError("an image's tokens are computed together")
 
-    def see_ahead(self, ahead_S: Tensor) -> None:
-        """Raise NotImplementedError: rows of models that see are not cut (`why_not_cut`)."""
-        raise NotImplementedError("a row with images is not cut")
-
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         """Return this rank's tokens of the attention output [S/C, H, D]."""
         C, rank, s = self._context.size, self._context.rank, len(query_SHD)
