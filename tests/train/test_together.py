@@ -115,14 +115,18 @@ def some_work(make_samples, draw: random.Random) -> Work:
     return lambda made: made.forward_backward(samples, spec, temperature=temperature)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "of odd widths"])
 def test_mixtures_have_the_bytes_that_each_has_alone(make_base, make_samples, architecture: str):
-    """18 of each of 2 to 8 learners with ranks, scales, targets, losses, lengths and temperatures of their own."""
-    base, draw, place = make_base(architecture, dtype=torch.float32), random.Random(architecture), JointPasses()
+    """14 of each of 2 to 8 learners with ranks, scales, targets, losses, lengths and temperatures of their own."""
+    draw, place = random.Random(architecture), JointPasses()
+    if architecture == "of odd widths":  # rows of several begin anywhere in memory
+        base = make_base("llama", dtype=torch.float32, intermediate_size=173)
+    else:
+        base = make_base(architecture, dtype=torch.float32)
     numbers = [draw.randrange(100) for _ in range(8)]
     together = [learner(base, number, place) for number in numbers]
     alone = [learner(base, number, None) for number in numbers]
-    for _ in range(18):
+    for _ in range(14):
         chosen = draw.sample(range(8), draw.randint(2, 8))
         works = [some_work(make_samples, draw) for _ in chosen]
         if draw.random() < 0.5:  # prompts that several have

@@ -35,6 +35,8 @@ from groupwise.model.packing import MicroBatch, Padded
 from groupwise.train.forward import logprobs_of_hidden, of_tokens_alone, read_positions
 from groupwise.train.lora import Term, differentiate_terms, multiply_terms, term_of, widths_of
 
+ALIGNMENT = 64  # bytes: of a tensor's first value, as torch allocates it
+
 TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
 
 Passed = tuple[Tensor, dict[str, Tensor], Sequence[Tensor | None]]  # log-probabilities, metrics, gradients
@@ -133,8 +135,12 @@ class _JointProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int], every: list[list[Term]], *flat: Tensor | None) -> Tensor:
         y = x.new_empty(x.shape[0], widths_of(every[0]))
-        lines = zip(x.split(sizes), every, y.split(sizes), strict=True)
-        kept = [tensor for mine, terms, out in lines for tensor in multiply_terms(mine, terms, out)]
+        kept: list[Tensor] = []
+        for mine, terms, out in zip(x.split(sizes), every, y.split(sizes), strict=True):
+            written = _aligned(out, copied=False)
+            kept += multiply_terms(_aligned(mine), terms, written)
+            if written is not out:
+                out.copy_(written)
         ctx.save_for_backward(x, *kept, *flat)
         ctx.sizes, ctx.every = sizes, [[term._replace(a=None, b=None) for term in terms] for terms in every]
         return y
@@ -150,5 +156,17 @@ class _JointProjection(torch.autograd.Function):
         for number, (grad, mine, bare, out) in enumerate(lines):
             terms = [term._replace(a=next(flat), b=next(flat)) for term in bare]
             z, A = kept[2 * number : 2 * number + 2]
-            gradients += [each for pair in differentiate_terms(grad, mine, z, A, terms, out) for each in pair]
+            written = None if out is None else _aligned(out, copied=False)
+            pairs = differentiate_terms(_aligned(grad), _aligned(mine), z, A, terms, written)
+            gradients += [each for pair in pairs for each in pair]
+            if out is not None and written is not None and written is not out:
+                out.copy_(written)
         return grad_x, None, None, *gradients
+
+
+def _aligned(rows: Tensor, *, copied: bool = True) -> Tensor:
+    """Return rows that begin where a tensor of their own begins, at a multiple of 64 bytes, as products may depend on
+    that: themselves, or others with their values (`copied`) or none yet."""
+    if rows.data_ptr() % ALIGNMENT == 0:
+        return rows
+    return rows.clone() if copied else torch.empty_like(rows)
