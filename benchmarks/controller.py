@@ -35,6 +35,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -189,8 +190,9 @@ def follow(port: int, orders: int, end: Connection) -> None:
 
 def joined(rank: int, port: int) -> Ranks:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    return join(World(rank=rank, size=2, local_rank=rank), device=torch.device("cpu"), deadline_s=120.0)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    with patch.dict(os.environ, told):
+        return join(World(rank=rank, size=2, local_rank=rank), device=torch.device("cpu"), deadline_s=120.0)
 
 
 @contextmanager
