@@ -742,7 +742,7 @@ def test_a_timeout_in_a_task_cancels_its_request(open_engine):
 
 def test_a_model_that_cannot_be_packed(make_base, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("groupwise.model.packed_check._WHY", {})  # the code is another from here on
-    monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, window: gap < -1)
+    monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, *of: gap < -1)
     with warns():
         engine = LocalEngine(make_base(), compile=True)
     assert not engine.packed

@@ -129,7 +129,7 @@ def test_whatever_is_raised_a_learner_falls_back(make_learner, monkeypatch):
 
 def test_a_model_that_cannot_be_packed_has_neither(make_learner, monkeypatch):
     monkeypatch.setattr("groupwise.model.packed_check._WHY", {})  # the code is another from here on
-    monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, window: gap < -1)
+    monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, *of: gap < -1)
     with warns() as said:
         assert not make_learner(attention="flex").packed
     assert len(said) == 1

@@ -281,7 +281,7 @@ def test_a_wrong_packed_forward_falls_back(make_learner, make_samples, monkeypat
     right.forward_backward(samples, SPECS["grpo with k3"])
     expected = gradients(right)
     monkeypatch.setattr("groupwise.model.packed_check._WHY", {})  # the code is another from here on
-    monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, window: gap < -1)
+    monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, *of: gap < -1)
     with warns():
         fallen = make_learner(gradient_checkpointing=checkpointing)
     fallen.forward_backward(samples, SPECS["grpo with k3"])

@@ -147,7 +147,7 @@ def test_gap_of_a_wrong_attention_is_seen(base: LoadedModel, monkeypatch: pytest
     assert packed_forward_gap(model) < 1e-6
     from groupwise.model import attention
 
-    monkeypatch.setattr(attention, "_hidden", lambda gap, window: gap < -1)  # one token of the future
+    monkeypatch.setattr(attention, "_hidden", lambda gap, *of: gap < -1)  # one token of the future
     assert packed_forward_gap(model) > 0.05
 
 
