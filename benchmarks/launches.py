@@ -114,7 +114,7 @@ def decode(name: str, vocabulary: int | None, rows: int, *, steps: int = STEPS) 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         gpu, base = moved(name, vocabulary, Path(directory))
         with gpu, torch.no_grad():
-            engine = LocalEngine(base, max_rows=rows)
+            engine = LocalEngine(base, max_rows=rows, compile=False)
             engine.load(ADAPTER, Path(directory))
             decoder: Any = engine._lanes[0].decoder
             params = SamplingParams(max_tokens=4 * steps, seed=0, ignore_eos=True)
@@ -178,7 +178,7 @@ def publish(name: str, vocabulary: int | None) -> Counted:
     """The adapter's way from the learner to the engine of the same process."""
     gpu, base = moved(name, vocabulary, None)
     with gpu, torch.no_grad(), tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
-        learner, engine = Learner(base), LocalEngine(base, max_rows=8)
+        learner, engine = Learner(base), LocalEngine(base, max_rows=8, compile=False)
         with gpu.counting() as counts:
             learner.save_adapter(Path(directory))
             engine.load(ADAPTER, Path(directory))

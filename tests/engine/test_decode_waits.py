@@ -48,7 +48,7 @@ def on_simulated_gpu(base: Any, adapters: dict[PolicyVersion, Path]) -> Iterator
     gpu = SimulatedGpu()
     with gpu, torch.no_grad():
         gpu.move(base.model)
-        engine = LocalEngine(base, max_rows=16)
+        engine = LocalEngine(base, max_rows=16, compile=False)
         for version, directory in adapters.items():
             engine.load(version, directory)
         yield gpu, engine, engine._lanes[0].decoder
@@ -119,7 +119,7 @@ def test_what_is_left_out_does_not_fill_the_device(make_base, monkeypatch):
 def test_a_simulated_gpu_says_what_a_cpu_says(make_base, options: dict[str, Any]):
     """End tokens too, which are seen late there."""
     requests = asked(n=2, ignore_eos=False, **options)
-    with closing(LocalEngine(make_base(), max_rows=16, lanes=1)) as engine:
+    with closing(LocalEngine(make_base(), max_rows=16, lanes=1, compile=False)) as engine:
         expected = engine.generate(requests)
     with on_simulated_gpu(make_base(), {}) as (_, engine, decoder):
         jobs = submitted(engine, requests)
@@ -137,7 +137,9 @@ def test_looking_seldom_changes_no_completion(make_base, options: dict[str, Any]
     for limit in (SETTLED_EVERY - 1, 4 * SETTLED_EVERY):
         said = []
         for every in (1, SETTLED_EVERY):
-            with closing(LocalEngine(base, max_rows=6, lanes=1)) as engine:  # fewer than there are: some wait
+            with closing(
+                LocalEngine(base, max_rows=6, lanes=1, compile=False)
+            ) as engine:  # fewer than there are: some wait
                 engine._lanes[0].decoder.most_unsettled = every  # type: ignore[attr-defined]
                 said.append(engine.generate(asked(**options | {"max_tokens": limit, "ignore_eos": False})))
         assert_same(*said)

@@ -83,7 +83,10 @@ def test_a_publish_waits_once_and_hands_over_every_bit(make_base, tmp_path: Path
     base, gpu, version = make_base(dtype=torch.float32), SimulatedGpu(), PolicyVersion("mine", 1)
     with gpu, torch.no_grad():
         gpu.move(base.model)
-        learner, engine = Learner(base, lora=LoraSpec(rank=3, alpha=7.0, use_rslora=True)), LocalEngine(base)
+        learner, engine = (
+            Learner(base, lora=LoraSpec(rank=3, alpha=7.0, use_rslora=True)),
+            LocalEngine(base, compile=False),
+        )
         for tensor in learner.parameters:
             tensor.add_(0.1)  # half of them begin as zeros
         mine = {name: tensor.cpu() for name, tensor in lora_tensors(learner.model).items()}

@@ -17,11 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_OF_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.long: np.int64}
+
 
 def on_device(
     values: Sequence[Any] | np.ndarray | Tensor, device: torch.device | str, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Numbers of the host, of any shape, on the device; a tensor of the CPU is not copied where it stays there."""
+    if isinstance(values, np.ndarray) and dtype in _OF_NUMPY:  # or torch would make a tensor of the array's type first
+        values = values.astype(_OF_NUMPY[dtype], copy=False)
     x = values.to(dtype or values.dtype) if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if torch.device(device).type != "cuda":  # gpu-seen below: copies from pinned memory
         return x.to(device)
