@@ -1,6 +1,6 @@
 """A model that sees with vLLM as the sampler: short runs on prompts with images, tiny random weights, in float32.
 
-    pytest -m slow tests/vllm_server/test_vllm_images.py      a minute for each on a quiet machine
+    pytest -m slow tests/vllm_server/test_real_vllm_images.py      a minute for each on a quiet machine
 
 It is an Idefics3: vLLM 0.32 imports every other family that sees here with torchvision alone, and beside its CPU build
 (`make vllm` installs it) there is none that could be loaded. docs/images.md has what was found.
