@@ -25,7 +25,6 @@ import json
 import math
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +51,7 @@ from groupwise.config.world import World
 from groupwise.engine.vllm.answers import Sampled
 from groupwise.engine.vllm.client import VllmServer, sampling_body
 from groupwise.engine.vllm.engine import completion_of
+from groupwise.engine.vllm.server import free_port
 from groupwise.model.chat import closing_ids
 from groupwise.model.packing import count_loss_tokens, count_sequences, micro_batches
 from groupwise.rewards.base import score
@@ -209,12 +209,6 @@ def beside(work: Callable[..., None], *args: Any) -> Iterator[Connection]:
         process.join()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 # -- a step ------------------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +295,7 @@ class Step:
 
 def measure(batch: Batch, *, ranks: int, rounds: int) -> dict[str, float]:
     """Return microseconds a token of each part, and of a follower."""
-    clock, port = Clock(), free_port()
+    clock, port = Clock(), free_port("127.0.0.1")
     with (
         beside(serve, batch) as server,
         beside(follow, port, rounds + 1) as follower,

@@ -40,6 +40,7 @@ from groupwise.algo.loss import resolve_loss
 from groupwise.config.chat import ChatConfig
 from groupwise.config.lora import LoraSpec
 from groupwise.config.world import World
+from groupwise.model.backbone import unsplit_layers
 from groupwise.model.load import LoadedModel, empty_model, load_model, load_tokenizer
 from groupwise.model.parts import open_parts
 from groupwise.train.fully_sharded import FullySharded
@@ -100,9 +101,7 @@ def bytes_of(tensors: Any) -> int:
 
 def units(model: PreTrainedModel) -> tuple[int, int]:
     """Return bytes of the largest decoder layer, and of everything that is in none."""
-    kinds = model._no_split_modules or ()
-    layers = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in kinds]
-    sizes = [bytes_of(layer.parameters()) for layer in layers]
+    sizes = [bytes_of(layer.parameters()) for layer in unsplit_layers(model).values()]
     return max(sizes), bytes_of(model.parameters()) - sum(sizes)
 
 
@@ -215,8 +214,7 @@ def plan(name: str, *, world: int, shard_size: int) -> Iterator[tuple[int, int, 
         copies = world // shard_size
         names = {"mesh_dim_names": ("replicate", "shard")} if copies > 1 else {}
         mesh = init_device_mesh("cpu", (copies, shard_size) if copies > 1 else (shard_size,), **names)
-        kinds = model._no_split_modules or ()
-        for module in [m for m in model.modules() if type(m).__name__ in kinds]:
+        for module in unsplit_layers(model).values():
             fully_shard(module, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         parameters: Any = list(model.parameters())

@@ -28,6 +28,14 @@ TEXT = {
 }
 SIGLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
+QWEN3_TOWER = {
+    **TOWER,
+    "depth": 3,
+    "patch_size": 16,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
+QWEN_IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784, "max_pixels": 12544}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 
@@ -74,7 +82,7 @@ FAMILIES = {
         special=QWEN,
         text={**TEXT, "rope_parameters": ROPE},
         vision={**TOWER, "depth": 2, "patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56},
-        image_processor={"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784, "max_pixels": 12544},
+        image_processor=QWEN_IMAGES,
         processor={"processor_class": "Qwen2_5_VLProcessor"},
         tokens=_qwen,
     ),
@@ -84,7 +92,7 @@ FAMILIES = {
         special=QWEN,
         text={**TEXT, "rope_parameters": ROPE},
         vision={"embed_dim": 32, "hidden_size": 32, "num_heads": 4, "depth": 2, "patch_size": 14, "mlp_ratio": 2},
-        image_processor={"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784, "max_pixels": 12544},
+        image_processor=QWEN_IMAGES,
         processor={"processor_class": "Qwen2VLProcessor"},
         tokens=_qwen,
     ),
@@ -93,19 +101,8 @@ FAMILIES = {
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         special=QWEN,
         text={**TEXT, "head_dim": 8, "rope_parameters": {**ROPE, "mrope_interleaved": True}},
-        vision={
-            **TOWER,
-            "depth": 3,
-            "patch_size": 16,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        image_processor={
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "min_pixels": 784,
-            "max_pixels": 12544,
-            "patch_size": 16,
-        },
+        vision=QWEN3_TOWER,
+        image_processor={**QWEN_IMAGES, "patch_size": 16},
         processor={"processor_class": "Qwen3VLProcessor"},
         tokens=_qwen,
     ),
@@ -121,19 +118,8 @@ FAMILIES = {
             "moe_intermediate_size": 16,
             "rope_parameters": {**ROPE, "mrope_interleaved": True},
         },
-        vision={
-            **TOWER,
-            "depth": 3,
-            "patch_size": 16,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        image_processor={
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "min_pixels": 784,
-            "max_pixels": 12544,
-            "patch_size": 16,
-        },
+        vision=QWEN3_TOWER,
+        image_processor={**QWEN_IMAGES, "patch_size": 16},
         processor={"processor_class": "Qwen3VLProcessor"},
         tokens=_qwen,
     ),

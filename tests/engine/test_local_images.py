@@ -12,20 +12,29 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import GroupwiseError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.image_tokens import vision_of
+from groupwise.model.load import LoadedModel
+from groupwise.model.vision import Vision
 from groupwise.pictures import Picture, read_picture
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
 from seeing_models import drawn, load_seeing
+
+
+def shown(folder: Path) -> tuple[LoadedModel, Vision, tuple[int, ...]]:
+    """A model that sees, its eyes, and a prompt with an image."""
+    base = load_seeing("qwen2_5_vl", folder / "model", dtype="float32")
+    vision = vision_of(base.model)
+    assert vision is not None
+    content = [{"type": "image", "image": read_picture(drawn(90, 60))}, {"type": "text", "text": "?"}]
+    asked = encode_prompt(Prompt(id="1", messages=({"role": "user", "content": content},)), base.tokenizer)
+    assert asked.token_ids is not None
+    return base, vision, asked.token_ids
 
 
 def test_an_image_that_another_process_encoded_is_decoded_beside_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts are answered meanwhile; then what follows the image is sampled as ever."""
-    base = load_seeing("qwen2_5_vl", tmp_path / "model", dtype="float32")
-    vision = vision_of(base.model)
-    assert vision is not None
-    content = [{"type": "image", "image": read_picture(drawn(90, 60))}, {"type": "text", "text": "?"}]
-    seen = encode_prompt(Prompt(id="1", messages=({"role": "user", "content": content},)), base.tokenizer).token_ids
+    base, vision, seen = shown(tmp_path)
     params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
     asked, text = SamplingRequest(prompt_ids=seen, params=params), SamplingRequest(prompt_ids=(1, 2, 3), params=params)
     held, threads, pixels = threading.Event(), list[str](), Picture.pixels
@@ -50,11 +59,7 @@ def test_an_image_that_another_process_encoded_is_decoded_beside_the_engine(
 def test_one_that_waits_for_its_image_hears_that_the_engine_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = load_seeing("qwen2_5_vl", tmp_path / "model", dtype="float32")
-    vision = vision_of(base.model)
-    assert vision is not None
-    content = [{"type": "image", "image": read_picture(drawn(90, 60))}]
-    seen = encode_prompt(Prompt(id="1", messages=({"role": "user", "content": content},)), base.tokenizer).token_ids
+    base, vision, seen = shown(tmp_path)
     vision._inputs.clear()
     begun, held, prepare = threading.Event(), threading.Event(), vision.prepare
 

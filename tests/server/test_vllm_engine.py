@@ -127,6 +127,7 @@ def test_a_server_that_is_away_is_said_and_waited_for(site: Whole, peer: Peer, a
     [
         ({"vllm": {"max_loras": 5}}, "vllm"),
         ({"engine": "vllm", "vllm": {"mode": "colocate"}}, "vllm.mode"),
+        ({"engine": "vllm", "vllm": {"sleep": True}}, "vllm.sleep"),
         ({"engine": "vllm", "draft_tokens": 4}, "draft_tokens"),
         ({"engine": "vlm"}, "engine"),
     ],

@@ -161,12 +161,12 @@ class Partner(Protocol):
 
 def _shown(image: str) -> Picture:
     """Return the image of a file or of an address, whose host is allowed as it is spelt out. Raises DataError."""
-    if urlsplit(image).scheme not in ("http", "https"):
+    parts = urlsplit(image)
+    if parts.scheme not in ("http", "https"):
         return read_picture(image, where="--image")
     from groupwise.config.images import AllowedHost
     from groupwise.tasks.fetching import fetch_picture, not_fetched
 
-    parts = urlsplit(image)
     try:
         host = AllowedHost.of(f"{parts.scheme}://{parts.netloc}")
     except ValueError as error:

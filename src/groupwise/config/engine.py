@@ -107,6 +107,11 @@ class VllmConfig(Section):
             raise conflict("sleep", "is of servers that a run starts on its learners' GPUs; leave urls and gpus out")
         return self
 
+    @property
+    def starts_servers(self) -> bool:
+        """Return whether servers are started: vLLM is in processes of its own, and none that run are named."""
+        return self.mode == "server" and not self.urls
+
     def check_turns(self, *, meanwhile: bool) -> None:
         """Refuse, as a conflict of the whole configuration, servers that sleep where a run samples while it trains."""
         if self.sleep and self.mode == "server" and meanwhile:

@@ -245,6 +245,9 @@ class ServeConfig(Section):
                 raise conflict("quantization", f"{message}; leave one of the two out")
             if self.vllm.mode != "server":
                 raise conflict("vllm", "mode", "is colocate; a live server's vLLM is in processes of its own: server")
+            if self.vllm.sleep:
+                message = "is of runs, whose learners take turns with vLLM; a live server samples at any time"
+                raise conflict("vllm", "sleep", f"{message}: leave it out, and give vLLM GPUs of its own (vllm.gpus)")
             for key, only in (("push", "adapter"), ("quantization", None)):
                 if (value := getattr(self.vllm, key)) != only:
                     message = f"{value} is of runs; a live server's versions are adapters over weights as they are"

@@ -72,6 +72,14 @@ def decoder_inputs(model: PreTrainedModel, ids_BT: Tensor, see: See | None = Non
     return vision.embed(ids_BT, model.get_input_embeddings(), see or vision.see(model))
 
 
+def unsplit_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the decoder layers by name: modules that transformers says are not to be split, also when FSDP has changed
+    their class; none where it says nothing."""
+    kinds = model._no_split_modules or ()
+    every = model.named_modules()
+    return {name: module for name, module in every if type(module).__name__.removeprefix("FSDP") in kinds}
+
+
 class Backbone:
     """`Backbone(model)(ids_S, positions_S, layout)` -> the last hidden states [S, hidden]. Positions are [3, S] where a
     model that sees has three for each token (`Vision.positions`); `see` says what it sees, where that is not what its

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -210,32 +210,27 @@ def open_engine(
     say: Callable[[str], None] = lambda text: None,
 ) -> Sampler:
     """Return what samples. With vLLM the local engine is what versions are checked against, or the `learner` where no
-    process has the whole base; `starters` say who starts its servers, and `say` is told while they are waited for."""
-    if learner is not None and base.device.type == "meta":
-        return open_engine_apart(config, learner, starters=starters, say=say)
+    process has the whole base (`RunConfig.keeps_base`); `starters` say who starts its servers, and `say` is told while
+    they are waited for."""
+    apart = learner if base.device.type == "meta" else None
+    scores = None if apart is None else LearnerScores(apart)
+    if scores is not None and config.never_samples:
+        return scores
     own = None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads
     if config.engine == "local":
         return local_engine(config, base, threads=own)
     from groupwise.engine.vllm.open import open_vllm
     from groupwise.run.vllm_servers import give_unused_back
 
-    reference = LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own)
-    gives = partial(give_unused_back, config, base.device)
-    return open_vllm(config, base, reference, starters=starters, before_waking=gives, say=say)
-
-
-def open_engine_apart(
-    config: RunConfig, learner: Learner, *, starters: Starters | None, say: Callable[[str], None]
-) -> Sampler:
-    """Return what samples where no process has the whole base (`RunConfig.keeps_base`)."""
-    scores = LearnerScores(learner)
-    if config.never_samples:
-        return scores
-    from groupwise.engine.vllm.open import open_vllm
-    from groupwise.run.vllm_servers import give_unused_back
-
-    how: dict[str, Any] = {"starters": starters, "before_waking": partial(give_unused_back, config, learner.device)}
-    return open_vllm(config, learner.base, scores, write=learner.save_adapter, say=say, **how)
+    return open_vllm(
+        config,
+        base,
+        scores or LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own),
+        starters=starters,
+        write=None if apart is None else apart.save_adapter,
+        before_waking=partial(give_unused_back, config, base.device if apart is None else apart.device),
+        say=say,
+    )
 
 
 def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = None) -> LocalEngine:

@@ -20,8 +20,8 @@ def controller_seconds(tokens: float, *, ranks: int, servers: bool) -> dict[str,
     """Return processor seconds of rank 0 by part, for a step of so many completion tokens that `ranks` train.
     `servers`: vLLM's sample them, and not an engine in this process.
 
-    >>> round(sum(controller_seconds(1e6, ranks=64, servers=True).values()), 2) < 2
-    True
+    >>> round(sum(controller_seconds(1e6, ranks=64, servers=True).values()), 2)
+    1.77
     """
     parts = (TAKEN_IN if servers else {}) | ALWAYS
     if ranks > 1:

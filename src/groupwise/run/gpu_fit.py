@@ -299,7 +299,7 @@ def _shared_out(config: RunConfig, cards: Cards) -> tuple[int, int]:
     """Return how many GPUs train, and how many vLLM has to itself: none where it shares the learner's one. Without
     `train.devices` all train that servers leave, of which there is then one a machine unless `vllm.servers` says."""
     vllm, learners = config.vllm, config.train.devices
-    starts = config.engine == "vllm" and vllm.mode == "server" and not vllm.urls
+    starts = config.engine == "vllm" and vllm.starts_servers
     if learners is None:
         servers = -(-(vllm.servers or cards.nodes) // cards.nodes) if starts and not vllm.sleep else 0
         learners = cards.nodes * max(1, cards.count - servers * vllm.tensor_parallel_size)

@@ -75,7 +75,7 @@ def _sampling_gpus(config: RunConfig) -> int:
     """Return how many GPUs of each machine vLLM's servers are to have: those of `vllm.servers`; without it the server
     of a run shares that of the first learner, unless `launcher.options` ask for more."""
     vllm, nodes = config.vllm, config.launcher.nodes
-    if config.engine != "vllm" or vllm.urls or vllm.servers is None:
+    if config.engine != "vllm" or not vllm.starts_servers or vllm.servers is None:
         return 0
     return -(-vllm.servers // nodes) * vllm.tensor_parallel_size
 

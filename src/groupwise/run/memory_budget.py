@@ -14,7 +14,7 @@ from groupwise.config.engine import OWN_SHARE
 from groupwise.config.run import RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.activations import ModelSize
-from groupwise.model.backbone import is_lean
+from groupwise.model.backbone import is_lean, unsplit_layers
 from groupwise.model.layouts import FLEX
 from groupwise.model.load import LoadedModel, plain_implementation
 from groupwise.model.memory import GIB, Load
@@ -75,8 +75,7 @@ def load_of(
 
 def largest_layer(model: PreTrainedModel) -> int | None:
     """Return the parameters of the largest decoder layer, which FSDP gathers as one; None where none is named."""
-    kinds = model._no_split_modules or ()
-    layers = (module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds)
+    layers = unsplit_layers(model).values()
     return max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=None)
 
 

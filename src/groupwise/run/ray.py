@@ -144,7 +144,7 @@ def roles_of(config: RunConfig, *, gpus_there: float = 0.0) -> Roles:
     engines, engine = launcher.engines, learner
     if vllm is not None:
         each, left = vllm.tensor_parallel_size, max(0, int(gpus_there - gpus * learners)) if gpus else 0
-        engines = 0 if vllm.urls else vllm.servers or max(1, left // each)
+        engines = vllm.servers or max(1, left // each) if vllm.starts_servers else 0
         engine = {"CPU": launcher.cpus, **({"GPU": float(each)} if gpus else {})}
     return Roles(
         learners=learners,

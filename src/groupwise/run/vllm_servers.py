@@ -182,8 +182,7 @@ def machine_servers(config: RunConfig, here: World, device: torch.device, ranks:
     any."""
     each = here.local_size or here.size
     node = here.rank // each
-    starts = config.engine == "vllm" and config.vllm.mode == "server" and not config.vllm.urls
-    if not starts or node == 0 or here.local_rank != 0:
+    if config.engine != "vllm" or not config.vllm.starts_servers or node == 0 or here.local_rank != 0:
         return None
     seats = seats_of(
         config.vllm,

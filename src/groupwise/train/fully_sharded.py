@@ -41,6 +41,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from groupwise.errors import ConfigError
+from groupwise.model.backbone import unsplit_layers
 from groupwise.model.load import LoadedModel, share_weights
 from groupwise.model.packing import MicroBatch, pack, pad
 from groupwise.model.parts import Parts, fill
@@ -176,7 +177,7 @@ class FullySharded(DataParallel):
 
     def _cut(self, model: PreTrainedModel, *, whole: set[torch.nn.Parameter]) -> None:
         """Cut all parameters but those that stay `whole`; on the meta device, too, where their parts are put later."""
-        layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+        layers = unsplit_layers(model).values()
         if not layers:
             raise ConfigError(
                 f"{type(model).__name__} does not name its decoder layers, so it cannot be cut",

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from groupwise.model.backbone import unsplit_layers
 from groupwise.model.load import hash_of, probe
 from groupwise.train.ranks import Ranks
 
@@ -99,10 +100,7 @@ def _layers(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors |= {name: each for name, each in model.state_dict().items() if name not in tied}
-    kinds = model._no_split_modules or ()
-    for layer in [
-        name for name, module in model.named_modules() if type(module).__name__.removeprefix("FSDP") in kinds
-    ]:
+    for layer in unsplit_layers(model):
         inside = [name for name in tensors if name.startswith(f"{layer}.")]
         yield {name: tensors.pop(name) for name in inside}
     yield tensors

@@ -19,7 +19,7 @@ Shapes: S packed tokens of all, N loss tokens of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,12 +34,9 @@ from groupwise.model.joint_layout import JointLayout
 from groupwise.model.packing import MicroBatch, Padded
 from groupwise.train.forward import logprobs_of_hidden, of_tokens_alone, read_positions
 from groupwise.train.lora import Term, differentiate_terms, multiply_terms, term_of, widths_of
+from groupwise.train.strategy import Passed, TokenLoss
 
 ALIGNMENT = 64  # bytes: of a tensor's first value, as torch allocates it
-
-TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
-
-Passed = tuple[Tensor, dict[str, Tensor], Sequence[Tensor | None]]  # log-probabilities, metrics, gradients
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,13 +68,12 @@ from groupwise.model.packing import (
 from groupwise.model.vision import train_parts
 from groupwise.train.accumulated_step import AccumulatedStep
 from groupwise.train.forward import of_tokens_alone
-from groupwise.train.joint_pass import TokenLoss
 from groupwise.train.lanes import ThreadedMicroBatches, is_light
 from groupwise.train.lora import adapter_as, add_lora, load_lora, router_parameters, save_lora
 from groupwise.train.optimizer import OptimStepResult, make_optimizer
 from groupwise.train.reference import Reference, ReferenceSpec
 from groupwise.train.schedule import learning_rate_at
-from groupwise.train.strategy import Rows, SingleProcess, verb
+from groupwise.train.strategy import Rows, SingleProcess, TokenLoss, verb
 from groupwise.train.training_batch import TrainingBatch, no_loss, of_tokens, train_on_batch, unmasked
 from groupwise.types import Sample
 
@@ -86,7 +85,7 @@ Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty 
 
 Item = tuple[int, tuple[MicroBatch, Tensor | None]]  # a micro-batch's number, itself, the reference's log-probabilities
 
-Passed = tuple[MicroBatch, Tensor, dict[str, Tensor], Gradients]  # ... its log-probabilities, metrics and gradients
+PassedBatch = tuple[MicroBatch, Tensor, dict[str, Tensor], Gradients]  # ... log-probabilities, metrics, gradients
 
 Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
 
@@ -662,7 +661,7 @@ class Learner:
         # gradients of a micro-batch are whole before they are added up
         apart = lanes > 1 or (self.lora is not None and self.strategy.runs_side_by_side)
 
-        def run(item: Item) -> Passed:
+        def run(item: Item) -> PassedBatch:
             number, (batch, reference_N) = item
             token_loss = term(batch, reference_N) if batch.rows else no_loss
             if (joined := self.strategy.passed(self, batch, temperature, token_loss)) is not None:
@@ -689,7 +688,7 @@ class Learner:
                 work = [*self._frozen(batches, temperature, lanes=lanes, reference=True)]
             items: Iterator[Item] = enumerate(work, self._accumulated)
 
-            def parts(item: Item) -> Iterable[Passed]:
+            def parts(item: Item) -> Iterable[PassedBatch]:
                 in_parts = apart and lanes == 1
                 return self._within_memory(run, item, temperature, pairs=pairs) if in_parts else [run(item)]
 
@@ -704,8 +703,8 @@ class Learner:
         return self.strategy.combined(combined(as_numbers(told)))
 
     def _within_memory(
-        self, run: Callable[[Item], Passed], item: Item, temperature: float, *, pairs: bool
-    ) -> Iterator[Passed]:
+        self, run: Callable[[Item], PassedBatch], item: Item, temperature: float, *, pairs: bool
+    ) -> Iterator[PassedBatch]:
         """Yield what a micro-batch comes to, or, where the memory does not suffice for it, its parts."""
         number, (batch, reference_N) = item
         passed, why = None, ""
@@ -756,8 +755,9 @@ class Learner:
         recorded: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """After a micro-batch's forward: its loss with the routers' auxiliary loss, and the routers' metrics."""
-        stand_S = self.strategy.of_row(batch.copies_S > 0, dim=0)
-        metrics = self._routers.replayed(stand_S) if recorded else {"recorded_frac": torch.zeros(())}
+        metrics = {"recorded_frac": torch.zeros(())}
+        if recorded:
+            metrics = self._routers.replayed(self.strategy.of_row(batch.copies_S > 0, dim=0))
         if self.balances:
             auxiliary = load_balancing(routed, batch.copies_S)
             loss, metrics["aux_loss"] = loss + self.balances * of_loss * auxiliary, auxiliary.detach()

@@ -24,13 +24,14 @@ from groupwise.train.forward import packed_logprobs, plain_logprobs
 from groupwise.train.state import load_state, save_state
 
 if TYPE_CHECKING:
-    from groupwise.train.joint_pass import Passed, TokenLoss
     from groupwise.train.learner import Learner
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
+Passed = tuple[Tensor, dict[str, Tensor], Sequence[Tensor | None]]  # log-probabilities, metrics, gradients
 Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
 
 

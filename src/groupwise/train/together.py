@@ -33,11 +33,11 @@ from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel
 from groupwise.model.packing import MicroBatch
 from groupwise.model.quantized import quantization_of
-from groupwise.train.joint_pass import Passed, Seat, TokenLoss, joint_gradients, joint_logprobs
+from groupwise.train.joint_pass import Seat, joint_gradients, joint_logprobs
 from groupwise.train.joint_trial import why_not_as_alone
 from groupwise.train.lanes import is_light, torch_threads
 from groupwise.train.lora import term_of
-from groupwise.train.strategy import SingleProcess
+from groupwise.train.strategy import Passed, SingleProcess, TokenLoss
 
 if TYPE_CHECKING:
     from groupwise.train.learner import Learner

@@ -37,7 +37,6 @@ from groupwise.engine.vllm.publish import FILES
 from groupwise.engine.vllm.server import rank_of
 from groupwise.errors import (
     AdapterError,
-    ConfigError,
     DeviceLostError,
     EngineError,
     NotReadyError,
@@ -160,12 +159,6 @@ def open_live(
     config: VllmConfig, base: LoadedModel, *, model: str, device: str, rows: int, cast_lm_head: str
 ) -> LiveVllm:
     """Return the engine of a server of `model`, `rows` completions at once. Raises EngineError, ConfigError."""
-    if config.sleep:
-        raise ConfigError(
-            "vllm.sleep is of runs, whose learners take turns with vLLM; a server samples at any time",
-            hint="leave it out, and give vLLM GPUs of its own (vllm.gpus)",
-            field="vllm.sleep",
-        )
     rank = config.max_lora_rank or RANK
     shape = shape_of(
         model, base.model, rank=rank, targets="all-linear", rows=rows, device=device, cast_lm_head=cast_lm_head
