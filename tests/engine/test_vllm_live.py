@@ -18,8 +18,8 @@ from groupwise.config.engine import VllmConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import fleet as vllm_fleet
 from groupwise.engine.vllm.handshake import linear_names
-from groupwise.engine.vllm.live import LiveVllm, open_live
-from groupwise.errors import AdapterError, ConfigError, EngineError, GrammarError
+from groupwise.engine.vllm.live import LiveVllm
+from groupwise.errors import AdapterError, EngineError, GrammarError
 from groupwise.model.load import LoadedModel
 from groupwise.types import Grammar, GrammarKind, PolicyVersion, SamplingParams, SamplingRequest
 from processes import becomes
@@ -80,11 +80,6 @@ class Heard:
 def streamed(engine: LiveVllm, asked: SamplingRequest):
     heard = Heard()
     return heard, engine.submit([asked], on_token=heard)[0].result(20)
-
-
-def test_servers_of_a_live_one_do_not_sleep(tiny) -> None:
-    with raises(ConfigError, field="vllm.sleep"):
-        open_live(VllmConfig(sleep=True), tiny, model="tiny", device="cpu", rows=4, cast_lm_head="auto")
 
 
 def test_a_stream_says_what_a_whole_answer_holds(attach, peer, tiny_engine):
