@@ -122,7 +122,8 @@ class TrainingRun:
         return state.step
 
     def save_checkpoint(self, step: int, *, finished: bool) -> None:
-        """Write a checkpoint of the run after `step`."""
+        """Write a checkpoint of the run after `step`, once the rollouts of all steps are there: none is done again."""
+        self.tracking.settle()
         version = self.publish({}, sync=False)
         state = RunState(
             step=step,

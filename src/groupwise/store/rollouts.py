@@ -15,7 +15,7 @@ from typing import Any
 
 from groupwise.errors import DataError
 from groupwise.recorded import RoutedExperts, SamplingMask
-from groupwise.store.float_texts import FloatTexts
+from groupwise.store.number_texts import NumberTexts
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -27,18 +27,18 @@ from groupwise.types import (
     Turn,
 )
 
-Floats = Callable[[Sequence[float]], str | None]
+Numbers = Callable[[Sequence[float]], str | None]
 
 
 def group_line(group: RolloutGroup) -> str:
     """Return `json.dumps(group_to_json(group), allow_nan=False)`."""
-    floats = FloatTexts()
-    return floats.filled(json.dumps(group_to_json(group, floats), allow_nan=False))
+    numbers = NumberTexts()
+    return numbers.filled(json.dumps(group_to_json(group, numbers), allow_nan=False))
 
 
-def group_to_json(group: RolloutGroup, floats: Floats | None = None) -> dict[str, Any]:
-    """Return what `json.dumps(..., allow_nan=False)` takes, whatever the columns hold. `floats` is given each list of
-    log-probabilities, and returns what stands for it, or None for what is to stand there itself."""
+def group_to_json(group: RolloutGroup, numbers: Numbers | None = None) -> dict[str, Any]:
+    """Return what `json.dumps(..., allow_nan=False)` takes, whatever the columns hold. `numbers` is given each list of
+    token ids or log-probabilities, and returns what stands for it, or None for what is to stand there itself."""
     prompt = group.prompt
     return {
         "prompt": {
@@ -47,29 +47,29 @@ def group_to_json(group: RolloutGroup, floats: Floats | None = None) -> dict[str
             "text": prompt.text,
             "tools": prompt.tools,
             "columns": plain(prompt.columns),
-            "token_ids": prompt.token_ids,
+            "token_ids": _ids(prompt.token_ids, numbers),
             **({"shows_opening": True} if prompt.shows_opening else {}),
             **({"answer": plain(prompt.answer)} if prompt.answer else {}),
             **({"rejected": plain(prompt.rejected)} if prompt.rejected else {}),
         },
-        "rollouts": [_rollout_to_json(rollout, prompt, floats) for rollout in group.rollouts],
+        "rollouts": [_rollout_to_json(rollout, prompt, numbers) for rollout in group.rollouts],
         **(
-            {"demonstrations": [_rollout_to_json(rollout, prompt, floats) for rollout in group.demonstrations]}
+            {"demonstrations": [_rollout_to_json(rollout, prompt, numbers) for rollout in group.demonstrations]}
             if group.demonstrations
             else {}
         ),
     }
 
 
-def _rollout_to_json(rollout: Rollout, prompt: Prompt, floats: Floats | None) -> dict[str, Any]:
+def _rollout_to_json(rollout: Rollout, prompt: Prompt, numbers: Numbers | None) -> dict[str, Any]:
     return {
-        "turns": [_turn_to_json(turn, prompt, floats) for turn in rollout.turns],
+        "turns": [_turn_to_json(turn, prompt, numbers) for turn in rollout.turns],
         "rewards": plain(rollout.rewards),
         "reward": plain(rollout.reward),
         "advantage": plain(rollout.advantage),
         "error": rollout.error,
         **({} if rollout.error_kind is None else {"error_kind": rollout.error_kind}),
-        **({} if not rollout.teacher else {"teacher": [_scores_to_json(each, floats) for each in rollout.teacher]}),
+        **({} if not rollout.teacher else {"teacher": [_scores_to_json(each, numbers) for each in rollout.teacher]}),
         **_episode_to_json(rollout),
     }
 
@@ -122,8 +122,8 @@ def _episode_to_json(rollout: Rollout) -> dict[str, Any]:
     return raw | ({"columns": plain(rollout.columns)} if rollout.columns else {})
 
 
-def _scores_to_json(scores: SequenceScores, floats: Floats | None) -> dict[str, Any]:
-    return {"logprobs": _logprobs(scores.logprobs, floats), "top": plain([each[:1] for each in scores.top])}
+def _scores_to_json(scores: SequenceScores, numbers: Numbers | None) -> dict[str, Any]:
+    return {"logprobs": _logprobs(scores.logprobs, numbers), "top": plain([each[:1] for each in scores.top])}
 
 
 def _scores_from_json(raw: Mapping[str, Any]) -> SequenceScores:
@@ -131,20 +131,25 @@ def _scores_from_json(raw: Mapping[str, Any]) -> SequenceScores:
     return SequenceScores(logprobs=tuple(map(_exact, raw["logprobs"])), top=top)
 
 
-def _logprobs(values: Sequence[float], floats: Floats | None) -> Any:
+def _ids(values: Sequence[int], numbers: Numbers | None) -> Any:
+    mark = None if numbers is None else numbers(values)
+    return values if mark is None else mark
+
+
+def _logprobs(values: Sequence[float], numbers: Numbers | None) -> Any:
     """Return what stands for log-probabilities, of which any may be infinite."""
-    mark = None if floats is None else floats(values)
+    mark = None if numbers is None else numbers(values)
     return plain(values) if mark is None else mark
 
 
-def _turn_to_json(turn: Turn, prompt: Prompt, floats: Floats | None) -> dict[str, Any]:
+def _turn_to_json(turn: Turn, prompt: Prompt, numbers: Numbers | None) -> dict[str, Any]:
     completion = turn.completion
     raw = {
         # most often the prompt itself; writing it once per group and not once per rollout halves the file
-        "prompt_ids": None if turn.prompt_ids == prompt.token_ids else turn.prompt_ids,
+        "prompt_ids": None if turn.prompt_ids == prompt.token_ids else _ids(turn.prompt_ids, numbers),
         "text": completion.text,
-        "token_ids": completion.token_ids,
-        "logprobs": _logprobs(completion.logprobs, floats),
+        "token_ids": _ids(completion.token_ids, numbers),
+        "logprobs": _logprobs(completion.logprobs, numbers),
         "finish_reason": completion.finish_reason.value,
         "version": str(completion.version),
     }
@@ -161,7 +166,7 @@ def _turn_to_json(turn: Turn, prompt: Prompt, floats: Floats | None) -> dict[str
         raw["routed_experts"] = b64encode(completion.routed_experts.to_bytes()).decode()
     if completion.kept is not None:
         raw["kept"] = b64encode(completion.kept.to_bytes()).decode()
-        raw["kept_logprobs"] = _logprobs(completion.kept_logprobs, floats)
+        raw["kept_logprobs"] = _logprobs(completion.kept_logprobs, numbers)
     if completion.top_logprobs:
         raw["top_logprobs"] = plain(completion.top_logprobs)
     return raw

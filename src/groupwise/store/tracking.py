@@ -20,15 +20,15 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config.run import TrackingConfig
-from groupwise.errors import ConfigError, DataError, StorageError
-from groupwise.store.rollouts import group_from_json, group_line
+from groupwise.errors import ConfigError, DataError
+from groupwise.store.rollout_writer import RolloutWriter, recording
+from groupwise.store.rollouts import group_from_json
 from groupwise.store.shown_rollouts import rewards_of, rows_of
 from groupwise.store.trackers import Tracker, trackers_of
 from groupwise.store.trl_names import TokenCount, trl_metrics
@@ -51,7 +51,7 @@ _OWN_KEYS = ("step", "time", "non_finite")
 class Tracking:
     """Everything that is written during a run; what `open_trackers` returns. A context manager.
 
-    `completions` is how many of a step the trackers get.
+    `completions` is how many of a step the trackers get; `writer` writes rollouts files.
     `failures` counts the errors of each tracker in `trackers`; the first of each is logged as a warning.
     """
 
@@ -62,11 +62,13 @@ class Tracking:
         trackers: Mapping[str, Tracker] | None = None,
         trl_names: bool = True,
         completions: int = 0,
+        writer: RolloutWriter | None = None,
     ):
+        self.writer = writer or RolloutWriter()
         self.run_dir, self.completions = Path(run_dir), completions
         self.trackers = dict(trackers or {})
         self.failures: Counter[str] = Counter()
-        with _recording(self.run_dir / METRICS):
+        with recording(self.run_dir / METRICS):
             (self.run_dir / ROLLOUTS).mkdir(parents=True, exist_ok=True)
             _drop_torn_line(self.run_dir / METRICS)
             _drop_torn_line(self.run_dir / HEALTH)
@@ -82,7 +84,7 @@ class Tracking:
         record |= {key: None if key in non_finite else _number(value) for key, value in metrics.items()}
         if non_finite:
             record["non_finite"] = non_finite
-        with _recording(self.run_dir / METRICS):
+        with recording(self.run_dir / METRICS):
             self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
             self._metrics.flush()
         shown = dict(metrics)
@@ -96,33 +98,34 @@ class Tracking:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         lines = [json.dumps({"time": now} | event.as_dict(), allow_nan=False) + "\n" for event in events]
-        with _recording(self.run_dir / HEALTH), (self.run_dir / HEALTH).open("a", encoding="utf-8") as file:
+        with recording(self.run_dir / HEALTH), (self.run_dir / HEALTH).open("a", encoding="utf-8") as file:
             file.writelines(lines)
 
     def rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> Path:
-        """Write one step's groups and show them to the trackers; a step that is done again replaces its file. Raises
-        StorageError."""
+        """Write one step's groups and show them to the trackers; a step that is done again replaces its file. A long
+        one is there after `settle` (`RolloutWriter`). Raises StorageError."""
         path = self.run_dir / ROLLOUTS / f"step_{step:06d}.jsonl"
-        temporary = path.with_suffix(".tmp")
-        with _recording(path):
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(group_line(group) + "\n" for group in groups)
-            os.replace(temporary, path)
+        self.writer.write(path, groups)
         if self.trackers and (values := rewards_of(groups)):
             self._each(lambda tracker: tracker.distributions(step, values))
         if self.trackers and (rows := rows_of(step, groups, most=self.completions)):
             self._each(lambda tracker: tracker.table(step, rows))
         return path
 
+    def settle(self) -> None:
+        """Wait until all rollouts are on disk. Raises StorageError."""
+        self.writer.settle()
+
     def summary(self, step: int, values: Mapping[str, float | str]) -> None:
         """Tell the trackers what came of the run, after its last step."""
         self._each(lambda tracker: tracker.summary(step, dict(values)))
 
     def close(self) -> None:
-        """Finish every tracker. Safe to call twice."""
+        """Finish the record and every tracker. Safe to call twice. Raises StorageError."""
         self._each(lambda tracker: tracker.close())
         self.trackers.clear()
-        with _recording(self.run_dir / METRICS):
+        self.writer.close()
+        with recording(self.run_dir / METRICS):
             self._metrics.close()
 
     def __enter__(self) -> Tracking:
@@ -201,14 +204,6 @@ def read_rollouts(path: Path) -> tuple[RolloutGroup, ...]:
 
 def _number(value: Any) -> int | float:
     return value if type(value) in (int, float) else float(value)  # numpy's scalars are not JSON
-
-
-@contextmanager
-def _recording(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError.of(error, f"{path} cannot be written: {error}") from error
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Long lists of floats are written as `json.dumps` writes them, character by character."""
+"""Long lists of numbers are written as `json.dumps` writes them, character by character."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.store.float_texts import LONG, FloatTexts
+from groupwise.store.number_texts import LONG, NumberTexts
 from groupwise.store.rollouts import group_line, group_to_json
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, SequenceScores, Turn
 
 
 def written(value: Any) -> tuple[str, bool]:
     """A list in JSON, and whether it left a mark in it."""
-    floats = FloatTexts()
-    mark = floats(value)
-    return floats.filled(json.dumps({"before": "x", "here": value if mark is None else mark})), mark is not None
+    numbers = NumberTexts()
+    mark = numbers(value)
+    return numbers.filled(json.dumps({"before": "x", "here": value if mark is None else mark})), mark is not None
 
 
 def plainly(value: Any) -> str:
@@ -32,7 +32,19 @@ def plainly(value: Any) -> str:
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=LONG))
 @settings(max_examples=100)
 def test_floats(values: list[float]):
+    assert written(values) == (plainly(values), max(map(abs, values)) < 1e16)
+
+
+@given(st.lists(st.floats(-1e-3, 1e-3), min_size=LONG))
+@settings(max_examples=100)
+def test_small_floats(values: list[float]):
     assert written(values) == (plainly(values), True)
+
+
+@given(st.lists(st.integers(-(10**25), 10**25) | st.integers(0, 200_000), min_size=LONG))
+@settings(max_examples=50)
+def test_whole_numbers(values: list[int]):
+    assert written(values) == written(tuple(values)) == (plainly(values), True)
 
 
 def test_floats_of_every_size():
@@ -42,8 +54,10 @@ def test_floats_of_every_size():
     powers = [sign * 10.0**power for power in range(-320, 309) for sign in (1, -1)]
     edges = [0.0, -0.0, 1e-4, math.nextafter(1e-4, 0), 1e16, math.nextafter(1e16, 0), 123456789012345.6, 5e-324]
     values = [*filter(math.isfinite, drawn), *single, *powers, *edges, *map(float, range(1000))]
-    ordinary = [x for x in values if x == 0 or 1e-4 <= abs(x) < 1e16]
-    assert written(values) == (plainly(values), True) and written(ordinary) == (plainly(ordinary), True)
+    most = [x for x in values if abs(x) < 1e16]
+    ordinary = [x for x in most if x == 0 or abs(x) >= 1e-4]
+    assert written(values) == (plainly(values), False)
+    assert written(most) == (plainly(most), True) and written(ordinary) == (plainly(ordinary), True)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1, True, None, "5"])
@@ -52,16 +66,16 @@ def test_others_are_left_to_json(odd: Any):
     assert written(values) == (plainly(values), False)
 
 
-def test_few_and_whole_numbers_are_not_worth_a_mark():
-    assert not written([1.0] * (LONG - 1))[1] and not written([1] * LONG)[1] and written([1.0] * LONG)[1]
+def test_few_numbers_are_not_worth_a_mark():
+    assert not written([1.0] * (LONG - 1))[1] and written([1] * LONG)[1] and written([1.0] * LONG)[1]
 
 
-def test_a_text_cannot_stand_for_floats():
+def test_a_text_cannot_stand_for_numbers():
     """Marks are drawn anew for each text; one of another is a text like any."""
-    values, other = [0.5] * LONG, FloatTexts()([0.25] * LONG)
-    floats = FloatTexts()
+    values, other = [0.5] * LONG, NumberTexts()([0.25] * LONG)
+    numbers = NumberTexts()
     value = {"here": values, "said": other, "quoted": f'"{other}"'}
-    assert floats.filled(json.dumps({**value, "here": floats(values)})) == json.dumps(value)
+    assert numbers.filled(json.dumps({**value, "here": numbers(values)})) == json.dumps(value)
 
 
 def test_a_line_of_a_long_group_is_its_json():
