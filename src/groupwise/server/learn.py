@@ -276,7 +276,7 @@ class FeedbackTrainer:
                 return job_id
 
     async def _too_few(self) -> str:
-        """Return how many ratings there are; notes, once, that groups with nothing to learn kept a job from being made."""
+        """Return how many ratings there are; notes once that those with nothing to learn keep a job from being made."""
         there, after = self.trainable, self._config.after
         if not self._alike:
             return f"{there} of {after} ratings that can be trained on are there{self._bounded}"
@@ -382,8 +382,8 @@ class FeedbackTrainer:
             for group in useful:
                 del self._done[group.seqs]
         message = f"job {job_id} trains {self._config.adapter} on {len(seqs)} ratings in {len(bodies)} groups"
-        data = {"job_id": job_id, "ratings": len(seqs), "groups": len(bodies), "alike": self._alike, "warnings": warnings}
-        self._alike = 0
+        alike, self._alike = self._alike, 0
+        data = {"job_id": job_id, "ratings": len(seqs), "groups": len(bodies), "alike": alike, "warnings": warnings}
         await asyncio.to_thread(book.note, "job_queued", message, data=data)
         self.reason = message
         return job_id
