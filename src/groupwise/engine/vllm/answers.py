@@ -69,7 +69,7 @@ class _Answer(Generic[L]):
     choices: list[_Choice[L]]
 
 
-_INTS, _FLOATS = (TypeAdapter(wanted).validate_json for wanted in (tuple[int, ...], tuple[float, ...]))
+_INTS, _FLOATS = TypeAdapter(tuple[int, ...]), TypeAdapter(tuple[float, ...])
 _WHOLE, _WITH_TOPS = TypeAdapter(_Answer[_LogprobsAlone]), TypeAdapter(_Answer[_Logprobs])
 
 
@@ -99,8 +99,8 @@ def _listed(said: bytes) -> list[Sampled] | None:
         _, logprobs, reason, ids = places
         at = said.find(b"]", ids)
         try:
-            read = _INTS(said[ids - 1 : at + 1], strict=True)
-            told = _FLOATS(said[logprobs - 1 : said.find(b"]", logprobs) + 1], strict=True)
+            read = _INTS.validate_json(said[ids - 1 : at + 1], strict=True)
+            told = _FLOATS.validate_json(said[logprobs - 1 : said.find(b"]", logprobs) + 1], strict=True)
         except ValueError:  # null for a number: read whole, it says what is wrong and where
             return None
         why = said[reason : said.find(b'"', reason)].decode()
