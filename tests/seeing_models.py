@@ -36,6 +36,23 @@ QWEN3_TOWER = {
     "deepstack_visual_indexes": [0, 1],
 }
 QWEN_IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784, "max_pixels": 12544}
+GEMMA4 = ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>")
+GEMMA4_NAMED = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+GEMMA4_TOWER = {
+    **SIGLIP,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "patch_size": 6,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 64,
+}
+GEMMA4_IMAGES = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "patch_size": 6,
+    "pooling_kernel_size": 2,
+    "max_soft_tokens": 70,
+}
+GEMMA4_EARS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "subsampling_conv_channels": [4, 4]}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 
@@ -70,6 +87,12 @@ def _gemma(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
 
 def _one(name: str, token: str) -> Callable[[PreTrainedTokenizerBase], Mapping[str, Any]]:
     return lambda tokenizer: {name: tokenizer.convert_tokens_to_ids(token)}
+
+
+def _gemma4(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
+    names = {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "audio_token_id": "<|audio|>"}
+    names |= {"boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
 
 
 QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -144,6 +167,52 @@ FAMILIES = {
             "eoi_token": "<end_of_image>",
             "image_token": "<image_soft_token>",
         },
+    ),
+    "gemma4": Seeing(
+        kind="gemma4",
+        placeholder="<|image|>",
+        special=GEMMA4,
+        text={
+            **TEXT,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "use_bidirectional_attention": "vision",
+            "final_logit_softcapping": 30.0,
+            "pad_token_id": 0,
+        },
+        vision=GEMMA4_TOWER,
+        image_processor=GEMMA4_IMAGES,
+        processor={"processor_class": "Gemma4Processor"},
+        tokens=_gemma4,
+        named=GEMMA4_NAMED,
+    ),
+    "gemma4_e": Seeing(  # E2B and E4B: embeddings for each layer, keys and values of earlier layers, causal throughout
+        kind="gemma4",
+        placeholder="<|image|>",
+        special=GEMMA4,
+        text={
+            **TEXT,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 300,
+            "pad_token_id": 0,
+        },
+        vision={**GEMMA4_TOWER, "use_clipped_linears": True, "standardize": True},
+        image_processor=GEMMA4_IMAGES,
+        processor={"processor_class": "Gemma4Processor"},
+        tokens=_gemma4,
+        named=GEMMA4_NAMED,
+        more={"audio_config": GEMMA4_EARS},
     ),
     "smolvlm": Seeing(
         kind="smolvlm",

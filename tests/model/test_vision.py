@@ -87,10 +87,11 @@ def own_logits(base: LoadedModel, ids: Sequence[int], pictures: Sequence[Picture
     )
     row = torch.tensor([vision.placeholders(ids)])
     told = {"pixel_values": inputs["pixel_values"].to(base.model.dtype)}
-    told |= {name: inputs[name] for name in ("image_grid_thw", "image_sizes", "pixel_attention_mask") if name in inputs}
-    if "image_grid_thw" in inputs:
+    others = ("image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
+    told |= {name: inputs[name] for name in others if name in inputs}
+    if not {"image_grid_thw", "image_position_ids"}.isdisjoint(inputs):
         told["mm_token_type_ids"] = (row == vision.token_id).int()
-    if vision.both_ways:
+    if base.model.config.model_type == "gemma3":
         told["token_type_ids"] = (row == vision.token_id).int()
     return (model or base.model)(input_ids=row, use_cache=False, **told).logits[0]
 
@@ -226,7 +227,7 @@ def test_gradients_of_all_parameters_are_those_of_the_plain_forward(
 
 
 def _gradients(model: Any, total: Tensor) -> dict[str, Tensor]:
-    named = dict(model.named_parameters())
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
     found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
     return {name: each for name, each in zip(named, found, strict=True) if each is not None}
 
@@ -357,7 +358,7 @@ def test_names_of_modules_mean_the_text_decoders(load: Load) -> None:
     assert names and all(".text_model." in name for name in names)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm", "gemma4_e"])
 def test_prompts_without_images_are_as_without_eyes(load: Load, name: str) -> None:
     base = load(name)
     prompt = asked(base, {"role": "user", "content": "2+2?"})

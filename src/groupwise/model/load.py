@@ -343,7 +343,7 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Return a second module tree over the same parameters and buffers: a few kilobytes, whatever the model's size."""
     tensors = [*model.parameters(), *model.buffers()]
     twin: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    twin.set_attn_implementation(ATTENTION)
+    set_attention(twin, ATTENTION)
     set_attention_of_eyes(twin, attention_of_eyes(model))
     pack_recurrent_layers(twin)
     return twin
@@ -595,6 +595,12 @@ def _number(config: Any, name: str) -> float:
     return float(value) if isinstance(value, int | float) and value else 1.0
 
 
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Have a model run with this attention; but what hears, which does not run here, and may not have it."""
+    parts = (part for part in model.config.sub_configs if part != "audio_config")
+    model.set_attn_implementation({"": name, **dict.fromkeys(parts, name)})
+
+
 def plain_implementation(model: PreTrainedModel) -> str:
     """Return the name of the attention that the model brings itself."""
     return "sdpa" if model._supports_sdpa else "eager"
@@ -604,9 +610,9 @@ def plain_implementation(model: PreTrainedModel) -> str:
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
     """Context manager in which the model runs its own attention on ordinary padded rows."""
     before, eyes = str(model.config._attn_implementation), attention_of_eyes(model)
-    model.set_attn_implementation(plain_implementation(model))
+    set_attention(model, plain_implementation(model))
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
         set_attention_of_eyes(model, eyes)

@@ -40,6 +40,7 @@ from groupwise.model.load import (
     longest_row,
     plain_attention,
     plain_implementation,
+    set_attention,
     share_weights,
 )
 from groupwise.model.vision import Vision, sample_picture
@@ -313,7 +314,7 @@ def turn_plain(model: PreTrainedModel) -> None:
         ModelError: its logits are not those of its LM head on its last hidden states, which is all that is used of it;
             or what follows a token changes the token's log-probability, so that there is no one number to train.
     """
-    model.set_attn_implementation(plain_implementation(model))
+    set_attention(model, plain_implementation(model))
     if (gap := _causal_gap(model)) is not None:
         raise ModelError(
             f"{type(model).__name__} can be neither trained nor sampled: its own forward is not causal: "
@@ -339,7 +340,7 @@ def _causal_gap(model: PreTrainedModel) -> float | None:
         twin = small_twin(model)
     except Exception:  # an architecture that is not made of what its configuration says
         return None
-    twin.set_attn_implementation(plain_implementation(twin))
+    set_attention(twin, plain_implementation(twin))
     return gap if (gap := plain_forward_gap(twin)) > packed_tolerance(twin) else None
 
 
@@ -505,17 +506,25 @@ def _lengths(config: Any) -> Iterator[tuple[MutableMapping[str, Any], str]]:
 
 
 def _cut_layers(config: Any) -> None:
-    """Leave one layer of each kind that the lists of the configuration, an entry a layer, tell apart."""
+    """Leave one layer of each kind: as the lists of the configuration, an entry a layer, tell them apart, what it says
+    of single ones, and whether they share keys and values of earlier ones (the last `num_kv_shared_layers`)."""
     count = int(config.num_hidden_layers)
     lists = {k: v for k, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == count}
+    single = getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_overrides", {})
+    first_sharing = count - (vars(config).get("num_kv_shared_layers") or 0)
     kinds: dict[str, int] = {}
     for layer in range(count):
-        kinds.setdefault(repr([values[layer] for values in lists.values()]), layer)
+        kind = [layer >= first_sharing, single.get(layer), *(values[layer] for values in lists.values())]
+        kinds.setdefault(repr(kind), layer)
     kept = list(kinds.values())[:_MOST_LAYERS] if lists else list(range(min(count, _MOST_LAYERS)))
     kept = kept if len(kept) > 1 else [*kept, *range(kept[0] + 1, min(kept[0] + 2, count))]
     for name, values in lists.items():
         setattr(config, name, type(values)(values[layer] for layer in kept))
     config.num_hidden_layers = len(kept)
+    if first_sharing < count:
+        config.num_kv_shared_layers = sum(layer >= first_sharing for layer in kept)
+    if single:
+        config.per_layer_config = {at: single[layer] for at, layer in enumerate(kept) if layer in single}
 
 
 def _narrow(config: Any) -> None:
