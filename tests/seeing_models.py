@@ -35,6 +35,7 @@ QWEN3_TOWER = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1],
 }
+QWEN3_5_TOWER = {name: value for name, value in QWEN3_TOWER.items() if name != "deepstack_visual_indexes"}
 QWEN_IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784, "max_pixels": 12544}
 GEMMA4 = ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>")
 GEMMA4_NAMED = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
@@ -54,6 +55,23 @@ GEMMA4_IMAGES = {
 }
 GEMMA4_EARS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "subsampling_conv_channels": [4, 4]}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+
+
+QWEN3_5 = {
+    **TEXT,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        **ROPE,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 0.5,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -142,6 +160,32 @@ FAMILIES = {
             "rope_parameters": {**ROPE, "mrope_interleaved": True},
         },
         vision=QWEN3_TOWER,
+        image_processor={**QWEN_IMAGES, "patch_size": 16},
+        processor={"processor_class": "Qwen3VLProcessor"},
+        tokens=_qwen,
+    ),
+    "qwen3_5": Seeing(
+        kind="qwen3_5",
+        placeholder="<|vision_start|><|image_pad|><|vision_end|>",
+        special=QWEN,
+        text=QWEN3_5,
+        vision=QWEN3_5_TOWER,
+        image_processor={**QWEN_IMAGES, "patch_size": 16},
+        processor={"processor_class": "Qwen3VLProcessor"},
+        tokens=_qwen,
+    ),
+    "qwen3_5_moe": Seeing(
+        kind="qwen3_5_moe",
+        placeholder="<|vision_start|><|image_pad|><|vision_end|>",
+        special=QWEN,
+        text={
+            **QWEN3_5,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+        vision=QWEN3_5_TOWER,
         image_processor={**QWEN_IMAGES, "patch_size": 16},
         processor={"processor_class": "Qwen3VLProcessor"},
         tokens=_qwen,

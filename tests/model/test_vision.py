@@ -42,6 +42,26 @@ from wording import raises
 
 ONE, TWO = read_picture(drawn(90, 60)), read_picture(drawn(40, 80, seed=1))
 Load = Callable[..., LoadedModel]
+RECURRENT = ("qwen3_5", "qwen3_5_moe")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* has recurrent layers:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have recurrent layers' float64 be float64 throughout, in all threads: transformers rounds their states to
+    float32."""
+    if (getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")) not in RECURRENT:
+        return
+    to, as_float = Tensor.to, Tensor.float
+
+    def exact(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        if x.dtype == torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        return to(x, *args, **options)
+
+    monkeypatch.setattr(Tensor, "to", exact)
+    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else as_float(x))
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,7 @@ from groupwise.platform import no_such_gpu
 from groupwise.recorded import RoutingShape
 
 CAST_HEAD = "_groupwise_cast_lm_head"  # an attribute of a model: `cast_lm_head`
+READ_AS_TEXT = ("llama4", "mllama")  # what is seen would be attended to in chunks, or as rows of its own
 UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 
@@ -271,9 +272,12 @@ def empty_model(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return transformers' class by which a model of this configuration is made: that of models of images and text
-    where it is no causal language model by itself (Qwen2.5-VL, Qwen3-VL, SmolVLM, ...)."""
-    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    where it sees (Qwen3.5, for which there is a class of its text decoder alone, too), or is no causal language model
+    by itself."""
+    sees = getattr(config, "vision_config", None) is not None and config.model_type not in READ_AS_TEXT
+    seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    seeing = seeing and (sees or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING)
+    return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
 
 
 def not_quantised(config: PreTrainedConfig) -> list[str]:
