@@ -54,6 +54,12 @@ GEMMA4_IMAGES = {
     "max_soft_tokens": 70,
 }
 GEMMA4_EARS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "subsampling_conv_channels": [4, 4]}
+GLM = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>")
+GLM_TOWER = {**TOWER, "depth": 2, "patch_size": 14, "image_size": 112}
+GLM_IMAGES = {
+    "image_processor_type": "Glm4vImageProcessor",
+    "size": {"shortest_edge": 784, "longest_edge": 12544},
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 
@@ -100,6 +106,12 @@ def _qwen(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
 def _gemma(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
     names = {"image_token_index": "<image_soft_token>"}
     names |= {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"}
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+
+
+def _glm(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
+    names = {"image_token_id": "<|image|>", "video_token_id": "<|video|>"}
+    names |= {"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"}
     return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
 
 
@@ -189,6 +201,42 @@ FAMILIES = {
         image_processor={**QWEN_IMAGES, "patch_size": 16},
         processor={"processor_class": "Qwen3VLProcessor"},
         tokens=_qwen,
+    ),
+    "glm4v": Seeing(
+        kind="glm4v",
+        placeholder="<|begin_of_image|><|image|><|end_of_image|>",
+        special=GLM,
+        text={**TEXT, "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
+        vision=GLM_TOWER,
+        image_processor=GLM_IMAGES,
+        processor={"processor_class": "Glm4vProcessor"},
+        tokens=_glm,
+    ),
+    "glm46v": Seeing(
+        kind="glm46v",
+        placeholder="<|begin_of_image|><|image|><|end_of_image|>",
+        special=GLM,
+        text={**TEXT, "model_type": "glm4v_text", "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
+        vision={**GLM_TOWER, "model_type": "glm4v_vision"},
+        image_processor={**GLM_IMAGES, "image_processor_type": "Glm46VImageProcessor"},
+        processor={"processor_class": "Glm46VProcessor"},
+        tokens=_glm,
+    ),
+    "glm4v_moe": Seeing(
+        kind="glm4v_moe",
+        placeholder="<|begin_of_image|><|image|><|end_of_image|>",
+        special=GLM,
+        text={
+            **TEXT,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0},
+        },
+        vision=GLM_TOWER,
+        image_processor=GLM_IMAGES,
+        processor={"processor_class": "Glm4vProcessor"},
+        tokens=_glm,
     ),
     "gemma3": Seeing(
         kind="gemma3",
@@ -333,6 +381,27 @@ FAMILIES = {
         tokens=_one("image_token_id", "<image>"),
         more={"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]], "vision_feature_select_strategy": "full"},
     ),
+    "llava_next": Seeing(
+        kind="llava_next",
+        placeholder="<image>",
+        special=("<image>",),
+        text={**TEXT, "model_type": "llama"},
+        vision={**SIGLIP, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, "projection_dim": 32},
+        image_processor={
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 28},
+            "crop_size": {"height": 28, "width": 28},
+            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        },
+        processor={
+            "processor_class": "LlavaNextProcessor",
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        tokens=_one("image_token_id", "<image>"),
+        more={"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]], "vision_feature_layer": -1},
+    ),
     "internvl": Seeing(
         kind="internvl",
         placeholder="<IMG_CONTEXT>",
@@ -356,6 +425,26 @@ FAMILIES = {
         },
     ),
 }
+WITH_TORCHVISION = {  # by which transformers prepares their images, and by nothing else
+    "lfm2_vl": Seeing(
+        kind="lfm2_vl",
+        placeholder="<image>",
+        special=("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+        text={**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 64},
+        vision={**SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 7},
+        image_processor={
+            "image_processor_type": "Lfm2VlImageProcessor",
+            "encoder_patch_size": 7,
+            "tile_size": 28,
+            "max_image_tokens": 16,
+            "min_image_tokens": 4,
+            "max_num_patches": 64,
+        },
+        processor={"processor_class": "Lfm2VlProcessor"},
+        tokens=_one("image_token_id", "<image>"),
+        more={"projector_hidden_size": 32},
+    ),
+}
 
 
 def template(placeholder: str) -> str:
@@ -372,7 +461,7 @@ def template(placeholder: str) -> str:
 def save_seeing(name: str, folder: Path, *, seed: int = 0, text: Mapping[str, Any] | None = None) -> Path:
     """Save a model of a family into `folder`, with its tokenizer and the files of its processor; `text` are other sizes
     of its text decoder."""
-    family, tokenizer = FAMILIES[name], copy.deepcopy(starter_tokenizer())
+    family, tokenizer = {**FAMILIES, **WITH_TORCHVISION}[name], copy.deepcopy(starter_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.special)})
     told = {**family.text, **(text or {}), "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     options = {"text_config": told, "vision_config": dict(family.vision), **family.tokens(tokenizer), **family.more}

@@ -216,6 +216,17 @@ def test_the_small_model_has_layers_that_share_keys_and_values_and_heads_of_thei
     assert ways_of(other).why_not_packed is None
 
 
+def test_the_small_model_has_a_small_tower():
+    """Of Qwen2.5-VL-3B, whose own has 670 million parameters."""
+    text = {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 2}
+    tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    config = CONFIG_MAPPING["qwen2_5_vl"](text_config={**text, "rope_parameters": rope}, vision_config=tower)
+    small = packed_check._small_model(config)
+    assert sum(parameter.numel() for parameter in small.parameters()) < 5e7
+    assert ways_of(config).why_not_packed is None
+
+
 def test_a_small_model_with_state_spaces_is_made_of_what_fits_together(make_base):
     """Their heads are a multiple of the hidden size, which is smaller here."""
     wide = {"hidden_size": 64, "num_attention_heads": 8, "mamba_n_heads": 16}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,13 @@ from groupwise.types import (
     SamplingParams,
     SamplingRequest,
 )
-from seeing_models import FAMILIES, drawn, load_seeing
+from seeing_models import FAMILIES, WITH_TORCHVISION, drawn, load_seeing
+from slow_cases import slow_but
 from wording import raises
 
 ONE, TWO = read_picture(drawn(90, 60)), read_picture(drawn(40, 80, seed=1))
 Load = Callable[..., LoadedModel]
+ALIKE = {"glm46v", "llava_next", "qwen3_5_moe"}  # whose text decoder or tower another family has
 RECURRENT = ("qwen3_5", "qwen3_5_moe")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* has recurrent layers:UserWarning")
@@ -161,7 +164,7 @@ def test_sampler_and_trainer_are_the_models_own_forward(load: Load, name: str) -
         assert eyes(base).both_ways or plain == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but({*FAMILIES} - ALIKE, of=tuple(FAMILIES)))
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("targets", ["all-linear", ("vision", "projector", "all-linear")])
 def test_gradients_of_an_adapter_are_those_of_the_plain_forward(
@@ -208,7 +211,7 @@ def test_gradients_of_an_adapter_are_those_of_the_plain_forward(
         assert float((gradient - own[name_of]).norm() / own[name_of].norm()) < 1e-6, name_of
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but({*FAMILIES} - ALIKE, of=tuple(FAMILIES)))
 @pytest.mark.parametrize("turns", [1, 2])
 def test_gradients_of_all_parameters_are_those_of_the_plain_forward(
     load: Load, name: str, turns: int, monkeypatch: pytest.MonkeyPatch
@@ -417,6 +420,18 @@ def test_a_template_that_leaves_an_image_out_is_told(load: Load) -> None:
 def test_a_model_that_reads_text_refuses_images(tiny: LoadedModel) -> None:
     with raises(ChatError):
         encode_prompt(Prompt(id="1", messages=(user(ONE, "?"),)), tiny.tokenizer)
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision prepares their images")
+@pytest.mark.parametrize("name", WITH_TORCHVISION)
+def test_a_model_whose_images_cannot_be_prepared_reads_text(
+    load: Load, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = load(name)
+    assert vision_of(base.model) is None and "torchvision" in caplog.text
+    assert len(sampled(base, asked(base, {"role": "user", "content": "2+2?"}), n=1)[0].token_ids) == 9
+    with raises(ChatError, words=False):
+        asked(base, user(ONE, "?"))
 
 
 def test_images_are_encoded_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

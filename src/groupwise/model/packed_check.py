@@ -472,8 +472,8 @@ def _small_config(config: PreTrainedConfig, *, narrow: bool = True) -> PreTraine
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for part in (getattr(config, name, None) for name in config.sub_configs):
-        if part is not None and part is not text and getattr(part, "num_hidden_layers", 0):
-            part.num_hidden_layers = 1
+        if part is not None and part is not text:
+            _cut_tower(part, narrow=narrow)
     _cut_layers(text)
     if narrow:
         _narrow(text)
@@ -481,6 +481,15 @@ def _small_config(config: PreTrainedConfig, *, narrow: bool = True) -> PreTraine
     for settings, name in list(_lengths(text)):
         settings[name] = 2 if "topk" in name else LENGTH  # of the best, which may be blocks
     return config
+
+
+def _cut_tower(config: Any, *, narrow: bool) -> None:
+    """Leave one layer of a tower, which has no part in what is tried."""
+    for name in ("num_hidden_layers", "depth"):
+        if getattr(config, name, 0):
+            setattr(config, name, 1)
+    if narrow and isinstance(vars(config).get("intermediate_size"), int):
+        config.intermediate_size = _WIDTH
 
 
 def _random_model(make: Callable[[Any], PreTrainedModel], config: PreTrainedConfig, device: torch.device) -> Any:

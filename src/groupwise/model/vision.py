@@ -565,11 +565,10 @@ def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: 
         return
     try:
         images = AutoImageProcessor.from_pretrained(path)
+        told, _ = _of_images_alone(kind).get_processor_dict(path)
     except OSError:
         return  # no preprocessor_config.json, no processor_config.json
-    try:
-        told, _ = _of_images_alone(kind).get_processor_dict(path)
-    except ImportError as error:  # transformers makes no such class here: Mistral 3's wants torchvision
+    except (ImportError, ValueError) as error:  # transformers makes no such class here: without torchvision
         log.warning("images of %s cannot be prepared, and it reads text alone: %s", path, " ".join(str(error).split()))
         return
     known = inspect.signature(kind.__init__).parameters
