@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from groupwise.config.lora import LoraSpec
 from groupwise.config.trained import PARTS
@@ -19,7 +20,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import ChatError, DataError, FieldError, ModelError
 from groupwise.model.chat import decode, encode_prompt
 from groupwise.model.image_tokens import FIRST, is_of_image, vision_of
-from groupwise.model.load import LoadedModel, adapted_modules, share_weights
+from groupwise.model.load import LoadedModel, adapted_modules, load_model, share_weights
 from groupwise.model.packed_check import look, packed_tolerance, why_blind
 from groupwise.model.packing import micro_batches, padded_batches
 from groupwise.model.supervised import encode_supervised
@@ -38,7 +39,7 @@ from groupwise.types import (
     SamplingParams,
     SamplingRequest,
 )
-from seeing_models import FAMILIES, WITH_TORCHVISION, drawn, load_seeing
+from seeing_models import FAMILIES, WITH_TORCHVISION, drawn, load_seeing, save_seeing
 from slow_cases import slow_but
 from wording import raises
 
@@ -432,6 +433,15 @@ def test_a_model_whose_images_cannot_be_prepared_reads_text(
     assert len(sampled(base, asked(base, {"role": "user", "content": "2+2?"}), n=1)[0].token_ids) == 9
     with raises(ChatError, words=False):
         asked(base, user(ONE, "?"))
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="timm is here")
+def test_a_tower_of_another_package_is_named(tmp_path: Path) -> None:
+    folder = save_seeing("qwen3_vl", tmp_path)
+    CONFIG_MAPPING["gemma3n"](text_config={"vocab_size": 300}).save_pretrained(folder)
+    with raises(ModelError, words=False) as caught:
+        load_model(str(folder), device="cpu")
+    assert "timm" in caught.value.message
 
 
 def test_images_are_encoded_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

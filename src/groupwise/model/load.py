@@ -222,6 +222,9 @@ def load_model(
             tokenizer = AutoTokenizer.from_pretrained(path)
             model = auto_class(config).from_pretrained(path, config=config, dtype=kind, **options)
             open_eyes(model, tokenizer, path)
+    except ImportError as error:  # as of Gemma 3n's tower, which is timm's
+        said = " ".join(str(error).split())
+        raise ModelError(f"model {name!r} needs a package that is not here: {said}", hint="install it") from error
     except UNREADABLE as error:
         raise not_loaded("model", name, error) from error
     if options:
