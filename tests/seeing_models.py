@@ -82,9 +82,10 @@ QWEN3_5 = {
 
 @dataclass(frozen=True)
 class Seeing:
-    """A family: `kind` of its configuration, the tokens that stand for images, what is of its text decoder and tower,
-    and its processor's files."""
+    """A family: `name` of its models, `kind` of its configuration, the tokens that stand for images, what is of its
+    text decoder and tower, and its processor's files."""
 
+    name: str
     kind: str
     placeholder: str  # as the chat template writes an image
     special: tuple[str, ...]
@@ -130,6 +131,7 @@ SMOL = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utteran
 INTERN = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 FAMILIES = {
     "qwen2_5_vl": Seeing(
+        name="Qwen2.5-VL",
         kind="qwen2_5_vl",
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         special=QWEN,
@@ -140,6 +142,7 @@ FAMILIES = {
         tokens=_qwen,
     ),
     "qwen2_vl": Seeing(
+        name="Qwen2-VL",
         kind="qwen2_vl",
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         special=QWEN,
@@ -150,6 +153,7 @@ FAMILIES = {
         tokens=_qwen,
     ),
     "qwen3_vl": Seeing(
+        name="Qwen3-VL",
         kind="qwen3_vl",
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         special=QWEN,
@@ -160,6 +164,7 @@ FAMILIES = {
         tokens=_qwen,
     ),
     "qwen3_vl_moe": Seeing(
+        name="Qwen3-VL-MoE",
         kind="qwen3_vl_moe",
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         special=QWEN,
@@ -177,6 +182,7 @@ FAMILIES = {
         tokens=_qwen,
     ),
     "qwen3_5": Seeing(
+        name="Qwen3.5",
         kind="qwen3_5",
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         special=QWEN,
@@ -187,6 +193,7 @@ FAMILIES = {
         tokens=_qwen,
     ),
     "qwen3_5_moe": Seeing(
+        name="Qwen3.5-MoE",
         kind="qwen3_5_moe",
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         special=QWEN,
@@ -203,6 +210,7 @@ FAMILIES = {
         tokens=_qwen,
     ),
     "glm4v": Seeing(
+        name="GLM-4.1V",
         kind="glm4v",
         placeholder="<|begin_of_image|><|image|><|end_of_image|>",
         special=GLM,
@@ -213,6 +221,7 @@ FAMILIES = {
         tokens=_glm,
     ),
     "glm46v": Seeing(
+        name="GLM-4.6V-Flash",
         kind="glm46v",
         placeholder="<|begin_of_image|><|image|><|end_of_image|>",
         special=GLM,
@@ -223,6 +232,7 @@ FAMILIES = {
         tokens=_glm,
     ),
     "glm4v_moe": Seeing(
+        name="GLM-4.5V, GLM-4.6V",
         kind="glm4v_moe",
         placeholder="<|begin_of_image|><|image|><|end_of_image|>",
         special=GLM,
@@ -239,6 +249,7 @@ FAMILIES = {
         tokens=_glm,
     ),
     "gemma3": Seeing(
+        name="Gemma 3",
         kind="gemma3",
         placeholder="<start_of_image>",
         special=("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
@@ -261,6 +272,7 @@ FAMILIES = {
         },
     ),
     "gemma4": Seeing(
+        name="Gemma 4: 26B, 31B",
         kind="gemma4",
         placeholder="<|image|>",
         special=GEMMA4,
@@ -284,6 +296,7 @@ FAMILIES = {
         named=GEMMA4_NAMED,
     ),
     "gemma4_e": Seeing(  # E2B and E4B: embeddings for each layer, keys and values of earlier layers, causal throughout
+        name="Gemma 4: E2B, E4B",
         kind="gemma4",
         placeholder="<|image|>",
         special=GEMMA4,
@@ -307,6 +320,7 @@ FAMILIES = {
         more={"audio_config": GEMMA4_EARS},
     ),
     "smolvlm": Seeing(
+        name="SmolVLM",
         kind="smolvlm",
         placeholder="<image>",
         special=SMOL,
@@ -322,6 +336,7 @@ FAMILIES = {
         more={"scale_factor": 2},
     ),
     "idefics3": Seeing(
+        name="Idefics3",
         kind="idefics3",
         placeholder="<image>",
         special=SMOL,
@@ -337,6 +352,7 @@ FAMILIES = {
         more={"scale_factor": 2},
     ),
     "llava": Seeing(
+        name="LLaVA 1.5",
         kind="llava",
         placeholder="<image>",
         special=("<image>",),
@@ -363,6 +379,7 @@ FAMILIES = {
         more={"vision_feature_layer": -1},
     ),
     "llava_onevision": Seeing(
+        name="LLaVA-OneVision",
         kind="llava_onevision",
         placeholder="<image>",
         special=("<image>", "<video>"),
@@ -382,6 +399,7 @@ FAMILIES = {
         more={"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]], "vision_feature_select_strategy": "full"},
     ),
     "llava_next": Seeing(
+        name="LLaVA-NeXT",
         kind="llava_next",
         placeholder="<image>",
         special=("<image>",),
@@ -403,6 +421,7 @@ FAMILIES = {
         more={"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]], "vision_feature_layer": -1},
     ),
     "internvl": Seeing(
+        name="InternVL",
         kind="internvl",
         placeholder="<IMG_CONTEXT>",
         special=INTERN,
@@ -427,6 +446,7 @@ FAMILIES = {
 }
 WITH_TORCHVISION = {  # by which transformers prepares their images, and by nothing else
     "lfm2_vl": Seeing(
+        name="LFM2-VL",
         kind="lfm2_vl",
         placeholder="<image>",
         special=("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),

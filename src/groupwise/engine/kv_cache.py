@@ -501,8 +501,8 @@ class Extend:
         shared_B1 = grid.shared_B[:, None]
         at_BT1 = (self.held_B[:, None] + torch.arange(self.T, device=device))[..., None]
         behind_BTL = (at_L >= shared_B1)[:, None].expand(-1, self.T, -1)
-        alone = self._ahead_BT is None or (self._in_windows and window is None)
-        last_BT1 = at_BT1 if alone else at_BT1 + self._ahead_BT[..., None]
+        ahead_BT = None if self._in_windows and window is None else self._ahead_BT
+        last_BT1 = at_BT1 if ahead_BT is None else at_BT1 + ahead_BT[..., None]
         hidden = torch.cat([behind_BTL, at_M > last_BT1], -1)
         if window is not None and narrow:
             key_BN = torch.cat([at_L.expand(self.B, -1), shared_B1 + at_M], 1)
