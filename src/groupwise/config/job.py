@@ -297,6 +297,4 @@ def job_name(key: str) -> str:
 def parse_job_config(kind: str, data: Mapping[str, Any]) -> GrpoJobConfig | SftJobConfig:
     """Raise ConfigError with every problem: key, value, what is valid, what was probably meant."""
     names, document = JOB_OTHER_NAMES[kind], Document(dict(data))
-    return validate(
-        document, MODELS[kind], other_names=names, elsewhere=lambda name, value: NOT_OF_JOBS.get(name, "")
-    )
+    return validate(document, MODELS[kind], other_names=names, elsewhere=lambda name, value: NOT_OF_JOBS.get(name, ""))
