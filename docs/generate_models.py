@@ -1,6 +1,7 @@
-"""The tables of docs/models.md, made from docs/models.json, which `tests/slow/test_models.py` measures and writes,
-docs/models_vllm.json, which `tests/vllm_server/test_vllm_families.py` does, and docs/reply_formats.json, which
-`tests/model/reply_formats/test_reply_families.py` does.
+"""The tables of docs/models.md, made from what tests measure and write: docs/models.json (`tests/slow/test_models.py`),
+docs/models_seeing.json (`tests/slow/test_seeing_families.py`), docs/models_vllm.json
+(`tests/vllm_server/test_vllm_families.py`) and docs/reply_formats.json
+(`tests/model/reply_formats/test_reply_families.py`).
 
     python docs/generate_models.py    write the tables into docs/models.md
 
@@ -27,6 +28,7 @@ LISTED_BY_VLLM = """
     Phi3ForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM SeedOssForCausalLM
     Starcoder2ForCausalLM
 """  # classes in its registry of models, of those that the tests here have
+OF_SEEING = FOLDER / "models_seeing.json"
 OF_REPLIES = FOLDER / "reply_formats.json"
 FORMATS = {
     "hermes": "Hermes",
@@ -76,6 +78,19 @@ def families(rows: Families) -> Iterator[str]:
         cells = [row["name"], f"`{row['class']}`", row["sampled"], row["trained"], FORMATS.get(calls, calls)]
         cells.append(mark(thoughts))
         yield f"| {' | '.join([*cells, vllm(row['class'], tried.get(key, {}))])} |"
+
+
+def seeing(_: Families) -> Iterator[str]:
+    """How what sees is sampled and trained, how an image is placed, and what was measured."""
+    yield "| models | class | sampled | trained | images | positions | sampler - trainer, nats | trainer - PEFT, nats |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in json.loads(OF_SEEING.read_text(encoding="utf-8")).values():
+        ahead = f"; tokens of one see each other {row['ahead']}" if row["ahead"] else ""
+        images = row["images"] + ahead + (", with deepstack" if row["deepstack"] else "")
+        positions = "one a token" if row["positions"] == 1 else "three a token"
+        numbers = (f"{row[name]:.0e}" for name in ("gap", "peft_gap"))
+        cells = [row["name"], f"`{row['class']}`", row["sampled"], row["trained"], images, positions, *numbers]
+        yield f"| {' | '.join(cells)} |"
 
 
 def mark(text: str) -> str:
@@ -129,6 +144,7 @@ def refusals(rows: Families) -> Iterator[str]:
 
 TABLES: dict[str, Callable[[Families], Iterator[str]]] = {
     "families": families,
+    "seeing": seeing,
     "replies": replies,
     "agreement": agreement,
     "reasons": reasons,

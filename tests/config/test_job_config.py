@@ -148,6 +148,13 @@ def test_what_is_refused_says_where_and_what_is_valid(options, at, says):
     assert [each["loc"][0] for each in found] == [at]
 
 
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+@pytest.mark.parametrize("key", ["parameters", "full_finetuning"])
+def test_a_job_makes_adapters_alone(kind: str, key: str):
+    with raises(ConfigError, field=key, kind="unknown"):
+        parse_job_config(kind, {key: "all"})
+
+
 def test_the_fields_of_grpo_are_told_from_those_of_sft():
     with raises(ConfigError, field="iterations", kind="unknown"):
         parse_job_config("sft", {"iterations": 2})

@@ -8,15 +8,26 @@ from contextlib import closing
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen2MoeConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.ministral3 import modeling_ministral3
 
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ContextLengthError, ModelError
+from groupwise.model import packed_check
+from groupwise.model.activations import ModelSize
 from groupwise.model.attention import ATTENTION
 from groupwise.model.load import LoadedModel, longest_row, share_weights
-from groupwise.model.packed_check import LENGTH, LONG, SHORT, head_gap, packed_forward_gap, small_twin, why_not_packed
+from groupwise.model.packed_check import (
+    LENGTH,
+    LONG,
+    SHORT,
+    head_gap,
+    packed_forward_gap,
+    small_twin,
+    ways_of,
+    why_not_packed,
+)
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from wording import raises, warns
@@ -179,6 +190,41 @@ def test_the_small_model_is_small_and_has_every_kind_of_layer():
     assert sorted(twin.config.layer_types) == ["full_attention", "sliding_attention"]
     assert twin.config.sliding_window == LENGTH
     assert twin.model.layers[0].self_attn.head_dim == 128
+
+
+def test_the_small_model_has_layers_that_share_keys_and_values_and_heads_of_their_own():
+    """Of Gemma 4 E2B's sizes, with what hears, and Gemma 4 26B's."""
+    e2b = CONFIG_MAPPING["gemma4"](
+        text_config={
+            "num_hidden_layers": 35,
+            "num_kv_shared_layers": 20,
+            "num_key_value_heads": 1,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        },
+        vision_config={},
+        audio_config={},
+    )
+    small = packed_check._small_model(e2b)
+    layers = small.get_decoder().layers
+    assert [each.self_attn.is_kv_shared_layer for each in layers] == [False, False, True, True]
+    assert [each.self_attn.head_dim for each in layers] == [256, 512, 256, 512]
+    assert why_not_packed(small) is None
+    wide = {"num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+    other = CONFIG_MAPPING["gemma4"](text_config={"use_bidirectional_attention": "vision", **wide}, vision_config={})
+    size = ModelSize.of(other.get_text_config(), parameters=1, value_bytes=4)
+    assert (size.kv_heads, size.head_dim) == (4, 512)
+    assert ways_of(other).why_not_packed is None
+
+
+def test_the_small_model_has_a_small_tower():
+    """Of Qwen2.5-VL-3B, whose own has 670 million parameters."""
+    text = {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 2}
+    tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    config = CONFIG_MAPPING["qwen2_5_vl"](text_config={**text, "rope_parameters": rope}, vision_config=tower)
+    small = packed_check._small_model(config)
+    assert sum(parameter.numel() for parameter in small.parameters()) < 5e7
+    assert ways_of(config).why_not_packed is None
 
 
 def test_a_small_model_with_state_spaces_is_made_of_what_fits_together(make_base):

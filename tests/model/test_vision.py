@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from groupwise.config.lora import LoraSpec
 from groupwise.config.trained import PARTS
@@ -18,15 +21,15 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import ChatError, DataError, FieldError, ModelError
 from groupwise.model.chat import decode, encode_prompt
 from groupwise.model.image_tokens import FIRST, is_of_image, vision_of
-from groupwise.model.load import LoadedModel, adapted_modules, share_weights
+from groupwise.model.load import LoadedModel, adapted_modules, load_model, share_weights
 from groupwise.model.packed_check import look, packed_tolerance, why_blind
-from groupwise.model.packing import micro_batches, padded_batches
+from groupwise.model.packing import micro_batches
 from groupwise.model.supervised import encode_supervised
 from groupwise.model.vision import Features, Vision, linear_of_eyes, parameters_of_eyes, train_parts
 from groupwise.pictures import Picture, read_picture
 from groupwise.tasks.transcript import Transcript
-from groupwise.train.forward import packed_logprobs, plain_logprobs
-from groupwise.train.lora import add_lora, save_lora
+from groupwise.train.forward import packed_logprobs
+from groupwise.train.lora import add_lora
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -37,11 +40,33 @@ from groupwise.types import (
     SamplingParams,
     SamplingRequest,
 )
-from seeing_models import FAMILIES, drawn, load_seeing
+from seeing_checks import ONE, TWO, adapter_of, asked, eyes, facts_of, own_logits, sampled, samples_of, trained, user
+from seeing_models import FAMILIES, WITH_TORCHVISION, drawn, load_seeing, save_seeing
+from slow_cases import slow_but
 from wording import raises
 
-ONE, TWO = read_picture(drawn(90, 60)), read_picture(drawn(40, 80, seed=1))
 Load = Callable[..., LoadedModel]
+ALIKE = {"glm46v", "llava_next", "qwen3_5_moe"}  # whose text decoder or tower another family has
+RECURRENT = ("qwen3_5", "qwen3_5_moe")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* has recurrent layers:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have recurrent layers' float64 be float64 throughout, in all threads: transformers rounds their states to
+    float32."""
+    if (getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")) not in RECURRENT:
+        return
+    to, as_float = Tensor.to, Tensor.float
+
+    def exact(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        if x.dtype == torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        return to(x, *args, **options)
+
+    monkeypatch.setattr(Tensor, "to", exact)
+    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else as_float(x))
 
 
 @pytest.fixture(scope="module")
@@ -54,73 +79,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
         return kept[name, dtype]
 
     return loaded
-
-
-def user(*parts: Picture | str) -> Message:
-    content = [
-        {"type": "image", "image": each} if isinstance(each, Picture) else {"type": "text", "text": each}
-        for each in parts
-    ]
-    return {"role": "user", "content": content}
-
-
-def asked(base: LoadedModel, *messages: Message) -> tuple[int, ...]:
-    return encode_prompt(Prompt(id="1", messages=messages), base.tokenizer).token_ids
-
-
-def eyes(base: LoadedModel) -> Vision:
-    vision = vision_of(base.model)
-    assert vision is not None
-    return vision
-
-
-def own_logits(base: LoadedModel, ids: Sequence[int], pictures: Sequence[Picture], model: Any = None) -> Tensor:
-    """Of a row, by transformers' processor and forward alone."""
-    vision = eyes(base)
-    inputs, _ = vision.processor._process_images(
-        [[each.pixels() for each in pictures]],
-        **vision.processor._merge_kwargs(
-            vision.processor.valid_processor_kwargs,
-            tokenizer_init_kwargs=vision.processor.tokenizer.init_kwargs,
-            return_tensors="pt",
-        )["images_kwargs"],
-    )
-    row = torch.tensor([vision.placeholders(ids)])
-    told = {"pixel_values": inputs["pixel_values"].to(base.model.dtype)}
-    told |= {name: inputs[name] for name in ("image_grid_thw", "image_sizes", "pixel_attention_mask") if name in inputs}
-    if "image_grid_thw" in inputs:
-        told["mm_token_type_ids"] = (row == vision.token_id).int()
-    if vision.both_ways:
-        told["token_type_ids"] = (row == vision.token_id).int()
-    return (model or base.model)(input_ids=row, use_cache=False, **told).logits[0]
-
-
-def sampled(base: LoadedModel, prompt: Sequence[int], n: int = 4) -> list[Completion]:
-    with closing(LocalEngine(base, max_rows=8)) as engine:
-        params = SamplingParams(max_tokens=9, seed=3, ignore_eos=True)
-        return engine.generate([SamplingRequest(prompt_ids=tuple(prompt), n=n, params=params)])[0]
-
-
-def samples_of(prompt: Sequence[int], said: Sequence[Completion]) -> list[Sample]:
-    return [
-        Sample(
-            prompt_ids=tuple(prompt),
-            completion_ids=each.token_ids,
-            mask=(1,) * len(each.token_ids),
-            behaviour_logprobs=each.logprobs,
-            advantage=i - 1.5,
-        )
-        for i, each in enumerate(said)
-    ]
-
-
-def trained(model: Any, samples: Sequence[Sample], *, packed: bool = True) -> list[list[float]]:
-    rows: list[list[float]] = [[] for _ in samples]
-    cut, logprobs = (micro_batches, packed_logprobs) if packed else (padded_batches, plain_logprobs)
-    for batch in cut(samples, token_budget=10_000):
-        for row, value in zip(batch.row_N.tolist(), logprobs(model, batch)[0].tolist(), strict=True):
-            rows[batch.rows[row]].append(value)
-    return rows
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -140,7 +98,7 @@ def test_sampler_and_trainer_are_the_models_own_forward(load: Load, name: str) -
         assert eyes(base).both_ways or plain == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but({*FAMILIES} - ALIKE, of=tuple(FAMILIES)))
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("targets", ["all-linear", ("vision", "projector", "all-linear")])
 def test_gradients_of_an_adapter_are_those_of_the_plain_forward(
@@ -187,7 +145,7 @@ def test_gradients_of_an_adapter_are_those_of_the_plain_forward(
         assert float((gradient - own[name_of]).norm() / own[name_of].norm()) < 1e-6, name_of
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but({*FAMILIES} - ALIKE, of=tuple(FAMILIES)))
 @pytest.mark.parametrize("turns", [1, 2])
 def test_gradients_of_all_parameters_are_those_of_the_plain_forward(
     load: Load, name: str, turns: int, monkeypatch: pytest.MonkeyPatch
@@ -226,9 +184,17 @@ def test_gradients_of_all_parameters_are_those_of_the_plain_forward(
 
 
 def _gradients(model: Any, total: Tensor) -> dict[str, Tensor]:
-    named = dict(model.named_parameters())
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
     found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
     return {name: each for name, each in zip(named, found, strict=True) if each is not None}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_page_of_models_says_how_an_image_is_placed(load: Load, name: str) -> None:
+    row = json.loads((Path(__file__).parents[2] / "docs" / "models_seeing.json").read_text(encoding="utf-8"))[name]
+    facts = facts_of(name, load(name))
+    assert {key: row[key] for key in facts} == facts, "the head of tests/slow/test_seeing_families.py says how"
+    assert (row["sampled"], row["trained"], row["images"]) == ("packed",) * 3
 
 
 def test_what_is_kept_of_an_image_follows_the_tower(load: Load) -> None:
@@ -297,7 +263,7 @@ def test_adapters_of_the_eyes_sample_as_peft_has_it(load: Load, name: str, tmp_p
     ]
     with closing(LocalEngine(base, max_rows=8)) as engine:
         for version in versions:
-            adapter_of_eyes(base, tmp_path / str(version), seed=version.number)
+            adapter_of(base, tmp_path / str(version), seed=version.number)
             engine.load(version, tmp_path / str(version))
         said, again = engine.generate(requests), engine.generate(requests)
     found = list[list[Tensor]]()
@@ -315,18 +281,6 @@ def test_adapters_of_the_eyes_sample_as_peft_has_it(load: Load, name: str, tmp_p
             found[-1].append(own[len(prompt) - 1])
     first, *others = (each[0] for each in found)
     assert all(float((first - other).abs().max()) > 1e-4 for other in others)
-
-
-def adapter_of_eyes(base: LoadedModel, folder: Path, *, seed: int) -> None:
-    """Write an adapter of the vision tower and the projector alone."""
-    folder.mkdir()
-    model = share_weights(base.model)
-    projector = ("projector",) if linear_of_eyes(model, projector=True) else ()
-    config = add_lora(model, LoraSpec(rank=4, targets=("vision", *projector)), seed=seed)
-    for i, parameter in enumerate(each for each in model.parameters() if each.requires_grad):
-        wave = torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) * seed + i)
-        parameter.data = wave.view_as(parameter) / 9
-    save_lora(model, config, folder, base_name="tiny")
 
 
 def test_a_model_that_reads_text_has_no_eyes_to_adapt(tiny: LoadedModel) -> None:
@@ -357,7 +311,7 @@ def test_names_of_modules_mean_the_text_decoders(load: Load) -> None:
     assert names and all(".text_model." in name for name in names)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm", "gemma4_e"])
 def test_prompts_without_images_are_as_without_eyes(load: Load, name: str) -> None:
     base = load(name)
     prompt = asked(base, {"role": "user", "content": "2+2?"})
@@ -396,6 +350,27 @@ def test_a_template_that_leaves_an_image_out_is_told(load: Load) -> None:
 def test_a_model_that_reads_text_refuses_images(tiny: LoadedModel) -> None:
     with raises(ChatError):
         encode_prompt(Prompt(id="1", messages=(user(ONE, "?"),)), tiny.tokenizer)
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision prepares their images")
+@pytest.mark.parametrize("name", WITH_TORCHVISION)
+def test_a_model_whose_images_cannot_be_prepared_reads_text(
+    load: Load, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = load(name)
+    assert vision_of(base.model) is None and "torchvision" in caplog.text
+    assert len(sampled(base, asked(base, {"role": "user", "content": "2+2?"}), n=1)[0].token_ids) == 9
+    with raises(ChatError, words=False):
+        asked(base, user(ONE, "?"))
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="timm is here")
+def test_a_tower_of_another_package_is_named(tmp_path: Path) -> None:
+    folder = save_seeing("qwen3_vl", tmp_path)
+    CONFIG_MAPPING["gemma3n"](text_config={"vocab_size": 300}).save_pretrained(folder)
+    with raises(ModelError, words=False) as caught:
+        load_model(str(folder), device="cpu")
+    assert "timm" in caught.value.message
 
 
 def test_images_are_encoded_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

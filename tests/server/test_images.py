@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 
 from groupwise.model.image_tokens import is_of_image, vision_of
 from groupwise.model.load import load_model
@@ -213,6 +214,22 @@ def test_a_posted_job_trains_and_peft_answers_as_the_server(site: Whole) -> None
     assert [each["logprob"] for each in told] == pytest.approx(own, abs=2e-4)
     before = chat(site, asked(png()), adapter="base")["choices"][0]["logprobs"]["content"]
     assert [each["logprob"] for each in before] != pytest.approx(own, abs=1e-3)
+
+
+@pytest.mark.parametrize("site", ["qwen2_5_vl"], indirect=True)
+def test_a_posted_job_trains_the_parts_that_its_targets_name(site: Whole) -> None:
+    """Those of a tower and a projector, and nothing else; a job has adapters alone, and says so."""
+    group = {"messages": asked(png()), "completions": [{"text": "7", "reward": 1.0}, {"text": "12", "reward": 0.0}]}
+    config = {"output_name": "tower", "learning_rate": 1e-2, "target_modules": ["vision", "projector"]}
+    refused = post(site, "/v1/train/grpo", {"groups": [group], "config": {"parameters": "all"}}, status=400)
+    assert refused["error"]["param"] == "config.parameters" and "target_modules" in refused["error"]["hint"]
+    post(site, "/v1/train/grpo", {"groups": [group], "config": config})
+    version = site.train().version
+    assert version is not None
+    written = load_file(site.server.store.path(PolicyVersion.parse(version)) / "adapter_model.safetensors")
+    moved = {name for name, tensor in written.items() if name.endswith("lora_B.weight") and bool(tensor.any())}
+    assert moved and all(".visual." in name for name in written)
+    assert {".merger." in name for name in moved} == {True, False}
 
 
 @pytest.mark.slow

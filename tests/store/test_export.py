@@ -277,8 +277,9 @@ def test_the_command(trained, sample, tmp_path: Path) -> None:
     wording(refused.stderr)
 
 
-def test_a_model_that_sees_is_written_with_how_images_are_prepared(tmp_path: Path) -> None:
-    saved = save_seeing("smolvlm", tmp_path / "base")
+@pytest.mark.parametrize("family", ["smolvlm", "gemma4_e", "qwen3_5"])
+def test_a_model_that_sees_is_written_with_how_images_are_prepared(tmp_path: Path, family: str) -> None:
+    saved = save_seeing(family, tmp_path / "base")
     policy = TrainedPolicy(model=str(saved), adapter=None, run_dir=None)
     whole = export_model(policy, tmp_path / "whole", format="merged", dtype="float32").path
     said = {"role": "user", "content": [{"type": "image", "image": read_picture(drawn(90, 60))}]}

@@ -235,7 +235,7 @@ _JOB_NAMES = {
     "r": "lora_rank",
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
-    "targets": "target_modules",
+    **dict.fromkeys(("targets", "lora_targets", "lora_target_modules"), "target_modules"),
     "name": "output_name",
     "adapter_name": "output_name",
     "base_model": "base_adapter",
@@ -250,6 +250,12 @@ JOB_OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     kind: {other: ours for other, ours in {**_JOB_NAMES, **names}.items() if ours in MODELS[kind].model_fields}
     for kind, names in _KIND_NAMES.items()
 }
+
+NOT_OF_JOBS: Mapping[str, str] = dict.fromkeys(  # keys that no job has, and why
+    ("parameters", "trainable_parameters", "full_finetuning"),
+    "a job makes an adapter, and target_modules says what it changes: all-linear, vision, projector, experts, or a "
+    "list; all parameters are trained by groupwise run (train.lora: null) and the SDK (lora_rank=0)",
+)
 
 
 # ---- a run's keys in the words of a request ----
@@ -290,4 +296,5 @@ def job_name(key: str) -> str:
 
 def parse_job_config(kind: str, data: Mapping[str, Any]) -> GrpoJobConfig | SftJobConfig:
     """Raise ConfigError with every problem: key, value, what is valid, what was probably meant."""
-    return validate(Document(dict(data)), MODELS[kind], other_names=JOB_OTHER_NAMES[kind])
+    names, document = JOB_OTHER_NAMES[kind], Document(dict(data))
+    return validate(document, MODELS[kind], other_names=names, elsewhere=lambda name, value: NOT_OF_JOBS.get(name, ""))

@@ -15,7 +15,8 @@ EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # 3-D, in the orde
 MAX_ALPHA = 1e6  # in practice it is a few times the rank; far beyond that float32 overflows
 
 
-def _targets(value: Any) -> Any:
+def targets_of(value: Any) -> Any:
+    """Return targets as they are kept. Raises ValueError for what can be none, whatever the model."""
     if isinstance(value, list | tuple) and value and all(isinstance(x, str) for x in value):
         return tuple(value)
     if value in KINDS:
@@ -24,7 +25,7 @@ def _targets(value: Any) -> Any:
     raise ValueError(f"{value!r} is not valid; write {', '.join(KINDS)} or {names}")
 
 
-Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
+Targets = Annotated[str | tuple[str, ...], BeforeValidator(targets_of)]
 Rank = Annotated[int, Field(ge=1, le=4096)]
 Alpha = Annotated[float, Field(gt=0, le=MAX_ALPHA)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator
 
 from groupwise.config.lora import EYES, PROJECTOR, VISION
 from groupwise.config.section import conflict
+from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
@@ -16,7 +17,8 @@ TEXT, ALL = "text", "all"
 PARTS = (TEXT, VISION, PROJECTOR)
 
 
-def _parts(value: Any) -> tuple[str, ...]:
+def parts_of(value: Any) -> tuple[str, ...]:
+    """Return the parts that a list of them, the name of one, or `all` means, in their order. Raises ValueError."""
     if value == ALL:
         return PARTS
     given = [value] if isinstance(value, str) else value
@@ -25,7 +27,19 @@ def _parts(value: Any) -> tuple[str, ...]:
     raise ValueError(f"{value!r} is not valid; write {ALL}, or a list of {', '.join(PARTS)}")
 
 
-Parts = Annotated[tuple[str, ...], BeforeValidator(_parts)]
+Parts = Annotated[tuple[str, ...], BeforeValidator(parts_of)]
+
+
+def checked_parts(parameters: Any, *, adapter: bool) -> tuple[str, ...]:
+    """Return `parts_of` what is given beside an adapter, or without one. Raises ConfigError."""
+    try:
+        parts = parts_of(parameters)
+    except ValueError as error:
+        raise ConfigError(f"parameters: {error}", field="parameters", kind="invalid") from None
+    if adapter and parts != (TEXT,):
+        message = f"parameters {parameters!r} act without an adapter; what one changes its targets say"
+        raise ConfigError(message, field="parameters", kind="conflict")
+    return parts
 
 
 def check_eyes(config: RunConfig) -> None:

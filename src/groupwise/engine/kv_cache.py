@@ -313,9 +313,9 @@ class Prefill:
         self.cache.prompts.set_states((layer, "state"), self.slots, after_P)
         return out_S
 
-    def see_ahead(self, ahead_S: Tensor) -> None:
+    def see_ahead(self, ahead_S: Tensor, *, in_windows: bool = False) -> None:
         """See `Layout.see_ahead`."""
-        self.prompts.see_ahead(ahead_S)
+        self.prompts.see_ahead(ahead_S, in_windows=in_windows)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         lines = self.prompts.prompts
@@ -425,6 +425,7 @@ class Extend:
             self.at_S = self.held_B[self.row_S] + self.t_S
         self._masks: dict[int | None, Tensor | None] = {}
         self._ahead_BT: Tensor | None = None
+        self._in_windows = False
         cache.rows.reserve(rows.stop, self.M)
 
     @property
@@ -444,9 +445,9 @@ class Extend:
         self.cache.rows.set_states((layer, "state"), self.rows, after_B)
         return out_BT[:, 0]
 
-    def see_ahead(self, ahead_S: Tensor) -> None:
+    def see_ahead(self, ahead_S: Tensor, *, in_windows: bool = False) -> None:
         """See `Layout.see_ahead`; an image is whole among the new tokens of its row."""
-        self._ahead_BT = ahead_S.new_zeros(self.B, self.T)
+        self._in_windows, self._ahead_BT = in_windows, ahead_S.new_zeros(self.B, self.T)
         self._ahead_BT[self.row_S, self.t_S if self.T > 1 else 0] = ahead_S
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
@@ -500,7 +501,8 @@ class Extend:
         shared_B1 = grid.shared_B[:, None]
         at_BT1 = (self.held_B[:, None] + torch.arange(self.T, device=device))[..., None]
         behind_BTL = (at_L >= shared_B1)[:, None].expand(-1, self.T, -1)
-        last_BT1 = at_BT1 if self._ahead_BT is None else at_BT1 + self._ahead_BT[..., None]
+        ahead_BT = None if self._in_windows and window is None else self._ahead_BT
+        last_BT1 = at_BT1 if ahead_BT is None else at_BT1 + ahead_BT[..., None]
         hidden = torch.cat([behind_BTL, at_M > last_BT1], -1)
         if window is not None and narrow:
             key_BN = torch.cat([at_L.expand(self.B, -1), shared_B1 + at_M], 1)

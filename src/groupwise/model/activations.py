@@ -32,6 +32,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.model.layer_settings import of_layers
+
 TILE_BYTES = 4 << 20  # of the LM head's tiles in float32, `train.forward.TILE_VALUES`
 
 TILE_BYTES_GPU = 256 << 20  # ... `TILE_VALUES_GPU`
@@ -88,8 +90,8 @@ class ModelSize:
             hidden=hidden,
             intermediate=getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden,
             heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or hidden // heads,
+            kv_heads=max(each or heads for each in of_layers(config, "num_key_value_heads")),
+            head_dim=max(each or hidden // heads for each in of_layers(config, "head_dim")),
             vocabulary=config.vocab_size,
             lean=lean,
             query_norms=config.model_type in ("qwen3", "gemma3_text"),

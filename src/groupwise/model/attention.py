@@ -6,7 +6,7 @@ padded. Attention alone must know who may look at whom, and this file is that kn
 
     prompt token i            attends to   prompt tokens <= i of its prompt
     completion token i        attends to   all tokens of its prompt  and  completion tokens <= i of its completion
-    token i of an image       attends to   the rest of its image, too, where the model has it so (`see_ahead`; Gemma 3)
+    token i of an image       attends to   the rest of its image, too, where the model has it so (`see_ahead`; Gemma)
 
 For a completion the two key sets are scored separately, the prompt's keys for all G completions of the group as one
 batched product (no copy of the prompt's keys is ever made), and merged exactly by their log-sum-exp:
@@ -107,8 +107,9 @@ class Layout(Protocol):
         """Return the attention output [S, H, D], D as `value` has it."""
         ...
 
-    def see_ahead(self, ahead_S: Tensor) -> None:
-        """Let each token see so many tokens behind itself, those of its image."""
+    def see_ahead(self, ahead_S: Tensor, *, in_windows: bool = False) -> None:
+        """Let each token see so many tokens behind itself, those of its image; `in_windows`: only in layers that have a
+        sliding window."""
         ...
 
 
@@ -117,6 +118,13 @@ class Window:
     """The mask of a layer with a sliding window: a token sees itself and the `length - 1` tokens before it."""
 
     length: int
+
+    def __getitem__(self, tokens: tuple[slice, ...]) -> Window:
+        """Return the mask of all tokens: Gemma 4 leaves out, where layers share keys and values, those whose logits are
+        not asked for, and none is."""
+        if any(each not in (slice(None), slice(0, None)) for each in tokens):
+            raise NotImplementedError("a mask of a part of the tokens is not supported")
+        return self
 
 
 def mask(
@@ -325,17 +333,19 @@ class SharedPrompts:
         self.at_L, self.at_C = torch.arange(self.L, device=device), torch.arange(self.C, device=device)
         self.at_PC1 = lengths_P11 + self.at_C[:, None]  # of a completion's tokens, behind their prompts
         self.padding_P1L = self.at_L >= lengths_P11  # True: not a token of this prompt
-        self.last_PL = self.last_PGC = None  # the last token of its line that each sees; None: itself
+        self._last_PL = self._last_PGC = None  # the last token of its line that each sees; None: itself
+        self._in_windows = False
         self.lengths = (prompt_lengths, completion_lengths, prompt_of_row)
         self.states = Segments(partial(segments_of_groups, *self.lengths), device=device)
 
-    def see_ahead(self, ahead_S: Tensor) -> None:
+    def see_ahead(self, ahead_S: Tensor, *, in_windows: bool = False) -> None:
         """See `Layout.see_ahead`; an image is whole in its prompt or its completion."""
+        self._in_windows = in_windows
         prompts, completions = ahead_S[: self.split, None, None], ahead_S[self.split :, None, None]
         if self.L:
-            self.last_PL = self.at_L + self.prompts.place(prompts, 1)[:, 0, 0, 0, :, 0]
+            self._last_PL = self.at_L + self.prompts.place(prompts, 1)[:, 0, 0, 0, :, 0]
         if self.C:
-            self.last_PGC = self.at_C + self.completions.place(completions, 1)[:, 0, :, 0, :, 0]
+            self._last_PGC = self.at_C + self.completions.place(completions, 1)[:, 0, :, 0, :, 0]
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         query_SHD, key_SKD = (x.to(value_SKD.dtype) for x in (query_SHD, key_SKD))  # autocast rotates in float32
@@ -343,7 +353,7 @@ class SharedPrompts:
         key_PKLD, value_PKLD = (self.prompts.place(x[:split], K)[:, :, 0, 0] for x in (key_SKD, value_SKD))
         if self.L:
             query, sinks = self.prompts.place(query_SHD[:split], K, scale=scale)[:, :, 0], scoring.sinks_of(K)
-            mixed = _causal(query, key_PKLD, value_PKLD, self.at_L, scoring, sinks, self.last_PL)
+            mixed = _causal(query, key_PKLD, value_PKLD, self.at_L, scoring, sinks, self._last(self._last_PL, scoring))
             out.append(self.prompts.collect(mixed.unsqueeze(2)))
         if self.C:
             query = self.completions.place(query_SHD[split:], K, scale=scale)
@@ -355,7 +365,7 @@ class SharedPrompts:
                 sinks = scoring.sinks_of(K)
                 if sinks is not None:
                     sinks = sinks[:, None].expand(*query.shape[:4], 1).flatten(0, 2).unsqueeze(1)
-                last = self.last_PGC
+                last = self._last(self._last_PGC, scoring)
                 last = None if last is None else last[:, None].expand(-1, K, -1, -1).flatten(0, 2)
                 mixed = _causal(flat_q, flat_k, flat_v, self.at_C, scoring, sinks, last).view(*query.shape[:-1], -1)
             out.append(self.completions.collect(mixed))
@@ -365,8 +375,9 @@ class SharedPrompts:
         self, query: Tensor, key: Tensor, value: Tensor, key_PKLD: Tensor, value_PKLD: Tensor, scoring: Scoring
     ) -> Tensor:
         """[P, K, G, R, C, D] as `query`."""
-        mask_own = mask_of(_hidden(self.at_C, scoring.window, self.last_PGC))
-        mask_own = mask_own if self.last_PGC is None else mask_own[:, None, :, None]
+        last_PGC = self._last(self._last_PGC, scoring)
+        mask_own = mask_of(_hidden(self.at_C, scoring.window, last_PGC))
+        mask_own = mask_own if last_PGC is None else mask_own[:, None, :, None]
         mask_prompt = None
         if self.ragged or scoring.window is not None:
             mask_prompt = mask_of(self._hidden_prompt(scoring.window))
@@ -374,6 +385,10 @@ class SharedPrompts:
             inputs = (query, key, value, key_PKLD, value_PKLD, mask_own, mask_prompt, scoring.sinks, scoring)
             return _Merged.apply(*inputs)  # type: ignore[return-value]
         return _merge(query, key, value, key_PKLD, value_PKLD, mask_own, mask_prompt, scoring)[0]
+
+    def _last(self, last: Tensor | None, scoring: Scoring) -> Tensor | None:
+        """Return the last token that each sees in a layer; None: itself."""
+        return None if self._in_windows and scoring.window is None else last
 
     def _hidden_prompt(self, window: int | None) -> Tensor:
         """[P, 1, 1, 1 or C, L], True where a completion token may not see a prompt key."""

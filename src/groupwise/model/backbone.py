@@ -69,7 +69,12 @@ def decoder_inputs(model: PreTrainedModel, ids_BT: Tensor, see: See | None = Non
     vision = vision_of(model)
     if vision is None or not bool((ids_BT >= FIRST).any()):
         return {"input_ids": ids_BT}
-    return vision.embed(ids_BT, model.get_input_embeddings(), see or vision.see(model))
+    told = vision.embed(ids_BT, model.get_input_embeddings(), see or vision.see(model))
+    decoder: Any = model.get_decoder()
+    if getattr(decoder, "hidden_size_per_layer_input", 0):  # Gemma 4's embeddings of ids, of images those of padding
+        padding = model.config.get_text_config().pad_token_id
+        told["per_layer_inputs"] = decoder.get_per_layer_inputs(ids_BT.masked_fill(ids_BT >= FIRST, padding))
+    return told
 
 
 def unsplit_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -98,7 +103,7 @@ class Backbone:
             told = decoder_inputs(self.model, ids_S[None], self._see)
             vision = vision_of(self.model)
             if vision is not None and vision.both_ways and "inputs_embeds" in told:
-                layout.see_ahead(vision.ahead(ids_S))
+                layout.see_ahead(vision.ahead(ids_S), in_windows=vision.in_windows)
             out = own(**told, position_ids=where, layout=layout, use_cache=False)
             return out.last_hidden_state[0]
         h, cos, sin = self.opening(ids_S, positions_S)

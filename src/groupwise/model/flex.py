@@ -120,7 +120,7 @@ class Forest:
             before, start = path, start + n
         return cls(range(S), leave, positions, partial(segments_of_tree, paths, own), device=device)
 
-    def see_ahead(self, ahead_S: Tensor) -> None:
+    def see_ahead(self, ahead_S: Tensor, *, in_windows: bool = False) -> None:
         """Raise NotImplementedError: models that ask for it are laid out as groups (`layouts.BOTH_WAYS`)."""
         raise NotImplementedError("tokens of an image that see each other are laid out as groups only")
 

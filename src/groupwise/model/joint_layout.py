@@ -43,7 +43,7 @@ class JointLayout:
         """Raise NotImplementedError: recurrent layers of several rows are not computed together."""
         raise NotImplementedError("rows of several learners have no states in recurrent layers")
 
-    def see_ahead(self, ahead_S: Tensor) -> None:
+    def see_ahead(self, ahead_S: Tensor, *, in_windows: bool = False) -> None:
         """Raise NotImplementedError: models that see are not computed for several learners."""
         raise NotImplementedError("rows of several learners have no images")
 

@@ -54,6 +54,7 @@ from groupwise.platform import no_such_gpu
 from groupwise.recorded import RoutingShape
 
 CAST_HEAD = "_groupwise_cast_lm_head"  # an attribute of a model: `cast_lm_head`
+READ_AS_TEXT = ("llama4", "mllama")  # what is seen would be attended to in chunks, or as rows of its own
 UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 
@@ -221,6 +222,9 @@ def load_model(
             tokenizer = AutoTokenizer.from_pretrained(path)
             model = auto_class(config).from_pretrained(path, config=config, dtype=kind, **options)
             open_eyes(model, tokenizer, path)
+    except ImportError as error:  # as of Gemma 3n's tower, which is timm's
+        said = " ".join(str(error).split())
+        raise ModelError(f"model {name!r} needs a package that is not here: {said}", hint="install it") from error
     except UNREADABLE as error:
         raise not_loaded("model", name, error) from error
     if options:
@@ -271,9 +275,12 @@ def empty_model(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return transformers' class by which a model of this configuration is made: that of models of images and text
-    where it is no causal language model by itself (Qwen2.5-VL, Qwen3-VL, SmolVLM, ...)."""
-    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    where it sees (Qwen3.5, for which there is a class of its text decoder alone, too), or is no causal language model
+    by itself."""
+    sees = getattr(config, "vision_config", None) is not None and config.model_type not in READ_AS_TEXT
+    seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    seeing = seeing and (sees or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING)
+    return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
 
 
 def not_quantised(config: PreTrainedConfig) -> list[str]:
@@ -343,7 +350,7 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Return a second module tree over the same parameters and buffers: a few kilobytes, whatever the model's size."""
     tensors = [*model.parameters(), *model.buffers()]
     twin: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    twin.set_attn_implementation(ATTENTION)
+    set_attention(twin, ATTENTION)
     set_attention_of_eyes(twin, attention_of_eyes(model))
     pack_recurrent_layers(twin)
     return twin
@@ -595,6 +602,12 @@ def _number(config: Any, name: str) -> float:
     return float(value) if isinstance(value, int | float) and value else 1.0
 
 
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Have a model run with this attention; but what hears, which does not run here, and may not have it."""
+    parts = (part for part in model.config.sub_configs if part != "audio_config")
+    model.set_attn_implementation({"": name, **dict.fromkeys(parts, name)})
+
+
 def plain_implementation(model: PreTrainedModel) -> str:
     """Return the name of the attention that the model brings itself."""
     return "sdpa" if model._supports_sdpa else "eager"
@@ -604,9 +617,9 @@ def plain_implementation(model: PreTrainedModel) -> str:
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
     """Context manager in which the model runs its own attention on ordinary padded rows."""
     before, eyes = str(model.config._attn_implementation), attention_of_eyes(model)
-    model.set_attn_implementation(plain_implementation(model))
+    set_attention(model, plain_implementation(model))
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
         set_attention_of_eyes(model, eyes)

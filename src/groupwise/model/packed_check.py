@@ -40,6 +40,7 @@ from groupwise.model.load import (
     longest_row,
     plain_attention,
     plain_implementation,
+    set_attention,
     share_weights,
 )
 from groupwise.model.vision import Vision, sample_picture
@@ -313,7 +314,7 @@ def turn_plain(model: PreTrainedModel) -> None:
         ModelError: its logits are not those of its LM head on its last hidden states, which is all that is used of it;
             or what follows a token changes the token's log-probability, so that there is no one number to train.
     """
-    model.set_attn_implementation(plain_implementation(model))
+    set_attention(model, plain_implementation(model))
     if (gap := _causal_gap(model)) is not None:
         raise ModelError(
             f"{type(model).__name__} can be neither trained nor sampled: its own forward is not causal: "
@@ -339,7 +340,7 @@ def _causal_gap(model: PreTrainedModel) -> float | None:
         twin = small_twin(model)
     except Exception:  # an architecture that is not made of what its configuration says
         return None
-    twin.set_attn_implementation(plain_implementation(twin))
+    set_attention(twin, plain_implementation(twin))
     return gap if (gap := plain_forward_gap(twin)) > packed_tolerance(twin) else None
 
 
@@ -471,8 +472,8 @@ def _small_config(config: PreTrainedConfig, *, narrow: bool = True) -> PreTraine
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for part in (getattr(config, name, None) for name in config.sub_configs):
-        if part is not None and part is not text and getattr(part, "num_hidden_layers", 0):
-            part.num_hidden_layers = 1
+        if part is not None and part is not text:
+            _cut_tower(part, narrow=narrow)
     _cut_layers(text)
     if narrow:
         _narrow(text)
@@ -480,6 +481,15 @@ def _small_config(config: PreTrainedConfig, *, narrow: bool = True) -> PreTraine
     for settings, name in list(_lengths(text)):
         settings[name] = 2 if "topk" in name else LENGTH  # of the best, which may be blocks
     return config
+
+
+def _cut_tower(config: Any, *, narrow: bool) -> None:
+    """Leave one layer of a tower, which has no part in what is tried."""
+    for name in ("num_hidden_layers", "depth"):
+        if getattr(config, name, 0):
+            setattr(config, name, 1)
+    if narrow and isinstance(vars(config).get("intermediate_size"), int):
+        config.intermediate_size = _WIDTH
 
 
 def _random_model(make: Callable[[Any], PreTrainedModel], config: PreTrainedConfig, device: torch.device) -> Any:
@@ -505,17 +515,25 @@ def _lengths(config: Any) -> Iterator[tuple[MutableMapping[str, Any], str]]:
 
 
 def _cut_layers(config: Any) -> None:
-    """Leave one layer of each kind that the lists of the configuration, an entry a layer, tell apart."""
+    """Leave one layer of each kind: as the lists of the configuration, an entry a layer, tell them apart, what it says
+    of single ones, and whether they share keys and values of earlier ones (the last `num_kv_shared_layers`)."""
     count = int(config.num_hidden_layers)
     lists = {k: v for k, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == count}
+    single = getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_overrides", {})
+    first_sharing = count - (vars(config).get("num_kv_shared_layers") or 0)
     kinds: dict[str, int] = {}
     for layer in range(count):
-        kinds.setdefault(repr([values[layer] for values in lists.values()]), layer)
+        kind = [layer >= first_sharing, single.get(layer), *(values[layer] for values in lists.values())]
+        kinds.setdefault(repr(kind), layer)
     kept = list(kinds.values())[:_MOST_LAYERS] if lists else list(range(min(count, _MOST_LAYERS)))
     kept = kept if len(kept) > 1 else [*kept, *range(kept[0] + 1, min(kept[0] + 2, count))]
     for name, values in lists.items():
         setattr(config, name, type(values)(values[layer] for layer in kept))
     config.num_hidden_layers = len(kept)
+    if first_sharing < count:
+        config.num_kv_shared_layers = sum(layer >= first_sharing for layer in kept)
+    if single:
+        config.per_layer_config = {at: single[layer] for at, layer in enumerate(kept) if layer in single}
 
 
 def _narrow(config: Any) -> None:

@@ -107,7 +107,7 @@ class PrefixTree:
         self.tiles = [_tiles(batch, device) for batch in _batches(tiles)]
         self.states = Segments(partial(segments_of_tree, paths, own), device=device)
 
-    def see_ahead(self, ahead_S: Tensor) -> None:
+    def see_ahead(self, ahead_S: Tensor, *, in_windows: bool = False) -> None:
         """Raise NotImplementedError: models that ask for it are laid out as groups (`layouts.BOTH_WAYS`)."""
         raise NotImplementedError("tokens of an image that see each other are laid out as groups only")
 

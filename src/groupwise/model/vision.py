@@ -47,7 +47,10 @@ log = logging.getLogger(__name__)
 
 KEPT_BYTES = 1 << 30  # of features
 PREPARED_BYTES = 256 << 20  # of images as the tower takes them
-PROJECTORS = {"multi_modal_projector", "connector", "merger", "deepstack_merger_list", "image_newline"}  # by families
+PROJECTORS = {  # as families call them
+    "multi_modal_projector", "connector", "merger", "deepstack_merger_list", "image_newline", "embed_vision",
+}  # fmt: skip
+EARS = {"audio_tower", "embed_audio"}  # they hear nothing here, and do not train
 MOST_SEEN = 1 << 14  # images that are known at once, where others can be looked at again
 
 
@@ -104,7 +107,7 @@ class Vision:
         self.token_id = int(getattr(config, "image_token_id", None) or processor.image_token_id)
         self.token = str(processor.image_token)
         self.rendered_id = int(processor.tokenizer.convert_tokens_to_ids(self.token))  # an image as the template has it
-        self.both_ways = sees_both_ways(config)
+        self.both_ways, self.in_windows = sees_both_ways(config), config.model_type != "gemma3"
         self.axes = 3 if "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}) else 1
         self._merge = int(getattr(config.vision_config, "spatial_merge_size", 1))
         self._seen: OrderedDict[int, Seen] = OrderedDict()
@@ -491,14 +494,16 @@ def eyes_of(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
     every = dict(model.named_modules())
     names = [name for name, module in every.items() if id(module) in ours]
     around = {"", *(name[:i] for name in names for i, letter in enumerate(name) if letter == ".")}
-    return {name: module for name, module in every.items() if id(module) not in ours and name not in around}
+    seeing = {name: module for name, module in every.items() if id(module) not in ours and name not in around}
+    return {name: module for name, module in seeing.items() if EARS.isdisjoint(name.split("."))}
 
 
 def parameters_of_eyes(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """Return the parameters that are neither of the text decoder nor of the LM head."""
+    """Return the parameters of the vision tower and the projector."""
     head: Any = model.get_output_embeddings()
     ours = {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in ours]
+    every = model.named_parameters()
+    return [each for name, each in every if id(each) not in ours and EARS.isdisjoint(name.split("."))]
 
 
 def linear_of_eyes(model: PreTrainedModel, *, projector: bool = False) -> tuple[str, ...]:
@@ -534,11 +539,13 @@ def train_parts(model: PreTrainedModel, parts: Collection[str]) -> None:
         FieldError: it has none of a part.
     """
     seeing = {id(parameter) for parameter in parameters_of_eyes(model)} if vision_of(model) is not None else set()
-    found = set[str]()
+    found = set[str | None]()
     for name, parameter in model.named_parameters():
-        part = TEXT
+        part: str | None = TEXT
         if id(parameter) in seeing:
             part = VISION_PART if PROJECTORS.isdisjoint(name.split(".")) else PROJECTOR
+        elif not EARS.isdisjoint(name.split(".")):
+            part = None
         found.add(part)
         parameter.requires_grad_(part in parts)
     if lacking := [part for part in parts if part not in found]:
@@ -558,11 +565,10 @@ def open_eyes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: 
         return
     try:
         images = AutoImageProcessor.from_pretrained(path)
+        told, _ = _of_images_alone(kind).get_processor_dict(path)
     except OSError:
         return  # no preprocessor_config.json, no processor_config.json
-    try:
-        told, _ = _of_images_alone(kind).get_processor_dict(path)
-    except ImportError as error:  # transformers makes no such class here: Mistral 3's wants torchvision
+    except (ImportError, ValueError) as error:  # transformers makes no such class here: without torchvision
         log.warning("images of %s cannot be prepared, and it reads text alone: %s", path, " ".join(str(error).split()))
         return
     known = inspect.signature(kind.__init__).parameters

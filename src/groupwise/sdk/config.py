@@ -10,9 +10,12 @@ The cookbook's recipe has the same fields under the same names, and `setup_infra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
+from groupwise.config.lora import ALL_LINEAR, targets_of
+from groupwise.config.trained import TEXT, checked_parts
 from groupwise.errors import ConfigError
 from groupwise.sdk.sections import (
     NAMES,
@@ -31,7 +34,9 @@ __all__ = ["DeployConfig", "InfraConfig", "LoopConfig", "WeightSyncConfig", "Wei
 class LoopConfig:
     """The configuration of one loop; `setup_infra` reads it.
 
-    `lora_rank` 0 trains all parameters. `temperature` is used for sampling and for the trainer's log-probabilities.
+    `lora_rank` 0 trains all parameters, of a model that sees those of `parameters`: `all`, or a list of `text`,
+    `vision` and `projector`. `lora_targets` is what an adapter changes, as in a run's `train.lora.targets`.
+    `temperature` is used for sampling and for the trainer's log-probabilities.
     `policy_job_id` and `reference_job_id` are names of trainers: a trainer of that name that already runs in this
     process is reused, otherwise one is opened under it."""
 
@@ -39,6 +44,8 @@ class LoopConfig:
     base_model: str
     lora_rank: int = 16
     lora_alpha: float = 32.0
+    lora_targets: str | Sequence[str] = ALL_LINEAR
+    parameters: str | Sequence[str] = TEXT
     max_seq_len: int | None = None
     temperature: float = 1.0
     seed: int = 0
@@ -65,6 +72,11 @@ class LoopConfig:
         for valid, message in checks:
             if not valid:
                 raise ConfigError(message)
+        object.__setattr__(self, "parameters", checked_parts(self.parameters, adapter=self.lora_rank > 0))
+        try:
+            object.__setattr__(self, "lora_targets", targets_of(self.lora_targets))
+        except ValueError as error:
+            raise ConfigError(f"lora_targets: {error}", field="lora_targets", kind="invalid") from None
         if not self.lora_rank and self.deployment.weight_sync_scope == WeightSyncScope.PER_DEPLOYMENT:
             raise ConfigError(
                 "weight_sync_scope per_deployment takes adapters, and lora_rank 0 trains all parameters",

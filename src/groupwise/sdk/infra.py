@@ -36,7 +36,7 @@ from groupwise.sdk.opened_once import OpenedOnce
 from groupwise.sdk.profiles import HardwareProfile, Machine, choose_profile, find_profile
 from groupwise.sdk.sampler import DeploymentSampler
 from groupwise.sdk.sections import SERVICE, SERVICE_ONLY, idle_notes, require_tokenizer
-from groupwise.sdk.trainer import BUILDING, ReferenceClient, TrainingClient, TrainingService
+from groupwise.sdk.trainer import BUILDING, ReferenceClient, TrainingClient, TrainingService, what_trains
 from groupwise.sdk.weight_sync import WeightSyncer
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.rundir import owned
@@ -239,7 +239,11 @@ class _Opening:
     # -- the parts -----------------------------------------------------------------------------------------------------
 
     def _policy(self) -> TrainingClient:
-        config, profile = self.config, self.profile
+        config, profile, lora = self.config, self.profile, None
+        if config.lora_rank:
+            lora = LoraSpec.model_validate(
+                {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": config.lora_targets}
+            )
 
         def open_it() -> TrainingClient:
             service = TrainingService(
@@ -248,17 +252,21 @@ class _Opening:
                 gradient_checkpointing=profile.gradient_checkpointing,
                 autocast=torch.bfloat16 if profile.mixed_precision else None,
             )
-            lora = LoraSpec(rank=config.lora_rank, alpha=config.lora_alpha) if config.lora_rank else None
-            name = config.policy_job_id or "policy"
-            return _client(service, name=name, lora=lora, seed=config.seed, temperature=config.temperature)
+            return _client(
+                service,
+                name=config.policy_job_id or "policy",
+                lora=lora,
+                parameters=config.parameters,
+                seed=config.seed,
+                temperature=config.temperature,
+            )
 
         policy = self._attached(_POLICIES, config.policy_job_id, open_it)
-        lora = policy.learner.lora
-        have = (policy.service.base.name, 0 if lora is None else lora.r)
-        if have != (config.base_model, config.lora_rank):
+        runs, asked = policy.service.base.name, config.base_model
+        if policy.trains != (trains := what_trains(lora, config.parameters)) or runs != asked:
             raise ConfigError(
-                f"policy_job_id {config.policy_job_id!r} runs over {have[0]} with rank {have[1]}; asked for is "
-                f"{config.base_model} with rank {config.lora_rank}",
+                f"policy_job_id {config.policy_job_id!r} runs over {runs} with {policy.trains}; asked for is "
+                f"{asked} with {trains}",
                 hint="choose another policy_job_id, or close what runs under it",
             )
         return policy

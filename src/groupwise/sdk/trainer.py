@@ -29,6 +29,7 @@ from torch import Tensor
 from groupwise.algo.metrics import Metrics
 from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import LossSpec
+from groupwise.config.trained import TEXT, checked_parts
 from groupwise.errors import ConfigError, ContextLengthError, DataError, TrainingError
 from groupwise.model.load import LoadedModel
 from groupwise.model.packing import MicroBatch
@@ -87,6 +88,17 @@ class ForwardBackwardOutput:
         return [output["logprobs"] for output in self.loss_fn_outputs]
 
 
+def what_trains(lora: LoraSpec | None, parameters: Sequence[str]) -> str:
+    """Return in words what of a model trains.
+
+    >>> what_trains(LoraSpec(targets="vision"), ()), what_trains(None, ("text", "vision"))
+    ('rank 16 on vision', 'all parameters of text, vision')
+    """
+    if lora is None:
+        return f"all parameters of {', '.join(parameters)}"
+    return f"rank {lora.rank} on {lora.targets if isinstance(lora.targets, str) else ', '.join(lora.targets)}"
+
+
 class TrainingService:
     """One base model and any number of policies that are trained over it.
 
@@ -117,13 +129,25 @@ class TrainingService:
         self._numbers = itertools.count(1)
 
     def create_training_client(
-        self, *, name: str | None = None, lora: LoraSpec | None = LoraSpec(), seed: int = 0, temperature: float = 1.0
+        self,
+        *,
+        name: str | None = None,
+        lora: LoraSpec | None = LoraSpec(),
+        parameters: str | Sequence[str] = TEXT,
+        seed: int = 0,
+        temperature: float = 1.0,
     ) -> TrainingClient:
-        """Return a new policy over the base model; `lora=None` trains all parameters. Raises ConfigError as
-        `Learner`."""
-        learner = self.submit(lambda: self._learner(lora, seed)).result()
+        """Return a new policy over the base model; `lora=None` trains all parameters, of a model that sees those of
+        `parameters`: `all`, or a list of `text`, `vision` and `projector`. Raises ConfigError as `Learner`, and for
+        parameters beside an adapter."""
+        parts = checked_parts(parameters, adapter=lora is not None)
+        learner = self.submit(lambda: self._learner(lora, parts, seed)).result()
         return TrainingClient(
-            learner, service=self, name=name or f"policy-{next(self._numbers)}", temperature=temperature
+            learner,
+            service=self,
+            name=name or f"policy-{next(self._numbers)}",
+            temperature=temperature,
+            trains=what_trains(lora, parts),
         )
 
     def submit(self, work: Callable[[], T]) -> Pending[T]:
@@ -138,10 +162,10 @@ class TrainingService:
         """Let pending verbs finish and end the training thread; `wait=False` returns at once."""
         self._thread.shutdown(wait=wait)
 
-    def _learner(self, lora: LoraSpec | None, seed: int) -> Learner:
+    def _learner(self, lora: LoraSpec | None, parameters: Sequence[str], seed: int) -> Learner:
         strategy = None if self._passes is None else Joined(self._passes)
         with BUILDING:
-            return Learner(self.base, lora=lora, seed=seed, strategy=strategy, **self._options)
+            return Learner(self.base, lora=lora, parameters=parameters, seed=seed, strategy=strategy, **self._options)
 
 
 class ReferenceClient:
@@ -158,10 +182,13 @@ class ReferenceClient:
 
 
 class TrainingClient:
-    """One policy being trained: an adapter, or all parameters."""
+    """One policy being trained: an adapter, or all parameters, which `trains` says."""
 
-    def __init__(self, learner: Learner, *, service: TrainingService, name: str, temperature: float = 1.0):
+    def __init__(
+        self, learner: Learner, *, service: TrainingService, name: str, temperature: float = 1.0, trains: str = ""
+    ):
         self.learner, self.service, self.name, self.temperature = learner, service, name, temperature
+        self.trains = trains
         self.loads = 0  # states that were loaded
         self._step = learner.begin_step(temperature=temperature)
 

@@ -217,12 +217,14 @@ def _value(path: Path, data: Any) -> Any:
 
 
 def _suggest(path: Path, model: type[BaseModel]) -> str:
-    """Return where an unknown field goes: what its users are known to mean, the same name elsewhere, or a similar
-    one."""
+    """Return where an unknown field goes, or why nowhere: what its users are known to mean, the same name elsewhere, or
+    a similar one."""
     name, section = str(path[-1]), [key for key in path[:-1] if isinstance(key, str)]
     if meant := getattr(model, "elsewhere", {}).get(name):
         moved = re.fullmatch(r"config\.\w+", meant) is not None and "config" not in section
         return f"write {meant}{': options go under config' if moved else ''}"
+    if why := getattr(model, "nowhere", {}).get(name):
+        return why
     everywhere = list(key_paths(model))
     beside = [keys[-1] for keys in everywhere if list(keys[:-1]) == section]
     for candidate in _candidates(name, everywhere, beside, path):

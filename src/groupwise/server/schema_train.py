@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from groupwise.config.job import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobConfig
+from groupwise.config.job import JOB_OTHER_NAMES, MODELS, NOT_OF_JOBS, GrpoJobConfig, SftJobConfig
 from groupwise.config.section import NullIsAbsent
 from groupwise.server.schema_messages import Conversation, Tools
 from groupwise.server.schema_openai import PromptIds, TemplateOptions, TokenIds
@@ -78,6 +78,7 @@ _SAMPLED = "rollout_id and reward alone: what was sampled here is known here"
 class GrpoRequest(NullIsAbsent, OwnRequest):
     """The body of POST /v1/train/grpo."""
 
+    nowhere: ClassVar = NOT_OF_JOBS
     elsewhere: ClassVar = {
         **_under_config("grpo"),
         **dict.fromkeys(("prompt_index", "completion_index", "finish_reason", "usage", "reasoning_content"), _SAMPLED),
@@ -105,6 +106,7 @@ class SftExample(OwnPart):
 class SftRequest(NullIsAbsent, OwnRequest):
     """The body of POST /v1/train/sft."""
 
+    nowhere: ClassVar = NOT_OF_JOBS
     elsewhere: ClassVar = {
         **_under_config("sft"),
         "groups": "examples, or POST /v1/train/grpo",

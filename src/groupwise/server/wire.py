@@ -37,9 +37,10 @@ _DEFAULTS = ServeConfig()
 
 
 class Request(Strict):
-    """A body. `elsewhere` says of names that people write here what to write instead."""
+    """A body. `elsewhere` says of names that people write here what to write instead, `nowhere` why nothing."""
 
     elsewhere: ClassVar[Mapping[str, str]] = {}
+    nowhere: ClassVar[Mapping[str, str]] = {}
 
 
 class OpenRequest(Request):

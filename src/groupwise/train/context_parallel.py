@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from groupwise.model.attention import Layout, Scoring
 from groupwise.model.image_tokens import vision_of
+from groupwise.model.layer_settings import of_layers
 from groupwise.model.recurrence import States
 from groupwise.model.recurrent_layers import is_recurrent
 
@@ -74,7 +75,7 @@ class Ulysses:
         """Never: a state passes through all tokens, and no rank has them."""
         raise NotImplementedError("recurrent layers need all tokens of a row, and each rank has a part of them")
 
-    def see_ahead(self, ahead_S: Tensor) -> None:
+    def see_ahead(self, ahead_S: Tensor, *, in_windows: bool = False) -> None:
         """Raise NotImplementedError: models that see are refused (`why_not_cut`)."""
         raise NotImplementedError("an image's tokens are computed together")
 
@@ -145,9 +146,10 @@ def why_not_cut(model: PreTrainedModel, size: int, *, packed: bool) -> str | Non
     if vision_of(model) is not None:
         return f"{name} sees, and an image's tokens are computed together"
     H = int(text.num_attention_heads)
-    K = int(getattr(text, "num_key_value_heads", None) or H)
-    fit = [each for each in range(2, H + 1) if not H % each and not (K % each and each % K)]
+    counts = [int(each or H) for each in of_layers(text, "num_key_value_heads")]
+    fit = [each for each in range(2, H + 1) if not H % each and not any(K % each and each % K for K in counts)]
     if size not in fit:
         could = f"; {' or '.join(map(str, fit))} could" if fit else ""
-        return f"{name} has {H} query heads and {K} key-value heads, which {size} processes cannot share evenly{could}"
+        heads = f"{H} query heads and {' and '.join(map(str, counts))} key-value heads"
+        return f"{name} has {heads}, which {size} processes cannot share evenly{could}"
     return None
