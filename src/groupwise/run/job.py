@@ -32,6 +32,7 @@ from groupwise.config.lora import LoraSpec
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
 from groupwise.model.load import LoadedModel
 from groupwise.run.health_report import examine_job
+from groupwise.run.job_passes import JobPasses
 from groupwise.run.job_update import Task, make_task
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
@@ -50,6 +51,7 @@ from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Lease
 from groupwise.store.tenants import OWNER, home_of
 from groupwise.train.learner import Learner, learning_rate_at
+from groupwise.train.together import BUILDING, JointPasses
 from groupwise.types import BASE, PolicyVersion, Sample
 
 CANARY_TOKENS = 16
@@ -66,13 +68,16 @@ class JobCancelled(Exception):
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
     """What the jobs of one worker share. `home` has the moments of who is trained for: the state directory, or a
-    tenant's."""
+    tenant's. `passes` is where jobs that are trained beside each other meet, and `threads` are torch's, as of a job by
+    itself (None: as many as torch has here)."""
 
     base: LoadedModel
     ledger: Ledger
     store: AdapterStore
     state_dir: Path
     home: Path | None = None
+    passes: JointPasses | None = None
+    threads: int | None = None
 
     def of(self, tenant: str) -> WorkerContext:
         """Return the same for a tenant's jobs, whose adapters and moments are its own."""
@@ -157,7 +162,7 @@ def _resumed(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) 
         return None
     try:
         standing = read_standing(newest)
-        learner = _new_learner(config, standing.lora, place.base)
+        learner = _new_learner(config, standing.lora, place)
         learner.load(newest)
         start = read_start(newest, lengths=[len(sample.completion_ids) for sample in task.samples])
         task = (task if start is None else task.with_start(start)).with_reference(learner)
@@ -178,7 +183,7 @@ def _begun(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) ->
             asked = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": config.target_modules}
             given = {name: value for name, value in asked.items() if value is not None}
             lora = LoraSpec(**given, dropout=config.lora_dropout)
-            learner = _new_learner(config, lora, place.base)
+            learner = _new_learner(config, lora, place)
             message = f"begins with a fresh adapter of rank {lora.rank}"
             acting = config.effective(None)
         else:
@@ -240,7 +245,7 @@ def _continued(
     config: JobConfig, lora: LoraSpec, parent: PolicyVersion, directory: Path, place: WorkerContext
 ) -> tuple[Learner, bool]:
     """Return a learner at `parent`, and whether it has the moments of the job that made it."""
-    learner = _new_learner(config, lora, place.base)
+    learner = _new_learner(config, lora, place)
     try:
         learner.load_adapter(directory, alpha_field="lora_alpha")
     except AdapterError as error:
@@ -252,22 +257,25 @@ def _continued(
     try:
         learner.load(moments)
     except _DAMAGED:
-        learner = _new_learner(config, lora, place.base)
+        learner = _new_learner(config, lora, place)
         learner.load_adapter(directory, alpha_field="lora_alpha")
         return learner, False
     return learner, True
 
 
-def _new_learner(config: JobConfig, lora: LoraSpec, base: LoadedModel) -> Learner:
-    return Learner(
-        base,
-        lora=lora,
-        optimizer=config,
-        micro_tokens=config.micro_tokens,
-        gradient_checkpointing=config.gradient_checkpointing,
-        seed=config.seed,
-        router_replay=not isinstance(config, GrpoJobConfig) or config.router_replay is not False,
-    )
+def _new_learner(config: JobConfig, lora: LoraSpec, place: WorkerContext) -> Learner:
+    with BUILDING:
+        return Learner(
+            place.base,
+            lora=lora,
+            optimizer=config,
+            micro_tokens=config.micro_tokens,
+            gradient_checkpointing=config.gradient_checkpointing,
+            seed=config.seed,
+            threads=place.threads,
+            router_replay=not isinstance(config, GrpoJobConfig) or config.router_replay is not False,
+            strategy=None if place.passes is None else JobPasses(place.passes),
+        )
 
 
 # --- training ---
@@ -334,7 +342,7 @@ def _logprob_drop(run: _Run) -> float:
     if parent.is_base:
         before = run.learner.forward(samples, temperature=task.batch.temperature, reference=True)
     else:
-        start = _new_learner(config, run.standing.lora, run.place.base)
+        start = _new_learner(config, run.standing.lora, run.place)
         with run.place.store.held(parent) as directory:
             start.load_adapter(directory, alpha_field="lora_alpha")
         before = start.forward(samples, temperature=task.batch.temperature)

@@ -512,6 +512,9 @@ class TrainQueue(Answer):
     """The answer of GET /v1/train/queue."""
 
     running: TrainStatus | None
+    """The first of those that run."""
+    beside: list[TrainStatus]
+    """The others that run."""
     queued: list[WaitingJob]
     completed: list[TrainStatus]
     """All that have ended, however, newest first."""

@@ -208,7 +208,7 @@ async def status_of_all(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=MOST_JOBS, description="Jobs that have ended, at most.")] = MOST_JOBS,
 ) -> list[TrainStatus]:
-    """List the jobs: the running one, those that wait by their turn, those that have ended, newest first. Where as many
+    """List the jobs: those that run, those that wait by their turn, those that have ended, newest first. Where as many
     have ended as `limit` says there may be more: `before` with the last one's id asks for them."""
 
     def read() -> list[TrainStatus]:
@@ -226,7 +226,7 @@ async def status_of_one(job_id: str, parts: Jobs) -> TrainStatus:
 
 @router.get("/queue", **documented(answer=TrainQueue))
 async def queue(parts: Jobs) -> TrainQueue:
-    """Show the running job, those that wait, and those that have ended."""
+    """Show the jobs that run, those that wait, and those that have ended."""
     return await run_in_threadpool(_queue, parts)
 
 
@@ -247,9 +247,10 @@ def _ordered(parts: JobParts, limit: int = MOST_JOBS) -> list[Job]:
 
 def _queue(parts: JobParts) -> TrainQueue:
     jobs = _ordered(parts)
-    running = next((job for job in jobs if job.state is JobState.RUNNING), None)
+    running = [_status(parts, job) for job in jobs if job.state is JobState.RUNNING]
     return TrainQueue(
-        running=None if running is None else _status(parts, running),
+        running=running[0] if running else None,
+        beside=running[1:],
         queued=[
             WaitingJob(job_id=job.id, job_type=_kind(job), adapter_name=job.adapter, position=job.position)
             for job in jobs

@@ -15,7 +15,7 @@ from pathlib import Path
 from groupwise.errors import GroupwiseError
 from groupwise.store.tenants import OWNER, check_tenant
 
-VERSION = 8  # `user_version` of these tables; a change of them is one more, with what it does to the one before
+VERSION = 9  # `user_version` of these tables; a change of them is one more, with what it does to the one before
 RATERS = """
     CREATE TABLE known_vote (                   -- what a rater said first of an answer to a prompt of `raters`
         sender TEXT NOT NULL,
@@ -53,6 +53,7 @@ UPGRADES = {  # a version -> what makes the tables of the one before it into its
         ALTER TABLE feedback ADD COLUMN sender TEXT NOT NULL DEFAULT '';
         {RATERS}
     """,
+    9: "ALTER TABLE job ADD COLUMN alone INTEGER NOT NULL DEFAULT 0",
 }
 SCHEMA = (
     """
@@ -91,7 +92,8 @@ SCHEMA = (
         pass_tokens INTEGER,
         least_tokens INTEGER,
         tenant TEXT NOT NULL DEFAULT '',        -- whose it is: "" is the owner
-        turn INTEGER NOT NULL DEFAULT 0         -- how many leases there were by its last one: whose turn is next
+        turn INTEGER NOT NULL DEFAULT 0,        -- how many leases there were by its last one: whose turn is next
+        alone INTEGER NOT NULL DEFAULT 0        -- 1: nothing is to be trained beside it (ledger_attempts)
     );
     CREATE INDEX job_state ON job (state, seq);
     CREATE INDEX job_tenant ON job (tenant, turn);
