@@ -13,9 +13,9 @@ import torch
 
 from forked import ONE_SERVER, forked
 from groupwise.model.load import LoadedModel
-from groupwise.run import job_queue
+from groupwise.run import job_queue, job_room
 from groupwise.run.job_room import JobRoom
-from groupwise.store import files
+from groupwise.store import files, ledger_turns
 from groupwise.store.ledger_schema import JobRecord, JobState
 from groupwise.train.together import JointPasses
 from groupwise.train.training_batch import TrainingBatch
@@ -30,6 +30,7 @@ MIXED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("long", groups((LONG, LONG[::-1])), {"lora_rank": 2, "policy_loss": "cispo", "iterations": 2}),
 ]
 
+LENGTH = {"grpo": "iterations", "sft": "epochs"}
 WAIT_S = 300
 
 
@@ -204,6 +205,21 @@ def test_memory_that_runs_out_beside_others_has_the_job_go_on_by_itself(place, l
     assert {v: left for v, left in made(place).items() if v != "bad@1"} == left_alone
 
 
+# --- by turns ---
+
+
+def test_jobs_that_make_way_for_each_other_leave_what_they_leave_alone(base, place, tmp_path, monkeypatch):
+    monkeypatch.setattr(job_room, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(job_queue, "AT_LEAST_S", 0.0)
+    monkeypatch.setattr(job_queue, "POLL_S", 0.002)
+    monkeypatch.setattr(ledger_turns, "QUANTUM", 64)
+    jobs = [(name, payload, {**more, LENGTH[more.get("kind", "grpo")]: 12}) for name, payload, more in MIXED]
+    submit(place, [*jobs[:1], *jobs])  # the first adapter has two
+    found = together(place)
+    assert found == alone(base, tmp_path / "alone", [*jobs[:1], *jobs])
+    assert sum(job.attempt > 1 for job in place.ledger.jobs()) >= 2
+
+
 # --- what is not beside others ---
 
 
@@ -229,7 +245,7 @@ def test_a_model_whose_products_are_not_small_has_one_job_at_a_time(base, place,
     monkeypatch.setattr("groupwise.run.job_room.may_share", lambda model: False)
     submit(place, MIXED[:2])
     one, two = place.ledger.jobs()
-    room = JobRoom(base)
+    room = JobRoom(base, place.ledger)
     assert room.admits(one, []) and not room.admits(two, [one])
 
 

@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, In
 from groupwise.model.load import LoadedModel
 from groupwise.run.health_report import examine_job
 from groupwise.run.job_passes import JobPasses
+from groupwise.run.job_turns import StepTurns
 from groupwise.run.job_update import Task, make_task
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
@@ -68,8 +69,8 @@ class JobCancelled(Exception):
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
     """What the jobs of one worker share. `home` has the moments of who is trained for: the state directory, or a
-    tenant's. `passes` is where jobs that are trained beside each other meet, and `threads` are torch's, as of a job by
-    itself (None: as many as torch has here)."""
+    tenant's. `passes` is where jobs that are trained beside each other meet, `turns` has them make their steps by
+    turns, and `threads` are torch's, as of a job by itself (None: as many as torch has here)."""
 
     base: LoadedModel
     ledger: Ledger
@@ -78,6 +79,7 @@ class WorkerContext:
     home: Path | None = None
     passes: JointPasses | None = None
     threads: int | None = None
+    turns: StepTurns = field(default_factory=StepTurns)
 
     def of(self, tenant: str) -> WorkerContext:
         """Return the same for a tenant's jobs, whose adapters and moments are its own."""
@@ -129,7 +131,8 @@ def run_job(lease: Lease, place: WorkerContext, *, raise_if_stopped: Callable[[]
     version = place.store.version_of_job(job.adapter, job.id)
     if version is None:
         run = _open(lease, place)
-        _train(run, raise_if_stopped)
+        with place.turns.joined(job):
+            _train(run, raise_if_stopped)
         raise_if_stopped()
         version = _publish(run)
     unhealthy = place.store.unhealthy(version)
@@ -286,11 +289,11 @@ def _train(run: _Run, raise_if_stopped: Callable[[], None]) -> None:
     while run.standing.step < run.task.batch.steps:
         try:
             raise_if_stopped()
+            _step(run, raise_if_stopped)
         except Interrupted:
             if run.standing.step > saved:
                 run.save()
             raise
-        _step(run)
         if run.standing.step % interval == 0 or run.standing.step == run.task.batch.steps:
             run.save()
             saved = run.standing.step
@@ -301,8 +304,9 @@ def _train(run: _Run, raise_if_stopped: Callable[[], None]) -> None:
         )
 
 
-def _step(run: _Run) -> None:
+def _step(run: _Run, raise_if_stopped: Callable[[], None]) -> None:
     config, task, step, began = run.config, run.task, run.standing.step, time.monotonic()
+    packed = task.packed_tokens(step)
     rate = learning_rate_at(
         step,
         peak=config.learning_rate,
@@ -310,7 +314,8 @@ def _step(run: _Run) -> None:
         steps=task.batch.steps,
         schedule=config.schedule,
     )
-    metrics, result = task.batch.take_step(run.learner, step, learning_rate=rate)
+    with run.place.turns.step(run.lease.job, packed, raise_if_stopped):
+        metrics, result = task.batch.take_step(run.learner, step, learning_rate=rate)
     run.standing = replace(run.standing, step=step + 1, applied=run.standing.applied + result.applied)
     seconds = time.monotonic() - began
     metrics = {
@@ -331,6 +336,7 @@ def _step(run: _Run) -> None:
         step=run.standing.step,
         metrics=run.metrics,
         message=None if result.applied else message,
+        tokens=packed,
     )
 
 

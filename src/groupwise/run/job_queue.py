@@ -4,6 +4,7 @@
     it cannot be done  failed, with code, message and hint; the next job is taken
     cancelled          within a step
     SIGTERM            finish the step, checkpoint, give the job back
+    its share is used  the same, and the job whose turn it is begins (`ledger_turns`)
     a damaged ledger   the process ends; the job is left as it is
     a full disk        give the job back and try again later, a number of times
     out of memory      again from its checkpoint: beside others by itself, then with half the tokens in a pass, until
@@ -29,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -54,6 +55,7 @@ from groupwise.store.cuda_ipc import attach_weights
 from groupwise.store.job_checkpoint import Checkpoints
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Lease
+from groupwise.store.ledger_turns import makes_way
 
 BEAT_S = 1.0  # of the thread
 LEASE_S = 30.0
@@ -62,6 +64,7 @@ POLL_S = 0.2  # between two looks into an empty queue
 PARENT_GRACE_S = 10.0  # for the step that is being done when the parent dies; none over the parent's own memory
 PAUSE_S = 30.0  # after the disk was full
 MAX_PAUSES = 20  # of one job
+AT_LEAST_S = 30.0  # that a job is trained before it makes way: saving it and taking it again are not free
 
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
@@ -71,11 +74,13 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class HeldLease:
     """A lease that is being renewed. `lost` says that it is another worker's; `beside`, with how many other jobs at
-    most it was held."""
+    most it was held; `makes_way`, that the job is to be saved and to wait, as it has had its share."""
 
     lease: Lease
     lost: LeaseLostError | None = None
     beside: int = 0
+    makes_way: bool = False
+    since: float = field(default_factory=time.monotonic)
 
 
 class LeaseHeartbeat:
@@ -119,8 +124,14 @@ class LeaseHeartbeat:
             raise held.lost
         if self._ledger.job(held.lease.job.id).cancel_requested:
             raise JobCancelled
-        if self.stopping:
-            raise Interrupted("the worker was asked to stop")
+        if self.stopping or held.makes_way:
+            raise Interrupted("the worker was asked to stop, or the job to make way")
+
+    def make_way(self, job: str) -> None:
+        """Have a job saved and wait, unless it was taken just now, or another one is being saved."""
+        if not any(each.makes_way for each in self._held):
+            for each in self._held:
+                each.makes_way = each.lease.job.id == job and time.monotonic() - each.since >= AT_LEAST_S
 
     def _beat(self) -> None:
         renewed_at, fails = 0.0, False
@@ -159,7 +170,7 @@ class Worker:
 
     def __init__(self, place: WorkerContext, heartbeat: LeaseHeartbeat, *, name: str):
         self._place, self._heartbeat, self._name = place, heartbeat, name
-        self._room = JobRoom(place.base)
+        self._room = JobRoom(place.base, place.ledger)
         self._pauses: Counter[str] = Counter()
         self._rests_until = 0.0  # after the disk was full: until then no job is taken
 
@@ -178,6 +189,7 @@ class Worker:
                     if (lease := self._lease()) is not None:
                         doing.add(pool.submit(self._do_in_thread, lease))
                     elif doing:
+                        self._have_way_made()
                         wait(doing, POLL_S, FIRST_COMPLETED)
                     else:
                         self._rest(POLL_S)
@@ -195,6 +207,15 @@ class Worker:
             log.exception("the queue cannot be read")
             self._rest(PAUSE_S)
             return None
+
+    def _have_way_made(self) -> None:
+        """Have the job that is too far ahead of one that waits for want of room make way for it."""
+        if time.monotonic() < self._rests_until:
+            return
+        with suppress(StorageError, TryAgainError):
+            waiting, running = self._place.ledger.standings()
+            if waiting is not None and (first := makes_way(waiting, running)) is not None:
+                self._heartbeat.make_way(first.job)
 
     def _do_in_thread(self, lease: Lease) -> None:
         self.do(lease)
@@ -229,7 +250,8 @@ class Worker:
             Checkpoints(self._place.state_dir, lease.job.id).discard()
         except Interrupted:
             log.info("job %s: given back", lease.job.id)
-            self._record(lambda: ledger.release(lease, orphaned=self._heartbeat.orphaned, beside=held.beside))
+            how = {"orphaned": self._heartbeat.orphaned, "made_way": held.makes_way and not self._heartbeat.stopping}
+            self._record(lambda: ledger.release(lease, beside=held.beside, **how))
         except LedgerDamagedError:  # no fault of the job's
             raise
         except (StorageError, TryAgainError) as error:

@@ -100,6 +100,10 @@ class Task:
         """Return the completion tokens of step `step`."""
         return sum(len(sample.completion_ids) for sample in self.batch.step_samples(step))
 
+    def packed_tokens(self, step: int) -> int:
+        """Return the tokens that go through the model in step `step`, prompts included, a group's once."""
+        return packed_tokens(self.batch.step_samples(step))
+
     def some(self, tokens: int) -> list[Sample]:
         """Return as many of the samples as have about this many tokens together, at least one, from all over the
         job."""

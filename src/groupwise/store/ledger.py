@@ -94,7 +94,7 @@ from groupwise.store.ledger_schema import Lease as Lease
 from groupwise.store.ledger_schema import LedgerEvent as Event
 from groupwise.store.ledger_schema import RolloutRecord as RolloutRecord
 from groupwise.store.ledger_tables import tenant_key
-from groupwise.store.ledger_turns import next_job, training
+from groupwise.store.ledger_turns import Standing, charge, clocks_of_new, next_job, training, waits_for
 from groupwise.store.tenants import OWNER
 
 WORKER_PHASES = ("loading", "training", "publishing")  # what a worker may report
@@ -231,7 +231,7 @@ class Ledger:
             if known := self._find_known(db, key, fingerprint):
                 return known
             _check_room(db, max_queued)
-            seq = insert(db, "job", row)
+            seq = insert(db, "job", {**row, **clocks_of_new(db, self.tenant or OWNER, row["adapter"])})
             if entry is not None:
                 insert(db, "idempotency", {**entry, "job": seq, "created_at": time.time()})
             record_event(db, seq, "state", "queued", data={"state": JobState.QUEUED, "phase": "waiting"})
@@ -282,6 +282,17 @@ class Ledger:
             except FileNotFoundError:
                 message = f"the payload of job {id} is missing"
                 raise DamagedPayloadError(message, hint="submit the job again") from None
+
+    def payload_bytes(self, id: str) -> int:
+        """Return how many bytes the job was submitted with; 0 where they are gone."""
+        with suppress(OSError):
+            return self._payload_path(id).stat().st_size
+        return 0
+
+    def waits_for(self, id: str) -> list[str]:
+        """Return the jobs that a waiting one must come after, oldest first: they have to do with its adapter."""
+        with self._db.reading("looking for what a job waits for") as db:
+            return waits_for(db, id)
 
     def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return the job's events with a `seq` above `after`, oldest first. Raises JobNotFoundError."""
@@ -336,16 +347,20 @@ class Ledger:
             if admits is not None and not admits(read_job(db, row["id"]), [to_job(each) for each in training(db)]):
                 return None
             attempt, now = row["attempt"] + 1, time.time()
-            (turn,) = db.execute("SELECT 1 + max(turn) FROM job").fetchone()
-            update_job(
-                db, row["seq"], state=JobState.RUNNING, phase="loading", worker=worker, attempt=attempt, turn=turn
-            )
+            charge(db, row, tokens=1, weight=1)
+            update_job(db, row["seq"], state=JobState.RUNNING, phase="loading", worker=worker, attempt=attempt)
             update_job(db, row["seq"], started_at=row["started_at"] or now, **until(seconds))
             data = {"state": JobState.RUNNING, "phase": "loading", "attempt": attempt}
             record_event(db, row["seq"], "state", f"attempt {attempt} begins", data=data)
             lease = Lease(read_job(db, row["id"]), worker, attempt)
         faults.point("lease:after-commit")
         return lease
+
+    def standings(self) -> tuple[Standing | None, list[Standing]]:
+        """Return how the job whose turn it is stands, if one waits, and how those stand that are being trained."""
+        with self._db.reading("looking whose turn it is") as db:
+            row = next_job(db)
+            return None if row is None else Standing.of(db, row), [Standing.of(db, each) for each in training(db)]
 
     def renew(self, lease: Lease, *, seconds: float = 30) -> bool:
         """Hold the job for `seconds` from now; returns whether somebody asked to cancel it. Raises LeaseLostError."""
@@ -367,14 +382,18 @@ class Ledger:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         message: str | None = None,
+        tokens: int = 0,
     ) -> None:
-        """Report where the job is. `step` counts finished steps. Raises LeaseLostError."""
+        """Report where the job is. `step` counts finished steps, and `tokens` are those of this one. Raises
+        LeaseLostError."""
         if phase not in WORKER_PHASES:
             raise ValueError(f"phase is {phase!r}; it must be one of {', '.join(WORKER_PHASES)}")
         with self._db.transaction("recording a job's progress") as db:
             row = held_by(db, lease)
             step = row["step"] if step is None else step
-            update_job(db, row["seq"], phase=phase, step=step)
+            update_job(db, row["seq"], phase=phase, step=step, tokens=row["tokens"] + tokens)
+            if tokens:
+                charge(db, row, tokens=tokens, weight=lease.job.weight)
             if phase != row["phase"]:
                 data = {"state": JobState.RUNNING, "phase": phase, "attempt": lease.attempt}
                 record_event(db, row["seq"], "state", phase, data=data)
@@ -422,15 +441,15 @@ class Ledger:
         with self._db.transaction("recording a cancellation") as db:
             finish(db, held_by(db, lease)["seq"], JobState.CANCELLED, "cancelled")
 
-    def release(self, lease: Lease, *, orphaned: bool = False, beside: int = 0) -> None:
-        """Record that the worker has saved and stops: the job waits again, and this attempt does not count. Raises
-        LeaseLostError.
+    def release(self, lease: Lease, *, orphaned: bool = False, beside: int = 0, made_way: bool = False) -> None:
+        """Record that the worker has saved and stops, or that the job makes way for another: it waits again, and this
+        attempt does not count. Raises LeaseLostError.
 
         `orphaned` says that it stops because the server died, with so many jobs `beside` this one in its hands; see
         `ledger_attempts` for what that counts for.
         """
         with self._db.transaction("releasing a job") as db:
-            release(db, held_by(db, lease), orphaned=orphaned, beside=beside)
+            release(db, held_by(db, lease), orphaned=orphaned, beside=beside, made_way=made_way)
 
     def measured(self, lease: Lease, *, largest: int, longest: int) -> None:
         """Record what memory depends on: the tokens of the job's `largest` pass, and of its `longest` sample."""

@@ -115,13 +115,17 @@ def take_back(db: sqlite3.Connection, row: sqlite3.Row, cause: Cause, *, max_att
         _crashed(db, row, cause, max_attempts=max_attempts)
 
 
-def release(db: sqlite3.Connection, row: sqlite3.Row, *, orphaned: bool, beside: int = 0) -> None:
+def release(
+    db: sqlite3.Connection, row: sqlite3.Row, *, orphaned: bool, beside: int = 0, made_way: bool = False
+) -> None:
     """End an attempt whose worker saved and stopped. `orphaned`: because its server had died, with so many jobs
-    `beside` this one."""
+    `beside` this one. `made_way`: for the job whose turn it is."""
     if row["cancel_requested"]:
         finish(db, row["seq"], JobState.CANCELLED, "cancelled")
     elif orphaned:
         _server_died(db, row, beside=beside)
+    elif made_way:
+        _not_counted(db, row, "the job has had its share, is saved, and makes way for others", level="info")
     else:
         _not_counted(db, row, "the worker stopped in order; the job waits for the next", level="info")
 

@@ -102,6 +102,8 @@ class JobRecord:
     out: then the number of tokens in a pass that the job goes on with, instead of its configuration's. `unhealthy` says
     what was wrong at its end, where that is an error of health: its version is stored and becomes active by hand only.
     `alone`: nothing is trained beside it, as a worker died, or ran out of memory, with it and others in its hands.
+    `turn` and `own` are the clocks of its tenant and of its adapter as it last set them (`ledger_turns`), and `tokens`
+    those that were trained.
     """
 
     id: str
@@ -128,6 +130,14 @@ class JobRecord:
     tenant: str = OWNER
     effective: Mapping[str, Any] = field(default_factory=dict)
     alone: bool = False
+    turn: int = 0
+    own: float = 0.0
+    tokens: int = 0
+
+    @property
+    def weight(self) -> int:
+        """How much of its tenant's training its adapter gets beside others."""
+        return int(self.config.get("weight") or 1)
 
     @property
     def progress(self) -> float:
