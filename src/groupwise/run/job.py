@@ -1,4 +1,4 @@
-"""One job, from its payload to a published version. `worker.py` is the process that does one after another.
+"""One job, from its payload to a published version. `worker.py` is the process that does them.
 
     parent      the version that is continued, or a fresh adapter
     task        what each optimizer step trains on (`run.update`)

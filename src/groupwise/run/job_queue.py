@@ -91,6 +91,7 @@ class LeaseHeartbeat:
         self.patience_s = PARENT_GRACE_S
         self._ledger, self._parent = ledger, parent
         self._held: list[HeldLease] = []
+        self._changing = threading.Lock()
         self._orphan_since: float | None = None
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -105,13 +106,15 @@ class LeaseHeartbeat:
     def holding(self, lease: Lease) -> Iterator[HeldLease]:
         """Context manager: the lease is renewed."""
         mine = HeldLease(lease)
-        self._held = [*self._held, mine]
-        for each in self._held:
-            each.beside = max(each.beside, len(self._held) - 1)
+        with self._changing:
+            self._held = [*self._held, mine]
+            for each in self._held:
+                each.beside = max(each.beside, len(self._held) - 1)
         try:
             yield mine
         finally:
-            self._held = [each for each in self._held if each is not mine]
+            with self._changing:
+                self._held = [each for each in self._held if each is not mine]
 
     @property
     def orphaned(self) -> bool:
