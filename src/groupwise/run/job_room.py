@@ -4,9 +4,9 @@ Jobs of small models that compute in joint passes (`train.together`) are trained
 bytes that it has alone. One after another are trained jobs of all other models, and those that must have none beside
 them (`ledger_turns.needs_none_beside`).
 
-What a job more takes of memory is its adapter with gradient and AdamW's moments, its module tree, and what it trains
-on; activations are those of joint passes, or of one larger pass at a time, whoever is there. All together take a SHARE
-of the memory that the machine, or the process's control group, has. What waits, and what has made way, is on the disk.
+What a job more takes of memory is its adapter with gradient and AdamW's moments, its module tree, its part in joint
+passes, and what it trains on; larger passes are computed one at a time. All together take a SHARE of the memory that
+the machine, or the process's control group, has. What waits, and what has made way, is on the disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARE = 1 / 4
 
 UNKNOWN_MEMORY = 4 << 30  # bytes, where the system does not say how much it has
 
-TREE_BYTES = 4 << 20  # of a learner's module tree and what goes with it
+TREE_BYTES = 16 << 20  # of a learner's module tree and its part in joint passes (benchmarks/many_jobs.py)
 
 PAYLOAD_COPIES = 8  # bytes of a job's samples in memory, of each of its payload's
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # torch is imported when the parent has been seen alive
 POLL_S = 0.2
 PREDECESSOR_S = 15.0  # how long to wait for a worker whose parent died
 NICENESS = 10
+ARENAS = 2  # of the allocator: any thread of a job may compute for all, and few do at once
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with suppress(OSError):
         os.nice(NICENESS)  # the server first
+    platform.share_arenas(ARENAS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         _work(options, parent)
