@@ -13,6 +13,8 @@ import os
 import shutil
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ from groupwise.store import files as adapter_files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import JobRecord, JobState, Lease
+from groupwise.train.together import JointPasses
 from groupwise.train.training_batch import TrainingBatch
 from groupwise.types import PolicyVersion
 
@@ -65,12 +68,15 @@ def examples(count: int = 5) -> dict[str, Any]:
 
 
 class Place:
-    """A workplace, and short words for what tests do with it. Leases are renewed by nobody."""
+    """A workplace, and short words for what tests do with it. Leases are renewed by nobody. With `passes`, jobs are
+    trained beside each other."""
 
-    def __init__(self, directory: Path, base: LoadedModel):
+    def __init__(self, directory: Path, base: LoadedModel, *, passes: JointPasses | None = None):
         directory.mkdir(exist_ok=True)
         self.ledger, self.store = Ledger(directory / "ledger.db"), AdapterStore(directory / "adapters")
-        self.workplace = WorkerContext(base=base, ledger=self.ledger, store=self.store, state_dir=directory)
+        self.workplace = WorkerContext(
+            base=base, ledger=self.ledger, store=self.store, state_dir=directory, passes=passes, threads=1
+        )
         self.directory, self.base = directory, base
         self.heartbeat = LeaseHeartbeat(self.ledger)
         self.worker = Worker(self.workplace, self.heartbeat, name="worker")
@@ -104,6 +110,29 @@ class Place:
         lease = self.lease()
         self.worker.do(lease)
         return self.ledger.job(lease.job.id)
+
+    def serve(self, *, seconds: float = 300) -> list[JobRecord]:
+        """Have the worker do all jobs that there are, as many at once as it will; returns them, the oldest first."""
+        failed: list[BaseException] = []
+
+        def serve() -> None:
+            try:
+                self.worker.serve()
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        deadline = time.monotonic() + seconds
+        while thread.is_alive() and not all(job.state.is_final or job.version for job in self.ledger.jobs()):
+            assert time.monotonic() < deadline, [(job.adapter, job.state, job.step) for job in self.ledger.jobs()]
+            time.sleep(0.02)
+        self.heartbeat.stop()
+        thread.join()
+        self.heartbeat.stopping = False
+        if failed:
+            raise failed[0]
+        return self.ledger.jobs()[::-1]
 
     def version(self, job: JobRecord) -> PolicyVersion:
         assert job.version is not None, job.error

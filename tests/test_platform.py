@@ -145,6 +145,34 @@ def test_freed_memory_between_blocks_in_use_goes_back_to_the_kernel() -> None:
     assert platform.resident_bytes(os.getpid()) < before - (30 << 20) and len(left) == 80
 
 
+ARENAS = """
+import os, sys, threading
+from groupwise import platform
+platform.share_arenas(int(sys.argv[1]))
+end, left = threading.Event(), []
+def needs_much(freed):
+    kept = [bytes(8000) for _ in range(4000)]  # 32 MB
+    left.append(kept.pop())
+    kept.clear()
+    freed.set()
+    end.wait()
+for _ in range(8):
+    freed = threading.Event()
+    threading.Thread(target=needs_much, args=(freed,)).start()
+    freed.wait()
+print(platform.resident_bytes(os.getpid()))
+end.set()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc has arenas")
+def test_what_one_thread_has_freed_another_takes() -> None:
+    """Eight threads need 32 MB each, one after another."""
+    run = [subprocess.run([sys.executable, "-c", ARENAS, most], capture_output=True, check=True) for most in ("1", "8")]
+    shared, each = (int(done.stdout) for done in run)
+    assert shared < each - (30 << 20)
+
+
 @ONE_SERVER
 @pytest.mark.parametrize(
     ("arguments", "says"),

@@ -46,6 +46,7 @@ fcntl, resource = _optional("fcntl"), _optional("resource")
 
 PYTHON = (3, 11)
 PROC, CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+M_ARENA_MAX = -8  # of glibc's malloc.h
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 _OOM_COUNTS = ("memory.events.local", "memory.events", "memory.oom_control")  # a line each: name, number
@@ -279,6 +280,14 @@ def trim_memory() -> None:
     others that are in use, in an arena of each thread. Elsewhere nothing happens."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def share_arenas(most: int) -> None:
+    """Have the threads of this process allocate from so many arenas (glibc, `mallopt`): with one for each thread, what
+    one of them once needed, and freed, is held for it. To be called before there are threads. Elsewhere nothing
+    happens."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, most)
 
 
 # ---- processes ----

@@ -18,8 +18,8 @@ from groupwise.errors import RemoteError
 from groupwise.sdk.client import Client
 
 AWAY = (0, 429, 503)  # no connection, or not now
-OPEN_JOBS = 2  # submitted and not ended
-CONFIG = {"learning_rate": 1e-3, "lora_rank": 4, "lora_dropout": 0.1, "checkpoint_interval": 2}
+OPEN_JOBS = 4  # submitted and not ended: several run at once
+CONFIG = {"learning_rate": 1e-3, "lora_rank": 4, "checkpoint_interval": 2}
 GRPO = CONFIG | {"iterations": 3, "minibatches": 2}  # 6 steps
 SFT = CONFIG | {"epochs": 3, "batch_size": 2}  # 6 steps
 
@@ -112,9 +112,11 @@ class Traffic(threading.Thread):
         return id
 
     def _body(self, number: int) -> tuple[str, list[Any], dict[str, Any]]:
-        """Two adapters that grow from version to version, and one that always begins afresh."""
-        name = ("chain", "alone", "taught")[number % 3]
-        config = {"output_name": name, "seed": number} | ({"base_adapter": "base"} if name == "alone" else {})
+        """Three adapters that grow from version to version, of which one has dropout and none beside it, one that
+        continues another one, and one that always begins afresh."""
+        name = ("chain", "alone", "taught", "beside", "after", "dropped")[number % 6]
+        more = {"alone": {"base_adapter": "base"}, "after": {"base_adapter": "chain"}, "dropped": {"lora_dropout": 0.1}}
+        config = {"output_name": name, "seed": number} | more.get(name, {})
         sums = [(number + i, 7 * number + i) for i in range(4)]
         if name == "taught":
             talks = [[_asks(a, b), {"role": "assistant", "content": str(a + b)}] for a, b in sums]

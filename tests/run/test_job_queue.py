@@ -301,30 +301,30 @@ def test_the_pulse_renews_the_lease_and_hears_of_its_loss(place, fast_pulse):
     lease = place.ledger.lease("worker", seconds=1.5)
     heartbeat = LeaseHeartbeat(place.ledger)
     heartbeat.start()
-    with heartbeat.holding(lease):
+    with heartbeat.holding(lease) as held:
         time.sleep(2.0)  # longer than the lease
         assert place.ledger.lease("other") is None
-        heartbeat.raise_if_stopped()
+        heartbeat.raise_if_stopped(held)
         place.ledger.expire("worker")
-        until(lambda: heartbeat._lost)
+        until(lambda: held.lost)
         with pytest.raises(LeaseLostError):
-            heartbeat.raise_if_stopped()
-    again = place.ledger.lease("worker")
-    with heartbeat.holding(again):
-        heartbeat.raise_if_stopped()  # the loss was the other lease's
+            heartbeat.raise_if_stopped(held)
+        again = place.ledger.lease("worker")
+        with heartbeat.holding(again) as other:
+            heartbeat.raise_if_stopped(other)  # the loss was the other lease's
 
 
 def test_what_ends_a_job(place):
     place.submit(groups())
     lease = place.lease()
-    with place.heartbeat.holding(lease):
-        place.heartbeat.raise_if_stopped()
+    with place.heartbeat.holding(lease) as held:
+        place.heartbeat.raise_if_stopped(held)
         place.heartbeat.stop(signal.SIGTERM, None)
         with pytest.raises(Interrupted):
-            place.heartbeat.raise_if_stopped()
+            place.heartbeat.raise_if_stopped(held)
         place.ledger.cancel(lease.job.id)
         with pytest.raises(JobCancelled):
-            place.heartbeat.raise_if_stopped()
+            place.heartbeat.raise_if_stopped(held)
 
 
 def test_a_pulse_whose_renewal_fails_goes_on(place, fast_pulse, monkeypatch):
@@ -338,9 +338,9 @@ def test_a_pulse_whose_renewal_fails_goes_on(place, fast_pulse, monkeypatch):
     monkeypatch.setattr(place.ledger, "renew", renew)
     heartbeat = LeaseHeartbeat(place.ledger)
     heartbeat.start()
-    with heartbeat.holding(place.lease()):
+    with heartbeat.holding(place.lease()) as held:
         until(lambda: len(calls) > 3)
-        heartbeat.raise_if_stopped()
+        heartbeat.raise_if_stopped(held)
 
 
 # --- SIGKILL at every point ---

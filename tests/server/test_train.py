@@ -372,14 +372,33 @@ def test_the_list_begins_with_what_runs(site: Site) -> None:
     queue = site.get("queue")
     assert queue["running"]["job_id"] == ids[2]
     assert [(job["job_id"], job["position"]) for job in queue["queued"]] == [(ids[3], 1), (ids[4], 2)]
-    assert queue["queued"][0].keys() == {"job_id", "job_type", "adapter_name", "position"}
+    assert queue["queued"][0].keys() == {"job_id", "job_type", "adapter_name", "position", "waits"}
+    assert [job["waits"]["job_id"] for job in queue["queued"]] == [ids[2], ids[3]]
     assert [job["job_id"] for job in queue["completed"]] == [ids[1], ids[0]]
     assert queue["completed"][0]["error"] == {"code": "training_failed", "message": "diverged", "hint": None}
 
 
+def test_a_job_that_waits_says_why_and_for_how_long(site: Site) -> None:
+    one, other = site.submit(), site.submit(config={**SEED_PAGE["config"], "output_name": "sql", "weight": 4})
+    assert [each["waits"]["reason"] for each in (one, other)] == ["turn", "turn"]
+    assert one["waits"]["about_seconds"] == 0.0
+    leases = [site.ledger.lease("w"), site.ledger.lease("w")]
+    assert {lease.job.weight for lease in leases if lease} == {1, 4}
+    for lease in leases:
+        assert lease is not None
+        site.ledger.progress(lease, phase="training", step=0, metrics={"time/step_s": 3.0}, tokens=9)
+    next_one = site.submit()["waits"]
+    assert (next_one["reason"], next_one["job_id"]) == ("adapter", one["job_id"])
+    assert next_one["about_seconds"] == 3.0 * site.get(f"status/{one['job_id']}")["steps"]
+    status = site.get(f"status/{one['job_id']}")
+    assert status["waits"] is None and status["config"]["weight"] == 1
+    queue = site.get("queue")
+    assert {queue["running"]["job_id"], *(job["job_id"] for job in queue["beside"])} == {one["job_id"], other["job_id"]}
+
+
 def test_an_idle_server_has_empty_lists(site: Site) -> None:
     assert site.get("status") == []
-    assert site.get("queue") == {"running": None, "queued": [], "completed": []}
+    assert site.get("queue") == {"running": None, "beside": [], "queued": [], "completed": []}
 
 
 def test_a_job_that_killed_its_workers_shows_the_last_words(site: Site) -> None:

@@ -433,7 +433,7 @@ def test_a_reboot_ends_every_lease(book, clock, ticks):
 
 
 def test_expire_takes_back_only_that_workers_jobs(book):
-    one, two = submit(book), submit(book)
+    one, two = submit(book), submit(book, adapter="sql")
     take(book, "w1"), take(book, "w2")
     waiting = submit(book)
     assert book.expire("w1") == [one.id]
@@ -460,7 +460,7 @@ def test_a_job_that_kills_its_workers_fails_and_the_queue_moves_on(tmp_path, clo
 
 
 def test_overdue_names_the_jobs_whose_lease_a_worker_let_expire(book, clock):
-    one, two = submit(book), submit(book)
+    one, two = submit(book), submit(book, adapter="sql")
     lease = take(book, "w1", seconds=30)
     take(book, "w2", seconds=100)
     clock.pass_(29)
@@ -604,7 +604,7 @@ def test_what_is_finished_is_forgotten_by_age_and_by_number(book, clock, tmp_pat
         (tmp_path / "checkpoints" / job.id).mkdir(parents=True)
         (tmp_path / "checkpoints" / job.id / "state").write_text("x")
         finished.append(job.id)
-    running, waiting, swapping = submit(book), submit(book), submit(book)
+    running, waiting, swapping = submit(book), submit(book), submit(book, adapter="sql")
     take(book, seconds=100 * DAY)
     book.cancel(waiting.id)
     book.published(take(book), "math@7")

@@ -54,6 +54,56 @@ def test_what_was_to_be_cancelled_is_cancelled_whoever_died(book, cause):
     assert book.job(job.id).state is JobState.CANCELLED
 
 
+# --- several jobs in one worker's hands ---
+
+
+def two_in_hand(book: Ledger) -> list[str]:
+    ids = [submit(book).id, submit(book, adapter="sql").id]
+    assert [take(book).job.id for _ in ids] == ids
+    return ids
+
+
+@pytest.mark.parametrize("cause", [Cause.CRASH, Cause.MEMORY])
+def test_of_several_none_is_to_blame_and_each_goes_on_by_itself(book, cause):
+    ids = two_in_hand(book)
+    for _ in range(3):  # more than `max_attempts`
+        assert book.expire("w", cause=cause) == ids
+        jobs = [book.job(id) for id in ids]
+        assert [(job.state, job.alone, job.micro_tokens) for job in jobs] == [(JobState.QUEUED, True, None)] * 2
+        assert [take(book).job.id for _ in ids] == ids
+    book.cancel(ids[1])
+    book.expire("w", cause=cause)
+    assert [book.job(id).state for id in ids] == [JobState.QUEUED, JobState.CANCELLED]
+    take(book), book.expire("w", cause=cause)
+    take(book), book.expire("w", cause=cause)  # by itself it is to blame
+    assert book.job(ids[0]).state is JobState.FAILED
+
+
+def test_of_several_whose_server_died_too_often_each_goes_on_by_itself(book):
+    ids = two_in_hand(book)
+    for death in range(1, MAX_SERVER_DEATHS + 1):
+        book.expire("w", cause=Cause.SERVER)
+        assert [book.job(id).alone for id in ids] == [death == MAX_SERVER_DEATHS] * 2
+        leases = [take(book) for _ in ids]
+    for lease in leases:
+        book.release(lease, orphaned=True, beside=1)
+    assert [book.job(id).state for id in ids] == [JobState.QUEUED] * 2
+
+
+def test_what_is_put_aside_counts_for_nothing(book):
+    job = submit(book)
+    for _ in range(3):
+        book.put_aside(take(book), "memory ran out")
+    assert (book.job(job.id).state, book.job(job.id).alone) == (JobState.QUEUED, True)
+
+
+def test_leases_that_end_together_are_nobodys_fault(book, monkeypatch):
+    ids = two_in_hand(book)
+    monkeypatch.setattr("groupwise.store.ledger.is_live", lambda row: False)
+    take(book, "heir")
+    assert [book.job(id).alone for id in ids] == [True, True]
+
+
 # --- deaths of the server ---
 
 

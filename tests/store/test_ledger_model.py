@@ -29,6 +29,7 @@ WORKERS = st.sampled_from(["a", "b"])
 PICK = st.integers(min_value=0, max_value=1_000)
 FINAL = ("completed", "failed", "cancelled")
 DOINGS = ("renew", "check", "progress", "published", "fail", "cancelled", "release", "orphaned", "measured", "shrink")
+DOINGS += ("put_aside",)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -71,7 +72,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def end(self, job: dict[str, Any], state: str) -> None:
         job.update(state=state, worker=None, finished=self.clock.wall)
 
-    def take_back(self, job: dict[str, Any], cause: Cause = Cause.CRASH) -> None:
+    def free(self, job: dict[str, Any]) -> bool:
+        """No job of its adapter is before it."""
+        before = self.jobs[: self.jobs.index(job)]
+        return not any(each["adapter"] == job["adapter"] and each["state"] in ("queued", "training") for each in before)
+
+    def take_back(self, job: dict[str, Any], cause: Cause = Cause.CRASH, *, beside: bool = False) -> None:
         if job["cancel"]:
             self.end(job, "cancelled")
         elif cause is Cause.STOP:
@@ -79,8 +85,12 @@ class LedgerMachine(RuleBasedStateMachine):
         elif cause is Cause.SERVER:
             deaths = 1 if job["step"] > job["died_at"] else job["deaths"] + 1
             job.update(deaths=deaths, died_at=max(job["step"], job["died_at"]), state="queued", worker=None)
-            if deaths >= MAX_SERVER_DEATHS:
+            if deaths >= MAX_SERVER_DEATHS and beside:
+                job.update(deaths=0, alone=True)
+            elif deaths >= MAX_SERVER_DEATHS:
                 self.end(job, "failed")
+        elif beside:
+            job.update(state="queued", worker=None, alone=True)
         elif cause is Cause.MEMORY and job["pass"] > job["longest"]:
             job.update({"state": "queued", "worker": None, "pass": max(job["longest"], job["pass"] // 2)})
         elif job["crashes"] + 1 >= MAX_ATTEMPTS:
@@ -93,10 +103,15 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # --- the client ---
 
-    @rule(key=st.sampled_from([None, None, "x", "y"]), body=st.sampled_from("AB"), auto_load=st.booleans())
-    def submit(self, key: str | None, body: str, auto_load: bool) -> None:
+    @rule(
+        key=st.sampled_from([None, None, "x", "y"]),
+        body=st.sampled_from("AB"),
+        auto_load=st.booleans(),
+        adapter=st.sampled_from("abc"),
+    )
+    def submit(self, key: str | None, body: str, auto_load: bool, adapter: str) -> None:
         known = [j for j in self.jobs if key is not None and j["key"] == key and j["keyed"] >= self.now() - DAY]
-        options: dict[str, Any] = {"kind": "sft", "adapter": "a", "config": {}, "summary": {}, "steps": 3}
+        options: dict[str, Any] = {"kind": "sft", "adapter": adapter, "config": {}, "summary": {}, "steps": 3}
         options |= {"payload": body.encode(), "auto_load": auto_load, "max_queued": MAX_QUEUED}
         try:
             job, is_new = self.book.submit(**options, idempotency_key=key, fingerprint=body)
@@ -114,6 +129,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 other["key"] = None if other["key"] == key else other["key"]
             entry = {"id": job.id, "body": body, "key": key, "keyed": self.clock.wall, "auto_load": auto_load}
             entry |= {"state": "queued", "worker": None, "until": 0.0, "attempt": 0, "crashes": 0, "cancel": False}
+            entry |= {"adapter": adapter, "alone": False}
             entry |= {"deaths": 0, "died_at": -1, "pass": 0, "longest": 0, "swaps": 0}
             self.jobs.append(entry | {"step": 0, "version": None, "finished": None})
 
@@ -134,11 +150,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=WORKERS, seconds=st.sampled_from([5, 30]))
     def lease(self, worker: str, seconds: int) -> None:
-        for job in self.where("training"):
-            if self.clock.ticks >= job["until"]:
-                self.take_back(job)
+        dead = [job for job in self.where("training") if self.clock.ticks >= job["until"]]
+        for job in dead:
+            self.take_back(job, beside=len(dead) > 1)
         lease = self.book.lease(worker, seconds=seconds)
-        waiting = self.where("queued")
+        waiting = [job for job in self.where("queued") if self.free(job)]
         assert (lease is None) == (not waiting)
         if lease is not None:
             job = waiting[0]
@@ -164,6 +180,7 @@ class LedgerMachine(RuleBasedStateMachine):
             "orphaned": lambda: book.release(lease, orphaned=True),
             "measured": lambda: book.measured(lease, largest=9, longest=4),
             "shrink": lambda: book.shrink(lease, "memory ran out"),
+            "put_aside": lambda: book.put_aside(lease, "memory ran out"),
         }
         if not held:
             with pytest.raises(LeaseLostError):
@@ -181,8 +198,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.end(job, "completed")
         elif do in ("fail", "cancelled"):
             self.end(job, "failed" if do == "fail" else "cancelled")
-        elif do == "release":
-            job.update(state="queued", worker=None)
+        elif do in ("release", "put_aside"):
+            job.update(state="queued", worker=None, alone=job["alone"] or do == "put_aside")
             if job["cancel"]:
                 self.end(job, "cancelled")
         elif do == "orphaned":
@@ -201,7 +218,7 @@ class LedgerMachine(RuleBasedStateMachine):
         dead = [job for job in self.where("training") if job["worker"] == worker]
         assert self.book.expire(worker, cause=cause) == [job["id"] for job in dead]
         for job in dead:
-            self.take_back(job, cause)
+            self.take_back(job, cause, beside=len(dead) > 1)
 
     @precondition(lambda self: self.jobs)
     @rule(pick=PICK, dies=st.booleans())
@@ -277,6 +294,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 **{key: job[key] for key in ("id", "attempt", "step", "version")},
                 "state": "running" if job["state"] in ("training", "swapping") else job["state"],
                 "cancel": job["cancel"],
+                "alone": job["alone"] and job["state"] not in FINAL,
                 "finished": job["finished"],
                 "position": waiting.index(job["id"]) + 1 if job["id"] in waiting else None,
                 "last metrics": {"loss": float(job["step"])} if job["step"] else {},
@@ -292,6 +310,7 @@ class LedgerMachine(RuleBasedStateMachine):
                     "version": job.version,
                     "state": job.state.value,
                     "cancel": job.cancel_requested,
+                    "alone": job.alone and job.state.value not in FINAL,
                     "finished": job.finished_at,
                     "position": job.position,
                     "last metrics": job.metrics,

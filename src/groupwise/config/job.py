@@ -79,6 +79,9 @@ class JobAdapterOptions(Section):
     version of `output_name` where there is one, else a fresh adapter."""
     auto_load: bool = True
     """Make the new version the active one."""
+    weight: int = Field(default=1, ge=1, le=100)
+    """How much of the training the adapter gets where several want more than there is: of the tokens, so many times as
+    many as one of weight 1 of the same tenant."""
 
 
 class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target's fields come first

@@ -40,7 +40,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 
 import numpy as np
 import torch
@@ -260,6 +260,12 @@ def _unfilled(targets: Sequence[tuple[int, float]], width: int) -> list[tuple[in
 def count_loss_tokens(samples: Sequence[Sample]) -> int:
     """Loss tokens of a batch: the denominator of token means."""
     return sum(sum(sample.mask) for sample in samples)
+
+
+def packed_tokens(samples: Sequence[Sample]) -> int:
+    """Return tokens of a batch, where neighbours with equal prompts share theirs."""
+    prompts = [prompt for prompt, _ in groupby(sample.prompt_ids for sample in samples)]
+    return sum(map(len, prompts)) + sum(len(sample.completion_ids) for sample in samples)
 
 
 def count_sequences(samples: Sequence[Sample], *, by_prompt: bool = False) -> int:

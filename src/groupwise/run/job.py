@@ -1,4 +1,4 @@
-"""One job, from its payload to a published version. `worker.py` is the process that does one after another.
+"""One job, from its payload to a published version. `worker.py` is the process that does them.
 
     parent      the version that is continued, or a fresh adapter
     task        what each optimizer step trains on (`run.update`)
@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from groupwise.config.lora import LoraSpec
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
 from groupwise.model.load import LoadedModel
 from groupwise.run.health_report import examine_job
+from groupwise.run.job_passes import JobPasses
+from groupwise.run.job_turns import StepTurns
 from groupwise.run.job_update import Task, make_task
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
@@ -50,6 +52,7 @@ from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Lease
 from groupwise.store.tenants import OWNER, home_of
 from groupwise.train.learner import Learner, learning_rate_at
+from groupwise.train.together import BUILDING, JointPasses
 from groupwise.types import BASE, PolicyVersion, Sample
 
 CANARY_TOKENS = 16
@@ -66,13 +69,17 @@ class JobCancelled(Exception):
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
     """What the jobs of one worker share. `home` has the moments of who is trained for: the state directory, or a
-    tenant's."""
+    tenant's. `passes` is where jobs that are trained beside each other meet, `turns` has them make their steps by
+    turns, and `threads` are torch's, as of a job by itself (None: as many as torch has here)."""
 
     base: LoadedModel
     ledger: Ledger
     store: AdapterStore
     state_dir: Path
     home: Path | None = None
+    passes: JointPasses | None = None
+    threads: int | None = None
+    turns: StepTurns = field(default_factory=StepTurns)
 
     def of(self, tenant: str) -> WorkerContext:
         """Return the same for a tenant's jobs, whose adapters and moments are its own."""
@@ -124,7 +131,8 @@ def run_job(lease: Lease, place: WorkerContext, *, raise_if_stopped: Callable[[]
     version = place.store.version_of_job(job.adapter, job.id)
     if version is None:
         run = _open(lease, place)
-        _train(run, raise_if_stopped)
+        with place.turns.joined(job):
+            _train(run, raise_if_stopped)
         raise_if_stopped()
         version = _publish(run)
     unhealthy = place.store.unhealthy(version)
@@ -157,7 +165,7 @@ def _resumed(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) 
         return None
     try:
         standing = read_standing(newest)
-        learner = _new_learner(config, standing.lora, place.base)
+        learner = _new_learner(config, standing.lora, place)
         learner.load(newest)
         start = read_start(newest, lengths=[len(sample.completion_ids) for sample in task.samples])
         task = (task if start is None else task.with_start(start)).with_reference(learner)
@@ -178,7 +186,7 @@ def _begun(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) ->
             asked = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": config.target_modules}
             given = {name: value for name, value in asked.items() if value is not None}
             lora = LoraSpec(**given, dropout=config.lora_dropout)
-            learner = _new_learner(config, lora, place.base)
+            learner = _new_learner(config, lora, place)
             message = f"begins with a fresh adapter of rank {lora.rank}"
             acting = config.effective(None)
         else:
@@ -240,7 +248,7 @@ def _continued(
     config: JobConfig, lora: LoraSpec, parent: PolicyVersion, directory: Path, place: WorkerContext
 ) -> tuple[Learner, bool]:
     """Return a learner at `parent`, and whether it has the moments of the job that made it."""
-    learner = _new_learner(config, lora, place.base)
+    learner = _new_learner(config, lora, place)
     try:
         learner.load_adapter(directory, alpha_field="lora_alpha")
     except AdapterError as error:
@@ -252,22 +260,25 @@ def _continued(
     try:
         learner.load(moments)
     except _DAMAGED:
-        learner = _new_learner(config, lora, place.base)
+        learner = _new_learner(config, lora, place)
         learner.load_adapter(directory, alpha_field="lora_alpha")
         return learner, False
     return learner, True
 
 
-def _new_learner(config: JobConfig, lora: LoraSpec, base: LoadedModel) -> Learner:
-    return Learner(
-        base,
-        lora=lora,
-        optimizer=config,
-        micro_tokens=config.micro_tokens,
-        gradient_checkpointing=config.gradient_checkpointing,
-        seed=config.seed,
-        router_replay=not isinstance(config, GrpoJobConfig) or config.router_replay is not False,
-    )
+def _new_learner(config: JobConfig, lora: LoraSpec, place: WorkerContext) -> Learner:
+    with BUILDING:
+        return Learner(
+            place.base,
+            lora=lora,
+            optimizer=config,
+            micro_tokens=config.micro_tokens,
+            gradient_checkpointing=config.gradient_checkpointing,
+            seed=config.seed,
+            threads=place.threads,
+            router_replay=not isinstance(config, GrpoJobConfig) or config.router_replay is not False,
+            strategy=None if place.passes is None else JobPasses(place.passes),
+        )
 
 
 # --- training ---
@@ -278,11 +289,11 @@ def _train(run: _Run, raise_if_stopped: Callable[[], None]) -> None:
     while run.standing.step < run.task.batch.steps:
         try:
             raise_if_stopped()
+            _step(run, raise_if_stopped)
         except Interrupted:
             if run.standing.step > saved:
                 run.save()
             raise
-        _step(run)
         if run.standing.step % interval == 0 or run.standing.step == run.task.batch.steps:
             run.save()
             saved = run.standing.step
@@ -293,8 +304,9 @@ def _train(run: _Run, raise_if_stopped: Callable[[], None]) -> None:
         )
 
 
-def _step(run: _Run) -> None:
+def _step(run: _Run, raise_if_stopped: Callable[[], None]) -> None:
     config, task, step, began = run.config, run.task, run.standing.step, time.monotonic()
+    packed = task.packed_tokens(step)
     rate = learning_rate_at(
         step,
         peak=config.learning_rate,
@@ -302,7 +314,8 @@ def _step(run: _Run) -> None:
         steps=task.batch.steps,
         schedule=config.schedule,
     )
-    metrics, result = task.batch.take_step(run.learner, step, learning_rate=rate)
+    with run.place.turns.step(run.lease.job, packed, raise_if_stopped):
+        metrics, result = task.batch.take_step(run.learner, step, learning_rate=rate)
     run.standing = replace(run.standing, step=step + 1, applied=run.standing.applied + result.applied)
     seconds = time.monotonic() - began
     metrics = {
@@ -323,6 +336,7 @@ def _step(run: _Run) -> None:
         step=run.standing.step,
         metrics=run.metrics,
         message=None if result.applied else message,
+        tokens=packed,
     )
 
 
@@ -334,7 +348,7 @@ def _logprob_drop(run: _Run) -> float:
     if parent.is_base:
         before = run.learner.forward(samples, temperature=task.batch.temperature, reference=True)
     else:
-        start = _new_learner(config, run.standing.lora, run.place.base)
+        start = _new_learner(config, run.standing.lora, run.place)
         with run.place.store.held(parent) as directory:
             start.load_adapter(directory, alpha_field="lora_alpha")
         before = start.forward(samples, temperature=task.batch.temperature)

@@ -1,18 +1,21 @@
-"""The jobs of a ledger, one after another: how each of them can end, and the lease that is renewed meanwhile.
+"""The jobs of a ledger: how each of them can end, how many are trained at once, and the leases that are renewed.
 
     published          the server swaps the version in and completes the job
     it cannot be done  failed, with code, message and hint; the next job is taken
     cancelled          within a step
     SIGTERM            finish the step, checkpoint, give the job back
+    its share is used  the same, and the job whose turn it is begins (`ledger_turns`)
     a damaged ledger   the process ends; the job is left as it is
     a full disk        give the job back and try again later, a number of times
-    out of memory      again from its checkpoint with half the tokens in a pass, until one sample alone is a pass
+    out of memory      again from its checkpoint: beside others by itself, then with half the tokens in a pass, until
+                       one sample alone is a pass
     a lost GPU         the process ends, which counts as the next
     killed, crashed    the supervisor, or the end of the lease, has the job leased again; it goes on from its checkpoint
     lease lost         another worker has the job: stop, write nothing
 
-`Worker` does the jobs; `LeaseHeartbeat` is the thread beside it, which renews the lease and ends the process when its
-parent is gone. `worker.py` is the process that they run in.
+`Worker` does the jobs, each in a thread of its own; `job_room` says how many at once. `LeaseHeartbeat` is the thread
+beside them, which renews the leases and ends the process when its parent is gone. `worker.py` is the process that they
+run in. None of the ends of one job is another's, but for those of the process.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -46,10 +50,12 @@ from groupwise.model.load import LoadedModel, load_model, resolve_device, resolv
 from groupwise.model.lost_device import lost_device
 from groupwise.platform import trim_memory
 from groupwise.run.job import JobCancelled, WorkerContext, run_job
+from groupwise.run.job_room import MOST_AT_ONCE, JobRoom
 from groupwise.store.cuda_ipc import attach_weights
 from groupwise.store.job_checkpoint import Checkpoints
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Lease
+from groupwise.store.ledger_turns import makes_way
 
 BEAT_S = 1.0  # of the thread
 LEASE_S = 30.0
@@ -58,21 +64,34 @@ POLL_S = 0.2  # between two looks into an empty queue
 PARENT_GRACE_S = 10.0  # for the step that is being done when the parent dies; none over the parent's own memory
 PAUSE_S = 30.0  # after the disk was full
 MAX_PAUSES = 20  # of one job
+AT_LEAST_S = 30.0  # that a job is trained before it makes way: saving it and taking it again are not free
 
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class HeldLease:
+    """A lease that is being renewed. `lost` says that it is another worker's; `beside`, with how many other jobs at
+    most it was held; `makes_way`, that the job is to be saved and to wait, as it has had its share."""
+
+    lease: Lease
+    lost: LeaseLostError | None = None
+    beside: int = 0
+    makes_way: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+
 class LeaseHeartbeat:
-    """A thread that renews the lease of the job at hand and ends the process when its parent is gone."""
+    """A thread that renews the leases of the jobs at hand and ends the process when its parent is gone."""
 
     def __init__(self, ledger: Ledger, *, parent: int | None = None):
         self.stopping = False
         self.patience_s = PARENT_GRACE_S
         self._ledger, self._parent = ledger, parent
-        self._lease: Lease | None = None
-        self._lost: LeaseLostError | None = None
+        self._held: list[HeldLease] = []
+        self._changing = threading.Lock()
         self._orphan_since: float | None = None
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -84,47 +103,60 @@ class LeaseHeartbeat:
         self.stopping = True
 
     @contextmanager
-    def holding(self, lease: Lease) -> Iterator[None]:
+    def holding(self, lease: Lease) -> Iterator[HeldLease]:
         """Context manager: the lease is renewed."""
-        self._lost, self._lease = None, lease
+        mine = HeldLease(lease)
+        with self._changing:
+            self._held = [*self._held, mine]
+            for each in self._held:
+                each.beside = max(each.beside, len(self._held) - 1)
         try:
-            yield
+            yield mine
         finally:
-            self._lease = None
+            with self._changing:
+                self._held = [each for each in self._held if each is not mine]
 
     @property
     def orphaned(self) -> bool:
         """Return whether the parent is gone."""
         return self._parent is not None and os.getppid() != self._parent
 
-    def raise_if_stopped(self) -> None:
-        """Raise what is to end the job at hand: LeaseLostError, JobCancelled or Interrupted."""
-        lease = self._lease
-        assert lease is not None
-        if self._lost is not None:
-            raise self._lost
-        if self._ledger.job(lease.job.id).cancel_requested:
+    def raise_if_stopped(self, held: HeldLease) -> None:
+        """Raise what is to end the job: LeaseLostError, JobCancelled or Interrupted."""
+        if held.lost is not None:
+            raise held.lost
+        if self._ledger.job(held.lease.job.id).cancel_requested:
             raise JobCancelled
-        if self.stopping:
-            raise Interrupted("the worker was asked to stop")
+        if self.stopping or held.makes_way:
+            raise Interrupted("the worker was asked to stop, or the job to make way")
+
+    def make_way(self, job: str) -> None:
+        """Have a job saved and wait, unless it was taken just now, or another one is being saved."""
+        if not any(each.makes_way for each in self._held):
+            for each in self._held:
+                each.makes_way = each.lease.job.id == job and time.monotonic() - each.since >= AT_LEAST_S
 
     def _beat(self) -> None:
         renewed_at, fails = 0.0, False
         while True:
             time.sleep(BEAT_S)
             self._mind_parent()
-            if (lease := self._lease) is None or time.monotonic() - renewed_at < RENEW_S:
+            if not self._held or time.monotonic() - renewed_at < RENEW_S:
                 continue
             try:
-                self._ledger.renew(lease, seconds=LEASE_S)
+                for held in self._held:
+                    self._renew(held)
                 renewed_at, fails = time.monotonic(), False
-            except LeaseLostError as error:
-                if self._lease is lease:
-                    self._lost = error
             except Exception:  # the disk is full, say; it may be over before the supervisor loses its patience
                 if not fails:
-                    log.exception("the lease cannot be renewed yet")
+                    log.exception("the leases cannot be renewed yet")
                 fails = True
+
+    def _renew(self, held: HeldLease) -> None:
+        try:
+            self._ledger.renew(held.lease, seconds=LEASE_S)
+        except LeaseLostError as error:
+            held.lost = error
 
     def _mind_parent(self) -> None:
         if not self.orphaned:
@@ -132,7 +164,7 @@ class LeaseHeartbeat:
         self._orphan_since = self._orphan_since or time.monotonic()
         self.stopping = True
         if time.monotonic() - self._orphan_since >= self.patience_s:
-            log.error("the parent process is gone; the job goes on from its last checkpoint another time")
+            log.error("the parent process is gone; the jobs go on from their last checkpoints another time")
             os._exit(1)
 
 
@@ -141,44 +173,77 @@ class Worker:
 
     def __init__(self, place: WorkerContext, heartbeat: LeaseHeartbeat, *, name: str):
         self._place, self._heartbeat, self._name = place, heartbeat, name
+        self._room = JobRoom(place.base, place.ledger)
         self._pauses: Counter[str] = Counter()
+        self._rests_until = 0.0  # after the disk was full: until then no job is taken
 
     def serve(self) -> None:
-        """Lease and do jobs until the heartbeat is stopped."""
-        while not self._heartbeat.stopping:
+        """Lease and do jobs until the heartbeat is stopped. What ends the process in one of them lets the others save
+        and give their jobs back."""
+        threads = torch.get_num_threads()
+        pool = ThreadPoolExecutor(MOST_AT_ONCE, "job", initializer=torch.set_num_threads, initargs=(threads,))
+        doing: set[Future[None]] = set()
+        with pool:
             try:
-                lease = self._place.ledger.lease(self._name, seconds=LEASE_S)
-            except (StorageError, TryAgainError):
-                log.exception("the queue cannot be read")
-                self._rest(PAUSE_S)
-                continue
-            if lease is None:
-                self._rest(POLL_S)
-            else:
-                self.do(lease)
-                _free_memory()
+                while not self._heartbeat.stopping:
+                    for each in [each for each in doing if each.done()]:
+                        doing.remove(each)
+                        each.result()
+                    if (lease := self._lease()) is not None:
+                        doing.add(pool.submit(self._do_in_thread, lease))
+                    elif doing:
+                        self._have_way_made()
+                        wait(doing, POLL_S, FIRST_COMPLETED)
+                    else:
+                        self._rest(POLL_S)
+            finally:
+                self._heartbeat.stop()
+        for each in doing:
+            each.result()
+
+    def _lease(self) -> Lease | None:
+        if time.monotonic() < self._rests_until:
+            return None
+        try:
+            return self._place.ledger.lease(self._name, seconds=LEASE_S, admits=self._room.admits)
+        except (StorageError, TryAgainError):
+            log.exception("the queue cannot be read")
+            self._rest(PAUSE_S)
+            return None
+
+    def _have_way_made(self) -> None:
+        """Have the job that is too far ahead of one that waits for want of room make way for it."""
+        if time.monotonic() < self._rests_until:
+            return
+        with suppress(StorageError, TryAgainError):
+            waiting, running = self._place.ledger.standings()
+            if waiting is not None and (first := makes_way(waiting, running)) is not None:
+                self._heartbeat.make_way(first.job)
+
+    def _do_in_thread(self, lease: Lease) -> None:
+        self.do(lease)
+        _free_memory()
 
     def do(self, lease: Lease) -> None:
         """Do one job and record how it ended."""
         log.info("job %s: attempt %d begins (%s)", lease.job.id, lease.attempt, lease.job.adapter)
         try:
-            with self._heartbeat.holding(lease):
-                self._do(lease)
+            with self._heartbeat.holding(lease) as held:
+                self._do(held)
         except LeaseLostError as error:
             log.warning("job %s: %s", lease.job.id, error.message)
 
-    def _do(self, lease: Lease) -> None:
-        smaller: Lease | None = lease
+    def _do(self, held: HeldLease) -> None:
+        smaller: Lease | None = held.lease
         while smaller is not None:
-            smaller = self._attempt(smaller)
+            smaller = self._attempt(smaller, held)
 
-    def _attempt(self, lease: Lease) -> Lease | None:
+    def _attempt(self, lease: Lease, held: HeldLease) -> Lease | None:
         """Run the job once; return the lease to go on with if memory ran out and the job's passes can be smaller."""
         ledger = self._place.ledger
         try:
-            version = run_job(
-                lease, self._place.of(lease.job.tenant), raise_if_stopped=self._heartbeat.raise_if_stopped
-            )
+            place, stops = self._place.of(lease.job.tenant), self._heartbeat.raise_if_stopped
+            version = run_job(lease, place, raise_if_stopped=lambda: stops(held))
             log.info("job %s: published %s", lease.job.id, version)
         except LeaseLostError:
             raise
@@ -188,7 +253,8 @@ class Worker:
             Checkpoints(self._place.state_dir, lease.job.id).discard()
         except Interrupted:
             log.info("job %s: given back", lease.job.id)
-            self._record(lambda: ledger.release(lease, orphaned=self._heartbeat.orphaned))
+            how = {"orphaned": self._heartbeat.orphaned, "made_way": held.makes_way and not self._heartbeat.stopping}
+            self._record(lambda: ledger.release(lease, beside=held.beside, **how))
         except LedgerDamagedError:  # no fault of the job's
             raise
         except (StorageError, TryAgainError) as error:
@@ -197,10 +263,20 @@ class Worker:
             if (lost := lost_device(error, self._place.base.device)) is not None:  # as if the process had died
                 log.error("job %s: %s", lease.job.id, lost, exc_info=error)
                 raise SystemExit(lost.exit_code) from error
+            if is_memory(error) and held.beside:
+                self._put_aside(lease, error)
+                return None
             if is_memory(error) and (smaller := self._shrink(lease, error)):
                 return smaller
             log.error("job %s failed: %s", lease.job.id, error, exc_info=not isinstance(error, GroupwiseError))
             self._fail(lease, error)
+
+    def _put_aside(self, lease: Lease, error: Exception) -> None:
+        """Memory ran out with others at work, which may have taken it: the job goes on by itself."""
+        log.warning("job %s: memory ran out beside others: %s", lease.job.id, error)
+        traceback.clear_frames(error.__traceback__)
+        reason = describe(error)["message"] or ""
+        self._record(lambda: self._place.ledger.put_aside(lease, reason))
 
     def _shrink(self, lease: Lease, error: Exception) -> Lease | None:
         log.warning("job %s: memory ran out: %s", lease.job.id, error)
@@ -218,7 +294,7 @@ class Worker:
         Checkpoints(self._place.state_dir, lease.job.id).discard()
 
     def _pause(self, lease: Lease, error: GroupwiseError) -> None:
-        """Give the job back and wait, for what passes by itself."""
+        """Give the job back, and take none for a while: for what passes by itself."""
         ledger, id = self._place.ledger, lease.job.id
         self._pauses[id] += 1
         log.warning("job %s is paused: %s", id, error)
@@ -227,8 +303,8 @@ class Worker:
         with suppress(StorageError, TryAgainError):
             message = f"paused ({error.code}): {error.message}; the job is tried again in {PAUSE_S:.0f} s"
             ledger.progress(lease, phase=ledger.job(id).phase, message=message)
+        self._rests_until = time.monotonic() + PAUSE_S
         self._record(lambda: ledger.release(lease))
-        self._rest(PAUSE_S)
 
     def _record(self, act: Callable[[], None]) -> None:
         """Write the end of a job into the ledger, as soon as the disk takes it."""

@@ -18,7 +18,6 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from groupwise.algo.credit import has_signal, with_advantages
 from groupwise.algo.distillation import teacher_scores, with_teacher_advantages
@@ -28,7 +27,7 @@ from groupwise.algo.samples import samples_of
 from groupwise.config.job import GrpoJobConfig, SftJobConfig
 from groupwise.errors import TrainingError
 from groupwise.model.load import LoadedModel
-from groupwise.model.packing import count_loss_tokens
+from groupwise.model.packing import count_loss_tokens, packed_tokens
 from groupwise.model.readable import check_readable
 from groupwise.store.job_payload import EncodedGroup, GrpoPayload, SftPayload
 from groupwise.train.learner import Learner
@@ -90,7 +89,7 @@ class Task:
     @property
     def largest(self) -> int:
         """Tokens of the largest batch that goes through the model at once, a prompt counted once for its group."""
-        return max(_packed(self.batch.step_samples(step)) for step in range(self.batch.steps))
+        return max(packed_tokens(self.batch.step_samples(step)) for step in range(self.batch.steps))
 
     @property
     def longest(self) -> int:
@@ -100,6 +99,10 @@ class Task:
     def tokens(self, step: int) -> int:
         """Return the completion tokens of step `step`."""
         return sum(len(sample.completion_ids) for sample in self.batch.step_samples(step))
+
+    def packed_tokens(self, step: int) -> int:
+        """Return the tokens that go through the model in step `step`, prompts included, a group's once."""
+        return packed_tokens(self.batch.step_samples(step))
 
     def some(self, tokens: int) -> list[Sample]:
         """Return as many of the samples as have about this many tokens together, at least one, from all over the
@@ -198,12 +201,6 @@ def _epoch(examples: int, parts: int, seed: str) -> Iterator[list[int]]:
         random.Random(seed).shuffle(order)
     for part in range(parts):
         yield order[examples * part // parts : examples * (part + 1) // parts]
-
-
-def _packed(samples: Sequence[Sample]) -> int:
-    """Return tokens of a batch, where neighbours with equal prompts share theirs."""
-    prompts = [prompt for prompt, _ in groupby(sample.prompt_ids for sample in samples)]
-    return sum(map(len, prompts)) + sum(len(sample.completion_ids) for sample in samples)
 
 
 def _known(recorded: float, start: float) -> float:

@@ -1,9 +1,9 @@
-"""The worker: a process that trains one leased job after another, beside the server and below its priority.
+"""The worker: a process that trains the jobs it leases, beside the server and below its priority.
 
     python -m groupwise.run.worker --state DIR --model NAME --dtype D --device D [--threads N] [--worker ID]
 
 It loads the model once, then leases, trains, publishes; `job_queue` says how a job can end. On SIGTERM it finishes the
-step, saves a checkpoint, gives the job back and exits with 0; before it has taken a job, it exits at once.
+steps, saves checkpoints, gives the jobs back and exits with 0; before it has taken a job, it exits at once.
 
 The process ends with its parent: the kernel sends SIGTERM, and if that is not enough, `job_queue.LeaseHeartbeat` ends
 it; at once, by SIGKILL, where it works in the parent's own memory (`store.mapped_weights`). The worker of the next
@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # torch is imported when the parent has been seen alive
 POLL_S = 0.2
 PREDECESSOR_S = 15.0  # how long to wait for a worker whose parent died
 NICENESS = 10
+ARENAS = 2  # of the allocator: any thread of a job may compute for all, and few do at once
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with suppress(OSError):
         os.nice(NICENESS)  # the server first
+    platform.share_arenas(ARENAS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         _work(options, parent)
@@ -74,6 +76,7 @@ def _work(options: argparse.Namespace, parent: int) -> None:
         from groupwise.run.job_queue import LeaseHeartbeat, Worker
         from groupwise.store.mapped_weights import map_weights
         from groupwise.store.rundir import IMAGES
+        from groupwise.train.together import JointPasses, may_share
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -96,7 +99,10 @@ def _work(options: argparse.Namespace, parent: int) -> None:
                 vision.keep_in(state / IMAGES)
             gc.freeze()  # what is here now stays; looking through it after each job would take a second
             log.info("%s is ready: %s on %s", options.worker, base.name, base.device)
-            place = WorkerContext(base=base, ledger=ledger, store=store, state_dir=state)
+            threads = torch.get_num_threads()
+            passes = JointPasses(at_once=threads) if may_share(base) else None
+            shared = {"passes": passes, "threads": threads}
+            place = WorkerContext(base=base, ledger=ledger, store=store, state_dir=state, **shared)
             Worker(place, heartbeat, name=options.worker).serve()
 
 

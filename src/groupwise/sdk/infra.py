@@ -36,10 +36,11 @@ from groupwise.sdk.opened_once import OpenedOnce
 from groupwise.sdk.profiles import HardwareProfile, Machine, choose_profile, find_profile
 from groupwise.sdk.sampler import DeploymentSampler
 from groupwise.sdk.sections import SERVICE, SERVICE_ONLY, idle_notes, require_tokenizer
-from groupwise.sdk.trainer import BUILDING, ReferenceClient, TrainingClient, TrainingService, what_trains
+from groupwise.sdk.trainer import ReferenceClient, TrainingClient, TrainingService, what_trains
 from groupwise.sdk.weight_sync import WeightSyncer
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.rundir import owned
+from groupwise.train.together import BUILDING
 
 T = TypeVar("T")
 Client = TypeVar("Client", TrainingClient, ReferenceClient)

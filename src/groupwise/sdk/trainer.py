@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -42,10 +41,8 @@ from groupwise.sdk.pending import Pending, T
 from groupwise.sdk.state import load, save
 from groupwise.train.accumulated_step import Normalization, check_adds_up
 from groupwise.train.learner import Learner, OptimStepResult
-from groupwise.train.together import Joined, JointPasses
+from groupwise.train.together import BUILDING, Joined, JointPasses
 from groupwise.types import Sample
-
-BUILDING = threading.Lock()  # models and adapters are made with the process's generator and default type
 
 
 @dataclass(frozen=True, kw_only=True)

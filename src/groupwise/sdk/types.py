@@ -428,6 +428,19 @@ class ModelList(Answer):
 # ---- jobs ----
 
 
+class Waits(Answer):
+    """Why a job waits."""
+
+    reason: Literal["adapter", "alone", "turn", "room", "worker"]
+    """A job before it has to do with its adapter; it, or what is trained, has none beside it; others have had less;
+    there is no room for another one; the worker is being started."""
+    message: str
+    job_id: str | None
+    """Whose end it waits for, where that is one job."""
+    about_seconds: float | None
+    """Until it begins, if all goes on as it does; null where nobody can say."""
+
+
 class TrainSubmitted(Answer):
     """The answer of POST /v1/train/grpo and /v1/train/sft: the job is on the disk."""
 
@@ -437,6 +450,8 @@ class TrainSubmitted(Answer):
     adapter_name: str
     position: int | None
     """1 for the next of the waiting jobs; null if it waits no more."""
+    waits: Waits | None
+    """Why it does not begin at once, and when it begins; null if it waits no more, or begins."""
     warnings: list[str]
     """What is legal and perhaps not meant."""
 
@@ -479,8 +494,10 @@ class TrainStatus(Answer):
     duration_secs: float | None
     """From the start to the end, or to now, without the time in the queue; null for a job that never ran."""
     position: int | None
+    waits: Waits | None
+    """Why it waits, and when it begins; null unless it is queued."""
     attempt: int
-    """How often a worker took it; above 1 after a crash or a restart."""
+    """How often a worker took it; above 1 after a crash or a restart, or where it made way for others."""
     cancel_requested: bool
     error: JobError | None
     config: dict[str, Any]
@@ -506,12 +523,16 @@ class WaitingJob(Answer):
     job_type: Kind
     adapter_name: str
     position: int
+    waits: Waits | None
 
 
 class TrainQueue(Answer):
     """The answer of GET /v1/train/queue."""
 
     running: TrainStatus | None
+    """The first of those that run."""
+    beside: list[TrainStatus]
+    """The others that run."""
     queued: list[WaitingJob]
     completed: list[TrainStatus]
     """All that have ended, however, newest first."""

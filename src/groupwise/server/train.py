@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -31,7 +31,16 @@ from groupwise.errors import (
     RequestError,
     StorageError,
 )
-from groupwise.sdk.types import CancelAnswer, JobError, JobMetrics, TrainQueue, TrainStatus, TrainSubmitted, WaitingJob
+from groupwise.sdk.types import (
+    CancelAnswer,
+    JobError,
+    JobMetrics,
+    TrainQueue,
+    TrainStatus,
+    TrainSubmitted,
+    WaitingJob,
+    Waits,
+)
 from groupwise.server.bodies import check_content_type
 from groupwise.server.encode import at_field
 from groupwise.server.errors import Paths, hidden
@@ -43,6 +52,7 @@ from groupwise.server.schema_train import GrpoRequest, SftRequest
 from groupwise.server.state import given
 from groupwise.server.storage import check_room
 from groupwise.server.submit import Submission, read_grpo, read_sft
+from groupwise.server.waiting import why_waits
 from groupwise.server.webhooks import ACTIVE, ENDED, utc, warnings_of
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Claim, Event, Job, JobState, Ledger
@@ -130,7 +140,7 @@ async def _receive(
     async with receive_body(request, parts.reader) as body:
         fingerprint = hashlib.sha256(f"{request.url.path}\n{body.digest}".encode()).hexdigest()
         if key is not None and (job := await run_in_threadpool(parts.ledger.by_key, key, fingerprint)):
-            return _submitted(job, is_new=False)
+            return _submitted(job, is_new=False, waits=await run_in_threadpool(_waits, parts, job))
         check_content_type(request)
         submission = await read(body, await run_in_threadpool(pending, parts.ledger))
     submitted = await run_in_threadpool(partial(_submit, parts, submission, fingerprint, key))
@@ -142,7 +152,8 @@ def _submit(parts: JobParts, submission: Submission, fingerprint: str, key: str 
     """Raise TenantFullError and QuotaError, too."""
     parts.quotas.check_bytes()
     claim = partial(parts.quotas.check_job, parts.store)
-    return submit(parts.config, parts.ledger, submission, fingerprint, key, claim=claim)
+    submitted = submit(parts.config, parts.ledger, submission, fingerprint, key, claim=claim)
+    return submitted.model_copy(update={"waits": _waits(parts, parts.ledger.job(submitted.job_id))})
 
 
 def submit(
@@ -179,7 +190,7 @@ def submit(
     return _submitted(job, is_new=is_new)
 
 
-def _submitted(job: Job, *, is_new: bool) -> TrainSubmitted:
+def _submitted(job: Job, *, is_new: bool, waits: Waits | None = None) -> TrainSubmitted:
     message = _queued(job) if is_new else f"This Idempotency-Key was used for this job before; it is {job.state}"
     return TrainSubmitted(
         job_id=job.id,
@@ -187,8 +198,18 @@ def _submitted(job: Job, *, is_new: bool) -> TrainSubmitted:
         message=message,
         adapter_name=job.adapter,
         position=job.position,
+        waits=waits,
         warnings=list(job.summary["warnings"]),
     )
+
+
+def _waits(parts: JobParts, job: Job, active: Sequence[Job] | None = None) -> Waits | None:
+    """Return why a job waits; `active` are those that have not ended, where they have been read."""
+    if job.state is not JobState.QUEUED:
+        return None
+    active = parts.ledger.jobs(states=ACTIVE) if active is None else active
+    has_worker = parts.supervisor.status.state == "running"
+    return why_waits(job, active, parts.ledger.waits_for(job.id), worker=has_worker)
 
 
 def _queued(job: Job) -> str:
@@ -208,12 +229,14 @@ async def status_of_all(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=MOST_JOBS, description="Jobs that have ended, at most.")] = MOST_JOBS,
 ) -> list[TrainStatus]:
-    """List the jobs: the running one, those that wait by their turn, those that have ended, newest first. Where as many
+    """List the jobs: those that run, those that wait by their turn, those that have ended, newest first. Where as many
     have ended as `limit` says there may be more: `before` with the last one's id asks for them."""
 
     def read() -> list[TrainStatus]:
         ended = None if before is None else parts.ledger.jobs(states=ENDED, before=before, limit=limit)
-        return [_status(parts, job) for job in (_ordered(parts, limit) if ended is None else ended)]
+        jobs = _ordered(parts, limit) if ended is None else ended
+        active = [job for job in jobs if not job.state.is_final]
+        return [_status(parts, job, active) for job in jobs]
 
     return await run_in_threadpool(read)
 
@@ -226,7 +249,7 @@ async def status_of_one(job_id: str, parts: Jobs) -> TrainStatus:
 
 @router.get("/queue", **documented(answer=TrainQueue))
 async def queue(parts: Jobs) -> TrainQueue:
-    """Show the running job, those that wait, and those that have ended."""
+    """Show the jobs that run, those that wait, and those that have ended."""
     return await run_in_threadpool(_queue, parts)
 
 
@@ -247,11 +270,19 @@ def _ordered(parts: JobParts, limit: int = MOST_JOBS) -> list[Job]:
 
 def _queue(parts: JobParts) -> TrainQueue:
     jobs = _ordered(parts)
-    running = next((job for job in jobs if job.state is JobState.RUNNING), None)
+    active = [job for job in jobs if not job.state.is_final]
+    running = [_status(parts, job) for job in jobs if job.state is JobState.RUNNING]
     return TrainQueue(
-        running=None if running is None else _status(parts, running),
+        running=running[0] if running else None,
+        beside=running[1:],
         queued=[
-            WaitingJob(job_id=job.id, job_type=_kind(job), adapter_name=job.adapter, position=job.position)
+            WaitingJob(
+                job_id=job.id,
+                job_type=_kind(job),
+                adapter_name=job.adapter,
+                position=job.position,
+                waits=_waits(parts, job, active),
+            )
             for job in jobs
             if job.position is not None
         ],
@@ -259,7 +290,7 @@ def _queue(parts: JobParts) -> TrainQueue:
     )
 
 
-def _status(parts: JobParts, job: Job) -> TrainStatus:
+def _status(parts: JobParts, job: Job, active: Sequence[Job] | None = None) -> TrainStatus:
     losses = (job.metrics[name] for name in LOSSES if name in job.metrics)
     return TrainStatus(
         job_id=job.id,
@@ -279,6 +310,7 @@ def _status(parts: JobParts, job: Job) -> TrainStatus:
         elapsed_secs=_seconds(job.created_at, job),
         duration_secs=None if job.started_at is None else _seconds(job.started_at, job),
         position=job.position,
+        waits=_waits(parts, job, active),
         attempt=job.attempt,
         cancel_requested=job.cancel_requested,
         error=_error(parts, job),

@@ -51,6 +51,7 @@ from groupwise.store.ledger_attempts import (
     held_by,
     in_passes,
     is_live,
+    put_aside,
     release,
     server_deaths,
     shrink,
@@ -63,7 +64,6 @@ from groupwise.store.ledger_schema import (
     JOBS,
     KEEP_ROLLOUT_BYTES,
     KEEP_SECONDS,
-    NEXT_JOB,
     SPOOL,
     SPOOLED,
     Database,
@@ -94,6 +94,7 @@ from groupwise.store.ledger_schema import Lease as Lease
 from groupwise.store.ledger_schema import LedgerEvent as Event
 from groupwise.store.ledger_schema import RolloutRecord as RolloutRecord
 from groupwise.store.ledger_tables import tenant_key
+from groupwise.store.ledger_turns import Standing, charge, clocks_of_new, next_job, training, waits_for
 from groupwise.store.tenants import OWNER
 
 WORKER_PHASES = ("loading", "training", "publishing")  # what a worker may report
@@ -109,8 +110,7 @@ _TORN_SECONDS = 3600.0  # a temporary file this old has no writer any more
 _ID = re.compile(r"[0-9a-f]{32}")
 
 Claim = Callable[[sqlite3.Connection, str], None]  # in the transaction that queues a job, with its id
-
-_TRAINING = "SELECT * FROM job WHERE state = 'running' AND version IS NULL"
+Admits = Callable[[Job, Sequence[Job]], bool]  # whether a job may begin beside those that are being trained
 
 
 class Ledger:
@@ -231,7 +231,7 @@ class Ledger:
             if known := self._find_known(db, key, fingerprint):
                 return known
             _check_room(db, max_queued)
-            seq = insert(db, "job", row)
+            seq = insert(db, "job", {**row, **clocks_of_new(db, self.tenant or OWNER, row["adapter"])})
             if entry is not None:
                 insert(db, "idempotency", {**entry, "job": seq, "created_at": time.time()})
             record_event(db, seq, "state", "queued", data={"state": JobState.QUEUED, "phase": "waiting"})
@@ -283,6 +283,17 @@ class Ledger:
                 message = f"the payload of job {id} is missing"
                 raise DamagedPayloadError(message, hint="submit the job again") from None
 
+    def payload_bytes(self, id: str) -> int:
+        """Return how many bytes the job was submitted with; 0 where they are gone."""
+        with suppress(OSError):
+            return self._payload_path(id).stat().st_size
+        return 0
+
+    def waits_for(self, id: str) -> list[str]:
+        """Return the jobs that a waiting one must come after, oldest first: they have to do with its adapter."""
+        with self._db.reading("looking for what a job waits for") as db:
+            return waits_for(db, id)
+
     def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return the job's events with a `seq` above `after`, oldest first. Raises JobNotFoundError."""
         query = "SELECT * FROM event WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?"
@@ -321,29 +332,35 @@ class Ledger:
 
     # --- the worker's half ---
 
-    def lease(self, worker: str, *, seconds: float = 30) -> Lease | None:
-        """Take a job that waits or whose worker let its lease expire; None if there is none. It is the oldest of the
-        tenant whose last job was taken longest ago: who has many waiting makes another wait for one at most.
+    def lease(self, worker: str, *, seconds: float = 30, admits: Admits | None = None) -> Lease | None:
+        """Take the job whose turn it is (`ledger_turns`); None if there is none, or if the worker does not admit it
+        beside those that are being trained (None: it admits all). First, jobs whose lease has expired wait again.
 
         A job that ended `max_attempts` attempts without a word is failed ("crashed_repeatedly") and passed over.
         """
         with self._db.transaction("leasing a job") as db:
-            for row in db.execute(_TRAINING).fetchall():
-                if not is_live(row):
-                    take_back(db, row, Cause.CRASH, max_attempts=self.max_attempts)
-            if (row := db.execute(NEXT_JOB).fetchone()) is None:
+            dead = [row for row in training(db) if not is_live(row)]
+            for row in dead:
+                take_back(db, row, Cause.CRASH, max_attempts=self.max_attempts, beside=len(dead) - 1)
+            if (row := next_job(db)) is None:
+                return None
+            if admits is not None and not admits(read_job(db, row["id"]), [to_job(each) for each in training(db)]):
                 return None
             attempt, now = row["attempt"] + 1, time.time()
-            (turn,) = db.execute("SELECT 1 + max(turn) FROM job").fetchone()
-            update_job(
-                db, row["seq"], state=JobState.RUNNING, phase="loading", worker=worker, attempt=attempt, turn=turn
-            )
+            charge(db, row, tokens=1, weight=1)
+            update_job(db, row["seq"], state=JobState.RUNNING, phase="loading", worker=worker, attempt=attempt)
             update_job(db, row["seq"], started_at=row["started_at"] or now, **until(seconds))
             data = {"state": JobState.RUNNING, "phase": "loading", "attempt": attempt}
             record_event(db, row["seq"], "state", f"attempt {attempt} begins", data=data)
             lease = Lease(read_job(db, row["id"]), worker, attempt)
         faults.point("lease:after-commit")
         return lease
+
+    def standings(self) -> tuple[Standing | None, list[Standing]]:
+        """Return how the job whose turn it is stands, if one waits, and how those stand that are being trained."""
+        with self._db.reading("looking whose turn it is") as db:
+            row = next_job(db)
+            return None if row is None else Standing.of(db, row), [Standing.of(db, each) for each in training(db)]
 
     def renew(self, lease: Lease, *, seconds: float = 30) -> bool:
         """Hold the job for `seconds` from now; returns whether somebody asked to cancel it. Raises LeaseLostError."""
@@ -365,14 +382,18 @@ class Ledger:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         message: str | None = None,
+        tokens: int = 0,
     ) -> None:
-        """Report where the job is. `step` counts finished steps. Raises LeaseLostError."""
+        """Report where the job is. `step` counts finished steps, and `tokens` are those of this one. Raises
+        LeaseLostError."""
         if phase not in WORKER_PHASES:
             raise ValueError(f"phase is {phase!r}; it must be one of {', '.join(WORKER_PHASES)}")
         with self._db.transaction("recording a job's progress") as db:
             row = held_by(db, lease)
             step = row["step"] if step is None else step
-            update_job(db, row["seq"], phase=phase, step=step)
+            update_job(db, row["seq"], phase=phase, step=step, tokens=row["tokens"] + tokens)
+            if tokens:
+                charge(db, row, tokens=tokens, weight=lease.job.weight)
             if phase != row["phase"]:
                 data = {"state": JobState.RUNNING, "phase": phase, "attempt": lease.attempt}
                 record_event(db, row["seq"], "state", phase, data=data)
@@ -420,14 +441,15 @@ class Ledger:
         with self._db.transaction("recording a cancellation") as db:
             finish(db, held_by(db, lease)["seq"], JobState.CANCELLED, "cancelled")
 
-    def release(self, lease: Lease, *, orphaned: bool = False) -> None:
-        """Record that the worker has saved and stops: the job waits again, and this attempt does not count. Raises
-        LeaseLostError.
+    def release(self, lease: Lease, *, orphaned: bool = False, beside: int = 0, made_way: bool = False) -> None:
+        """Record that the worker has saved and stops, or that the job makes way for another: it waits again, and this
+        attempt does not count. Raises LeaseLostError.
 
-        `orphaned` says that it stops because the server died; see `ledger_attempts` for what that counts for.
+        `orphaned` says that it stops because the server died, with so many jobs `beside` this one in its hands; see
+        `ledger_attempts` for what that counts for.
         """
         with self._db.transaction("releasing a job") as db:
-            release(db, held_by(db, lease), orphaned=orphaned)
+            release(db, held_by(db, lease), orphaned=orphaned, beside=beside, made_way=made_way)
 
     def measured(self, lease: Lease, *, largest: int, longest: int) -> None:
         """Record what memory depends on: the tokens of the job's `largest` pass, and of its `longest` sample."""
@@ -452,20 +474,25 @@ class Ledger:
             record_event(db, row["seq"], "message", message, level="warning", data={"micro_tokens": tokens})
             return read_job(db, row["id"])
 
+    def put_aside(self, lease: Lease, reason: str) -> None:
+        """Record that the attempt ended for a reason that may be another job's: the job waits again, this attempt does
+        not count, and nothing is trained beside the next one. Raises LeaseLostError."""
+        with self._db.transaction("putting a job aside") as db:
+            put_aside(db, held_by(db, lease), reason)
+
     def expire(self, worker: str, *, cause: Cause = Cause.CRASH) -> list[str]:
         """Take note that a worker is dead, of this cause: the jobs it held can be leased at once, or fail. Returns
         their ids."""
         with self._db.transaction("taking back a dead worker's jobs") as db:
-            rows = db.execute(f"{_TRAINING} AND worker = ? ORDER BY seq", (worker,)).fetchall()
+            rows = training(db, worker)
             for row in rows:
-                take_back(db, row, cause, max_attempts=self.max_attempts)
+                take_back(db, row, cause, max_attempts=self.max_attempts, beside=len(rows) - 1)
         return [row["id"] for row in rows]
 
     def overdue(self, worker: str) -> list[str]:
         """Return the jobs whose lease this worker has let expire, oldest first: it hangs, or is dead."""
         with self._db.reading("looking for expired leases") as db:
-            rows = db.execute(f"{_TRAINING} AND worker = ? ORDER BY seq", (worker,)).fetchall()
-        return [row["id"] for row in rows if not is_live(row)]
+            return [row["id"] for row in training(db, worker) if not is_live(row)]
 
     # --- the server's half ---
 

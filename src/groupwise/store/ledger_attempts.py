@@ -8,6 +8,10 @@
               further than before, fail the job; the first few are nobody's fault
     stop      the worker did not save in time when the server stopped: counts for nothing
 
+Of several jobs that were in the hands of a worker that crashed, ran out of memory or died with the server too often,
+any may be to blame, and those that are not must not be: none of it counts, and each goes on by itself (`alone`), where
+the next time is surely its own.
+
 Leases are on the monotonic clock; see `ledger`.
 """
 
@@ -92,15 +96,18 @@ def finish(
     record_event(db, seq, "state", message, level="error" if state is JobState.FAILED else level, data=data)
 
 
-def take_back(db: sqlite3.Connection, row: sqlite3.Row, cause: Cause, *, max_attempts: int) -> None:
-    """End an attempt whose worker is gone: the job waits again, unless it was to be cancelled or fails for good."""
+def take_back(db: sqlite3.Connection, row: sqlite3.Row, cause: Cause, *, max_attempts: int, beside: int = 0) -> None:
+    """End an attempt whose worker is gone: the job waits again, unless it was to be cancelled or fails for good.
+    `beside`: how many other jobs the worker had in its hands."""
     seq, attempt = row["seq"], row["attempt"]
     if row["cancel_requested"]:
         finish(db, seq, JobState.CANCELLED, "cancelled")
     elif cause is Cause.STOP:
         _not_counted(db, row, f"attempt {attempt} was stopped with the server; the job waits for another")
     elif cause is Cause.SERVER:
-        _server_died(db, row)
+        _server_died(db, row, beside=beside)
+    elif beside:
+        put_aside(db, row, f"attempt {attempt} ended without a word, beside others")
     elif cause is Cause.MEMORY and (tokens := shrink(db, row)):
         message = f"memory ran out, and the kernel ended attempt {attempt}; the job goes on with {in_passes(tokens)}"
         _not_counted(db, row, message)
@@ -108,14 +115,27 @@ def take_back(db: sqlite3.Connection, row: sqlite3.Row, cause: Cause, *, max_att
         _crashed(db, row, cause, max_attempts=max_attempts)
 
 
-def release(db: sqlite3.Connection, row: sqlite3.Row, *, orphaned: bool) -> None:
-    """End an attempt whose worker saved and stopped. `orphaned`: because its server had died."""
+def release(
+    db: sqlite3.Connection, row: sqlite3.Row, *, orphaned: bool, beside: int = 0, made_way: bool = False
+) -> None:
+    """End an attempt whose worker saved and stopped. `orphaned`: because its server had died, with so many jobs
+    `beside` this one. `made_way`: for the job whose turn it is."""
     if row["cancel_requested"]:
         finish(db, row["seq"], JobState.CANCELLED, "cancelled")
     elif orphaned:
-        _server_died(db, row)
+        _server_died(db, row, beside=beside)
+    elif made_way:
+        _not_counted(db, row, "the job has had its share, is saved, and makes way for others", level="info")
     else:
         _not_counted(db, row, "the worker stopped in order; the job waits for the next", level="info")
+
+
+def put_aside(db: sqlite3.Connection, row: sqlite3.Row, reason: str) -> None:
+    """End an attempt for a reason that may be another job's: this one goes on by itself."""
+    if row["cancel_requested"]:
+        return finish(db, row["seq"], JobState.CANCELLED, "cancelled")
+    update_job(db, row["seq"], alone=True)
+    _not_counted(db, row, f"{reason}; the job goes on with none beside it")
 
 
 def _not_counted(db: sqlite3.Connection, row: sqlite3.Row, message: str, *, level: str = "warning") -> None:
@@ -123,13 +143,16 @@ def _not_counted(db: sqlite3.Connection, row: sqlite3.Row, message: str, *, leve
     requeue(db, row["seq"], message, level=level)
 
 
-def _server_died(db: sqlite3.Connection, row: sqlite3.Row) -> None:
+def _server_died(db: sqlite3.Connection, row: sqlite3.Row, *, beside: int = 0) -> None:
     got_further = row["step"] > row["death_step"]
     deaths = 1 if got_further else row["server_deaths"] + 1
     update_job(db, row["seq"], server_deaths=deaths, death_step=max(row["step"], row["death_step"]))
     if deaths < MAX_SERVER_DEATHS:
         _not_counted(db, row, f"attempt {row['attempt']} ended with the server; the job waits for another")
         return
+    if beside:
+        update_job(db, row["seq"], server_deaths=0)
+        return put_aside(db, row, f"the server died {deaths} times while this job and others ran")
     error = server_deaths(deaths, f"while this job ran, and it never got beyond step {row['death_step']}")
     finish(db, row["seq"], JobState.FAILED, error["message"], error=error)
 

@@ -53,10 +53,6 @@ JOBS = """
          WHERE other.state = 'queued' AND other.seq <= job.seq AND other.tenant = job.tenant) END AS position
     FROM job
 """
-NEXT_JOB = """
-    SELECT * FROM job WHERE state = 'queued'
-    ORDER BY (SELECT max(turn) FROM job AS other WHERE other.tenant = job.tenant), seq LIMIT 1
-"""  # of the tenant whose last job began longest ago, in the order of its submission
 _ROLLOUT_COLUMNS = (
     "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, kept, "
     "kept_logprobs, routed_experts"
@@ -105,6 +101,9 @@ class JobRecord:
     `position` is 1 for the next of the waiting jobs, and None unless it waits. `micro_tokens` is None until memory ran
     out: then the number of tokens in a pass that the job goes on with, instead of its configuration's. `unhealthy` says
     what was wrong at its end, where that is an error of health: its version is stored and becomes active by hand only.
+    `alone`: nothing is trained beside it, as a worker died, or ran out of memory, with it and others in its hands.
+    `turn` and `own` are the clocks of its tenant and of its adapter as it last set them (`ledger_turns`), and `tokens`
+    those that were trained.
     """
 
     id: str
@@ -130,6 +129,15 @@ class JobRecord:
     unhealthy: str | None = None
     tenant: str = OWNER
     effective: Mapping[str, Any] = field(default_factory=dict)
+    alone: bool = False
+    turn: int = 0
+    own: float = 0.0
+    tokens: int = 0
+
+    @property
+    def weight(self) -> int:
+        """How much of its tenant's training its adapter gets beside others."""
+        return int(self.config.get("weight") or 1)
 
     @property
     def progress(self) -> float:
@@ -376,7 +384,7 @@ def to_job(row: sqlite3.Row) -> JobRecord:
     values: dict[str, Any] = {key: row[key] for key in JobRecord.__dataclass_fields__}
     with _readable("job", row["seq"]):
         values |= {key: json.loads(row[key]) for key in ("config", "summary", "metrics", "effective")}
-        values |= {key: bool(row[key]) for key in ("auto_load", "cancel_requested")}
+        values |= {key: bool(row[key]) for key in ("auto_load", "cancel_requested", "alone")}
         values["state"] = JobState(row["state"])
         values["error"] = None if row["error"] is None else json.loads(row["error"])
     return JobRecord(**values)

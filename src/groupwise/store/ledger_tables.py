@@ -15,7 +15,7 @@ from pathlib import Path
 from groupwise.errors import GroupwiseError
 from groupwise.store.tenants import OWNER, check_tenant
 
-VERSION = 8  # `user_version` of these tables; a change of them is one more, with what it does to the one before
+VERSION = 9  # `user_version` of these tables; a change of them is one more, with what it does to the one before
 RATERS = """
     CREATE TABLE known_vote (                   -- what a rater said first of an answer to a prompt of `raters`
         sender TEXT NOT NULL,
@@ -31,6 +31,15 @@ RATERS = """
         at REAL NOT NULL,
         PRIMARY KEY (sender, author)
     )
+"""
+_BASE = "json_extract({0}config, '$.base_adapter')"
+# the name of the adapter that a job continues, of "name" or "name@3"; null for none, or where `config` is damaged
+READS = f"CASE json_valid({{0}}config) WHEN 1 THEN substr({_BASE}, 1, instr({_BASE} || '@', '@') - 1) END"
+TURNS = f"""
+    CREATE INDEX job_turn ON job (turn);
+    CREATE INDEX job_own ON job (tenant, adapter, own);
+    CREATE INDEX job_makes ON job (tenant, adapter) WHERE finished_at IS NULL;
+    CREATE INDEX job_reads ON job (tenant, {READS.format("")}) WHERE finished_at IS NULL
 """
 UPGRADES = {  # a version -> what makes the tables of the one before it into its own
     7: "ALTER TABLE rollout ADD COLUMN job TEXT; ALTER TABLE rollout ADD COLUMN reward REAL",
@@ -53,9 +62,15 @@ UPGRADES = {  # a version -> what makes the tables of the one before it into its
         ALTER TABLE feedback ADD COLUMN sender TEXT NOT NULL DEFAULT '';
         {RATERS}
     """,
+    9: f"""
+        ALTER TABLE job ADD COLUMN alone INTEGER NOT NULL DEFAULT 0;
+        ALTER TABLE job ADD COLUMN own REAL NOT NULL DEFAULT 0;
+        ALTER TABLE job ADD COLUMN tokens INTEGER NOT NULL DEFAULT 0;
+        UPDATE job SET turn = 0;
+        {TURNS}
+    """,
 }
-SCHEMA = (
-    """
+SCHEMA = """
     CREATE TABLE job (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order of submission
         id TEXT NOT NULL UNIQUE,
@@ -91,7 +106,10 @@ SCHEMA = (
         pass_tokens INTEGER,
         least_tokens INTEGER,
         tenant TEXT NOT NULL DEFAULT '',        -- whose it is: "" is the owner
-        turn INTEGER NOT NULL DEFAULT 0         -- how many leases there were by its last one: whose turn is next
+        turn INTEGER NOT NULL DEFAULT 0,        -- its tenant's clock when it was last set (ledger_turns)
+        alone INTEGER NOT NULL DEFAULT 0,       -- 1: nothing is to be trained beside it (ledger_attempts)
+        own REAL NOT NULL DEFAULT 0,            -- its adapter's clock when it was last set
+        tokens INTEGER NOT NULL DEFAULT 0       -- that were trained, packed, again after a crash too
     );
     CREATE INDEX job_state ON job (state, seq);
     CREATE INDEX job_tenant ON job (tenant, turn);
@@ -170,9 +188,7 @@ SCHEMA = (
         key TEXT PRIMARY KEY,
         value TEXT NOT NULL                     -- JSON
     );
-"""
-    + RATERS
-)
+""" + ";".join((RATERS, TURNS))
 
 READABLE = {  # what holds for every row that can be read
     "job": "json_valid(config) AND json_valid(summary) AND json_valid(metrics) AND json_valid(effective)"

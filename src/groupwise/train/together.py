@@ -19,7 +19,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -48,6 +49,8 @@ PASS_TOKENS = 4096  # of all micro-batches in a pass
 
 PATIENCE = 0.5  # of a pass's time: for so long the next one waits for its learners, which take an optimizer step
 
+BUILDING = threading.Lock()  # models and adapters are made with the process's generator and default type
+
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -59,6 +62,7 @@ class _Waiting(Generic[Result]):
 
     seat: Seat
     compute: Callable[[Sequence[Seat]], Sequence[Result | None]]
+    ticket: int = 0
     taken: bool = False
     done: bool = False
     result: Result | None = None
@@ -89,6 +93,9 @@ class JointPasses:
         self._tried: list[str] = []  # models, by their hashes
         self._trying = threading.Lock()
         self._waiting: list[_Waiting[Any]] = []
+        self._tickets = 0  # that were given to who waits, in the order in which they came
+        self._halting: list[int] = []  # tickets of those that wait to compute with no pass beside them
+        self._halted = False  # one of them does
         self._running = 0  # seats in passes
         self._coming: dict[int, float] = {}  # learners (by their models) that were in a pass just now -> until when
         self._changed = threading.Condition()
@@ -113,15 +120,44 @@ class JointPasses:
         """Return the log-probabilities, metrics and gradients of a seat; None: the learner computes them by itself."""
         return self._result(_Waiting(seat, _with_graph))
 
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        """Context manager: no pass is computed meanwhile, and nobody else is in here."""
+        with self._changed:
+            mine = self._ticket()
+            self._halting.append(mine)
+            self._changed.wait_for(lambda: self._may_halt(mine))
+            self._halting.remove(mine)
+            self._halted = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._halted = False
+                self._changed.notify_all()
+
+    def _ticket(self) -> int:
+        self._tickets += 1
+        return self._tickets
+
+    def _may_halt(self, mine: int) -> bool:
+        first = min(self._halting) == mine and not (self._waiting and self._waiting[0].ticket < mine)
+        return first and not self._halted and self._free == self._at_once
+
+    def _may_pass(self) -> bool:
+        first = not self._halting or self._waiting[0].ticket < min(self._halting)
+        return first and not self._halted and self._free > 0
+
     def _result(self, mine: _Waiting[Result]) -> Result | None:
         with self._changed:
             self._coming.pop(id(mine.seat.model), None)
+            mine.ticket = self._ticket()
             self._waiting.append(mine)
             self._changed.notify_all()
         while True:
             with self._changed:
-                while not mine.done and (mine.taken or not self._free or self._pause() > 0):
-                    self._changed.wait(self._pause() if self._free and not mine.taken else None)
+                while not mine.done and (mine.taken or not self._may_pass() or self._pause() > 0):
+                    self._changed.wait(self._pause() if not mine.taken and self._may_pass() else None)
                 if mine.done:
                     return mine.result
                 taken = self._take()
@@ -233,6 +269,11 @@ def may_join(model: PreTrainedModel) -> bool:
         return False
     x = torch.empty(0, dtype=model.dtype)
     return _has_small_products(model) and all(term_of(layer, x) is not None for layer in adapted)
+
+
+def may_share(base: LoadedModel) -> bool:
+    """Return whether learners of this model can be in joint passes at all."""
+    return _has_small_products(base.model)
 
 
 def _has_small_products(model: PreTrainedModel) -> bool:

@@ -458,7 +458,7 @@ export interface paths {
         };
         /**
          * Status Of All
-         * @description List the jobs: the running one, those that wait by their turn, those that have ended, newest first. Where as many
+         * @description List the jobs: those that run, those that wait by their turn, those that have ended, newest first. Where as many
          *     have ended as `limit` says there may be more: `before` with the last one's id asks for them.
          */
         get: operations["status_of_all_v1_train_status_get"];
@@ -499,7 +499,7 @@ export interface paths {
         };
         /**
          * Queue
-         * @description Show the running job, those that wait, and those that have ended.
+         * @description Show the jobs that run, those that wait, and those that have ended.
          */
         get: operations["queue_v1_train_queue_get"];
         put?: never;
@@ -2838,6 +2838,13 @@ export interface components {
              */
             auto_load: boolean | null;
             /**
+             * Weight
+             * @description How much of the training the adapter gets where several want more than there is: of the tokens, so many times as
+             *     many as one of weight 1 of the same tenant.
+             * @default 1
+             */
+            weight: number | null;
+            /**
              * Learning Rate
              * @description Peak learning rate; 0 changes nothing, as a control.
              * @default 0.00001
@@ -2904,9 +2911,9 @@ export interface components {
             lora_dropout: number | null;
             /**
              * Target Modules
-             * @description `all-linear` (the projections of attention and of dense MLPs), `experts` (the routed experts of a mixture), or a
-             *     list of these and of names of modules; null is those of the adapter that is continued, all-linear for a fresh
-             *     one.
+             * @description `all-linear` (the projections of attention and of dense MLPs), `experts` (the routed experts of a mixture),
+             *     `vision` and `projector` (of a model that sees), or a list of these and of names of modules; null is those of the
+             *     adapter that is continued, all-linear for a fresh one.
              */
             target_modules?: string | string[] | null;
             /**
@@ -3101,6 +3108,7 @@ export interface components {
             /**
              * @default {
              *       "auto_load": true,
+             *       "weight": 1,
              *       "learning_rate": 0.00001,
              *       "weight_decay": 0,
              *       "betas": [
@@ -4286,6 +4294,13 @@ export interface components {
              */
             auto_load: boolean | null;
             /**
+             * Weight
+             * @description How much of the training the adapter gets where several want more than there is: of the tokens, so many times as
+             *     many as one of weight 1 of the same tenant.
+             * @default 1
+             */
+            weight: number | null;
+            /**
              * Learning Rate
              * @description Peak learning rate; 0 changes nothing, as a control.
              * @default 0.0001
@@ -4352,9 +4367,9 @@ export interface components {
             lora_dropout: number | null;
             /**
              * Target Modules
-             * @description `all-linear` (the projections of attention and of dense MLPs), `experts` (the routed experts of a mixture), or a
-             *     list of these and of names of modules; null is those of the adapter that is continued, all-linear for a fresh
-             *     one.
+             * @description `all-linear` (the projections of attention and of dense MLPs), `experts` (the routed experts of a mixture),
+             *     `vision` and `projector` (of a model that sees), or a list of these and of names of modules; null is those of the
+             *     adapter that is continued, all-linear for a fresh one.
              */
             target_modules?: string | string[] | null;
             /**
@@ -4403,6 +4418,7 @@ export interface components {
             /**
              * @default {
              *       "auto_load": true,
+             *       "weight": 1,
              *       "learning_rate": 0.0001,
              *       "weight_decay": 0,
              *       "betas": [
@@ -4748,7 +4764,13 @@ export interface components {
          * @description The answer of GET /v1/train/queue.
          */
         TrainQueue: {
+            /** @description The first of those that run. */
             running: components["schemas"]["TrainStatus"] | null;
+            /**
+             * Beside
+             * @description The others that run.
+             */
+            beside: components["schemas"]["TrainStatus"][];
             /** Queued */
             queued: components["schemas"]["WaitingJob"][];
             /**
@@ -4826,9 +4848,11 @@ export interface components {
             duration_secs: number | null;
             /** Position */
             position: number | null;
+            /** @description Why it waits, and when it begins; null unless it is queued. */
+            waits: components["schemas"]["Waits"] | null;
             /**
              * Attempt
-             * @description How often a worker took it; above 1 after a crash or a restart.
+             * @description How often a worker took it; above 1 after a crash or a restart, or where it made way for others.
              */
             attempt: number;
             /** Cancel Requested */
@@ -4883,6 +4907,8 @@ export interface components {
              * @description 1 for the next of the waiting jobs; null if it waits no more.
              */
             position: number | null;
+            /** @description Why it does not begin at once, and when it begins; null if it waits no more, or begins. */
+            waits: components["schemas"]["Waits"] | null;
             /**
              * Warnings
              * @description What is legal and perhaps not meant.
@@ -4987,6 +5013,32 @@ export interface components {
             adapter_name: string;
             /** Position */
             position: number;
+            waits: components["schemas"]["Waits"] | null;
+        };
+        /**
+         * Waits
+         * @description Why a job waits.
+         */
+        Waits: {
+            /**
+             * Reason
+             * @description A job before it has to do with its adapter; it, or what is trained, has none beside it; others have had less;
+             *     there is no room for another one; the worker is being started.
+             * @enum {string}
+             */
+            reason: "adapter" | "alone" | "turn" | "room" | "worker";
+            /** Message */
+            message: string;
+            /**
+             * Job Id
+             * @description Whose end it waits for, where that is one job.
+             */
+            job_id: string | null;
+            /**
+             * About Seconds
+             * @description Until it begins, if all goes on as it does; null where nobody can say.
+             */
+            about_seconds: number | null;
         };
     };
     responses: never;

@@ -1,0 +1,70 @@
+"""How many jobs a worker trains at once: what of them may be beside what, and no more than there is room for.
+
+Jobs of small models that compute in joint passes (`train.together`) are trained beside each other, and each has the
+bytes that it has alone. One after another are trained jobs of all other models, and those that must have none beside
+them (`ledger_turns.needs_none_beside`).
+
+What a job more takes of memory is its adapter with gradient and AdamW's moments, its module tree, its part in joint
+passes, and what it trains on; larger passes are computed one at a time. All together take a SHARE of the memory that
+the machine, or the process's control group, has. What waits, and what has made way, is on the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from groupwise.config.lora import LoraSpec
+from groupwise.errors import ConfigError
+from groupwise.model.load import LoadedModel
+from groupwise.platform import memory_bytes
+from groupwise.store.ledger import Ledger
+from groupwise.store.ledger_schema import JobRecord
+from groupwise.store.ledger_turns import needs_none_beside
+from groupwise.train.lora import adapted_modules
+from groupwise.train.together import may_share
+
+MOST_AT_ONCE = 64  # threads
+
+SHARE = 1 / 4
+
+UNKNOWN_MEMORY = 4 << 30  # bytes, where the system does not say how much it has
+
+TREE_BYTES = 16 << 20  # of a learner's module tree and its part in joint passes (benchmarks/many_jobs.py)
+
+PAYLOAD_COPIES = 8  # bytes of a job's samples in memory, of each of its payload's
+
+
+class JobRoom:
+    """Says whether a job may begin beside those that are being trained."""
+
+    def __init__(self, base: LoadedModel, ledger: Ledger, *, memory: int | None = None):
+        self._base, self._ledger, self._is_shared = base, ledger, may_share(base)
+        self.memory = int(SHARE * (memory_bytes() or UNKNOWN_MEMORY)) if memory is None else memory
+        self._needs: dict[str, int] = {}
+
+    def admits(self, job: JobRecord, running: Sequence[JobRecord]) -> bool:
+        """Return whether there is room for the job; there is always for one."""
+        if not running:
+            return True
+        if not self._is_shared or any(map(needs_none_beside, (job, *running))):
+            return False
+        return len(running) < MOST_AT_ONCE and sum(map(self.need_of, (job, *running))) <= self.memory
+
+    def need_of(self, job: JobRecord) -> int:
+        """Return the bytes that a job takes while it is trained."""
+        if job.id not in self._needs:
+            self._needs[job.id] = 16 * self._trained(job) + TREE_BYTES
+            self._needs[job.id] += PAYLOAD_COPIES * self._ledger.payload_bytes(job.id)
+        return self._needs[job.id]
+
+    def _trained(self, job: JobRecord) -> int:
+        """Return how many parameters the job's adapter has; 0 where it cannot be made, as the job will say."""
+        told, fresh = {**job.config, **job.effective}, LoraSpec()
+        targets = told.get("target_modules") or fresh.targets
+        try:
+            names = adapted_modules(self._base.model, targets if isinstance(targets, str) else tuple(targets))
+        except ConfigError:
+            return 0
+        every = dict(self._base.model.named_modules())
+        widths = (sum(every[name].weight.shape) for name in names if hasattr(every.get(name), "weight"))
+        return int(told.get("lora_rank") or fresh.rank) * sum(widths)

@@ -1,0 +1,74 @@
+"""Which of the jobs at hand makes its next step: none gets far ahead of one that could make a step itself.
+
+A job may always make a step while nobody else does, so that processors are never idle for fairness. Beside others it
+waits once it is SLACK tokens ahead of the one furthest behind (`ledger_turns` says what that counts), until that one
+has caught up or nobody computes. Small steps of jobs that keep pace are so made together, in joint passes; a job with
+steps of thousands of tokens waits while others make many of theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from groupwise.store.ledger_schema import JobRecord
+from groupwise.store.ledger_turns import QUANTUM, Standing
+
+SLACK = QUANTUM // 4
+
+LOOK_S = 0.2  # between two looks whether a job that waits is to end
+
+
+class StepTurns:
+    """The turns of the jobs of one worker, each in a thread of its own."""
+
+    def __init__(self):
+        self._jobs: dict[str, JobRecord] = {}
+        self._clocks: dict[tuple[str, ...], float] = {}  # of tenants, and of their adapters
+        self._stepping: set[str] = set()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def joined(self, job: JobRecord) -> Iterator[None]:
+        """Context manager: the job is one of those at hand."""
+        with self._changed:
+            self._jobs[job.id] = job
+            for name, clock in (((job.tenant,), job.turn), ((job.tenant, job.adapter), job.own)):
+                self._clocks[name] = max(self._clocks.get(name, 0), clock)
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._jobs[job.id]
+                self._changed.notify_all()
+
+    @contextmanager
+    def step(self, job: JobRecord, tokens: int, raise_if_stopped: Callable[[], None]) -> Iterator[None]:
+        """Context manager: a step of so many tokens, once it is the job's turn. `raise_if_stopped` is asked while it
+        waits."""
+        while not self._begin(job):
+            raise_if_stopped()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._stepping.discard(job.id)
+                self._clocks[(job.tenant,)] += tokens
+                self._clocks[(job.tenant, job.adapter)] += tokens / job.weight
+                self._changed.notify_all()
+
+    def _begin(self, job: JobRecord) -> bool:
+        with self._changed:
+            if self._changed.wait_for(lambda: self._may_step(job), LOOK_S):
+                self._stepping.add(job.id)
+                return True
+        return False
+
+    def _may_step(self, job: JobRecord) -> bool:
+        mine = self._standing(job)
+        return not self._stepping or all(mine.leads(self._standing(each)) <= SLACK for each in self._jobs.values())
+
+    def _standing(self, job: JobRecord) -> Standing:
+        clock, own = self._clocks[(job.tenant,)], self._clocks[(job.tenant, job.adapter)]
+        return Standing(job.id, job.tenant, job.adapter, clock, own)

@@ -1,0 +1,110 @@
+"""Who makes the next step: nobody gets far ahead of one that could make one, and no processor is idle for that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from groupwise.errors import Interrupted
+from groupwise.run import job_turns
+from groupwise.run.job_turns import SLACK, StepTurns
+from groupwise.store.ledger import Ledger
+from groupwise.store.ledger_schema import JobRecord
+
+
+@pytest.fixture
+def book(tmp_path) -> Iterator[Ledger]:
+    book = Ledger(tmp_path / "ledger.db")
+    yield book
+    book.close()
+
+
+def job(book: Ledger, adapter: str, *, tenant: str = "", weight: int = 1) -> JobRecord:
+    options = {"kind": "sft", "summary": {}, "payload": b"{}", "steps": 9, "auto_load": False}
+    view = book.of(tenant) if tenant else book
+    return view.submit(adapter=adapter, config={"weight": weight}, **options)[0]
+
+
+def stop() -> None:
+    raise Interrupted("it waits")
+
+
+def is_held_back(turns: StepTurns, each: JobRecord) -> bool:
+    try:
+        with turns.step(each, 0, stop):
+            return False
+    except Interrupted:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def short_looks(monkeypatch) -> None:
+    monkeypatch.setattr(job_turns, "LOOK_S", 0.01)
+
+
+def test_one_that_is_ahead_waits_while_another_computes(book):
+    turns, (one, two, three) = StepTurns(), (job(book, name) for name in ("a", "b", "c"))
+    with ExitStack() as at_hand:
+        for each in (one, two, three):
+            at_hand.enter_context(turns.joined(each))
+        with turns.step(one, SLACK, stop):
+            pass
+        with turns.step(two, 1, stop):
+            assert not is_held_back(turns, one)  # no more than SLACK ahead of c
+        with turns.step(one, 1, stop):
+            pass
+        with turns.step(two, 1, stop):
+            assert is_held_back(turns, one)
+        assert not is_held_back(turns, one)  # nobody computes
+        with turns.step(three, 5, stop), turns.step(two, 1, stop):
+            pass
+        with turns.step(two, 1, stop):
+            assert not is_held_back(turns, one)  # c has caught up
+
+
+def test_a_weight_makes_tokens_count_less(book):
+    turns, heavy, other = StepTurns(), job(book, "a", weight=4), job(book, "b")
+    with turns.joined(heavy), turns.joined(other):
+        with turns.step(heavy, 4 * SLACK, stop):
+            pass
+        with turns.step(other, 0, stop):
+            assert not is_held_back(turns, heavy)
+        with turns.step(heavy, 4, stop):
+            pass
+        with turns.step(other, 0, stop):
+            assert is_held_back(turns, heavy)
+
+
+def test_tenants_have_their_turns_whatever_their_adapters_have_had(book):
+    turns, mine, more = StepTurns(), job(book, "a", tenant="acme"), job(book, "b", tenant="acme")
+    theirs = job(book, "a", tenant="bell")
+    with turns.joined(mine), turns.joined(more), turns.joined(theirs):
+        with turns.step(mine, SLACK + 1, stop):
+            pass
+        with turns.step(theirs, 0, stop):
+            assert is_held_back(turns, more)  # it has had nothing, and its tenant has
+
+
+def test_who_has_ended_holds_nobody_back(book):
+    turns, one, two = StepTurns(), job(book, "a"), job(book, "b")
+    began = threading.Event()
+
+    def step() -> None:
+        with turns.step(one, 0, lambda: None):
+            began.set()
+
+    with turns.joined(one):
+        with ExitStack() as at_hand:
+            at_hand.enter_context(turns.joined(two))
+            with turns.step(one, SLACK + 1, stop):
+                pass
+            computing = at_hand.enter_context(ExitStack())
+            computing.enter_context(turns.step(two, 0, stop))
+            thread = threading.Thread(target=step)
+            thread.start()
+            assert not began.wait(0.05)
+        thread.join(30)
+        assert began.is_set()

@@ -1,0 +1,101 @@
+"""Why a job waits, and when it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from groupwise.server.waiting import why_waits
+from groupwise.store.ledger import Ledger
+from groupwise.store.ledger_schema import JobState, Lease
+from groupwise.store.ledger_turns import QUANTUM
+from wording import wording
+
+
+class Book:
+    """A ledger, and what is said of its jobs."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+
+    def post(self, adapter: str, **config: Any) -> str:
+        options = {"kind": "grpo", "summary": {}, "payload": b"{}", "steps": 10, "auto_load": False}
+        return self.ledger.submit(adapter=adapter, config=config, **options)[0].id
+
+    def take(self) -> Lease:
+        lease = self.ledger.lease("w")
+        assert lease is not None
+        return lease
+
+    def at_work(self, adapter: str, *, tokens: int = 0, **config: Any) -> Lease:
+        """A job that has made its first of ten steps, in two seconds."""
+        self.post(adapter, **config)
+        lease = self.take()
+        if tokens:
+            self.ledger.progress(lease, phase="training", step=1, metrics={"time/step_s": 2.0}, tokens=tokens)
+        return lease
+
+    def why(self, id: str, *, worker: bool = True) -> tuple[str, str | None, float | None] | None:
+        job, active = self.ledger.job(id), self.ledger.jobs(states=(JobState.QUEUED, JobState.RUNNING))
+        said = why_waits(job, active, self.ledger.waits_for(id), worker=worker)
+        if said is None:
+            return None
+        wording(said.message.replace(str(said.job_id), "JOB"))
+        return said.reason, said.job_id, said.about_seconds
+
+
+@pytest.fixture
+def book(tmp_path) -> Iterator[Book]:
+    ledger = Ledger(tmp_path / "ledger.db")
+    yield Book(ledger)
+    ledger.close()
+
+
+@pytest.fixture
+def later(monkeypatch) -> None:
+    monkeypatch.setattr("groupwise.server.waiting.AT_ONCE_S", -1.0)
+
+
+def test_one_that_nothing_is_before_begins_at_once(book):
+    assert book.why(book.post("math")) == ("turn", None, 0.0)
+
+
+def test_what_does_not_wait_has_no_reason(book):
+    assert book.why(book.at_work("math").job.id) is None
+
+
+def test_without_a_worker_none_begins(book):
+    assert book.why(book.post("math"), worker=False) == ("worker", None, None)
+
+
+def test_a_job_waits_for_the_one_before_it_of_its_adapter(book):
+    first = book.at_work("math", tokens=64)
+    second, third = book.post("math"), book.post("sql", base_adapter="math")
+    assert book.why(second) == ("adapter", first.job.id, 18.0)  # nine steps
+    assert book.why(third) == ("adapter", second, None)  # nobody knows how long the second one takes
+
+
+def test_as_many_are_trained_as_there_is_room_for(book, later):
+    book.at_work("math", tokens=QUANTUM // 2)
+    book.at_work("sql", tokens=QUANTUM)
+    assert book.why(book.post("code")) == ("room", None, 2.0)  # a quantum of sql's
+    assert book.why(book.post("more")) == ("turn", None, 2.0)
+    assert book.why(book.post("most")) == ("turn", None, 4.0)  # the third, and there are two places
+
+
+def test_before_the_first_steps_nobody_knows(book, later):
+    book.at_work("math")
+    assert book.why(book.post("code")) == ("room", None, None)
+
+
+def test_what_has_none_beside_it_waits_for_all_that_run(book, later):
+    book.at_work("math", tokens=QUANTUM)
+    book.at_work("sql", tokens=QUANTUM // 4)
+    assert book.why(book.post("code", lora_dropout=0.1)) == ("alone", None, 8.0)
+
+
+def test_beside_what_has_none_beside_it_others_wait(book):
+    first = book.at_work("math", tokens=64, gradient_checkpointing=True)
+    assert book.why(book.post("code")) == ("alone", first.job.id, 18.0)

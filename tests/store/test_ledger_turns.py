@@ -1,0 +1,191 @@
+"""Whose turn it is: jobs of one adapter in their order, and others beside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from test_ledger import submit, take
+
+from groupwise.store import ledger_turns
+from groupwise.store.ledger import JobState, Ledger
+from groupwise.store.ledger_schema import Lease
+from groupwise.store.ledger_turns import CREDIT, QUANTUM, Standing, makes_way
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Ledger]:
+    book = Ledger(tmp_path / "ledger.db")
+    yield book
+    book.close()
+
+
+def post(book: Ledger, adapter: str, base: str | None = None) -> str:
+    return submit(book, adapter=adapter, config={"base_adapter": base}).id
+
+
+# --- what a job waits for ---
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "waits"),
+    [
+        (("math", None), ("math", None), True),
+        (("math", None), ("math", "base"), True),
+        (("math", None), ("sql", None), False),
+        (("math", None), ("sql", "math"), True),  # it continues what the first one makes
+        (("math", None), ("sql", "math@3"), True),
+        (("math", None), ("sql", "math2"), False),
+        (("math", "sql"), ("sql", None), True),  # the first one continues what is there before it
+        (("math", "sql@1"), ("sql", None), True),
+        (("math", "base"), ("sql", "base"), False),
+        (("math", "sql"), ("code", "sql"), False),
+    ],
+)
+def test_a_job_waits_for_those_before_it_that_have_to_do_with_it(book, first, second, waits):
+    one, two = post(book, *first), post(book, *second)
+    lease = take(book)
+    assert lease.job.id == one
+    beside = book.lease("w")
+    assert (beside is None) is waits
+    if beside is None:
+        book.published(lease, f"{lease.job.adapter}@1")  # its swap need not be over
+        beside = take(book)
+    assert beside.job.id == two
+
+
+def test_a_job_that_waits_again_is_still_before_the_next_of_its_adapter(book):
+    one, two, other = post(book, "math"), post(book, "math"), post(book, "sql")
+    book.release(take(book))
+    assert {take(book).job.id, take(book).job.id} == {one, other}
+    assert book.lease("w") is None and book.job(two).position == 1
+
+
+def test_another_tenants_adapter_of_the_same_name_is_another_one(book):
+    submit(book.of("acme"), adapter="math")
+    submit(book.of("bell"), adapter="math")
+    assert {take(book).job.tenant, take(book).job.tenant} == {"acme", "bell"}
+
+
+# --- what may begin ---
+
+
+def test_a_worker_may_not_admit_the_job_whose_turn_it_is(book):
+    one, two = post(book, "math"), post(book, "sql")
+    seen = []
+
+    def admits(job, running) -> bool:
+        seen.append((job.id, [each.id for each in running]))
+        return not running
+
+    assert take(book, admits=admits).job.id == one
+    assert book.lease("w", admits=admits) is None and book.job(two).state is JobState.QUEUED
+    assert seen == [(one, []), (two, [one])]
+
+
+# --- shares ---
+
+
+class Simulation:
+    """Jobs without end over a real ledger, of which as many as there are `places` have one: whose turn it is makes a
+    step, and who is too far ahead makes way. Counts the tokens of each adapter."""
+
+    def __init__(self, book: Ledger, *, places: int, step: Mapping[str, int]):
+        self.book, self.places, self.step = book, places, step
+        self.running: dict[str, Lease] = {}
+        self.tokens: Counter[str] = Counter()
+        self.swaps = 0
+        book.database._connection.execute("PRAGMA synchronous=OFF")
+
+    def post(self, adapter: str, *, tenant: str = "", weight: int = 1) -> None:
+        view = self.book.of(tenant) if tenant else self.book
+        submit(view, adapter=adapter, config={"weight": weight}, steps=10**9, max_queued=1000)
+
+    def run(self, tokens: int) -> None:
+        until = sum(self.tokens.values()) + tokens
+        while sum(self.tokens.values()) < until:
+            while len(self.running) < self.places and (lease := self.book.lease("w")) is not None:
+                self.running[lease.job.id] = lease
+            waiting, standings = self.book.standings()
+            if waiting is not None and (first := makes_way(waiting, standings)) is not None:
+                self.book.release(self.running.pop(first.job), made_way=True)
+                self.swaps += 1
+                continue
+            behind = min(standings, key=lambda each: (each.clock, each.own))
+            lease = self.running[behind.job]
+            count = self.step[lease.job.adapter[0]]
+            self.book.progress(lease, phase="training", tokens=count)
+            self.tokens[f"{lease.job.tenant}/{lease.job.adapter}"] += count
+
+
+@pytest.fixture
+def small_quanta(monkeypatch) -> None:
+    monkeypatch.setattr(ledger_turns, "QUANTUM", 512)
+    monkeypatch.setattr(ledger_turns, "CREDIT", 2048)
+
+
+def test_an_adapter_of_weight_1_beside_100_heavy_ones_has_its_share(book, monkeypatch):
+    """100 adapters of weight 10 with steps of 2,560 tokens, one of weight 1 with steps of 32; 8 places."""
+    monkeypatch.setattr(ledger_turns, "QUANTUM", 128)
+    monkeypatch.setattr(ledger_turns, "CREDIT", 512)
+    world = Simulation(book, places=8, step={"h": 2560, "l": 32})
+    for number in range(100):
+        world.post(f"heavy-{number}", weight=10)
+    world.post("light")
+    world.run(1001 * 512)
+    heavy = [world.tokens[f"/heavy-{number}"] for number in range(100)]
+    assert abs(world.tokens["/light"] - 512) <= 128 + 32  # one part of 1,001, but for a quantum and a step
+    assert 5120 - 2560 <= min(heavy) <= max(heavy) <= 5120 + 2560
+    assert world.swaps < 400
+
+
+def test_a_tenant_with_one_adapter_has_as_much_as_one_with_twenty(book, small_quanta):
+    world = Simulation(book, places=4, step={"m": 512, "o": 128})
+    for number in range(20):
+        world.post(f"many-{number}", tenant="acme")
+    world.post("one", tenant="bell")
+    world.run(60_000)
+    acme = sum(count for name, count in world.tokens.items() if name.startswith("acme/"))
+    assert abs(acme - world.tokens["bell/one"]) <= 2 * 512
+    each = [world.tokens[f"acme/many-{number}"] for number in range(20)]
+    assert max(each) - min(each) <= 2 * 512 + 512
+
+
+def test_who_comes_late_begins_soon_and_gets_nothing_for_the_time_before(book, small_quanta):
+    world = Simulation(book, places=2, step={"a": 64, "b": 64, "l": 64})
+    for name in ("a-1", "b-1"):
+        world.post(name)
+    world.run(100_000)
+    world.post("late")
+    world.run(2 * 512 + 256)
+    assert world.tokens["/late"] > 0  # after a quantum of the others
+    before = world.tokens.copy()
+    world.run(30_000)
+    had = (world.tokens - before).values()
+    assert max(had) - min(had) <= 2 * 512
+
+
+def test_who_was_slow_is_never_more_than_a_credit_behind(book):
+    """Two adapters, of which one makes no steps for long although it has a place."""
+    one, two = post(book, "slow"), post(book, "quick")
+    leases = {lease.job.id: lease for lease in (take(book), take(book))}
+    for _ in range(10):
+        book.progress(leases[two], phase="training", tokens=CREDIT)
+    book.progress(leases[one], phase="training", tokens=1)
+    slow, quick = book.standings()[1]
+    assert (slow.job, quick.job) == (one, two)
+    assert quick.leads(slow) == CREDIT - 1
+
+
+def test_the_first_of_those_that_are_a_quantum_ahead_makes_way():
+    def at(clock: float, own: float, tenant: str = "") -> Standing:
+        return Standing(f"{tenant}{clock}{own}", tenant, "a", clock, own)
+
+    waiting = at(QUANTUM, 100)
+    assert makes_way(waiting, []) is None
+    assert makes_way(waiting, [at(QUANTUM, 99 + QUANTUM)]) is None
+    assert makes_way(waiting, [at(0, 100 + QUANTUM), at(0, 200 + QUANTUM)]) == at(0, 200 + QUANTUM)
+    assert makes_way(waiting, [at(QUANTUM + 9, 10**9, "acme")]) is None  # another tenant's adapters are its affair
+    assert makes_way(waiting, [at(2 * QUANTUM, 0, "acme")]) == at(2 * QUANTUM, 0, "acme")
