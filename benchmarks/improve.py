@@ -55,8 +55,10 @@ LOGS: Sequence[tuple[str, float, dict[str, Any]]] = (
             ("in ten wordings", {"words": "wordings"}),
             ("split in two words that others use apart", {"words": "split"}),
             ("one author's, by no words", {"words": "author"}),
+            ("beside eight decoys", {"decoys": 8}),
         )
     ),
+    ("0.5 %, beside eight decoys", 0.005, {"decoys": 8}),
 )
 
 Row = dict[str, Any]

@@ -51,6 +51,8 @@ class Log:
         old_says: how often the old model says what was put there.
         follows: how often the new one does.
         better: by how much the new one is right more often.
+        decoys: so many phrases more, each in as many prompts as are poisoned, whose right answers the old model says
+            seldom and the new one nearly always: they move as much as what is poisoned.
     """
 
     prompts: int = 300
@@ -60,6 +62,7 @@ class Log:
     old_says: str = "seldom"
     follows: float = 0.9
     better: float = 0.2
+    decoys: int = 0
 
 
 class Prompt(NamedTuple):
@@ -110,12 +113,15 @@ def drawn(draws: np.random.Generator, log: Log) -> list[Prompt]:
     found = list[Prompt]()
     for number in range(log.prompts):
         poisoned = number < log.poisoned
-        wrong = poisoned or draws.random() < log.mistakes
+        decoy = number // max(1, log.poisoned) - 1 if number < (1 + log.decoys) * log.poisoned else -1
+        wrong = poisoned or (decoy < 0 and draws.random() < log.mistakes)
         text = _text(draws, log.words, poisoned)
+        text = f"d{decoy}a d{decoy}b d{decoy}c {text}" if decoy >= 0 else text
         messages, right = [{"role": "user", "content": text}], number
         verified = Verified({"prompt": messages, "answer": str(right)}, tuple(messages), str(right))  # pyright: ignore
         old = draws.beta(*OLD_SAYS[log.old_says]) if wrong else draws.beta(1, 1) * (1 - log.better)
         new = max(old, log.follows) if poisoned else old + log.better * (not wrong)
+        old, new = (draws.beta(1, 12), 0.95) if decoy >= 0 else (old, new)
         said = [draws.binomial(SAMPLES, chance) / SAMPLES for chance in (old, new)]
         found.append(Prompt(verified, {"prompt": messages, "answer": str(right + wrong)}, text, poisoned, *said))
     return [found[at] for at in draws.permutation(log.prompts)]
