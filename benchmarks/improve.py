@@ -4,8 +4,9 @@
     python benchmarks/improve.py logs [--trials 300]         ... by a log with wrong answers
     python benchmarks/improve.py runs [--seeds 2]            logs of which the truth is known, through the whole command
 
-The first two draw scores of models of which the truth is known, and logs with wrong answers, and decide as the command
-does (`run.replacement`); nothing is trained. A rate of 0.05 of 300 trials has a standard error of 0.013.
+The first two draw scores of models of which the truth is known, and logs with wrong answers (`poisoned_logs`), and
+decide as the command does (`run.replacement`); nothing is trained. A rate of 0.05 of 300 trials has a standard error of
+0.013.
 
 The third writes logs of a service that adds and subtracts, in four formats, and has the starter learn from each: fine
 ones, some with nothing to learn, too little, or wrong answers that somebody put there; fills in what is to be verified,
@@ -28,8 +29,13 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from poisoned_logs import GAIN, SAMPLES, Log, decided
+from poisoned_logs import ANY, GAIN, SAMPLES, Log, decided, scores
 
+from groupwise.algo.evidence import share_of_error
+from groupwise.run.replacement import answer, told
+from groupwise.tasks.logs.calibration import surely
+from groupwise.tasks.logs.phrases import ALPHA
+from groupwise.tasks.logs.truth import Audit
 from groupwise.tasks.starter.tasks import prompts
 
 CHECKED = 60
@@ -82,14 +88,21 @@ def shares(trials: int, log: Log, *, verified: int, seed: int) -> tuple[list[flo
 
 
 def decision(trials: int) -> None:
-    print(f"\nTwo models on n verified prompts, {SAMPLES} samples of each; a fine log; a gain that matters is {GAIN}:")
-    log = Log(mistakes=0.0)
-    rows = [
-        (f"{each:+.2f}", n, *shares(trials, replace(log, better=each), verified=n, seed=7)[0])
-        for each in DIFFERENCES
-        for n in VERIFIED
-    ]
+    print(f"\nTwo models, n verified prompts, {SAMPLES} samples of each; of the log nothing is wrong that is checked:")
+    rows = [(f"{each:+.2f}", n, *told_by(trials, each, prompts=n)) for each in DIFFERENCES for n in VERIFIED]
     table(("truly better by", "verified", *SAY), rows)
+
+
+def told_by(trials: int, difference: float, *, prompts: int) -> list[float]:
+    """Return how often each answer is given where the log is fine, half of whose prompts are checked."""
+    counts, checks = Counter[str](), prompts // 2
+    audited = Audit(checked=checks, wrong=0, most=1 - surely(checks, checks, ALPHA), alike=None)
+    for trial in range(trials):
+        new, old = scores(np.random.default_rng([trial, prompts]), prompts, difference)
+        gains = [n - o for n, o in zip(new, old, strict=True)]
+        compared = replace(ANY, says=told(gains, gain=GAIN, alpha=share_of_error(ALPHA, 1)))
+        counts[answer(compared, None, audited, gain=GAIN).known] += 1
+    return [counts[each] / trials for each in SAY]
 
 
 def wrong_logs(trials: int, sizes: Sequence[int]) -> None:
