@@ -347,7 +347,7 @@ def summary(entries: Sequence[Entry], feedback: Sequence[Entry], schedule: Sched
     return {
         "claims": {
             "learns": last - first > 2 * error,
-            "clean": bool(mostly) and not poisoned_live,  # without any such version nothing was put to the test
+            "clean": not poisoned_live if mostly else None,  # None: nothing was put to the test
             "durable": acknowledged <= kept,
             "prompt": ratio <= 2.0,
         },

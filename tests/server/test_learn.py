@@ -247,6 +247,16 @@ def test_a_job_waits_for_enough_ratings_that_have_something_to_learn(tmp_path: P
         assert sorted(states(server)) == ["training"] * 4 + ["waiting"]
 
 
+def test_a_group_that_scored_alike_makes_way_for_one_that_waits(tmp_path: Path) -> None:
+    with whole(tmp_path / "state", Path("starter"), learn={**SCORED, "max_groups": 4}) as server:
+        for a, b in ((3, 2), (4, 2), (5, 2), (6, 2), (3, 9)):
+            rate(server, *sampled(server, a, b, n=1), thumb="down")
+        assert step(server) is not None
+        assert [each["kind"] for each in shown(server)["transitions"]] == ["job_queued"]
+        assert shown(server)["transitions"][0]["data"]["alike"] == 1
+        assert sorted(states(server)) == ["training"] * 4 + ["waiting"]
+
+
 def test_a_group_that_scored_alike_is_tried_with_later_versions_and_then_dropped(tmp_path: Path) -> None:
     with whole(tmp_path / "state", Path("starter"), learn={**SCORED, "after": 2}) as server:
         rate_pairs(server, 1)

@@ -223,6 +223,7 @@ class FeedbackTrainer:
         rewards = config.rewards or (SIMILARITY,)
         self._scorer = open_scorer(rewards, config.scoring, folder=parts.config.folder)
         self._again_at, self._bounded = 0.0, ""  # what is said of groups that were left out
+        self._alike = 0  # ratings whose groups had nothing to learn, since the last job or note
         self._seen: object = None  # the revision of the feedback, and the version, that were last looked at
         self._text_model = TextModel.of(parts.base)
 
@@ -251,7 +252,8 @@ class FeedbackTrainer:
         return None
 
     async def step(self) -> str | None:
-        """Make a job if it is time for one, and return its id."""
+        """Make a job if it is time for one, and return its id. Groups with nothing to learn make way for others that
+        wait, until there are too few."""
         book = self._parts.feedback
         if returned := await asyncio.to_thread(book.give_back):
             transition = f"{returned} ratings wait again: the job that took them failed or was cancelled"
@@ -259,20 +261,31 @@ class FeedbackTrainer:
         version = await asyncio.to_thread(self._continued)
         if version != self._done_for:
             self._done, self._done_for = {}, version
-        seen = (await asyncio.to_thread(book.revision), version)
-        groups = list[RatedGroup]()
-        if seen != self._seen or self.trainable >= self._config.after:
-            groups = self._promising(await asyncio.to_thread(self._groups))
-            self._seen, self.trainable = seen, len(ratings_in(groups))
-        why_not = await asyncio.to_thread(self._why_not)
-        if why_not is None and self.trainable < self._config.after:
-            why_not = (
-                f"{self.trainable} of {self._config.after} ratings that can be trained on are there{self._bounded}"
-            )
-        if why_not is not None:
-            self.reason = why_not
-            return None
-        return await self._make_job(groups[: self._config.max_groups], version)
+        while True:
+            seen = (await asyncio.to_thread(book.revision), version)
+            groups = list[RatedGroup]()
+            if seen != self._seen or self.trainable >= self._config.after:
+                groups = self._promising(await asyncio.to_thread(self._groups))
+                self._seen, self.trainable = seen, len(ratings_in(groups))
+            if why_not := await asyncio.to_thread(self._why_not):
+                self.reason = why_not
+                return None
+            if self.trainable < self._config.after:
+                self.reason = await self._too_few()
+                return None
+            if job_id := await self._make_job(groups[: self._config.max_groups], version):
+                return job_id
+
+    async def _too_few(self) -> str:
+        """Return how many ratings there are; notes once that those with nothing to learn keep a job from being made."""
+        there, after = self.trainable, self._config.after
+        if not self._alike:
+            return f"{there} of {after} ratings that can be trained on are there{self._bounded}"
+        alike, self._alike = self._alike, 0
+        message = f"{there} of {after} ratings have something to learn"
+        message += f"; in the groups of {alike} others all completions score the same"
+        await asyncio.to_thread(self._parts.feedback.note, "nothing_to_learn", message, data={"ratings": alike})
+        return message
 
     def _continued(self) -> PolicyVersion:
         """Return what a job would continue. In a thread."""
@@ -356,19 +369,13 @@ class FeedbackTrainer:
         failed = [error for error in made if isinstance(error, RewardError)]
         new = [(g, done) for g, done in zip(todo, made, strict=True) if not isinstance(done, RewardError)]
         self._done |= {group.seqs: done for group, done in new}
-        alike = await self._put_off([(group, done) for group, done in new if not done.useful])
+        self._alike += await self._put_off([(group, done) for group, done in new if not done.useful])
         useful = [group for group in rated if group.seqs in self._done and self._done[group.seqs].useful]
         seqs = ratings_in(useful)
         self._seen = None  # what waits is counted anew
         if len(seqs) < self._config.after and len(useful) < self._config.max_groups:
             if failed:
                 raise failed[0]
-            self.trainable = len(seqs)
-            message = f"{len(seqs)} of {self._config.after} ratings have something to learn"
-            if alike:
-                message += f"; in the groups of {alike} others all completions score the same"
-                await asyncio.to_thread(book.note, "nothing_to_learn", message, data={"ratings": alike})
-            self.reason = message
             return None
         bodies = [self._done[group.seqs].body(temperature) for group in useful]
         try:
@@ -380,6 +387,7 @@ class FeedbackTrainer:
             for group in useful:
                 del self._done[group.seqs]
         message = f"job {job_id} trains {self._config.adapter} on {len(seqs)} ratings in {len(bodies)} groups"
+        alike, self._alike = self._alike, 0
         data = {"job_id": job_id, "ratings": len(seqs), "groups": len(bodies), "alike": alike, "warnings": warnings}
         await asyncio.to_thread(book.note, "job_queued", message, data=data)
         self.reason = message
