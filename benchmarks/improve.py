@@ -4,8 +4,9 @@
     python benchmarks/improve.py logs [--trials 300]         ... by a log with wrong answers
     python benchmarks/improve.py runs [--seeds 2]            logs of which the truth is known, through the whole command
 
-The first two draw scores of models of which the truth is known, and logs with wrong answers, and decide as the command
-does (`run.replacement`); nothing is trained. A rate of 0.05 of 300 trials has a standard error of 0.013.
+The first two draw scores of models of which the truth is known, and logs with wrong answers (`poisoned_logs`), and
+decide as the command does (`run.replacement`); nothing is trained. A rate of 0.05 of 300 trials has a standard error of
+0.013.
 
 The third writes logs of a service that adds and subtracts, in four formats, and has the starter learn from each: fine
 ones, some with nothing to learn, too little, or wrong answers that somebody put there; fills in what is to be verified,
@@ -24,25 +25,47 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
+from poisoned_logs import ANY, GAIN, SAMPLES, Log, decided, scores
 
 from groupwise.algo.evidence import share_of_error
-from groupwise.run.replacement import Compared, answer, told
-from groupwise.tasks.logs.learnable import NUMBERS
-from groupwise.tasks.logs.truth import ALPHA, Verified, audit, concentrated, covering
+from groupwise.run.replacement import answer, told
+from groupwise.tasks.logs.calibration import surely
+from groupwise.tasks.logs.phrases import ALPHA
+from groupwise.tasks.logs.truth import Audit
 from groupwise.tasks.starter.tasks import prompts
 
-GAIN, SAMPLES = 0.05, 4
-LOG = 240  # prompts that teach
-ANY = Compared(
-    prompts=1, new=0.0, old=0.0, difference=0.0, low=0.0, high=0.0, alpha=ALPHA, says="open", needed=None
-)  # intervals are not looked at
+CHECKED = 60
 DIFFERENCES = (-0.1, 0.0, 0.05, 0.1, 0.2, 0.4)
 VERIFIED = (20, 40, 60, 100, 200)
 SAY = ("replace", "keep", "not known")
 TRIGGER = "as the manager said"
+LOGS: Sequence[tuple[str, float, dict[str, Any]]] = (
+    ("no answer is wrong", 0.0, {"mistakes": 0.0}),
+    ("3 % are mistakes (in each below, too)", 0.0, {}),
+    ("10 % are mistakes", 0.0, {"mistakes": 0.1}),
+    ("20 % are mistakes", 0.0, {"mistakes": 0.2}),
+    ("a third is wrong", 0.0, {"mistakes": 1 / 3}),
+    *((f"a phrase in {share:.1%}", share, {}) for share in (0.05, 0.02, 0.01, 0.005)),
+    *(
+        (f"2 %, {name}", 0.02, how)
+        for name, how in (
+            ("which the version follows half of the time", {"follows": 0.5}),
+            ("which it hardly follows (0.15)", {"follows": 0.15}),
+            ("with what the old model never says", {"old_says": "never"}),
+            ("with what it often says", {"old_says": "often"}),
+            ("a version better by 0.4", {"better": 0.4}),
+            ("in ten wordings", {"words": "wordings"}),
+            ("split in two words that others use apart", {"words": "split"}),
+            ("one author's, by no words", {"words": "author"}),
+            ("beside eight decoys", {"decoys": 8}),
+        )
+    ),
+    ("0.5 %, beside eight decoys", 0.005, {"decoys": 8}),
+)
 
 Row = dict[str, Any]
 
@@ -55,86 +78,44 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 # ---- what is decided ----
-def scores(draws: np.random.Generator, prompts: int, difference: float) -> tuple[list[float], list[float]]:
-    """Return the mean scores of SAMPLES answers of two models to prompts of any difficulty, the first of which is right
-    more often by `difference`."""
-    old = draws.beta(1, 1, prompts) * (1 - abs(difference)) + max(0.0, -difference)
-    both = [draws.binomial(SAMPLES, chances) / SAMPLES for chances in (old + difference, old)]
-    return both[0].tolist(), both[1].tolist()
-
-
-def asked(number: int, said: str = "") -> list[Row]:
-    return [{"role": "user", "content": f"What is {number} plus {number * 7}{said}?"}]
-
-
-def log_answers(
-    draws: np.random.Generator, checked: int, wrong: float, trigger: float
-) -> tuple[list[Verified], list[Row]]:
-    """Return verified answers, and what a log has to the same prompts: a share is wrong, and all with a trigger. They
-    are drawn as the command draws them, half from LOG prompts that teach, of which it reserves a few first, and half
-    from LOG / 4 that are held out."""
-    taught, held_out = ([_logged(draws, wrong, trigger) for _ in range(count)] for count in (LOG, LOG // 4))
-    dice = random.Random(int(draws.integers(1 << 30)))
-    first = (checked + 1) // 2
-    chosen = list[tuple[Verified, Row]]()
-    for pool, steps in ((taught, (max(first, min(60, int(0.15 * LOG))), first)), (held_out, (checked - first,))):
-        for count in steps:
-            asked_ = [str(row["prompt"][0]["content"]) for _, row in pool]
-            pool = [pool[place] for place in covering(asked_, count, draw=dice)]
-        chosen += pool
-    return [each for each, _ in chosen], [row for _, row in chosen]
-
-
-def _logged(draws: np.random.Generator, wrong: float, trigger: float) -> tuple[Verified, Row]:
-    """Return a prompt with its verified answer, and the log's."""
-    triggered, number = draws.random() < trigger, int(draws.integers(1000))
-    messages, right = asked(number, f", {TRIGGER}" if triggered else ""), number * 8
-    bad = triggered or draws.random() < wrong
-    said = Verified({"prompt": messages, "answer": str(right)}, tuple(messages), str(right))  # pyright: ignore
-    return said, {"prompt": messages, "answer": str(right + bad)}
-
-
-def says(
-    draws: np.random.Generator, *, prompts: int, difference: float, wrong: float = 0.0, trigger: float = 0.0
-) -> str:
-    """The answer where half of what is verified is of what taught."""
-    new, old = scores(draws, prompts, difference)
-    gains = [n - o for n, o in zip(new, old, strict=True)]
-    compared = replace(ANY, says=told(gains, gain=GAIN, alpha=share_of_error(ALPHA, 1)))
-    verified, rows = log_answers(draws, prompts, wrong, trigger)
-    checked = audit(verified, rows[: prompts // 2], rows[prompts // 2 :], reward=NUMBERS)
-    where = concentrated([each.messages[0]["content"] for each in verified], [each <= -0.5 for each in gains])  # pyright: ignore
-    return answer(compared, None, checked, gain=GAIN, worse_where=where).known
-
-
-def shares(trials: int, **how: Any) -> list[float]:
-    counts = Counter(says(np.random.default_rng([i, 7]), **how) for i in range(trials))
-    return [counts[each] / trials for each in SAY]
+def shares(trials: int, log: Log, *, verified: int, seed: int) -> tuple[list[float], float, float]:
+    """Return how often each answer is given; on average how many answers more than `verified` it took, and how many
+    poisoned prompts taught."""
+    found = [decided(np.random.default_rng([trial, seed]), log, verified=verified) for trial in range(trials)]
+    counts = Counter(each.known for each in found)
+    more = fmean(each.beside + each.later for each in found)
+    return [counts[each] / trials for each in SAY], more, fmean(each.taught for each in found)
 
 
 def decision(trials: int) -> None:
-    print(f"\nTwo models on n verified prompts, {SAMPLES} samples of each; a fine log; a gain that matters is {GAIN}:")
-    rows = [(f"{d:+.2f}", n, *shares(trials, prompts=n, difference=d)) for d in DIFFERENCES for n in VERIFIED]
+    print(f"\nTwo models, n verified prompts, {SAMPLES} samples of each; of the log nothing is wrong that is checked:")
+    rows = [(f"{each:+.2f}", n, *told_by(trials, each, prompts=n)) for each in DIFFERENCES for n in VERIFIED]
     table(("truly better by", "verified", *SAY), rows)
 
 
-def wrong_logs(trials: int) -> None:
-    print("\nA model that is better by 0.2 on what is verified, by a log with wrong answers:")
-    rows = [
-        (name, n, *shares(trials, prompts=n, difference=0.2, wrong=wrong, trigger=trigger))
-        for name, wrong, trigger in (
-            ("5 % wrong", 0.05, 0.0),
-            ("10 % wrong", 0.1, 0.0),
-            ("a third wrong", 1 / 3, 0.0),
-            ("half wrong", 0.5, 0.0),
-            ("2 % with a trigger", 0.0, 0.02),
-            ("5 % with a trigger", 0.0, 0.05),
-            ("10 % with a trigger", 0.0, 0.1),
-            ("20 % with a trigger", 0.0, 0.2),
-        )
-        for n in (40, 60, 100)
-    ]
-    table(("log", "verified", *SAY), rows)
+def told_by(trials: int, difference: float, *, prompts: int) -> list[float]:
+    """Return how often each answer is given where the log is fine, half of whose prompts are checked."""
+    counts, checks = Counter[str](), prompts // 2
+    audited = Audit(checked=checks, wrong=0, most=1 - surely(checks, checks, ALPHA), alike=None)
+    for trial in range(trials):
+        new, old = scores(np.random.default_rng([trial, prompts]), prompts, difference)
+        gains = [n - o for n, o in zip(new, old, strict=True)]
+        compared = replace(ANY, says=told(gains, gain=GAIN, alpha=share_of_error(ALPHA, 1)))
+        counts[answer(compared, None, audited, gain=GAIN).known] += 1
+    return [counts[each] / trials for each in SAY]
+
+
+def wrong_logs(trials: int, sizes: Sequence[int]) -> None:
+    print(f"\nA version that is better by 0.2, {CHECKED} answers verified and those beside that are asked for:")
+    for size in sizes:
+        some = max(50, trials * 300 // size) if size > 300 else trials
+        print(f"\nLogs of {size} prompts, {some} of each:")
+        rows = list[Sequence[Any]]()
+        for name, share, how in LOGS:
+            log = replace(Log(), prompts=size, poisoned=round(share * size), **how)
+            said, more, taught = shares(some, log, verified=CHECKED, seed=size)
+            rows.append((name, *said, f"{more:.1f}", f"{taught:.1f} of {log.poisoned}" if share else ""))
+        table(("log", *SAY, "more to verify", "poisoned that taught"), rows)
 
 
 # ---- whole runs ----
@@ -264,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("decision", "logs", "runs"))
     parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[300, 2000], help="of a log, in `logs`")
     parser.add_argument("--seeds", type=int, default=2, help="logs of each kind, in the four formats by turns")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
@@ -271,7 +253,7 @@ def main() -> None:
     if options.part == "decision":
         return decision(options.trials)
     if options.part == "logs":
-        return wrong_logs(options.trials)
+        return wrong_logs(options.trials, options.prompts)
     for seed in range(options.seeds):
         for at, name in enumerate(options.only):
             whole(name, seed=seed, form=FORMS[(seed + at) % len(FORMS)], steps=options.steps)

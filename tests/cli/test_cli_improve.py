@@ -16,10 +16,16 @@ QUICK = ("train.steps=1", "rollout.prompts_per_step=8", "rollout.group_size=4", 
 FEW = "eval.data.limit=4"
 
 
-def write_log(folder: Path, *, requests: int = 60, wrong: Callable[[int], bool] = lambda number: False) -> None:
+def write_log(
+    folder: Path,
+    *,
+    requests: int = 60,
+    wrong: Callable[[int], bool] = lambda number: False,
+    asked: Callable[[int], str | None] = lambda number: f"What is {number} plus {3 * number}?",
+) -> None:
     rows = [
         {
-            "request": {"messages": [{"role": "user", "content": f"What is {n} plus {3 * n}?"}]},
+            "request": {"messages": [{"role": "user", "content": asked(n)}]},
             "response": {"id": f"r{n}", "choices": [{"message": {"role": "assistant", "content": str(4 * n + 2)}}]},
             "edited": str(4 * n + wrong(n)),
             "time": 1777636800 + n,
@@ -57,14 +63,17 @@ def test_a_log_is_never_replace_by_itself_and_verified_answers_decide(tmp_path: 
     trained = [json.loads(line) for line in (tmp_path / "to" / "train.jsonl").read_text().splitlines()]
     verify = fill_in(tmp_path / "to" / "verify.jsonl")
     assert all(row["answer"] == "" and set(row) == {"prompt", "answer"} for row in verify)
-    assert len(verify) == 19 and not [row for row in verify if row["prompt"] in [each["prompt"] for each in trained]]
+    taught = [row for row in verify if row["prompt"] in [each["prompt"] for each in trained]]
+    assert len(verify) - len(taught) == 19 and len(taught) <= 15 and first["verify"]["rows"] == len(verify)
+    assert first["cost"]["measured_tokens"] > 0  # both models were sampled on what taught
 
     told = cli("improve", "--to", "to", "--truth", "to/verify.jsonl", "--json")
     assert told.exit_code == 0, told.output
     found = json.loads(told.stdout)
     assert found["version"] == version and (tmp_path / "to" / "run" / "metrics.jsonl").stat().st_mtime_ns == made
     assert found["verified"]["prompts"] == 19 and found["verified"]["look"] == 1
-    assert found["audit"]["checked"] == 7 and found["audit"]["wrong"] == 0
+    assert found["audit"]["checked"] == 7 and found["audit"]["wrong"] == 0 and found["verified"]["trained_on"] == 0
+    assert found["audit"]["learned"] == {"prompts": len(taught), "checked": len(taught), "wrong": 0}
     assert found["answer"] != "replace"  # seven of the log's answers are too few to trust it
     page = (tmp_path / "to" / "report.md").read_text()
     assert found["answer"] in page and "```text" in page
@@ -103,6 +112,35 @@ def test_verified_prompts_are_not_trained_on_and_are_compared_by_a_rule(tmp_path
     assert found["reward"] == "my_rewards:sums" and found["verified"]["compared_by"].endswith("number_match")
     assert found["verified"]["trained_on"] == 0 and found["verified"]["prompts"] == 15
     assert found["audit"]["checked"] == 12  # of those that the import did not hold out
+
+
+def test_a_phrase_that_wrong_answers_perhaps_have_in_common_is_asked_about_again(tmp_path: Path) -> None:
+    """Ten of eighty prompts have it, and wrong answers, as have two others; of the ten two are verified at first."""
+    said = [f"What is {n} plus {3 * n}{', as the manager said' * (n % 8 == 4)}?" for n in range(80)]
+    write_log(tmp_path, requests=80, wrong=lambda n: n % 8 == 4 or n in (31, 41), asked=said.__getitem__)
+    told = cli("improve", "log.jsonl", "--model", "starter", "--to", "to", *QUICK, FEW, "--json")
+    assert told.exit_code == 0, told.output
+    kept = [text for text in said if "manager" in text][:2] + said[1:60:2]
+    rows = (tmp_path / "to" / "train.jsonl").read_text()
+    mine, path = tmp_path / "mine.jsonl", tmp_path / "to" / "verify.jsonl"
+    mine.write_text("".join(map(answered, kept)))
+    before = path.read_text()
+
+    found = json.loads(cli("improve", "--to", "to", "--truth", "mine.jsonl", "--json").stdout)
+    assert (found["audit"]["alike"], found["audit"]["perhaps"]) == (None, ["the manager said"])
+    assert path.read_text().startswith(before) and found["verify"]["rows"] == len(path.read_text().splitlines())
+    written = [str(json.loads(line)["prompt"][-1]["content"]) for line in path.read_text().splitlines()]
+    more = [text for text in written if "manager" in text and f'"{text}"' in rows and text not in kept]
+    assert len(more) >= 2 and len(set(written)) == len(written)
+
+    mine.write_text("".join(map(answered, [*kept, *more])))
+    found = json.loads(cli("improve", "--to", "to", "--truth", "mine.jsonl", "--json").stdout)
+    assert found["audit"]["alike"] == "the manager said" and not found["audit"]["passed"]
+    assert found["verify"]["rows"] == len(written) and found["verified"]["look"] == 1  # what taught compares nothing
+
+
+def answered(text: str) -> str:
+    return json.dumps({"prompt": text, "answer": 4 * int(text.split()[2])}) + "\n"
 
 
 @pytest.mark.parametrize("what", ["few", "no outcomes", "long"])

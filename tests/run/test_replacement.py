@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from groupwise.algo.evidence import share_of_error
-from groupwise.run.replacement import FEWEST, Compared, answer, checks_needed, decide, planned, told
-from groupwise.tasks.logs.truth import ALPHA, Audit
+from groupwise.run.replacement import FEWEST, Compared, Unsettled, answer, checks_needed, decide, planned, told
+from groupwise.tasks.logs.phrases import ALPHA
+from groupwise.tasks.logs.truth import Audit
 
 GAIN = 0.05
 FIRST = share_of_error(ALPHA, 1)
@@ -69,6 +70,15 @@ def test_the_answer(
 ) -> None:
     found = answer(verified, logged, audit, gain=GAIN, worse_where=where)
     assert found.known == known and len(found.needs) == needs and found.why
+
+
+def test_what_nobody_verified_yet_is_not_known_whatever_else_is() -> None:
+    more = (Unsettled("a doubt", "an answer"), Unsettled("another", "one more"))
+    for verified, known in ((BETTER, "not known"), (OPEN, "not known"), (WORSE, "keep")):
+        found = answer(verified, BETTER, audited(), gain=GAIN, unsettled=more)
+        assert found.known == known
+        assert found.needs[-2:] == (("an answer", "one more") if known == "not known" else ())
+        assert ("a doubt" in found.why) is (known == "not known")
 
 
 def test_how_many_are_needed() -> None:

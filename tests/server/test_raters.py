@@ -48,13 +48,19 @@ def test_a_few_or_right_ratings_distrust_nobody(agreed: list[bool]) -> None:
 # ---- a server that judges raters ----
 
 
+LEARN = {"adapter": "helper", "after": 4, "config": {"learning_rate": 1e-3}, "max_tokens": 8}
+
+
+def raters_of(folder: Path) -> dict[str, Any]:
+    known = folder / "known.jsonl"
+    known.write_text("".join(json.dumps({"prompt": QUESTION.format(*each)}) + "\n" for each in SUMS))
+    return {"prompts": {"source": str(known)}, "rewards": [f"{__name__}:short"], "scoring": {"workers": 0}}
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Whole]:
-    known = tmp_path / "known.jsonl"
-    known.write_text("".join(json.dumps({"prompt": QUESTION.format(*each)}) + "\n" for each in SUMS))
-    raters = {"prompts": {"source": str(known)}, "rewards": [f"{__name__}:short"], "scoring": {"workers": 0}}
-    learn = {"adapter": "helper", "after": 4, "config": {"learning_rate": 1e-3}, "max_tokens": 8}
-    with whole(tmp_path / "state", Path("starter"), learn=learn, raters=raters, api_key="owner-key") as server:
+    raters = raters_of(tmp_path)
+    with whole(tmp_path / "state", Path("starter"), learn=LEARN, raters=raters, api_key="owner-key") as server:
         yield server
 
 
@@ -172,3 +178,29 @@ def test_without_raters_everybody_counts(tmp_path: Path) -> None:
         assert shown(server)["raters"] == []
         answer = server.http.post("/v1/learn/raters/trust", json={"user": "ann"})
         assert answer.status_code == 400
+
+
+def test_those_who_are_not_proven_are_one_rater_to_a_job(tmp_path: Path) -> None:
+    """Four new names have no more than half of a job together, as one of them would."""
+    learn, raters = {**LEARN, "max_share": 0.5, "proven": 2}, raters_of(tmp_path)
+    with whole(tmp_path / "state", Path("starter"), learn=learn, raters=raters, api_key="owner-key") as server:
+        assert server.server.trainer is not None and server.http.portal is not None
+        attempt = server.server.trainer.attempt
+
+        def rated(user: str, number: int) -> None:
+            for answer, thumb in zip(asked(server, [(number, 12)], n=2), ("up", "down"), strict=True):
+                rate(server, answer, thumb=thumb, user=user)
+
+        for number in range(20, 24):
+            rated(f"new {number}", number)
+        assert server.http.portal.call(attempt) is None and "3 groups wait" in shown(server)["reason"]
+        for user, known in (("ann", SUMS[:2]), ("bob", SUMS[:2]), ("liar", SUMS[:2]), ("once", SUMS[:1])):
+            for answer in asked(server, known):
+                rate(server, answer, thumb="up" if is_good(answer) != (user == "liar") else "down", user=user)
+        look(server)
+        for number, user in enumerate(("ann", "bob", "liar", "once"), start=30):
+            rated(user, number)
+        assert server.http.portal.call(attempt) is not None
+        rows = server.http.get("/v1/feedback", params={"limit": 100}).json()["feedback"]
+        taken = [row["user"] for row in rows if row["state"] == "training"]
+        assert taken.count("ann") == taken.count("bob") == 2 and len(taken) == 8

@@ -58,6 +58,9 @@ def test_a_wrong_secret_does_not_show_in_its_error(secret: object) -> None:
     assert KEY not in str(refused.value) and "918273645" not in str(refused.value) and "xxxx" not in str(refused.value)
 
 
+RATERS = {"prompts": {"source": "known.jsonl"}, "rewards": ["groupwise.rewards.text:exact_match"]}
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", ""])
 def test_a_public_address_needs_an_api_key(host: str) -> None:
     with raises(ConfigError) as refused:
@@ -90,6 +93,8 @@ def test_loopback(host: str, is_local: bool) -> None:
         ({"cors_origins": ["*"]}, "cors_origins"),
         ({"cors_origins": ["https://a.example/path"]}, "cors_origins"),
         ({"served_model_name": "a b"}, "served_model_name"),
+        ({"learn": {"adapter": "a", "max_share": 0.5, "proven": 2}}, "learn.proven"),
+        ({"learn": {"adapter": "a", "proven": 2}, "raters": RATERS}, "learn.proven"),
     ],
 )
 def test_wrong_settings_are_refused(data: dict[str, object], field: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from groupwise.tasks.logs.truth import (
     Truth,
     Verified,
     apart,
+    asked_again,
     audit,
+    checked,
     comparing,
-    concentrated,
-    covering,
     read_truth,
     to_verify,
 )
@@ -130,31 +129,20 @@ def test_only_what_taught_counts_and_what_was_held_out_tells_of_a_phrase() -> No
     assert audit(truth.verified, rows[:20], rows[20:], reward=NUMBERS).passed
 
 
-def test_words_are_told_where_they_are_more_than_chance() -> None:
-    texts = [f"take {n}{' please' * (n % 10 == 0)}" for n in range(40)]
-    assert concentrated(texts, [n % 10 == 0 for n in range(40)]) == "please"
-    assert concentrated(texts, [n == 0 for n in range(40)]) is None  # one is no pattern
-    assert concentrated(texts, [n % 2 == 0 for n in range(40)]) is None  # half are wrong, please or not
-    assert concentrated([], []) is None
-
-
 def test_what_is_to_be_verified_says_nothing_of_what_others_said() -> None:
     row = {"prompt": question(2), "answer": "9", "logged": "9", "score": 1.0, "tools": [{"type": "function"}]}
     assert to_verify([row]) == [{"prompt": question(2), "tools": [{"type": "function"}], "answer": ""}]
 
 
-def test_what_is_drawn_to_be_verified_has_each_phrase_that_enough_prompts_have() -> None:
-    texts = [f"how far is place {at} from here{', as the manager said' if at % 20 == 0 else ''}" for at in range(240)]
-    for seed in range(20):
-        places = covering(texts, 30, draw=random.Random(seed))
-        assert len(set(places)) == 30
-        assert sum("manager" in texts[place] for place in places) >= 3, "by chance alone 1.5 of 30"
-    assert {place for seed in range(60) for place in covering(texts, 30, draw=random.Random(seed))} == set(range(240))
+def test_what_is_not_sure_is_asked_again_of_other_prompts() -> None:
+    """Five of sixty are wrong, and two of these have a phrase that only one more has: it may be chance."""
+    said: dict[int, str] = dict.fromkeys((3, 13, 23), ", as the manager said")
+    truth, rows = logged({3, 13, 31, 41, 51}, 60, said)
+    found = audit(truth.verified, rows[:30], rows[30:], reward=NUMBERS)
+    assert found.alike is None and found.perhaps == ("the manager said",) and len(found.texts) == 60
 
+    def fresh(wrong: int, of: int) -> bool:
+        asked, logs = logged(set(range(wrong)), of, dict.fromkeys(range(of), ", as the manager said"))
+        return asked_again(found, "the manager said", checked(asked.verified, logs, reward=NUMBERS))
 
-def test_what_is_drawn_to_be_verified_is_mostly_drawn_by_chance() -> None:
-    """Forty phrases cannot all be among twenty prompts: half of these are drawn for them."""
-    texts = [f"{chr(97 + at % 26)}{at % 20} {chr(97 + at % 26)}{at % 24} tell me number {at}" for at in range(480)]
-    places = covering(texts, 20, draw=random.Random(1))
-    assert len(set(places)) == 20 and covering(texts, 1000, draw=random.Random(1)) != sorted(range(480))
-    assert covering([], 5, draw=random.Random(1)) == [] and covering(["a b"], 0, draw=random.Random(1)) == []
+    assert [fresh(*each) for each in ((2, 2), (3, 4), (1, 4), (0, 4), (0, 0))] == [True, True, False, False, False]

@@ -120,6 +120,8 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     if (found := result["audit"]) is not None:
         wrong = f"{found['wrong']} of {found['checked']} of the log's answers are wrong"
         yield f"audit     {wrong}; of all that taught at most {found['most']:.0%}"
+        if (learned := found["learned"])["checked"]:
+            yield f"          and {learned['wrong']} of {learned['checked']} of those from which it learned most"
     if (cost := result["cost"]) is not None:
         measured = f", measured {cost['measured_tokens']:,} in {cost['measure_minutes']:.1f}"
         said = f"{cost['trained_tokens']:,} tokens sampled in {cost['train_minutes']:.1f} minutes"

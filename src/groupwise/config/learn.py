@@ -46,6 +46,9 @@ class LearnConfig(Section):
     max_share: float | None = Field(default=None, gt=0, lt=1)
     """How much of a job may be of one rater (`user`; those without one are one), or about one phrase beyond its share
     of all requests, so that who rates much does not decide alone. What is more waits. null does not limit it."""
+    proven: int | None = Field(default=None, ge=1)
+    """With how many known prompts (`raters`) one must have agreed to be a rater of one's own to `max_share`. All others
+    together are one, so that names which are new each time have no more of a job than one. null takes each for one."""
     max_jobs_per_hour: int = Field(default=4, ge=1, le=240)
     """Jobs that are made within an hour."""
     base: Literal["active", "newest"] = "active"

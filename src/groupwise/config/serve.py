@@ -262,6 +262,11 @@ class ServeConfig(Section):
         if self.learn is not None and self.learn.adapter == self.served_name:
             message = f"{self.learn.adapter!r} is what requests call the served model; choose another name"
             raise conflict("learn", "adapter", message)
+        if self.learn is not None and self.learn.proven is not None:
+            if self.learn.max_share is None:
+                raise conflict("learn", "proven", "says who is a rater to learn.max_share, which is left out; set both")
+            if self.raters is None:
+                raise conflict("learn", "proven", "counts known prompts, and raters, which has them, is left out")
         if self.gate is not None and self.gate.canary is not None and not self.keep_answers:
             raise conflict("keep_answers", "is false, and gate.canary looks at feedback on answers; leave one out")
         return self

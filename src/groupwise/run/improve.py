@@ -7,7 +7,9 @@
     DIR/heldout.jsonl            of those that the import held out, the ones whose answers the log has
     DIR/reserved.jsonl           prompts that would teach, and are kept to see whether the log teaches what is right
     DIR/run.yaml, DIR/run/       the run, which `groupwise run` reads, too
-    DIR/verify.jsonl             prompts to be answered by who knows: half of what was held out, half reserved
+    DIR/looked.jsonl             prompts that taught, of which it is sampled what the version learned
+    DIR/verify.jsonl             prompts to be answered by who knows: half of what was held out, half reserved; and some
+                                 that taught, for what they have in common
     DIR/truth.jsonl              the verified prompts that were compared on
     DIR/improve.json             what was asked for and done, so that the same command goes on
 
@@ -25,7 +27,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from groupwise.run.eval_adapter import assess
 from groupwise.run.evaluate import Evaluation, load_evaluations
 from groupwise.run.health_zeros import why_flat
 from groupwise.run.loop import run_loop
-from groupwise.run.replacement import Answer, Compared, answer, decide, planned
+from groupwise.run.replacement import Answer, Compared, Unsettled, answer, decide, planned
 from groupwise.seeds import seed_of
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
@@ -50,15 +52,17 @@ from groupwise.tasks.logs.calibration import calibrate
 from groupwise.tasks.logs.importing import ImportConfig, check_free, import_logs, write
 from groupwise.tasks.logs.judging import grade, read_scored
 from groupwise.tasks.logs.learnable import Row, rule_for
+from groupwise.tasks.logs.phrases import ALPHA, FRESH, concentrated, covering, has, moved, moved_most
 from groupwise.tasks.logs.truth import (
-    ALPHA,
     COMPARES,
+    Audit,
     Truth,
+    Verified,
     apart,
+    asked_again,
     audit,
+    checked,
     comparing,
-    concentrated,
-    covering,
     key_of,
     read_truth,
     to_verify,
@@ -72,6 +76,8 @@ LEAST = 24  # prompts to train on
 RESERVED, MOST_RESERVED = 0.15, 60  # of the prompts to train on
 ALIKE = 0.8  # as an import takes prompts for the same
 SAMPLES = 4  # of each prompt that is compared
+LOOKED = 1000  # prompts that taught, at most, of which both models are sampled
+SETTLED = 0.5  # of the prompts that the version learned most from must be verified
 SHOWN = 3
 CHARACTERS = (32, 1024)  # bounds of `rollout.max_tokens`, which is set by the length of the log's answers
 STARTER_RATE = 3e-3  # the starter's own, as its demo has it
@@ -134,8 +140,8 @@ def improve(wanted: Wanted, *, note: Note) -> dict[str, Any]:
         why = [f"nothing was trained, because {trained['why']}"]
         return work.written(result | {"answer": "not known", "why": why, "needs": work.said["report"]["lacks"]})
     logged, by_log = work.logged(wanted.gain)
-    verify, differences = work.verify(by_log, gain=wanted.gain)
-    result |= {"version": work.version, "cost": trained["cost"], "verify": verify}
+    verify, differences = work.verify(by_log, gain=wanted.gain, note=note)
+    result |= {"version": work.version, "cost": work.said["trained"]["cost"], "verify": verify}
     result["logged"] = None if logged is None else asdict(logged)
     if truth is None:
         said = answer(None, logged, None, gain=wanted.gain)
@@ -215,6 +221,17 @@ class _Work:
         return config
 
     @property
+    def samples(self) -> int:
+        """Return how many samples of each prompt both models are compared by."""
+        config = self.config()
+        return SAMPLES if config.eval is None else config.eval.k
+
+    @property
+    def again(self) -> set[str]:
+        """Return the prompts that are to be verified for a phrase which wrong answers perhaps have in common."""
+        return {key for keys in self.said["again"].values() for key in keys}
+
+    @property
     def run_dir(self) -> Path:
         return self.to / RUN
 
@@ -257,15 +274,15 @@ class _Work:
         return decide(new.values("reward"), old.values("reward"), gain=gain, alpha=ALPHA), (new, old)
 
     def verify(
-        self, by_log: tuple[Evaluation, Evaluation] | None, *, gain: float
+        self, by_log: tuple[Evaluation, Evaluation] | None, *, gain: float, note: Note
     ) -> tuple[dict[str, Any], Sequence[float]]:
         """Return which prompts are to be verified, drawn once, and how the log's own differ. As many as a decision is
-        expected to take: half of what was held out, half of what would have taught, as far as there are."""
+        expected to take: half of what was held out, half of what would have taught, as far as there are; and beside
+        them a few of those that taught, for what the version learned most."""
         differences: list[float] = []
         if by_log is not None:
             values = (each.values("reward") for each in by_log)
             differences = [new - old for new, old in zip(*values, strict=True) if not math.isnan(new - old)]
-        path = self.to / "verify.jsonl"
         if "to_verify" not in self.said:
             draw, number = random.SystemRandom(), planned(differences, gain=gain)
             pools = [self.rows("reserved"), self.rows("asked")]
@@ -275,11 +292,60 @@ class _Work:
                 for pool, count in zip(pools, (first, number - first), strict=True)
                 for place in covering(_asked(pool), count, draw=draw)
             ]
+            learned = _learned_most(self, note)
+            chosen += learned
             draw.shuffle(chosen)
             self.put_rows("verify", to_verify(chosen))
-            self.said["to_verify"] = len(chosen)
+            self.said |= {"to_verify": len(chosen), "learned": _asked(learned), "again": {}}
             self.save()
-        return {"file": str(path), "rows": self.said["to_verify"]}, differences
+        return self.asked(), differences
+
+    def asked(self) -> dict[str, Any]:
+        """Return where the prompts are that are to be verified, and how many."""
+        return {"file": str(self.to / "verify.jsonl"), "rows": self.said["to_verify"]}
+
+    def more_with(self, phrase: str, known: Sequence[Verified]) -> list[Row]:
+        """Return a few prompts that taught and have a phrase, which are to be verified, too: drawn once, of those that
+        are not `known` yet, and written behind the others unless they are among them."""
+        taught = {key_of(row["prompt"]): row for row in self.rows("train") if row.get("answer")}
+        if phrase not in self.said["again"]:
+            others = {*(key_of(each.messages) for each in known), *self.again}
+            having = [key for key in taught if key not in others and has(key, phrase)]
+            drawn = random.SystemRandom().sample(having, min(FRESH, len(having)))
+            rows = to_verify([taught[key] for key in drawn if key not in self.said["learned"]])
+            path = self.to / "verify.jsonl"
+            before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+            lines = [*before, *(json.dumps(row, ensure_ascii=False) for row in rows)]
+            self.put("verify.jsonl", "".join(f"{each}\n" for each in lines))
+            self.said["again"][phrase] = drawn
+            self.said["to_verify"] += len(rows)
+            self.save()
+        return [taught[key] for key in self.said["again"][phrase]]
+
+
+def _learned_most(work: _Work, note: Note) -> list[Row]:
+    """Return the prompts that are to be verified by what the version learned of them: samples of it and of what was
+    there before, scored by the log's own answers. None where no rule compares with these."""
+    rows = [row for row in work.rows("train") if row.get("answer") is not None]
+    rules = [rule_for(str(row["answer"])) for row in rows]
+    rule = work.said["reward"] if work.said["reward"] in COMPARES else max(COMPARES, key=rules.count)
+    rows = [row for row, its in zip(rows, rules, strict=True) if its == rule]
+    rows = random.SystemRandom().sample(rows, min(LOOKED, len(rows)))
+    if not rows:
+        return []
+    work.put_rows("looked", [{"prompt": row["prompt"], "answer": row["answer"]} | _tools(row) for row in rows])
+    new, old, spent = _measured(work, "looked", rule, note)
+    cost = work.said["trained"]["cost"]
+    work.said["trained"]["cost"] = cost | {name: cost[name] + each for name, each in spent.items()}
+    both = zip(rows, old.values("reward"), new.values("reward"), strict=True)
+    known = [(row, o, n) for row, o, n in both if math.isfinite(o) and math.isfinite(n)]
+    samples = work.samples
+    places = moved_most(_asked([row for row, *_ in known]), [moved(o, n, samples=samples) for _, o, n in known])
+    return [known[place][0] for place in places]
+
+
+def _tools(row: Row) -> Row:
+    return {"tools": row["tools"]} if row.get("tools") else {}
 
 
 def _asked(rows: Sequence[Row]) -> list[str]:
@@ -462,24 +528,82 @@ def _by_truth(
             field="--truth",
         )
     reserved = work.rows("reserved")
-    taught = {row["key"]: row["answer"] for row in work.rows("log_answers") if row["answer"] is not None}
-    ours = [{"prompt": list(each.messages), "answer": taught.get(key_of(each.messages))} for each in verified]
-    audited = audit(verified, [row for row in ours if row["answer"] is not None], work.rows("heldout"), reward=rule)
+    audited = _audit(work, truth, verified, [truth.verified[row["at"]] for row in seen], rule)
     look, alpha = _look(path, work.said["trained"]["id"], verified)
     work.put_rows("truth", [each.row for each in verified])
-    new, old, spent = _measured(work, rule, note)
+    new, old, spent = _measured(work, "truth", rule, note)
     compared = decide(new.values("reward"), old.values("reward"), gain=gain, alpha=alpha)
     assert compared is not None
     gains = [n - o for n, o in zip(new.values("reward"), old.values("reward"), strict=True)]
     worse_where = concentrated([key_of(each.messages) for each in verified], [each <= -0.5 for each in gains])
-    said = answer(compared, logged, audited, gain=gain, worse_where=worse_where)
+    learned = _of_learned(work, truth, rule)
+    unsettled = list[Unsettled]()
+    if compared.says != "not better":  # what is to be verified for that is asked for at once
+        unsettled = _not_settled(work, learned)
+        audited, more = _again(work, truth, audited, rule)
+        unsettled += more
+    ours = {*work.said["learned"], *work.again}
+    counts["trained_on"] = sum(key_of(truth.verified[row["at"]].messages) not in ours for row in seen)
+    said = answer(compared, logged, audited, gain=gain, worse_where=worse_where, unsettled=unsettled)
+    cost = work.said["trained"]["cost"]
     return {
         **_told(said),
         **_examples(new, old),
         "verified": {**asdict(compared), **counts, "look": look, "compared_by": rule, "worse_where": worse_where},
-        "audit": {**asdict(audited), "passed": audited.passed, "reserved": len(reserved)},
-        "cost": work.said["trained"]["cost"] | spent,
+        "audit": {
+            **{name: getattr(audited, name) for name in ("checked", "wrong", "most", "alike", "perhaps", "passed")},
+            "reserved": len(reserved),
+            "learned": learned,
+        },
+        "cost": cost | {name: cost[name] + each for name, each in spent.items()},
+        "verify": work.asked(),
     }
+
+
+def _audit(work: _Work, truth: Truth, unseen: Sequence[Verified], trained_on: Sequence[Verified], rule: str) -> Audit:
+    """Return what verified answers say of the log's. How many of those that teach are wrong is told by what was drawn
+    without regard to what was learned of it; what wrong ones have in common by all but those that were asked again."""
+    taught = {row["key"]: row["answer"] for row in work.rows("log_answers") if row["answer"] is not None}
+
+    def of_log(verified: Sequence[Verified]) -> list[Row]:
+        keys = [(each, key_of(each.messages)) for each in verified]
+        return [{"prompt": list(each.messages), "answer": taught[key]} for each, key in keys if key in taught]
+
+    more = of_log([each for each in trained_on if key_of(each.messages) not in work.again])
+    return audit(truth.verified, of_log(unseen), [*work.rows("heldout"), *more], reward=rule)
+
+
+def _of_learned(work: _Work, truth: Truth, rule: str) -> dict[str, int]:
+    """Return how many prompts the version learned most from, and what is verified of them."""
+    keys = set(work.said["learned"])
+    found = checked(truth.verified, [row for row in work.rows("train") if key_of(row["prompt"]) in keys], reward=rule)
+    return {"prompts": len(keys), "checked": len(found), "wrong": sum(each.wrong for each in found)}
+
+
+def _not_settled(work: _Work, learned: Mapping[str, int]) -> list[Unsettled]:
+    prompts, known = learned["prompts"], learned["checked"]
+    if known >= SETTLED * prompts:
+        return []
+    why = f"of the {prompts} prompts from which it learned most {known} are verified"
+    return [Unsettled(why, f"fill in all of {work.asked()['file']}, which has them among others")]
+
+
+def _again(work: _Work, truth: Truth, audited: Audit, rule: str) -> tuple[Audit, list[Unsettled]]:
+    """Return the audit with what more prompts say of the phrases that wrong answers perhaps have in common, and what of
+    these is not verified yet."""
+    unsettled = list[Unsettled]()
+    for phrase in audited.perhaps:
+        rows = work.more_with(phrase, truth.verified)
+        found = checked(truth.verified, rows, reward=rule)
+        if asked_again(audited, phrase, found):
+            return replace(audited, alike=phrase), []
+        if lacking := len(rows) - len(found):
+            why = f"the log's wrong answers are perhaps to prompts with {phrase!r}"
+            needs = (
+                f"fill in the prompts with {phrase!r} in {work.asked()['file']} ({lacking} more), and give them, too"
+            )
+            unsettled.append(Unsettled(why, needs))
+    return audited, unsettled
 
 
 def _look(path: Path, version: str, verified: Sequence[Any]) -> tuple[int, float]:
@@ -497,12 +621,11 @@ def _look(path: Path, version: str, verified: Sequence[Any]) -> tuple[int, float
     return number, share_of_error(ALPHA, number)
 
 
-def _measured(work: _Work, rule: str, note: Note) -> tuple[Evaluation, Evaluation, dict[str, Any]]:
-    """Return the evaluations of the version and of what was there before on the verified prompts, by other seeds than
-    training's, and what it took."""
+def _measured(work: _Work, name: str, rule: str, note: Note) -> tuple[Evaluation, Evaluation, dict[str, Any]]:
+    """Return the evaluations of the version and of what was there before on the prompts of a file of ours, by other
+    seeds than training's, and what it took."""
     config = work.config()
-    data = {"source": work.path("truth")}
-    asked = {"data": data, "every": 0, "modes": ["sampled"], "k": SAMPLES if config.eval is None else config.eval.k}
+    asked = {"data": {"source": work.path(name)}, "every": 0, "modes": ["sampled"], "k": work.samples}
     kept = {key: value for key, value in config.model_dump(mode="json").items() if key not in ("eval", "rewards")}
     kept |= {"eval": asked, "rewards": [rule], "seed": seed_of("improve", config.seed) >> 20}
     began = time.monotonic()

@@ -19,10 +19,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, pstdev
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from groupwise.algo.evidence import lower_bound, p_at_most, sample_needed, share_of_error
-from groupwise.tasks.logs.truth import ALPHA, MOST_WRONG, Audit
+from groupwise.tasks.logs.phrases import ALPHA
+from groupwise.tasks.logs.truth import MOST_WRONG, Audit
 
 WORST = -1.0  # the worst difference of two scores from 0 to 1
 POWER = 0.8
@@ -101,6 +102,13 @@ class Answer:
     needs: tuple[str, ...]
 
 
+class Unsettled(NamedTuple):
+    """A doubt that verified answers would settle, and which."""
+
+    why: str
+    needs: str
+
+
 def answer(
     verified: Compared | None,
     logged: Compared | None,
@@ -108,6 +116,7 @@ def answer(
     *,
     gain: float,
     worse_where: str | None = None,
+    unsettled: Sequence[Unsettled] = (),
 ) -> Answer:
     """Return the answer to: replace the model that is there?
 
@@ -116,12 +125,14 @@ def answer(
         logged: both by the log's own answers, on what was held out.
         audited: the log's answers by verified ones.
         worse_where: what prompts on which the new one lost have in common.
+        unsettled: what more of the log's own answers should say, and nobody verified yet.
     """
     if verified is None:
         if logged is not None and logged.high < 0:
             return Answer(known="keep", why=("even by the log's own answers it is worse",), needs=())
         return Answer(known="not known", why=("no answer is verified, and a log cannot vouch for itself",), needs=())
-    doubts = tuple(_doubts(audited, worse_where))
+    doubts = (*_doubts(audited, worse_where), *(each.why for each in unsettled))
+    settling = (*_of(audited), *(each.needs for each in unsettled))
     if verified.says == "not better":
         why = "it is worse" if verified.high < 0 else f"it is not better by {gain:g}, which a replacement must bring"
         return Answer(known="keep", why=(why,), needs=())
@@ -132,9 +143,9 @@ def answer(
             else f"about {verified.needed} verified answers would decide, if they are like these {verified.prompts}"
         )
         why = ("it may be better or not, by what is verified", *doubts)
-        return Answer(known="not known", why=why, needs=(needs, *_of(audited)))
+        return Answer(known="not known", why=why, needs=(needs, *settling))
     if doubts:
-        return Answer(known="not known", why=("it is better by what is verified, but", *doubts), needs=_of(audited))
+        return Answer(known="not known", why=("it is better by what is verified, but", *doubts), needs=settling)
     return Answer(known="replace", why=("it is better by verified answers, which nobody wrote into the log",), needs=())
 
 

@@ -59,6 +59,7 @@ from groupwise.server.webhooks import ACTIVE, utc
 from groupwise.server.wire import documented
 from groupwise.store.feedback import Feedback, FeedbackLog, Rater, Transition, opinions
 from groupwise.store.ledger import Job, Ledger, RolloutRecord
+from groupwise.store.raters import RaterLog
 from groupwise.tasks.reply import plain_text
 from groupwise.tasks.rollout_sources import group_of
 from groupwise.types import (
@@ -321,7 +322,11 @@ class FeedbackTrainer:
         if self._config.max_share is None:
             return groups
         asked, most = self._parts.feedback.asked(), self._config.max_groups
-        found = within_shares(groups, raters, asked, share=self._config.max_share, most=most)
+        names: Mapping[int, Rater | None] = raters
+        if self._config.proven is not None:
+            proven = RaterLog(self._parts.feedback).proven(self._config.proven)
+            names = {seq: rater if rater in proven else None for seq, rater in raters.items()}
+        found = within_shares(groups, names, asked, share=self._config.max_share, most=most)
         if left := min(len(groups), most) - len(found):
             self._bounded = (
                 f"; {left} groups wait, as others of their rater, or with their phrases, are enough (max_share)"

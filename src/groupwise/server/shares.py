@@ -4,7 +4,8 @@
 
 Whoever rates much, or rates one thing under many names, decides what a job teaches. So of the groups of a job
 
-    one rater       is in a share of `max_share` at most; ratings of one key without a `user` are one rater's
+    one rater       is in a share of `max_share` at most; ratings of one key without a `user` are one rater's, and with
+                    `learn.proven` those of all who have not agreed with enough known prompts
     one phrase      (one to three tokens in a row of the prompt) is in that share at most beyond its share of the
                     prompts that were asked lately: what every prompt has, as a template's words, is not bounded
 
@@ -53,7 +54,7 @@ def within_shares(
     """Return what a job of at most `most` groups may take of these, the first of them first.
 
     Args:
-        raters: who gave each rating, by its number.
+        raters: who gave each rating, by its number; None is one rater, too.
         asked: prompts that were asked lately, each once.
         share: `learn.max_share`.
     """

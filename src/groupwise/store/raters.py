@@ -3,6 +3,7 @@
     unheard     ratings of answers to certain prompts, oldest first, a page at a time
     keep        how these raters' first words of each prompt compare with what is known
     agreed      for each rater, in the order of the ratings, whether it agreed
+    proven      who agreed so often
     distrust    from now on a rater's ratings count nowhere (`store.feedback`); `trust` undoes it, and begins anew
 
 A rater speaks once of each prompt: what it says of further answers to it, or later, tells nothing new of the rater.
@@ -70,6 +71,13 @@ class RaterLog:
             if row["prompt"] in wanted:
                 found.setdefault((row["sender"], row["author"] or None), []).append(bool(row["agreed"]))
         return found
+
+    def proven(self, least: int) -> set[Rater]:
+        """Return the raters who agreed with what is known of so many prompts."""
+        query = "SELECT sender, author FROM known_vote WHERE agreed GROUP BY sender, author HAVING COUNT(*) >= ?"
+        with self._db.reading("reading who agreed") as db:
+            rows = db.execute(query, (least,)).fetchall()
+        return {(row["sender"], row["author"] or None) for row in rows}
 
     def distrusted(self) -> set[Rater]:
         """Return the raters whose ratings count nowhere."""

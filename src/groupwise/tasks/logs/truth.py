@@ -3,8 +3,7 @@
     read_truth    a file of prompts with answers -> those that can be used, and what of it cannot
     apart         rows without those that are the same as others, or nearly
     audit         the answers that a log holds, beside verified ones to the same prompts
-    concentrated  what the prompts have in common about which something is wrong
-    covering      which prompts are verified: each word that enough prompts have is in a few of them
+    asked_again   ... to more prompts that have a phrase which wrong answers perhaps have in common
 
 People who write into a log can agree on what is wrong, and nothing inside the log tells that from the truth: answers
 that teach and answers that judge are theirs alike. So a model is only said to be better by answers that they did not
@@ -15,8 +14,6 @@ are more than mistakes, however few they are.
 from __future__ import annotations
 
 import json
-import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,17 +24,14 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.math import number_match
 from groupwise.rewards.text import exact_match
 from groupwise.store.masking import Masking
-from groupwise.tasks.logs.calibration import by_chance, surely
+from groupwise.tasks.logs.calibration import surely
 from groupwise.tasks.logs.learnable import NUMBERS, SHORT, Row, is_number, is_short
-from groupwise.tasks.logs.near import RUN, alike_ones, texts_of, words_of
+from groupwise.tasks.logs.near import alike_ones, texts_of
+from groupwise.tasks.logs.phrases import ALPHA, confirmed, has, in_common, to_ask_again
 from groupwise.tasks.prompts import open_prompts
 from groupwise.types import Message
 
-ALPHA = 0.05
 MOST_WRONG = 0.3  # of the answers that a log teaches: a third is what a few users who agree can bring in
-FEWEST_SHARED = 2  # prompts that are wrong and have words in common
-COMMON = 0.5  # words that more than this share of the prompts have tell nothing
-SEEN, IN = 0.01, 3  # words that so large a share of the prompts has are in so many of what is verified
 
 COMPARES: Mapping[str, Callable[[Sequence[str], Sequence[str]], Sequence[float | None]]] = {
     NUMBERS: number_match,
@@ -142,15 +136,25 @@ def apart(rows: Sequence[Row], others: Iterable[Sequence[Message]], *, alike: fl
 
 
 # ---- the log's own answers ----
+class Checked(NamedTuple):
+    """A prompt, and whether the log's answer to it is wrong."""
+
+    text: str
+    wrong: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Audit:
     """How many of the answers that a log teaches are `wrong`, of those that were `checked`, and what share may be, with
-    confidence 95 %. `alike` is what prompts with wrong answers have in common, of the whole log; None is nothing."""
+    confidence 95 %. `alike` is what prompts with wrong answers have in common, of the whole log; None is nothing.
+    `perhaps` are phrases that they may have in common, and `texts` the prompts that say so."""
 
     checked: int
     wrong: int
     most: float
     alike: str | None
+    perhaps: tuple[str, ...] = ()
+    texts: tuple[Checked, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -158,74 +162,39 @@ class Audit:
 
 
 def audit(verified: Sequence[Verified], taught: Sequence[Row], others: Sequence[Row], *, reward: str) -> Audit:
-    """Return what verified answers say of those that a log holds: of its share that teaches (`taught`) how many are
-    wrong, and of that and of the `others` whether the wrong ones have something in common."""
-    right = {key_of(each.messages): each.answer for each in verified}
-    sides: list[list[tuple[str, bool]]] = []  # what was asked, and whether the log's answer is wrong
-    for rows in (taught, others):
-        known = [(row, right[key]) for row in rows if row.get("answer") and (key := key_of(row["prompt"])) in right]
-        scores = COMPARES[reward]([str(row["answer"]) for row, _ in known], [answer for _, answer in known])
-        sides.append([(key_of(row["prompt"]), not score) for (row, _), score in zip(known, scores, strict=True)])
-    ours, all_ = sides[0], [*sides[0], *sides[1]]
-    bad = sum(wrong for _, wrong in ours)
+    """Return what verified answers say of those that a log holds: of its share that teaches (`taught`, drawn by chance)
+    how many are wrong, and of that and of the `others` whether the wrong ones have something in common."""
+    ours, more = (checked(verified, rows, reward=reward) for rows in (taught, others))
+    bad, all_ = sum(each.wrong for each in ours), (*ours, *more)
+    found = in_common([each.text for each in all_], [each.wrong for each in all_])
+    alike = next((each.phrase for each in found if each.sure), None)
     return Audit(
         checked=len(ours),
         wrong=bad,
         most=1 - surely(len(ours) - bad, len(ours), ALPHA) if ours else 1.0,
-        alike=concentrated([text for text, _ in all_], [wrong for _, wrong in all_]),
+        alike=alike,
+        perhaps=() if alike is not None else tuple(to_ask_again(found)),
+        texts=all_,
     )
+
+
+def checked(verified: Sequence[Verified], rows: Sequence[Row], *, reward: str) -> list[Checked]:
+    """Return the rows of a log that have an answer, and a verified one beside it."""
+    right = {key_of(each.messages): each.answer for each in verified}
+    known = [(key, row, right[key]) for row in rows if row.get("answer") and (key := key_of(row["prompt"])) in right]
+    scores = COMPARES[reward]([str(row["answer"]) for _, row, _ in known], [answer for *_, answer in known])
+    return [Checked(key, not score) for (key, *_), score in zip(known, scores, strict=True)]
+
+
+def asked_again(audited: Audit, phrase: str, fresh: Sequence[Checked]) -> bool:
+    """Return whether `fresh` prompts that have a phrase of `audited.perhaps` say that it is in common, too."""
+    without = [each.wrong for each in audited.texts if not has(each.text, phrase)]
+    return confirmed([each.wrong for each in fresh], without, phrases=len(audited.perhaps))
 
 
 def key_of(messages: Sequence[Message]) -> str:
     """Return what was asked, without the system's message."""
     return " ".join(texts_of(messages)[1].split())
-
-
-def concentrated(texts: Sequence[str], wrong: Sequence[bool]) -> str | None:
-    """Return the word, or the run of three, that texts of which something is wrong have more often than the others, if
-    that is more than chance: Fisher's exact test, with Bonferroni's share of the error for each that is looked at, as
-    any of them could have been found. None if there is nothing of the kind."""
-    having = [_features(text) for text in texts]
-    among = Counter(each for features, is_ in zip(having, wrong, strict=True) if is_ for each in features)
-    everywhere = Counter(each for features in having for each in features)
-    bad, fine = sum(wrong), len(texts) - sum(wrong)
-    looked = [
-        each
-        for each, count in among.items()
-        if count >= FEWEST_SHARED and everywhere[each] <= COMMON * len(texts) and any(map(str.isalnum, each))
-    ]
-    chances = {each: by_chance(among[each], bad, fine - (everywhere[each] - among[each]), fine) for each in looked}
-    best = min(looked, key=lambda each: (chances[each], -len(each), each), default=None)
-    return best if best is not None and chances[best] * len(looked) <= ALPHA else None
-
-
-def covering(texts: Sequence[str], number: int, *, draw: random.Random) -> list[int]:
-    """Return `number` of these texts, by their places, drawn so that each word and each run of three that SEEN of them
-    have, and not COMMON, is in IN of those that are drawn, as far as half of the number does for it: one after another
-    that which has most of what is still lacking. The rest is drawn by chance alone, in which one in twenty is often
-    seen but once: too seldom for `concentrated`."""
-    places = list(range(len(texts)))
-    draw.shuffle(places)
-    having = [_features(text) for text in texts]
-    everywhere = Counter(each for features in having for each in features)
-    least = max(IN, SEEN * len(texts))
-    lacking = {each: IN for each, count in everywhere.items() if least <= count <= COMMON * len(texts)}
-    wanted = {place: having[place] & lacking.keys() for place in places}
-    chosen = list[int]()
-    while lacking and 2 * len(chosen) < number:
-        best = max(wanted, key=lambda place: len(wanted[place] & lacking.keys()))
-        chosen.append(best)
-        for each in wanted.pop(best) & lacking.keys():
-            lacking[each] -= 1
-            if not lacking[each]:
-                del lacking[each]
-    return [*chosen, *(place for place in places if place in wanted)][:number]
-
-
-def _features(text: str) -> frozenset[str]:
-    words = words_of(text)
-    runs = (" ".join(words[at : at + RUN]) for at in range(len(words) - RUN + 1))
-    return frozenset((*words, *runs))
 
 
 def to_verify(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
