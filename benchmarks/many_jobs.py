@@ -156,10 +156,10 @@ def main() -> None:
         with closing(sides[ONE]), closing(sides[ALL]):
             for side in sides.values():
                 side.round(2, shape, 2)  # they have loaded, and tried what they try once
-            side.post(1, shape, steps)
-            alone = side.done()
-            side.post(jobs, shape, steps)
-            more = (side.done() - alone) / max(1, jobs - 1) / MIB
+            sides[ALL].post(1, shape, steps)
+            alone = sides[ALL].done()
+            sides[ALL].post(jobs, shape, steps)
+            more = (sides[ALL].done() - alone) / max(1, jobs - 1) / MIB
             print(f"{more:.1f} MiB for a job more ({alone / MIB:.0f} MiB with one)", flush=True)
             chats, seconds = Chats(client), {name: list[float]() for name in sides}
             chats.start()

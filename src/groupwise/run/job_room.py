@@ -66,5 +66,6 @@ class JobRoom:
         except ConfigError:
             return 0
         every = dict(self._base.model.named_modules())
-        widths = (sum(every[name].weight.shape) for name in names if hasattr(every.get(name), "weight"))
-        return int(told.get("lora_rank") or fresh.rank) * sum(widths)
+        weights = (getattr(every.get(name), "weight", None) for name in names)
+        width = sum(sum(weight.shape) for weight in weights if weight is not None)
+        return int(told.get("lora_rank") or fresh.rank) * width
