@@ -97,6 +97,7 @@ class ToyJob:
             "elapsed_secs": 2.0,
             "duration_secs": None if state == "queued" else 1.0,
             "position": 1 if state == "queued" else None,
+            "waits": None,
             "attempt": 1,
             "cancel_requested": self.cancelled,
             "error": error if state == "failed" else None,
@@ -187,6 +188,7 @@ class WireServer:
             "message": f"Queued {kind.upper()} training",
             "adapter_name": job.adapter,
             "position": 1,
+            "waits": None,
             "warnings": ["2 of 3 groups have equal rewards"] if body.get("config", {}).get("seed") == 13 else [],
         }
 
