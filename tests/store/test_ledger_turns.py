@@ -148,7 +148,8 @@ def test_a_tenant_with_one_adapter_has_as_much_as_one_with_twenty(book, small_qu
     world.post("one", tenant="bell")
     world.run(60_000)
     acme = sum(count for name, count in world.tokens.items() if name.startswith("acme/"))
-    assert abs(acme - world.tokens["bell/one"]) <= 2 * 512
+    taken = 512 // 16 * (21 + world.swaps)  # what being taken counted as
+    assert abs(acme - world.tokens["bell/one"]) <= 2 * 512 + taken < 0.1 * 60_000
     each = [world.tokens[f"acme/many-{number}"] for number in range(20)]
     assert max(each) - min(each) <= 2 * 512 + 512
 
@@ -177,6 +178,26 @@ def test_who_was_slow_is_never_more_than_a_credit_behind(book):
     slow, quick = book.standings()[1]
     assert (slow.job, quick.job) == (one, two)
     assert quick.leads(slow) == CREDIT - 1
+
+
+def test_small_jobs_without_end_that_have_none_beside_them_are_not_free(book):
+    """A tenant posts jobs of a token that keep all others waiting: between two of them others have a quantum each."""
+    view = book.of("acme")
+    for name in ("x", "y"):
+        submit(view, adapter=name, config={"lora_dropout": 0.1})
+    post(book, "math")
+    first = take(book)
+    assert (first.job.tenant, first.job.adapter) == ("acme", "x")
+    book.progress(first, phase="training", tokens=1)
+    book.published(first, "x@1")
+    mine = take(book)
+    assert mine.job.adapter == "math"
+    waiting, running = book.standings()
+    assert waiting is not None and waiting.tenant == "acme"
+    assert makes_way(waiting, running) is None
+    book.progress(mine, phase="training", tokens=2 * QUANTUM)
+    waiting, running = book.standings()
+    assert waiting is not None and makes_way(waiting, running) == running[0]
 
 
 def test_the_first_of_those_that_are_a_quantum_ahead_makes_way():

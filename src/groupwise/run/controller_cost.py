@@ -15,7 +15,7 @@ from groupwise.store.rollout_writer import APART
 
 TAKEN_IN = {"answers": 0.40, "texts": 0.12}  # of vLLM's servers: HTTP and JSON, and the text of each completion
 ALWAYS = {"rewards": 0.03, "samples": 0.02, "metrics": 0.06}
-WRITTEN, HANDED_OVER = 0.37, 0.06  # rollouts: written, or handed to the process that writes them, for 0.50 of its own
+WRITTEN, HANDED_OVER = 0.37, 0.06  # rollouts: written, or handed to the process that writes them, for 0.55 of its own
 SENT, EACH_HOP = 0.05, 0.015  # an order that other ranks get: made, and sent on once for every doubling of the ranks
 SHARED_OUT, PACKED = 0.06, 0.27  # which rank has what; all of it packed, of which rank 0 packs its share
 

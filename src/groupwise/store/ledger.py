@@ -94,7 +94,15 @@ from groupwise.store.ledger_schema import Lease as Lease
 from groupwise.store.ledger_schema import LedgerEvent as Event
 from groupwise.store.ledger_schema import RolloutRecord as RolloutRecord
 from groupwise.store.ledger_tables import tenant_key
-from groupwise.store.ledger_turns import Standing, charge, clocks_of_new, next_job, training, waits_for
+from groupwise.store.ledger_turns import (
+    Standing,
+    charge,
+    clocks_of_new,
+    next_job,
+    price_of_taking,
+    training,
+    waits_for,
+)
 from groupwise.store.tenants import OWNER
 
 WORKER_PHASES = ("loading", "training", "publishing")  # what a worker may report
@@ -347,7 +355,8 @@ class Ledger:
             if admits is not None and not admits(read_job(db, row["id"]), [to_job(each) for each in training(db)]):
                 return None
             attempt, now = row["attempt"] + 1, time.time()
-            charge(db, row, tokens=1, weight=1)
+            job = read_job(db, row["id"])
+            charge(db, row, tokens=price_of_taking(job), weight=job.weight)
             update_job(db, row["seq"], state=JobState.RUNNING, phase="loading", worker=worker, attempt=attempt)
             update_job(db, row["seq"], started_at=row["started_at"] or now, **until(seconds))
             data = {"state": JobState.RUNNING, "phase": "loading", "attempt": attempt}

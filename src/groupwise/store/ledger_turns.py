@@ -110,9 +110,14 @@ def needs_none_beside(job: JobRecord) -> bool:
 
 
 # ---- clocks ----
+def price_of_taking(job: JobRecord) -> int:
+    """Return how many tokens it counts as that a job is taken: small ones without end are not free, and one that has
+    none beside it keeps all others waiting."""
+    return QUANTUM if needs_none_beside(job) else QUANTUM // 16
+
+
 def charge(db: sqlite3.Connection, row: sqlite3.Row, *, tokens: int, weight: int) -> None:
-    """Count tokens that were trained for a job. A lease counts as one, so that of those that are even each has its
-    turn."""
+    """Count tokens that were trained for a job."""
     standing = Standing.of(db, row)
     (first,) = db.execute("SELECT max(turn) FROM main.job").fetchone()
     (ahead,) = db.execute("SELECT max(own) FROM main.job WHERE tenant = ?", (row["tenant"],)).fetchone()
