@@ -376,7 +376,7 @@ def _opened(wanted: Wanted, truth: Truth | None, *, masking: Masking) -> _Work:
         "overrides": list(wanted.overrides) or None,
     }
     if (wanted.to / STATE).is_file():
-        work.said = _read(wanted.to / STATE)
+        work.said = {"learned": [], "again": {}} | _read(wanted.to / STATE)  # older folders have neither
         before = work.said["wanted"]
         for name, value in now.items():
             if value is not None and value != before[name]:
