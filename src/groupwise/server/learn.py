@@ -223,7 +223,7 @@ class FeedbackTrainer:
         rewards = config.rewards or (SIMILARITY,)
         self._scorer = open_scorer(rewards, config.scoring, folder=parts.config.folder)
         self._again_at, self._bounded = 0.0, ""  # what is said of groups that were left out
-        self._alike = 0  # ratings whose groups had nothing to learn, since the last job or note
+        self._alike, self._noted = 0, False  # ratings whose groups had nothing to learn since the last job
         self._seen: object = None  # the revision of the feedback, and the version, that were last looked at
         self._text_model = TextModel.of(parts.base)
 
@@ -277,14 +277,16 @@ class FeedbackTrainer:
                 return job_id
 
     async def _too_few(self) -> str:
-        """Return how many ratings there are; notes once that those with nothing to learn keep a job from being made."""
+        """Return how many ratings there are; notes, once a job, that those with nothing to learn keep it from being
+        made."""
         there, after = self.trainable, self._config.after
         if not self._alike:
             return f"{there} of {after} ratings that can be trained on are there{self._bounded}"
-        alike, self._alike = self._alike, 0
         message = f"{there} of {after} ratings have something to learn"
-        message += f"; in the groups of {alike} others all completions score the same"
-        await asyncio.to_thread(self._parts.feedback.note, "nothing_to_learn", message, data={"ratings": alike})
+        message += f"; in the groups of {self._alike} others all completions score the same"
+        if not self._noted:
+            self._noted, data = True, {"ratings": self._alike}
+            await asyncio.to_thread(self._parts.feedback.note, "nothing_to_learn", message, data=data)
         return message
 
     def _continued(self) -> PolicyVersion:
@@ -387,7 +389,7 @@ class FeedbackTrainer:
             for group in useful:
                 del self._done[group.seqs]
         message = f"job {job_id} trains {self._config.adapter} on {len(seqs)} ratings in {len(bodies)} groups"
-        alike, self._alike = self._alike, 0
+        alike, self._alike, self._noted = self._alike, 0, False
         data = {"job_id": job_id, "ratings": len(seqs), "groups": len(bodies), "alike": alike, "warnings": warnings}
         await asyncio.to_thread(book.note, "job_queued", message, data=data)
         self.reason = message
