@@ -22,7 +22,6 @@ from groupwise.errors import IdempotencyConflictError, LeaseLostError, NotCancel
 from groupwise.store import ledger, ledger_attempts, ledger_schema
 from groupwise.store.ledger import JobState, Lease, Ledger
 from groupwise.store.ledger_attempts import MAX_SERVER_DEATHS, Cause
-from wording import raises
 
 MAX_ATTEMPTS, MAX_QUEUED, KEEP_JOBS = 3, 4, 3
 WORKERS = st.sampled_from(["a", "b"])
@@ -157,7 +156,7 @@ class LedgerMachine(RuleBasedStateMachine):
         waiting = [job for job in self.where("queued") if self.free(job)]
         assert (lease is None) == (not waiting)
         if lease is not None:
-            job = waiting[0]
+            job = next(each for each in waiting if each["id"] == lease.job.id)  # whose turn it is: test_ledger_turns
             job.update(state="training", worker=worker, until=self.clock.ticks + seconds, attempt=job["attempt"] + 1)
             assert (lease.job.id, lease.worker, lease.attempt) == (job["id"], worker, job["attempt"])
             self.leases.append((lease, job))
@@ -246,7 +245,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return book.complete(job["id"]) if is_good else book.refuse_swap(job["id"], ERROR)
 
         if job["version"] is None or job["state"] not in ("swapping", state):
-            with raises(ValueError):
+            with pytest.raises(ValueError):  # whose words say the state that it met
                 end()
             return
         assert end().state == state
