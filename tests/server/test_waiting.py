@@ -62,6 +62,10 @@ def test_one_that_nothing_is_before_begins_at_once(book):
     assert book.why(book.post("math")) == ("turn", None, 0.0)
 
 
+def test_one_that_the_worker_has_not_taken_waits_for_it(book, later):
+    assert book.why(book.post("math")) == ("turn", None, None)
+
+
 def test_what_does_not_wait_has_no_reason(book):
     assert book.why(book.at_work("math").job.id) is None
 

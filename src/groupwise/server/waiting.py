@@ -52,6 +52,8 @@ def why_waits(job: JobRecord, active: Sequence[JobRecord], waits_for: Sequence[s
     seconds = min(times) * (1 + before // len(running)) if times else None
     if before:
         return _told("turn", f"{before} that have had less begin before it", seconds=seconds)
+    if not running:
+        return _told("turn", "the worker loads the model, or trains what others posted")
     return _told("room", "its turn is next, and as many are trained as there is room for", seconds=seconds)
 
 
