@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from groupwise.store import faults
 from groupwise.store import files as adapter_files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.ledger import Ledger
+from groupwise.store.ledger_attempts import Cause
 from groupwise.store.ledger_schema import JobRecord, JobState, Lease
 from groupwise.train.together import JointPasses
 from groupwise.train.training_batch import TrainingBatch
@@ -173,23 +175,50 @@ def main(root: Path, wanted: Sequence[str]) -> None:
         place.submit(groups(PROMPTS[::-1]), **CRASHING)
         place.ledger.close()
 
+    def serve(state: Path) -> None:
+        place = Place(state, base)
+        while (lease := place.ledger.lease("worker")) is not None:
+            place.worker.do(lease)
+
+    for killed in kill_children(root, wanted, prepare, serve):
+        print(json.dumps({"fault": killed.fault, "ended": killed.ended, **_look(killed.state)}), flush=True)
+
+
+@dataclass(frozen=True)
+class Killed:
+    """How the children of one fault `ended`, how many jobs the first had in its hands, and the `state` they left."""
+
+    fault: str
+    state: Path
+    ended: list[int]
+    in_hand: int
+
+
+def kill_children(
+    root: Path,
+    wanted: Sequence[str],
+    prepare: Callable[[], None],
+    serve: Callable[[Path], None],
+    *,
+    cause: Cause = Cause.CRASH,
+) -> Iterator[Killed]:
+    """For no fault and each that is wanted, a child serves a copy of what `prepare` made in root/template until it is
+    killed; its jobs are taken back for the cause, and another child does what is left."""
     assert _in_child(prepare) == 0
     for number, fault in enumerate(("", *wanted)):
-        state = Path(shutil.copytree(template, root / str(number)))
+        state = Path(shutil.copytree(root / "template", root / str(number)))
 
         def work(fault=fault, state=state) -> None:
             faults._faults.update(faults.parse(fault))
-            place = Place(state, base)
-            while (lease := place.ledger.lease("worker")) is not None:
-                place.worker.do(lease)
+            serve(state)
 
-        ended = [_in_child(work)]
+        ended, in_hand = [_in_child(work)], 0
         if fault:
             ledger = Ledger(state / "ledger.db")
-            ledger.expire("worker")
+            in_hand = len(ledger.expire("worker", cause=cause))
             ledger.close()
             ended.append(_in_child(lambda work=work: work(fault="")))
-        print(json.dumps({"fault": fault, "ended": ended, **_look(state)}), flush=True)
+        yield Killed(fault, state, ended, in_hand)
 
 
 def _look(state: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ from pathlib import Path
 import torch
 
 from groupwise.model.load import load_model
-from groupwise.store import faults
 from groupwise.store.files import WEIGHTS
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_attempts import Cause
 from groupwise.train.together import JointPasses
-from job_place import PROMPTS, Place, _in_child, examples, groups
+from job_place import PROMPTS, Place, examples, groups, kill_children
 
 
 def main(root: Path, cause: str, wanted: Sequence[str]) -> None:
@@ -38,21 +36,12 @@ def main(root: Path, cause: str, wanted: Sequence[str]) -> None:
         place.submit(groups(PROMPTS[:1]), adapter="math", iterations=2)
         place.ledger.close()
 
-    assert _in_child(prepare) == 0
-    for number, fault in enumerate(("", *wanted)):
-        state = Path(shutil.copytree(template, root / str(number)))
+    def serve(state: Path) -> None:
+        Place(state, base, passes=JointPasses(at_once=2)).serve()
 
-        def work(fault=fault, state=state) -> None:
-            faults._faults.update(faults.parse(fault))
-            Place(state, base, passes=JointPasses(at_once=2)).serve()
-
-        ended, in_hand = [_in_child(work)], 0
-        if fault:
-            ledger = Ledger(state / "ledger.db")
-            in_hand = len(ledger.expire("worker", cause=Cause(cause)))
-            ledger.close()
-            ended.append(_in_child(lambda work=work: work(fault="")))
-        print(json.dumps({"fault": fault, "ended": ended, "in_hand": in_hand, **_look(state)}), flush=True)
+    for killed in kill_children(root, wanted, prepare, serve, cause=Cause(cause)):
+        told = {"fault": killed.fault, "ended": killed.ended, "in_hand": killed.in_hand}
+        print(json.dumps({**told, **_look(killed.state)}), flush=True)
 
 
 def _look(state: Path) -> dict[str, object]:

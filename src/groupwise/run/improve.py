@@ -300,6 +300,11 @@ class _Work:
             self.save()
         return self.asked(), differences
 
+    def cost_with(self, spent: Mapping[str, float]) -> dict[str, Any]:
+        """Return what the training and the measuring so far cost, with what was spent besides."""
+        cost = self.said["trained"]["cost"]
+        return cost | {name: cost[name] + each for name, each in spent.items()}
+
     def asked(self) -> dict[str, Any]:
         """Return where the prompts are that are to be verified, and how many."""
         return {"file": str(self.to / "verify.jsonl"), "rows": self.said["to_verify"]}
@@ -335,8 +340,7 @@ def _learned_most(work: _Work, note: Note) -> list[Row]:
         return []
     work.put_rows("looked", [{"prompt": row["prompt"], "answer": row["answer"]} | _tools(row) for row in rows])
     new, old, spent = _measured(work, "looked", rule, note)
-    cost = work.said["trained"]["cost"]
-    work.said["trained"]["cost"] = cost | {name: cost[name] + each for name, each in spent.items()}
+    work.said["trained"]["cost"] = work.cost_with(spent)
     both = zip(rows, old.values("reward"), new.values("reward"), strict=True)
     known = [(row, o, n) for row, o, n in both if math.isfinite(o) and math.isfinite(n)]
     samples = work.samples
@@ -545,7 +549,6 @@ def _by_truth(
     ours = {*work.said["learned"], *work.again}
     counts["trained_on"] = sum(key_of(truth.verified[row["at"]].messages) not in ours for row in seen)
     said = answer(compared, logged, audited, gain=gain, worse_where=worse_where, unsettled=unsettled)
-    cost = work.said["trained"]["cost"]
     return {
         **_told(said),
         **_examples(new, old),
@@ -555,7 +558,7 @@ def _by_truth(
             "reserved": len(reserved),
             "learned": learned,
         },
-        "cost": cost | {name: cost[name] + each for name, each in spent.items()},
+        "cost": work.cost_with(spent),
         "verify": work.asked(),
     }
 

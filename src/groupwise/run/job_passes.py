@@ -1,4 +1,4 @@
-"""How the jobs of a worker share its processors: small passes together, a large one at a time.
+"""Shares a worker's processors among its jobs: small passes are computed together, a large one at a time.
 
 A worker computes with as many threads as it would for one job alone, however many it trains: requests are answered
 beside it. What fits into joint passes (`train.together`) is computed there, as many passes at once as there are

@@ -1,4 +1,4 @@
-"""How many jobs a worker trains at once: what of them may be beside what, and no more than there is room for.
+"""Says how many jobs a worker trains at once: which may be beside which, and no more than there is room for.
 
 Jobs of small models that compute in joint passes (`train.together`) are trained beside each other, and each has the
 bytes that it has alone. One after another are trained jobs of all other models, and those that must have none beside

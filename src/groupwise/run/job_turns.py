@@ -1,4 +1,4 @@
-"""Which of the jobs at hand makes its next step: none gets far ahead of one that could make a step itself.
+"""Decides which of the jobs at hand makes its next step: none gets far ahead of one that could make a step itself.
 
 A job may always make a step while nobody else does, so that processors are never idle for fairness. Beside others it
 waits once it is SLACK tokens ahead of the one furthest behind (`ledger_turns` says what that counts), until that one

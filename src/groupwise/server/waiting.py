@@ -1,4 +1,4 @@
-"""Why a job waits, and in about how many seconds it begins.
+"""Says why a job waits, and in about how many seconds it begins.
 
     adapter    a job before it has to do with its adapter: it begins from what that one makes
     alone      it must have none beside it, or what is trained must

@@ -352,10 +352,10 @@ class Ledger:
                 take_back(db, row, Cause.CRASH, max_attempts=self.max_attempts, beside=len(dead) - 1)
             if (row := next_job(db)) is None:
                 return None
-            if admits is not None and not admits(read_job(db, row["id"]), [to_job(each) for each in training(db)]):
+            job = read_job(db, row["id"])
+            if admits is not None and not admits(job, [to_job(each) for each in training(db)]):
                 return None
             attempt, now = row["attempt"] + 1, time.time()
-            job = read_job(db, row["id"])
             charge(db, row, tokens=price_of_taking(job), weight=job.weight)
             update_job(db, row["seq"], state=JobState.RUNNING, phase="loading", worker=worker, attempt=attempt)
             update_job(db, row["seq"], started_at=row["started_at"] or now, **until(seconds))

@@ -1,4 +1,4 @@
-"""Whose turn it is: which of the waiting jobs is taken next, and who makes way for it.
+"""Decides whose turn it is: which of the waiting jobs is taken next, and who makes way for it.
 
 A job waits for those of its tenant that came before it and have to do with it: those that make a version of the same
 adapter, or of the one that it continues (`base_adapter`), or that continue the adapter it makes a version of. So jobs
@@ -66,10 +66,8 @@ class Standing:
     @classmethod
     def of(cls, db: sqlite3.Connection, row: sqlite3.Row) -> Standing:
         tenant, adapter = row["tenant"], row["adapter"]
-        (clock,), (own,) = (
-            db.execute(_CLOCK.format("?"), (tenant,)).fetchone(),
-            db.execute(_OWN.format("?", "?"), (tenant, adapter)).fetchone(),
-        )
+        (clock,) = db.execute(_CLOCK.format("?"), (tenant,)).fetchone()
+        (own,) = db.execute(_OWN.format("?", "?"), (tenant, adapter)).fetchone()
         return cls(row["id"], tenant, adapter, clock, own)
 
     def leads(self, other: Standing) -> float:
@@ -138,9 +136,9 @@ def clocks_of_new(db: sqlite3.Connection, tenant: str, adapter: str) -> dict[str
     ).fetchone()[0]
     ahead = db.execute("SELECT max(own) FROM main.job WHERE tenant = ?", (tenant,)).fetchone()[0] or 0
     own = db.execute(_OWN.format("?", "?"), (tenant, adapter)).fetchone()[0] or 0
-    return {"turn": max(clock, _begins(theirs, first)), "own": max(own, _begins(its, ahead))}
+    return {"turn": max(clock, _resumed_at(theirs, first)), "own": max(own, _resumed_at(its, ahead))}
 
 
-def _begins(last: float | None, first: float) -> float:
+def _resumed_at(last: float | None, first: float) -> float:
     """Return where a clock begins to count again: `last` is the furthest behind of those that have work, if any."""
     return first if last is None else max(last, first - CREDIT)
