@@ -56,7 +56,8 @@ class _LogprobsAlone:
     token_logprobs: tuple[float | None, ...]
 
 
-L, T = TypeVar("L", _Logprobs, _LogprobsAlone), TypeVar("T", int, float)
+L = TypeVar("L", _Logprobs, _LogprobsAlone)
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True)
