@@ -62,23 +62,28 @@ def test_health_tells_who_has_the_key_everything(site: Whole, versions: list[Pol
     assert site.http.get("/health").json()["adapters_loaded"] == 1  # of the three versions in the store
 
 
-def test_a_waiting_job_shows(site: Whole) -> None:
-    submitted, _ = site.server.ledger.submit(
-        kind="grpo", adapter="x", config={}, summary={}, payload=b"{}", steps=3, auto_load=True
-    )
+def test_jobs_that_wait_and_all_that_run_show(site: Whole) -> None:
+    ledger = site.server.ledger
+    options = {"kind": "grpo", "config": {}, "summary": {}, "payload": b"{}", "steps": 3, "auto_load": True}
+    submitted = [ledger.submit(adapter=name, **options)[0] for name in ("x", "y")]
     try:
-        assert site.http.get("/health").json()["training"]["queued"] == 1
-        assert metric(site, "groupwise_jobs", state="queued") == 1
-        lease = site.server.ledger.lease("w")
-        assert lease is not None
-        site.server.ledger.progress(lease, phase="training", step=1, metrics={"loss/policy": 0.25})
+        assert site.http.get("/health").json()["training"]["queued"] == 2
+        assert metric(site, "groupwise_jobs", state="queued") == 2
+        leases = [lease for _ in submitted if (lease := ledger.lease("w")) is not None]
+        for step, lease in enumerate(leases, 1):
+            ledger.progress(lease, phase="training", step=step, metrics={"loss/policy": step / 4})
         job = site.http.get("/health").json()["training"]["active_job"]
-        assert job["job_id"] == submitted.id and 0 < job["progress"] < 1
+        assert job["job_id"] in {each.id for each in submitted} and 0 < job["progress"] < 1
         assert metric(site, "groupwise_training_active") == 1
-        assert metric(site, "groupwise_train_metric", metric="loss/policy") == 0.25
-        site.server.ledger.fail(lease, {"code": "x", "message": "y"})
+        for step, lease in enumerate(leases, 1):
+            whose = {"adapter": lease.job.adapter, "tenant": ""}
+            assert metric(site, "groupwise_train_step", **whose) == step
+            assert metric(site, "groupwise_train_metric", **whose, metric="loss/policy") == step / 4
+        assert len(leases) == 2
+        for lease in leases:
+            ledger.fail(lease, {"code": "x", "message": "y"})
     finally:
-        assert metric(site, "groupwise_jobs", state="failed") == 1
+        assert metric(site, "groupwise_jobs", state="failed") == 2
 
 
 def test_a_full_disk_is_not_ready(model_dir: Path, tmp_path: Path) -> None:

@@ -228,13 +228,14 @@ def _training_gauges(parts: HealthParts) -> Iterator[Sample]:
     states = Counter(job.state for job in jobs)
     for state in JobState:
         yield "jobs", {"state": state.value}, states[state]
-    running = next((job for job in jobs if job.state == JobState.RUNNING), None)
-    yield "training_active", {}, float(running is not None)
-    if running is not None:
-        yield "train_step", {}, running.step
-        yield "train_progress", {}, running.progress
-        for metric, value in running.metrics.items():
-            yield "train_metric", {"metric": metric}, value
+    running = [job for job in jobs if job.state == JobState.RUNNING]
+    yield "training_active", {}, float(bool(running))
+    for job in running:  # of one adapter there is one
+        whose = {"adapter": job.adapter, "tenant": job.tenant}
+        yield "train_step", whose, job.step
+        yield "train_progress", whose, job.progress
+        for metric, value in job.metrics.items():
+            yield "train_metric", whose | {"metric": metric}, value
 
 
 # ---- models ----

@@ -52,9 +52,9 @@ HELP = {  # of the gauges that others know
     "worker_restarts": "Starts of the training worker after its first.",
     "jobs": "Training jobs that are kept, by state.",
     "training_active": "1 while a job runs.",
-    "train_step": "Steps that the newest running job has made.",
-    "train_progress": "Of the newest running job, 0 to 1.",
-    "train_metric": "Of the newest running job's last step.",
+    "train_step": "Steps that the running job of an adapter has made.",
+    "train_progress": "Of the running job of an adapter, 0 to 1.",
+    "train_metric": "Of the last step of the running job of an adapter.",
 }
 
 Sample = tuple[str, Mapping[str, str], float]  # a gauge's name without prefix, its labels, its value
