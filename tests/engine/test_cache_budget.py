@@ -8,11 +8,12 @@ from contextlib import closing
 import pytest
 import torch
 
-from groupwise.engine import kv_cache, local
+from groupwise.engine import kv_cache, local, packed
 from groupwise.engine.kv_cache import CacheNeed, KeyValueCache
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import EngineError
 from groupwise.model.activations import ModelSize
+from groupwise.model.layer_settings import keys_from
 from groupwise.model.memory import cache_token_bytes
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest
 from serving import starter
@@ -180,3 +181,32 @@ def test_an_engine_without_work_gives_back_the_memory_of_its_rows(monkeypatch):
         assert not held()
         again = engine.generate([request])[0]
         assert [each.token_ids for each in again] == [each.token_ids for each in first]
+
+
+GEMMA = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+    "sliding_window": 8,
+    "head_dim": 8,
+    "global_head_dim": 8,
+}
+
+
+def test_layers_with_keys_of_an_earlier_one_keep_none_of_their_own(make_base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4 E2B in small, beyond its window: bytes of half as many layers, and the same is sampled, bit by bit."""
+    base = make_base("gemma4", dtype=torch.float32, **GEMMA)
+    size = ModelSize.of(base.model.config, parameters=1, value_bytes=4)
+    assert cache_token_bytes(size) == 2 * 3 * size.key_value * 4
+    params = SamplingParams(max_tokens=16, ignore_eos=True, seed=3)
+    asked = [SamplingRequest(prompt_ids=tuple(range(5, 5 + length)), params=params, n=3) for length in (4, 12)]
+    found, kept = [], []
+    for owners in (keys_from, lambda config: {}):
+        monkeypatch.setattr(packed, "keys_from", owners)
+        with closing(LocalEngine(base, max_rows=8)) as engine:
+            found.append([[(each.token_ids, each.logprobs) for each in group] for group in engine.generate(asked)])
+            stores = [
+                store for lane in engine._lanes for store in (lane.decoder.cache.prompts, lane.decoder.cache.rows)
+            ]
+            kept.append({layer for store in stores for layer in store.layers})
+    assert found[0] == found[1] and kept == [{0, 1, 2}, set(range(6))]

@@ -24,8 +24,9 @@ D head size, L longest prompt, T most new tokens of a row, M most tokens that a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -46,10 +47,11 @@ MOST_EMPTY = 4  # cells of the grid per row, beyond which the grid is not worth 
 
 class _Store:
     """Per layer keys and values [lines, K, length, D]; both sizes grow as they are needed. Of recurrent layers states
-    [lines, ...], by layer and kind."""
+    [lines, ...], by layer and kind. Layers that attend with another's (`keys_from`) have none of their own."""
 
-    def __init__(self, most_lines: int):
+    def __init__(self, most_lines: int, keys_from: Mapping[int, int]):
         self.most_lines, self.lines, self.length = most_lines, 0, 0
+        self.keys_from = keys_from
         self.most_length: float = math.inf  # as `most_lines`, what it does not grow beyond ahead of what is needed
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: dict[tuple[int, str], Tensor] = {}
@@ -92,6 +94,7 @@ class _Store:
     def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's keys and values, made on first use in the sizes and types of `key` and `value` [..., K,
         D]."""
+        layer = self.keys_from.get(layer, layer)
         if layer not in self.layers:
             keys, values = (x.new_zeros(self.lines, x.shape[-2], self.length, x.shape[-1]) for x in (key, value))
             self.layers[layer] = keys, values
@@ -136,11 +139,14 @@ class KeyValueCache:
 
     Args:
         most_tokens: that there may be memory for, those of prompts included. One row is given more, if it needs it.
+        keys_from: layers that attend with the keys and values of an earlier one, each with that one.
     """
 
-    def __init__(self, most_rows: int, most_tokens: float = math.inf):
+    def __init__(
+        self, most_rows: int, most_tokens: float = math.inf, *, keys_from: Mapping[int, int] = MappingProxyType({})
+    ):
         self.most_tokens = most_tokens
-        self.prompts, self.rows = _Store(most_rows), _Store(most_rows)
+        self.prompts, self.rows = _Store(most_rows, keys_from), _Store(most_rows, keys_from)
         self.lengths: list[int] = []  # tokens of the prompt in each slot
         self.openings: list[Opening | None] = []  # and the copy of it, where there is one
         self.prefilled: list[Prefilled | None] = []  # and whose prompt it is, from the first token to the last

@@ -53,6 +53,7 @@ from groupwise.engine.rows import PendingRequest, Row, Rows
 from groupwise.model.attention import Layout, SharedPrompts
 from groupwise.model.backbone import Backbone
 from groupwise.model.image_tokens import vision_of
+from groupwise.model.layer_settings import keys_from
 from groupwise.model.transfer import on_device
 from groupwise.types import PolicyVersion
 
@@ -87,7 +88,9 @@ class PackedDecoder(DecodedRows):
         self._both_ways = self._vision is not None and self._vision.both_ways
         see = None if self._vision is None else AdaptedEyes(shared.model, shared.bank, self._vision)
         self._backbone = Backbone(shared.model, shared.bank.project, see)
-        self.cache, self.lookup = KeyValueCache(shared.budget.most, cache_tokens), Lookup(draft_tokens, shared.device)
+        owners = keys_from(shared.model.config.get_text_config())
+        self.cache = KeyValueCache(shared.budget.most, cache_tokens, keys_from=owners)
+        self.lookup = Lookup(draft_tokens, shared.device)
         self._since_sorted = 0  # decode steps
         self._grid: Grid | None = None  # None: rows have come or gone since it was made
         self._threads = threads

@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.model.layer_settings import of_layers
+from groupwise.model.layer_settings import keys_from, of_layers
 
 TILE_BYTES = 4 << 20  # of the LM head's tiles in float32, `train.forward.TILE_VALUES`
 
@@ -47,7 +47,8 @@ LOSS_BYTES = 96  # a loss token's numbers: log-probabilities, advantage, ratio, 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What of a decoder decides its memory. `value_bytes` is the size of one weight, and of what products compute.
+    """What of a decoder decides its memory. `value_bytes` is the size of one weight, and of what products compute;
+    `cached` are the layers with keys and values of their own (None: all).
 
     `layer` are the parameters of its largest decoder layer, all experts of a mixture; None: those of a dense one's
     matrices. Where weights are quantised, `stored` are the bytes of them all, and `product` the most that a layer's
@@ -68,6 +69,7 @@ class ModelSize:
     layer: int | None = None
     stored: int | None = None
     product: int = 0
+    cached: int | None = None
 
     @classmethod
     def of(
@@ -98,6 +100,7 @@ class ModelSize:
             layer=layer,
             stored=stored,
             product=product,
+            cached=config.num_hidden_layers - len(keys_from(config)),
         )
 
     @property

@@ -327,8 +327,9 @@ def _merged(config: RunConfig, model: ModelSize) -> int:
 
 
 def cache_token_bytes(model: ModelSize) -> int:
-    """Return bytes of the keys and values of one token, in all layers."""
-    return 2 * model.layers * model.key_value * model.value_bytes
+    """Return bytes of the keys and values of one token, in all layers that have some."""
+    layers = model.layers if model.cached is None else model.cached
+    return 2 * layers * model.key_value * model.value_bytes
 
 
 def _keys_and_values(config: RunConfig, load: Load) -> int:
