@@ -62,6 +62,7 @@ class FleetMember:
         self.accepted: Accepted | None = None  # None: it is away
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of its present life
         self.doubted = asyncio.Event()
+        self.given_up: str | None = None  # why, whatever it answers
         self.running = self.given = 0  # completions: now, and ever
         self.why = "it has not answered yet"
 
@@ -186,6 +187,11 @@ class Fleet:
                 await asyncio.to_thread(member.process.stop)
 
     @property
+    def samples(self) -> bool:
+        """Return whether anything is in flight."""
+        return any(member.running for member in self.members)
+
+    @property
     def up(self) -> list[FleetMember]:
         return [member for member in self.members if member.accepted is not None]
 
@@ -270,6 +276,18 @@ class Fleet:
             member.doubted.set()
             raise
 
+    async def awake(self) -> list[VllmServer]:
+        """Return the servers that are up, which have the memory that they need. Raises EngineError."""
+        await self._wake()
+        return [member.server for member in self.up]
+
+    def give_up(self, server: VllmServer, why: str) -> None:
+        """Take a server for lost, whatever it answers to /health; one of ours is replaced."""
+        for member in self.up:
+            if member.server is server:
+                member.given_up = why
+                member.doubted.set()
+
     async def forget(self, published: Published) -> None:
         """Unload a version wherever it is, when servers that sleep are awake; one that is away has forgotten it."""
         await self._awake.wait()
@@ -287,7 +305,7 @@ class Fleet:
             for member in self.members:
                 await self._until_up([member], self._config.recovery_timeout_s)
             async with self._changed:
-                await self._changed.wait_for(lambda: not any(member.running for member in self.members))
+                await self._changed.wait_for(lambda: not self.samples)
                 self._asleep = True
                 self._awake.clear()
             await self._all_up(lambda server: server.sleep())
@@ -409,6 +427,9 @@ class Fleet:
                     await member.doubted.wait()
             if member.process is not None and member.process.ended:
                 return member.process.ended
+            if member.given_up is not None:
+                why, member.given_up = member.given_up, None
+                return why
             try:
                 await member.server.health()
                 if not await member.server.remembers(member.base):
