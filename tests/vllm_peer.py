@@ -491,6 +491,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = 200, self.peer.answer(self.path, json.loads(data) if data else {})
         except Refused as refused:
             status, answer = refused.status, {"error": {"message": str(refused), "code": refused.status}}
+            self.close_connection = status == 500  # without a word, as vLLM
         except AttributeError:
             status, answer = 404, {"detail": "Not Found"}
         except Exception:  # its engine was closed: it dies

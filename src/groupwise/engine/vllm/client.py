@@ -326,13 +326,22 @@ class VllmServer:
     async def leave_update(self, *, timeout: float) -> None:
         """End an update that broke off, whose weights are of no version; what is read after it is loaded as ever, which
         amid an update it is not. Raises ServerLost, EngineError."""
+
+        async def ask(path: str) -> None:
+            try:
+                await self._ask("POST", path, {}, timeout=timeout)
+            except ServerLost as error:  # after a 500 vLLM closes the connection without a word
+                if error.silent:
+                    raise
+                await self._ask("POST", path, {}, timeout=timeout)
+
         try:
-            await self._ask("POST", "/finish_weight_update", {}, timeout=timeout)
+            await ask("/finish_weight_update")
         except ServerLost:
             raise
         except EngineError:  # vLLM has ended it, and not what it had begun with each layer
-            await self._ask("POST", "/start_weight_update", timeout=timeout)
-            await self._ask("POST", "/finish_weight_update", {}, timeout=timeout)
+            await ask("/start_weight_update")
+            await ask("/finish_weight_update")
         self.updating = False
 
     async def holds(self, label: str) -> bool:
