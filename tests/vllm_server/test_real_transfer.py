@@ -12,10 +12,11 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from groupwise.config.run import load_config
@@ -63,6 +64,18 @@ save_file(found, f"{directory}/found.safetensors")
 print(len(received))
 """
 
+TAKE = """
+import json, sys
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+
+nccl, ipc, nccl_update, ipc_update = json.load(sys.stdin)
+assert NCCLWeightTransferInitInfo(**nccl).nccl_unique_id_bytes == bytes(range(128))
+NCCLWeightTransferUpdateInfo(**nccl_update)
+assert IPCWeightTransferInitInfo(**ipc).packed
+assert list(IPCWeightTransferUpdateInfo(**ipc_update).ipc_handles) == ["gpu-7"]
+"""
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-vllm: `make vllm` installs it"),
@@ -90,7 +103,7 @@ def engine(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Itera
     config = load_config(ROOT / "configs" / "arithmetic.yaml", [*what, *how])
     said: list[str] = []
     engine = open_vllm(config, base, LocalEngine(base, max_rows=1, prefix_cache_mb=0), say=said.append)
-    assert [line for line in said if "by groupwise_gloo" in line]
+    assert [line for line in said if "by gloo (" in line]
     yield engine
     engine.close()
 
@@ -162,8 +175,24 @@ def test_vllms_own_consumer_reads_what_is_packed_for_its_nccl(base: LoadedModel,
     words = [str(PYTHON), "-c", CONSUME, str(tmp_path), json.dumps(told)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    from safetensors.torch import load_file
-
     found = load_file(tmp_path / "found.safetensors")
     assert int(done.stdout.split()[-1]) == number > 3
     assert found.keys() == every.keys() and all(torch.equal(found[name], each) for name, each in every.items())
+
+
+def test_vllm_takes_what_it_is_told_of_nccl_and_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own classes; the GPU is replaced."""
+    monkeypatch.setattr(links, "PACKED_BYTES", 64)
+    monkeypatch.setattr(links, "nccl", SimpleNamespace(unique_id=lambda: bytes(range(128))))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="gpu-7"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    cpu, packed = torch.device("cpu"), torch.arange(8, dtype=torch.uint8)
+    nccl = links.NcclLink("http://127.0.0.1:8000", 1, device=cpu, timeout_s=5.0)
+    ipc = links.IpcLink("http://127.0.0.1:8000", 1, device=cpu, timeout_s=5.0)
+    chunk = links.Chunk(packed, ["a"], [torch.bfloat16], [torch.Size([2, 2])], [8])
+    told = json.dumps([nccl.meeting(), ipc.meeting(), nccl.described(chunk), ipc.described(chunk)])
+    unpickles = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    done = subprocess.run(
+        [str(PYTHON), "-c", TAKE], input=told, env=unpickles, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -88,6 +88,7 @@ class GlooLink:
     """The way to a server on CPUs, which meets this process in a store of its own."""
 
     name: ClassVar[str] = groupwise_gloo.BACKEND
+    said: ClassVar[str] = "gloo (on CPUs)"
 
     def __init__(self, url: str, workers: int, *, device: torch.device, timeout_s: float):
         host = groupwise_gloo.address_towards(urlsplit(url).hostname or "127.0.0.1")
@@ -119,6 +120,7 @@ class NcclLink:
     and begin it with the sum of one number."""
 
     name: ClassVar[str] = "nccl"
+    said: ClassVar[str] = "NCCL (on other GPUs than rank 0's)"
 
     def __init__(self, url: str, workers: int, *, device: torch.device, timeout_s: float):
         self._device, self._size = device, workers + 1
@@ -173,6 +175,7 @@ class IpcLink:
     """The way to a server on this process's GPU: it is told where the bytes are, and copies them before it answers."""
 
     name: ClassVar[str] = "ipc"
+    said: ClassVar[str] = "IPC (on the GPU of rank 0)"
 
     def __init__(self, url: str, workers: int, *, device: torch.device, timeout_s: float):
         if workers != 1:

@@ -39,13 +39,12 @@ TakeTensor = Callable[[str, Tensor], None]
 
 @dataclass
 class Way:
-    """How a server gets whole models: over a link of this kind (None: it reads files), and why so. `failed`: it read
-    none before a transfer failed."""
+    """How a server gets whole models: over a link of this kind, or (None) as files, and `why`."""
 
     kind: str | None
-    why: str
+    why: str = ""
     link: Link | None = None
-    failed: bool = False
+    failed: bool = False  # since a transfer did
 
 
 async def way_of(server: VllmServer, asked: Literal["auto", "file"], device: torch.device) -> Way:
@@ -57,14 +56,19 @@ async def way_of(server: VllmServer, asked: Literal["auto", "file"], device: tor
     except ServerLost:
         raise
     except EngineError as error:
-        return Way(None, f"it does not say how it takes weights: {error.message}")
+        return Way(None, f"it does not say how it was started: {error.message}")
     if backend is None:
         return Way(None, "it was started without --weight-transfer-config")
     if backend not in KINDS:
         return Way(None, f"it was started for {backend}, which this version does not speak")
     if backend != links.GlooLink.name and device.type != "cuda":  # gpu-aware
         return Way(None, f"it was started for {backend}, and the learner is on no GPU")
-    return Way(backend, f"it was started for {backend}")
+    return Way(backend)
+
+
+def in_words(way: Way) -> str:
+    """Return how a server gets whole models, and why so."""
+    return f"files ({way.why})" if way.kind is None else KINDS[way.kind].said
 
 
 class Transfers:

@@ -21,7 +21,7 @@ from pathlib import Path
 from groupwise.engine.vllm.client import ServerLost, VllmServer
 from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.publish import Published, Shelf
-from groupwise.engine.vllm.transfer import TakeTensor, Transfers
+from groupwise.engine.vllm.transfer import TakeTensor, Transfers, in_words
 from groupwise.errors import EngineError
 from groupwise.types import PolicyVersion
 
@@ -124,12 +124,8 @@ class WholeModels:
 
     def ways(self) -> list[str]:
         """Return how the servers get whole models, in words."""
-        found = Counter((way.kind, way.why) for way in self._transfers.ways.values())
-        how = {None: "by files that they read"}
-        return [
-            f"weights go to {count} vLLM server{'s' * (count > 1)} {how.get(kind, f'by {kind}')}: {why}"
-            for (kind, why), count in found.items()
-        ]
+        found = Counter(in_words(way) for way in self._transfers.ways.values())
+        return [f"weights go to {count} vLLM server{'s' * (count > 1)} by {how}" for how, count in found.items()]
 
     @asynccontextmanager
     async def standing(self) -> AsyncIterator[None]:
