@@ -310,8 +310,12 @@ class VllmServer:
 
     async def start_update(self, *, timeout: float) -> None:
         """Begin to take weights. Nothing may be in flight until `finish_update`. Raises ServerLost, EngineError."""
+        try:
+            await self._ask("POST", "/start_weight_update", timeout=timeout)
+        except ServerLost:
+            self.updating = True  # for all that is known
+            raise
         self.updating = True
-        await self._ask("POST", "/start_weight_update", timeout=timeout)
 
     async def update(self, told: Mapping[str, Any], *, timeout: float) -> None:
         """Take these tensors, which are sent meanwhile. Raises ServerLost, EngineError."""

@@ -166,20 +166,23 @@ class Transfers:
             within = f"{self._timeout_s:g} s (vllm.sync_timeout_s)"
             raise ServerLost(f"{server.url} took no weights within {within}", silent=True) from None
 
-    async def failed(self, server: VllmServer, error: EngineError, *, amid: bool) -> None:
-        """Give up the way to a server; `amid` an update, which it is to come out of."""
-        way, silent = self._ways[server], isinstance(error, ServerLost) and error.silent
+    async def failed(self, server: VllmServer, error: EngineError) -> None:
+        """Give up the way to a server, which is to come out of the update that it may be in. One that did not answer at
+        all may have died, and takes what is sent in its next life."""
+        way, lost = self._ways[server], isinstance(error, ServerLost)
+        silent = isinstance(error, ServerLost) and error.silent
         if way.link is not None:
             way.link.abort()
             way.link = None
-        if isinstance(error, ServerLost) and not silent:  # it died: its next life is another matter
+        if lost and not silent:
             log.warning("vLLM at %s was lost while weights were sent to it: %s", server.url, error.message)
-            return self._give_up(server, error.message)
-        self.by_file(server, error.message)
-        if not (amid or silent):
-            return
+        else:
+            self.by_file(server, error.message)
         try:
-            await server.leave_update(timeout=MEND_S)
+            if server.updating or silent:
+                await server.leave_update(timeout=MEND_S)
+            elif lost:
+                await server.health()
         except EngineError as worse:
             self._give_up(server, f"it does not come out of an update of its weights: {worse.message}")
 
@@ -212,7 +215,7 @@ class _Sending:
 
     async def open(self) -> None:
         """Begin an update of every server."""
-        await self._on_all(self._begin, amid=False)
+        await self._on_all(self._begin)
 
     async def _begin(self, server: VllmServer) -> None:
         await self._transfers.link(server)
@@ -242,7 +245,7 @@ class _Sending:
         )
         self._names, self._tensors, self._bytes = [], [], 0
         self.settle()
-        self._under_way = self._transfers.run(self._on_all(partial(self._give, chunk), amid=True))
+        self._under_way = self._transfers.run(self._on_all(partial(self._give, chunk)))
 
     def settle(self) -> None:
         """Wait until what was sent is there, or is known not to be."""
@@ -257,13 +260,13 @@ class _Sending:
 
     async def close(self) -> None:
         """End the update of every server that has all."""
-        await self._on_all(self._end, amid=True)
+        await self._on_all(self._end)
 
     async def _end(self, server: VllmServer) -> None:
         await server.finish_update(self._label, timeout=self._transfers.timeout_s)
         (await self._transfers.link(server)).rest()
 
-    async def _on_all(self, do: Callable[[VllmServer], Coroutine[Any, Any, None]], *, amid: bool) -> None:
+    async def _on_all(self, do: Callable[[VllmServer], Coroutine[Any, Any, None]]) -> None:
         """Do it with every server that still takes weights; one that it fails with takes none any more."""
 
         async def on(server: VllmServer) -> None:
@@ -273,6 +276,6 @@ class _Sending:
                 why = f"weights cannot be sent to {server.url}: {' '.join(str(error).split()):.{SAID}}"
                 self.servers.remove(server)
                 failure = error if isinstance(error, EngineError) else EngineError(why)
-                await self._transfers.failed(server, failure, amid=amid)
+                await self._transfers.failed(server, failure)
 
         await asyncio.gather(*(on(server) for server in list(self.servers)))
