@@ -88,7 +88,8 @@ class Transfers:
         run: Run[Any],
         give_up: Callable[[VllmServer, str], None],
     ):
-        self._asked, self._device, self._timeout_s = asked, device, timeout_s
+        self._asked: Literal["auto", "file"] = asked
+        self._device, self._timeout_s = device, timeout_s
         self._run, self._give_up = run, give_up
         self._ways: dict[VllmServer, Way] = {}
 
@@ -135,14 +136,13 @@ class Transfers:
         """Return the link to a server, which it may have to meet first. Raises EngineError, ServerLost."""
         way = self._ways[server]
         assert way.kind is not None
-        if way.link is None:
-            make = partial(KINDS[way.kind], server.url, device=self._device, timeout_s=self._timeout_s)
-            made = in_thread(partial(make, await server.workers()))
-            link = await self._within(asyncio.wrap_future(made), server)
-            meeting = server.meet(link.meeting(), timeout=self._timeout_s)
-            way.link = link  # whatever comes of it has to be given up
-            await self.both(server, meeting, link.join)
-        return way.link
+        if way.link is not None:
+            return way.link
+        make = partial(KINDS[way.kind], server.url, device=self._device, timeout_s=self._timeout_s)
+        made = in_thread(partial(make, await server.workers()))
+        link = way.link = await self._within(asyncio.wrap_future(made), server)  # given up, whatever comes of it
+        await self.both(server, server.meet(link.meeting(), timeout=self._timeout_s), link.join)
+        return link
 
     async def both(self, server: VllmServer, asked: Coroutine[Any, Any, object], do: Callable[[], None]) -> None:
         """Return when a server has answered and what happens here meanwhile, which blocks, has, too. Raises ServerLost,
