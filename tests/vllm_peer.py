@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.vllm.plugin import groupwise_gloo
+from groupwise.engine.vllm_plugin import groupwise_gloo
 from groupwise.errors import AdapterError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.image_tokens import vision_of

@@ -2,7 +2,7 @@
 
     nccl            a group of rank 0 and the server's workers, on other GPUs, of this or other machines
     ipc             a server on the learner's own GPU reads the bytes where they are
-    groupwise_gloo  a server on CPUs, which has our plugin (`plugin/groupwise_gloo.py`)
+    groupwise_gloo  a server on CPUs, which has our plugin (`vllm_plugin/groupwise_gloo.py`)
 
 Each server has a group of its own, so that one that dies holds up no other. What blocks runs in a daemon thread
 (`in_thread`): a group whose other side is gone may never return, and a process must be able to end all the same.
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import nccl
 
-from groupwise.engine.vllm.plugin import groupwise_gloo
+from groupwise.engine.vllm_plugin import groupwise_gloo
 from groupwise.errors import EngineError
 
 PACKED_BYTES = 1 << 28  # of tensors that are sent together, at least, where there are more

@@ -40,16 +40,16 @@ def join(meeting: Meeting, rank: int, store: Any = None) -> Any:
     timeout = timedelta(seconds=meeting.timeout_s)
     if store is None:
         store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
-    gloo: Any = dist.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
+    gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address_towards(meeting.host))]
     options._timeout = timeout
-    return gloo(dist.PrefixStore("weights", store), rank, meeting.size, options)  # pyright: ignore[reportPrivateImportUsage]
+    return gloo(dist.PrefixStore("weights", store), rank, meeting.size, options)
 
 
 def broadcast(group: Any, tensor: Tensor) -> None:
     """Send, as rank 0, or receive a tensor. Raises RuntimeError where the others are gone or silent."""
-    options: Any = dist.BroadcastOptions()  # pyright: ignore[reportPrivateImportUsage]
+    options: Any = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     group.broadcast([tensor], options).wait()
 
