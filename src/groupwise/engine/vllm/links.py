@@ -115,7 +115,7 @@ class GlooLink:
         self._group = None  # its connections are closed, which ends a server's wait, once nothing is sent any more
 
 
-class NcclLink:
+class NcclLink:  # gpu-only: weights to vLLM servers over NCCL
     """The way to a server on other GPUs than this process's. vLLM's workers join a group by the id that they are told,
     and begin it with the sum of one number."""
 
@@ -171,7 +171,7 @@ class NcclLink:
         self._comm = None
 
 
-class IpcLink:
+class IpcLink:  # gpu-only: weights to a vLLM server on the same GPU
     """The way to a server on this process's GPU: it is told where the bytes are, and copies them before it answers."""
 
     name: ClassVar[str] = "ipc"
