@@ -18,12 +18,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from groupwise.engine.local import LocalEngine
+from groupwise.engine.vllm_plugin import groupwise_gloo
 from groupwise.errors import AdapterError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.image_tokens import vision_of
@@ -32,6 +35,10 @@ from groupwise.pictures import Picture, read_picture
 from groupwise.types import Grammar, PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 BASE = "base"
+TRANSFER_ROUTES = (
+    *("server_info", "get_world_size", "init_weight_transfer_engine", "start_weight_update", "update_weights"),
+    "finish_weight_update",
+)
 
 
 @dataclass
@@ -56,6 +63,12 @@ class Faults:
     scale_out: bool = True  # ... and /inference/v1/generate
     keeps_images: bool = True  # by their names
     sees_less: bool = False  # its processor cuts images otherwise
+    transfer: str | None = groupwise_gloo.BACKEND  # how it was started to take weights that are sent to it
+    old: bool = False  # an older vLLM, which knows no such routes
+    refuses: str | None = None  # the route of a transfer that it answers 500 to, each time
+    dies_in: str | None = None  # ... that it dies in, without an answer
+    hangs_in: str | None = None  # ... from which on its engine does nothing any more, and the server about it does
+    bends: float = 0.0  # added to what it is sent
 
 
 class Refused(Exception):
@@ -77,11 +90,13 @@ class Peer:
     seen: list[dict[str, Any]] = field(default_factory=list)  # bodies of completions
     checkpoints: list[Path] = field(default_factory=list)  # that it was told to read
     images: list[str] = field(default_factory=list)  # names of those whose pixels came, in that order
+    sent: list[dict[str, Tensor]] = field(default_factory=list)  # all that was sent, by version
+    chunks: list[int] = field(default_factory=list)  # bytes of each request of a transfer
 
     def __post_init__(self) -> None:
         self._flying: list[PolicyVersion] = []
         self.most_flying, self._tokens, self._turn = 0, 0, threading.Condition()
-        self._working, self.slept = 0, 0
+        self._working, self.slept, self._reads = 0, 0, count(1)
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self.start()
@@ -94,6 +109,7 @@ class Peer:
         """Listen, with no adapters: what there was died with the process."""
         self.loaded, self.paths, self.label, self.asleep = {}, dict[str, Path](), "default", False
         self._pictures = dict[str, Picture]()  # by name
+        self._updates, self._arrived, self._stuck = False, dict[str, Tensor](), False
         self.engine = LocalEngine(self.base, max_rows=64)
         peer = self
 
@@ -121,7 +137,24 @@ class Peer:
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         while self.faults.hangs:
             time.sleep(0.05)
-        return getattr(self, "do_" + path.partition("?")[0].strip("/").replace("/", "_"))(body)
+        route = path.partition("?")[0].strip("/")
+        if route in TRANSFER_ROUTES:
+            self._at(route)
+        while self._stuck and route != "health" and self.faults.hangs_in:
+            time.sleep(0.02)
+        return getattr(self, "do_" + route.replace("/", "_"))(body)
+
+    def _at(self, route: str) -> None:
+        """What becomes of a request about weights that are sent."""
+        if self.faults.old:
+            raise Refused(404, "Not Found")
+        if route == self.faults.refuses:
+            raise Refused(500, f"{route} failed")
+        if route == self.faults.dies_in:
+            self.faults.dies_in = None
+            self.die()
+            raise ConnectionError
+        self._stuck |= route == self.faults.hangs_in
 
     def do_health(self, body: dict[str, Any]) -> Any:
         return {}
@@ -174,13 +207,62 @@ class Peer:
     def do_collective_rpc(self, body: dict[str, Any]) -> Any:
         self.checkpoints.append(Path(body["kwargs"]["weights_path"]))
         if not self.faults.keeps_weights:
-            self.base.model.load_state_dict(_weights(self.checkpoints[-1], self.base), strict=False)
-            self.base.model.tie_weights()
-            self.engine.adopt(PolicyVersion("read", len(self.checkpoints)))  # sums with the old ones are forgotten
-            for name, path in self.paths.items():
-                self.engine.unload(self.loaded[name])
-                self.engine.load(self.loaded[name], path)
+            read = _weights(self.checkpoints[-1], self.base)
+            self._load(read | self._arrived)  # what an update that broke off has left is in the way, as in vLLM
         return {"results": [None]}
+
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        self.base.model.load_state_dict(weights, strict=False)
+        self.base.model.tie_weights()
+        self.engine.adopt(PolicyVersion("read", next(self._reads)))  # sums with the old ones are forgotten
+        for name, path in self.paths.items():
+            self.engine.unload(self.loaded[name])
+            self.engine.load(self.loaded[name], path)
+
+    # -- weights that are sent -----------------------------------------------------------------------------------------
+
+    def do_server_info(self, body: dict[str, Any]) -> Any:
+        backend = self.faults.transfer
+        return {"vllm_config": {"weight_transfer_config": backend and {"backend": backend}}, "vllm_env": {}}
+
+    def do_get_world_size(self, body: dict[str, Any]) -> Any:
+        return {"world_size": 1}
+
+    def do_init_weight_transfer_engine(self, body: dict[str, Any]) -> Any:
+        told = dict(body["init_info"])
+        rank = told.pop("rank_offset")
+        self._group = groupwise_gloo.join(groupwise_gloo.Meeting(**told), rank)
+        return {"message": "Weight transfer initialized"}
+
+    def do_start_weight_update(self, body: dict[str, Any]) -> Any:
+        if self._updates:
+            raise Refused(500, "start_weight_update called while a weight update is already active")
+        self._updates = True
+        return {"message": "Weight update started"}
+
+    def do_update_weights(self, body: dict[str, Any]) -> Any:
+        if not self._updates:
+            raise Refused(500, "start_weight_update must be called before update_weights.")
+        told = body["update_info"]
+        try:
+            packed, sizes, dtypes = groupwise_gloo.receive(self._group, told["dtype_names"], told["shapes"])
+        except RuntimeError as error:
+            self._updates = False  # and what has arrived stays, as in vLLM
+            raise Refused(500, str(error)) from None
+        self.chunks.append(packed.numel())
+        for name, shape, dtype, part in zip(told["names"], told["shapes"], dtypes, packed.split(sizes), strict=True):
+            self._arrived[name] = part.view(dtype).view(shape) + self.faults.bends
+        return {"message": "Weights updated"}
+
+    def do_finish_weight_update(self, body: dict[str, Any]) -> Any:
+        if not self._updates:
+            raise Refused(500, "finish_weight_update called without a matching start_weight_update.")
+        arrived, self._updates, self._arrived = self._arrived, False, {}
+        self._load(arrived)
+        if body.get("weight_version") is not None:
+            self.label = body["weight_version"]
+            self.sent.append(arrived)
+        return {"message": "Weight update finished"}
 
     def do_update_weight_version(self, body: dict[str, Any]) -> Any:
         self.label = body["new_version"]
@@ -426,6 +508,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = 200, self.peer.answer(self.path, json.loads(data) if data else {})
         except Refused as refused:
             status, answer = refused.status, {"error": {"message": str(refused), "code": refused.status}}
+            self.close_connection = status == 500  # without a word, as vLLM
         except AttributeError:
             status, answer = 404, {"detail": "Not Found"}
         except Exception:  # its engine was closed: it dies

@@ -49,7 +49,7 @@ def test_what_does_not_go_together(keys: dict[str, Any], field: str):
 
 def test_what_belongs_to_servers_is_refused_with_colocate():
     given = {"urls": ["http://a:1"], "arguments": ["--x"], "environment": {"A": "b"}, "port": 1, "host": "0.0.0.0"}
-    given["servers"] = 2
+    given |= {"servers": 2, "transfer": "file"}
     for key in OF_SERVERS:
         with raises(ConfigError, kind="conflict"):
             parse(engine="vllm", vllm={"mode": "colocate", key: given.get(key, "x")})

@@ -362,7 +362,7 @@ def test_whole_models_are_read_anew_also_by_a_server_that_was_away(attach, make_
     base = whole(make_base)
     with serving(whole(make_base)) as peer:
         step(peer.base)  # what an earlier run has left there
-        engine = attach(peer, base=base, reloads=True)
+        engine = attach(peer, base=base, reloads=True, transfer="file")
         for version in (FIRST, SECOND):
             step(base)
             engine.adopt(version)
@@ -382,7 +382,7 @@ def test_whole_models_are_read_anew_also_by_a_server_that_was_away(attach, make_
 def test_weights_that_a_server_does_not_take_end_the_run_by_name(attach, make_base):
     base = whole(make_base)
     with serving(whole(make_base)) as peer:
-        engine = attach(peer, base=base, reloads=True, sync_retries=1)
+        engine = attach(peer, base=base, reloads=True, transfer="file", sync_retries=1)
         step(base)
         peer.faults.keeps_weights = True
         with raises(EngineError):
@@ -396,7 +396,7 @@ def test_merged_adapters_are_read_as_whole_models_also_by_a_server_that_was_away
     """`vllm.push: merged`: no adapter ever reaches the server, and what it samples is what the adapter makes."""
     with serving(whole(make_base)) as peer:
         step(peer.base)  # what an earlier run has left there
-        engine = attach(peer, base=whole(make_base), merge=AdapterMerge(whole(make_base)))
+        engine = attach(peer, base=whole(make_base), merge=AdapterMerge(whole(make_base)), transfer="file")
         (group,) = engine.generate([request(version=BASE, n=2)])
         assert off(group, (1, 2, 3, 4), tiny_engine, BASE) < 1e-4
         for version, directory in zip((FIRST, SECOND), adapters, strict=False):
@@ -420,7 +420,7 @@ def test_a_server_that_was_restarted_unseen_is_given_its_weights_again(attach, m
     """By somebody else, between two looks: it answers, and has the weights of its start."""
     base = whole(make_base)
     with serving(whole(make_base)) as peer:
-        engine = attach(peer, base=base, reloads=True)
+        engine = attach(peer, base=base, reloads=True, transfer="file")
         step(base)
         engine.adopt(FIRST)
         peer.label = "default"

@@ -49,6 +49,20 @@ def test_one_server_shares_a_gpu_where_all_train() -> None:
     assert gpus(seats) == [(0, "4")] and seats.shared and seats.gpus == 0
 
 
+def test_who_is_on_the_gpu_of_rank_0() -> None:
+    """That of the first learner of the first machine: NCCL has no two ranks on one GPU."""
+
+    def beside(where: dict[str, Any], **vllm: Any) -> list[bool]:
+        return [seat.beside_rank_0 for seat in seats_of(VllmConfig(**vllm), **where).servers]
+
+    assert beside({"learners": 2, "visible": ["4", "5"]}) == [True]
+    assert beside({"learners": 2, "visible": EIGHT}) == [False] * 6
+    sleeping = {"learners": 4, "visible": EIGHT, "first": 2, "nodes": 2}
+    assert beside(sleeping, sleep=True, tensor_parallel_size=2) == [True, False, False, False]
+    assert beside({"learners": 2, "visible": EIGHT}, gpus="0,7") == [True, False]
+    assert beside({"learners": 1, "visible": ()}) == [False]
+
+
 def test_servers_that_sleep_are_on_the_learners_gpus() -> None:
     seats = seats_of(VllmConfig(sleep=True, tensor_parallel_size=2), learners=4, visible=EIGHT, first=2, nodes=2)
     assert gpus(seats) == [(0, "2,3"), (1, "2,3"), (0, "4,5"), (1, "4,5")] and seats.shared and seats.gpus == 0

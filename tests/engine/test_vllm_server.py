@@ -95,6 +95,34 @@ def test_the_command_line_says_all_that_the_run_needs(monkeypatch: pytest.Monkey
         rank_of(600)
 
 
+@pytest.mark.parametrize(
+    ("changed", "cpu", "beside", "backend"),
+    [
+        ({}, False, False, "nccl"),
+        ({}, False, True, "ipc"),
+        ({}, True, False, "groupwise_gloo"),
+        ({"transfer": "file"}, False, False, None),
+        ({"tensor_parallel_size": 2}, False, False, "nccl"),
+        ({"tensor_parallel_size": 2}, False, True, None),  # only one of its workers is on the learner's GPU
+        ({"host": "0.0.0.0"}, False, True, None),  # it would unpickle what anybody sends it
+        ({"arguments": ("--weight-transfer-config", '{"backend": "ipc"}')}, False, False, None),
+        ({"arguments": ("--worker-extension-cls=theirs.Extension",)}, True, False, None),
+    ],
+)
+def test_a_server_is_started_for_the_way_by_which_it_gets_whole_models(changed, cpu: bool, beside: bool, backend):
+    shape = Shape(model="m", dtype="bfloat16", context_length=64, rank=1, targets=(), rows=4, cpu=cpu, reloads=True)
+    config = VllmConfig(python=sys.executable, **changed)
+    made = launch_of(config, shape, beside_rank_0=beside)
+    ours = made.argv[: len(made.argv) - len(config.arguments)]
+    assert json.loads(options(ours).get("--weight-transfer-config", "{}")) == ({"backend": backend} if backend else {})
+    assert made.environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == ("1" if backend == "ipc" else None)
+    plugin = made.environment.get("PYTHONPATH")
+    assert (plugin is not None) == ("--worker-extension-cls" in ours) == (backend == "groupwise_gloo")
+    assert plugin is None or (Path(plugin) / f"{backend}.py").is_file()
+    adapters = launch_of(config, replace(shape, reloads=False, targets=("q_proj",)), beside_rank_0=beside)
+    assert "--weight-transfer-config" not in adapters.argv[: len(ours)]
+
+
 def test_stop_ends_the_whole_tree(marker: str, tmp_path: Path):
     server = ServerProcess(launch(marker, tmp_path / "logs" / "log"))
     assert becomes(lambda: len(running(marker)) == 3) and server.ended is None

@@ -74,6 +74,30 @@ def test_only_rank_0_is_told_what_to_do(make_base, make_samples, tmp_path: Path,
             torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
+def test_ranks_that_follow_help_to_send_a_cut_model(make_base, make_samples) -> None:
+    """One tensor after another is whole at rank 0, in the checkpoint's names, as one process has them."""
+    samples = near_policy(make_base(), make_samples(UNEVEN), lora=None)
+
+    def work(ranks):
+        learner = opened(make_base(), lora=None, ranks=ranks, sharded=True)
+        if not ranks.leads:
+            return follow(learner)
+        learner.step(samples, SPECS["grpo"], learning_rate=RATE)
+        sent = list[tuple[str, torch.Tensor]]()
+        learner.stream_weights(lambda name, tensor: sent.append((name, tensor.clone())))
+        end(ranks)
+        return sent
+
+    alone = Learner(make_base(), lora=None)
+    alone.step(samples, SPECS["grpo"], learning_rate=RATE)
+    expected = list[tuple[str, torch.Tensor]]()
+    alone.stream_weights(lambda name, tensor: expected.append((name, tensor)))
+    sent, _ = on_ranks(work)
+    assert [name for name, _ in sent] == [name for name, _ in expected]
+    for (_, a), (_, b) in zip(sent, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
 def test_a_thread_beside_a_rank_asks_the_store_while_that_waits_for_an_order(make_base) -> None:
     """By a line of its own, and what follows each order is done after it."""
 

@@ -106,16 +106,19 @@ def test_a_model_is_written_without_one_that_is_whole(
         learner.step(make_samples(UNEVEN), SPECS["grpo"], learning_rate=RATE)
         learner.gather_weights()  # for nobody: there is no base
         learner.save_adapter(written)
-        return {name: p.full_tensor() for name, p in learner.model.named_parameters()}
+        sent = dict[str, torch.Tensor]()
+        learner.stream_weights(lambda name, tensor: sent.update({name: tensor.clone()}) if ranks.leads else None)
+        return {name: p.full_tensor() for name, p in learner.model.named_parameters()}, sent
 
-    trained, _ = on_ranks(work)
+    (trained, sent), _ = on_ranks(work)
     found = read_whole(written)
     assert {name: torch.equal(p, trained[name]) for name, p in found.model.named_parameters()} == dict.fromkeys(
         trained, True
     )
     assert len(list(written.glob("*.safetensors"))) == 3  # two layers and the rest
-    names = {name for file in written.glob("*.safetensors") for name in load_file(file)}
-    assert names == set(load_file(place / "model.safetensors"))  # of experts, those that transformers read
+    files = {name: each for file in written.glob("*.safetensors") for name, each in load_file(file).items()}
+    assert files.keys() == load_file(place / "model.safetensors").keys()  # of experts, those that transformers read
+    assert sent.keys() == files.keys() and all(torch.equal(sent[name], each) for name, each in files.items())
     assert found.eos_ids == read_whole(place).eos_ids
 
 

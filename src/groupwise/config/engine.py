@@ -12,10 +12,12 @@ Engine = Literal["local", "vllm"]
 
 OWN_SHARE = 0.9  # of a GPU's memory, where vLLM has it to itself
 
-OF_SERVERS = ("urls", "servers", "python", "host", "port", "gpus", "arguments", "environment", "log")
+OF_SERVERS = ("urls", "servers", "python", "host", "port", "gpus", "arguments", "environment", "log", "transfer")
 """Keys of `vllm` that say how a server is reached or started."""
 
-SERVED_BY = ("urls", "servers", "python", "host", "port", "gpus", "log", "tensor_parallel_size", "adapter_dir")
+SERVED_BY = (
+    *("urls", "servers", "python", "host", "port", "gpus", "log", "tensor_parallel_size", "adapter_dir", "transfer"),
+)
 """Keys of `vllm` that may change between a run and its resumption: which servers sample, and where."""
 
 
@@ -55,6 +57,9 @@ class VllmConfig(Section):
     push: Literal["adapter", "merged"] = "adapter"
     """How vLLM gets a version: `adapter`, as LoRA that it applies itself; `merged`, a checkpoint of the base with the
     adapter merged into it, for models whose adapters vLLM cannot serve."""
+    transfer: Literal["auto", "file"] = "auto"
+    """How whole models get to servers: `auto`, from the learner's memory where a server was started to take them so,
+    over NCCL, or in place where both are on one GPU; `file`, as checkpoints that they read."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is the trainer's."""
     quantization: Literal["fp8"] | None = None

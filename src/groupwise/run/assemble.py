@@ -228,6 +228,8 @@ def open_engine(
         scores or LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own),
         starters=starters,
         write=None if apart is None else apart.save_adapter,
+        stream=None if apart is None else apart.stream_weights,
+        device=None if apart is None else apart.device,
         before_waking=partial(give_unused_back, config, base.device if apart is None else apart.device),
         say=say,
     )

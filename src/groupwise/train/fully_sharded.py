@@ -42,6 +42,7 @@ from transformers import PreTrainedModel
 
 from groupwise.errors import ConfigError
 from groupwise.model.backbone import unsplit_layers
+from groupwise.model.checkpoint_tensors import checkpoint_tensors
 from groupwise.model.load import LoadedModel, share_weights
 from groupwise.model.packing import MicroBatch, pack, pad
 from groupwise.model.parts import Parts, fill
@@ -51,6 +52,7 @@ from groupwise.train.gathered import cut_hash, whole_of, write_gathered
 from groupwise.train.ranks import Ranks
 from groupwise.train.sharded_state import load_shards, load_whole, save_shards
 from groupwise.train.state import is_sharded
+from groupwise.train.strategy import TakeTensor
 from groupwise.types import Sample
 
 if TYPE_CHECKING:
@@ -262,6 +264,14 @@ class FullySharded(DataParallel):
                 tensor = whole_of(parameter)
                 if self.ranks.leads:
                     whole[name].copy_(tensor)
+
+    def stream_weights(self, learner: Learner, take: TakeTensor | None) -> None:
+        if not self.sharded:
+            return super().stream_weights(learner, take)
+        with self.announced("stream_weights", (None,), {}), self.ranks.together("gathering weights"):
+            for name, tensor in checkpoint_tensors(learner.model, whole_of):
+                if take is not None:
+                    take(name, tensor)
 
     def save_adapter(self, learner: Learner, directory: Path) -> None:
         if not self.sharded:

@@ -7,7 +7,6 @@ layers at a time, in the layout of `save_pretrained`, and of a fingerprint each 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from groupwise.model.backbone import unsplit_layers
+from groupwise.model.checkpoint_tensors import as_saved, layers_of
 from groupwise.model.load import hash_of, probe
 from groupwise.train.ranks import Ranks
 
@@ -54,19 +53,17 @@ def _probed(tensor: Tensor) -> tuple[int, bytes]:
 @torch.no_grad()
 def write_gathered(model: PreTrainedModel, directory: Path, *, writes: bool) -> None:
     """Write a cut model into an existing directory, as `save_pretrained` does; every rank calls it, one `writes`."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     names: list[list[str]] = []
     batch: dict[str, Tensor] = {}
     total = 0
 
     def write() -> None:
-        own = {name: each.contiguous() for name, each in revert_weight_conversion(model, batch).items()}
+        own = {name: each.contiguous() for name, each in as_saved(model, batch).items()}
         save_file(own, directory / f"part-{len(names):05d}.safetensors", metadata={"format": "pt"})
         names.append(sorted(own))
         batch.clear()
 
-    for layer in _layers(model):
+    for layer in layers_of(model):
         size = sum(each.numel() * each.element_size() for each in layer.values())
         if batch and sum(each.nbytes for each in batch.values()) + size > WRITTEN_AT_ONCE:
             write()
@@ -92,15 +89,3 @@ def write_gathered(model: PreTrainedModel, directory: Path, *, writes: bool) -> 
     model.config.save_pretrained(directory)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
-
-
-def _layers(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of each decoder layer, and last all others: parameters, those that are tied once, and buffers
-    that are saved."""
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors |= {name: each for name, each in model.state_dict().items() if name not in tied}
-    for layer in unsplit_layers(model):
-        inside = [name for name in tensors if name.startswith(f"{layer}.")]
-        yield {name: tensors.pop(name) for name in inside}
-    yield tensors

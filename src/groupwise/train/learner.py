@@ -73,7 +73,7 @@ from groupwise.train.lora import adapter_as, add_lora, load_lora, router_paramet
 from groupwise.train.optimizer import OptimStepResult, make_optimizer
 from groupwise.train.reference import Reference, ReferenceSpec
 from groupwise.train.schedule import learning_rate_at
-from groupwise.train.strategy import Rows, SingleProcess, TokenLoss, verb
+from groupwise.train.strategy import Rows, SingleProcess, TakeTensor, TokenLoss, verb
 from groupwise.train.training_batch import TrainingBatch, no_loss, of_tokens, train_on_batch, unmasked
 from groupwise.types import Sample
 
@@ -509,6 +509,10 @@ class Learner:
     def save_adapter(self, directory: Path) -> None:
         """Write the policy into an existing directory: a PEFT adapter, or a whole model when there is no adapter."""
         self.strategy.save_adapter(self, directory)
+
+    def stream_weights(self, take: TakeTensor | None) -> None:
+        """`take` every tensor of the checkpoint of what is trained whole, in turn. Ranks that only help have None."""
+        self.strategy.stream_weights(self, take)
 
     def write_adapter(self, directory: Path) -> None:
         """Write the policy, in a process that has what is trained whole; see `save_adapter`."""

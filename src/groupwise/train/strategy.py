@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.algo.metrics import Metrics
+from groupwise.model.checkpoint_tensors import checkpoint_tensors
 from groupwise.model.load import LoadedModel, share_weights
 from groupwise.model.packing import MicroBatch
 from groupwise.train.forward import packed_logprobs, plain_logprobs
@@ -32,6 +33,7 @@ T = TypeVar("T")
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
 Passed = tuple[Tensor, dict[str, Tensor], Sequence[Tensor | None]]  # log-probabilities, metrics, gradients
+TakeTensor = Callable[[str, Tensor], None]  # name in the checkpoint, the whole tensor
 Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
 
 
@@ -144,6 +146,12 @@ class SingleProcess:
 
     def gather_weights(self, learner: Learner) -> None:
         """Full-parameter training: `learner.base` has the trained weights, after this."""
+
+    def stream_weights(self, learner: Learner, take: TakeTensor | None) -> None:
+        """`Learner.stream_weights`."""
+        if take is not None:
+            for name, tensor in checkpoint_tensors(learner.model):
+                take(name, tensor)
 
     def save_adapter(self, learner: Learner, directory: Path) -> None:
         """`Learner.save_adapter`."""

@@ -9,6 +9,9 @@
     POST /reset_prefix_cache        ... after which no prompt may be known any more
     POST /reset_encoder_cache       ... nor what the tower made of an image
     POST /update_weight_version     ... and what they are called; GET /weight_info says it again
+    POST /init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update
+                                    weights that are sent (`vllm.transfer`), with VLLM_SERVER_DEV_MODE, as are
+    GET  /server_info, /get_world_size     how a server takes them, and how many workers it has
     POST /tokenize                  a conversation through the server's tokenizer and chat template
     GET  /v1/models, /version, /health; /metrics, whose counts of tokens tell a server that is busy from one that hangs
 
@@ -140,7 +143,8 @@ class VllmServer:
         self.url, self._request_s = server_url(url), request_timeout_s
         self._moved = self._looked = -math.inf  # when it was last seen to move, and was looked at
         self._tokens: float | None = None  # read and sampled, when it was looked at
-        self._weights, self._reading = None, asyncio.Lock()  # what the weights are called that it has read
+        self.weights: str | None = None  # what the weights are called that it was given
+        self._reading, self.updating = asyncio.Lock(), False  # it reads weights, or is sent some
         self._shown = set[str]()  # names of images that it was sent
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx2.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
@@ -281,11 +285,72 @@ class VllmServer:
         async with self._reading:
             body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
             await self._ask("POST", "/collective_rpc", body, timeout=timeout)
-            await self._ask("POST", "/reset_prefix_cache")
-            if self._shown:
-                await self._ask("POST", "/reset_encoder_cache")
+            await self._forget_prompts()
             await self._ask("POST", "/update_weight_version", {"new_version": path})
-            self._weights = path
+            self.weights = path
+
+    async def _forget_prompts(self) -> None:
+        await self._ask("POST", "/reset_prefix_cache")
+        if self._shown:
+            await self._ask("POST", "/reset_encoder_cache")
+
+    async def transfer_backend(self) -> str | None:
+        """Return how the server was started to take weights that are sent to it; None: it was not. Raises ServerLost,
+        EngineError."""
+        config = (await self._ask("GET", "/server_info?config_format=json"))["vllm_config"]
+        return (config.get("weight_transfer_config") or {}).get("backend")
+
+    async def workers(self) -> int:
+        """Return how many there are, each with a part of the weights. Raises ServerLost, EngineError."""
+        return (await self._ask("GET", "/get_world_size"))["world_size"]
+
+    async def meet(self, told: Mapping[str, Any], *, timeout: float) -> None:
+        """Have the workers meet whoever sends them weights. Raises ServerLost, EngineError."""
+        await self._ask("POST", "/init_weight_transfer_engine", {"init_info": told}, timeout=timeout)
+
+    async def start_update(self, *, timeout: float) -> None:
+        """Begin to take weights. Nothing may be in flight until `finish_update`. Raises ServerLost, EngineError."""
+        try:
+            await self._ask("POST", "/start_weight_update", timeout=timeout)
+        except ServerLost:
+            self.updating = True  # for all that is known
+            raise
+        self.updating = True
+
+    async def update(self, told: Mapping[str, Any], *, timeout: float) -> None:
+        """Take these tensors, which are sent meanwhile. Raises ServerLost, EngineError."""
+        await self._ask("POST", "/update_weights", {"update_info": told}, timeout=timeout)
+
+    async def finish_update(self, label: str, *, timeout: float) -> None:
+        """Use what was sent, which is called `label`. Raises ServerLost, EngineError."""
+        await self._ask("POST", "/finish_weight_update", {"weight_version": label}, timeout=timeout)
+        await self._forget_prompts()
+        self.weights, self.updating = label, False
+
+    async def leave_update(self, *, timeout: float) -> None:
+        """End an update that broke off, whose weights are of no version; what is read after it is loaded as ever, which
+        amid an update it is not. Raises ServerLost, EngineError."""
+
+        async def ask(path: str) -> None:
+            try:
+                await self._ask("POST", path, {}, timeout=timeout)
+            except ServerLost as error:  # after a 500 vLLM closes the connection without a word
+                if error.silent:
+                    raise
+                await self._ask("POST", path, {}, timeout=timeout)
+
+        try:
+            await ask("/finish_weight_update")
+        except ServerLost:
+            raise
+        except EngineError:  # vLLM has ended it, and not what it had begun with each layer
+            await ask("/start_weight_update")
+            await ask("/finish_weight_update")
+        self.updating = False
+
+    async def holds(self, label: str) -> bool:
+        """Return whether its weights are called so. Raises ServerLost, EngineError."""
+        return (await self._ask("GET", "/weight_info"))["weight_version"] == label
 
     async def sleep(self) -> None:
         """Give the GPU's memory back, but for what CUDA keeps; nothing may be in flight. Raises ServerLost,
@@ -299,9 +364,11 @@ class VllmServer:
     async def remembers(self, base: str) -> bool:
         """Return whether it has what it was given last, and was not restarted since: the weights that it has read, or
         else the adapter `base`. Raises ServerLost, EngineError."""
+        if self.updating:
+            return True
         async with self._reading:
-            if self._weights is not None:
-                return (await self._ask("GET", "/weight_info"))["weight_version"] == self._weights
+            if self.weights is not None:
+                return await self.holds(self.weights)
         return base in await self.adapters()
 
     async def _while_it_moves(self, asking: Coroutine[Any, Any, T]) -> T:

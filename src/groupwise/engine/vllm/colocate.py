@@ -53,6 +53,7 @@ class InProcess(VllmServer):
             ) from error
         self._options, self._sleeps = engine_options(config, shape) | {"seed": 0}, config.sleep
         self._asleep, self._shown = False, set[str]()
+        self.weights, self.updating = None, False
         self._adapters: dict[str, Any] = {}
         self._numbers = itertools.count(1)
         self._asked: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue()
@@ -153,6 +154,13 @@ class InProcess(VllmServer):
                 self._llm.llm_engine.reset_encoder_cache()
 
         await self._do(read)
+        self.weights = path
+
+    async def transfer_backend(self) -> str | None:
+        return None
+
+    async def holds(self, label: str) -> bool:
+        return self.weights == label
 
     async def rest(self) -> None:
         """Sleep, if it may and nothing is asked, and return when the memory is given back."""

@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.engine import VllmConfig
@@ -43,8 +44,10 @@ from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.grammar import VllmGrammars
 from groupwise.engine.vllm.handshake import Accepted, Handshake
 from groupwise.engine.vllm.images import images_of
-from groupwise.engine.vllm.publish import Leases, LoadedAdapter, Published, Shelf, TrainerScores, publish, reload
+from groupwise.engine.vllm.publish import Leases, LoadedAdapter, Published, Shelf, TrainerScores, publish
 from groupwise.engine.vllm.server import StartServer
+from groupwise.engine.vllm.transfer import TakeTensor, Transfers
+from groupwise.engine.vllm.whole_models import WholeModel, WholeModels
 from groupwise.errors import (
     AdapterNotFoundError,
     ConfigError,
@@ -55,6 +58,7 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.chat import closing_ids, decode, stopped_text
+from groupwise.model.checkpoint_tensors import checkpoint_tensors
 from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel
 from groupwise.model.packed_check import packed_tolerance
@@ -104,6 +108,8 @@ class VllmEngine:
         colocated: vLLM in this process, in place of servers.
         reloads: all parameters are trained, and `adopt` hands over whole models.
         write: writes the weights of `base` as they are now into a directory; None: its model has them.
+        stream: gives every tensor of them, by its name in the checkpoint; None: as with `write`.
+        device: where weights are sent from (None: the base's).
         merge: `load` hands over whole models too, which this makes of an adapter's directory (None: the base alone).
         patient, rows: see `vllm.fleet`.
         in_flight_updates: versions may be replaced under completions (`replace`).
@@ -126,6 +132,8 @@ class VllmEngine:
         reloads: bool = False,
         merge: Callable[[Path | None], PreTrainedModel] | None = None,
         write: Callable[[Path], None] | None = None,
+        stream: Callable[[TakeTensor], None] | None = None,
+        device: torch.device | None = None,
         patient: bool = False,
         rows: int | None = None,
         in_flight_updates: bool = False,
@@ -145,8 +153,9 @@ class VllmEngine:
         self._follows, self._colocated = in_flight_updates, colocated
         self._replaced: dict[PolicyVersion, PolicyVersion] = {}
         self._following: set[_FollowedCompletion] = set()  # in the loop's thread
-        self._merge, self._write = merge, write or base.model.save_pretrained
-        self._weights: Published | None = None  # those that servers must have, where they change
+        self._merge = merge
+        self._trained = _whole(base.model) if write is None or stream is None else WholeModel(write, stream)
+        self._whole: WholeModels | None = None
         self._handshake = Handshake(
             base,
             self._gaps,
@@ -160,10 +169,12 @@ class VllmEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="groupwise-vllm", daemon=True)
         self._thread.start()
         try:
-            if reloads or merge:  # a server may have those of an earlier run
-                first = self._write if merge is None else merge(None).save_pretrained
-                self._weights = self._shelf.put_model(PolicyVersion.base(), first)
+            if reloads or merge:
+                self._whole = self._whole_models(base.device if device is None else device)
             self._fleet = self._wait(self._opened(starts, colocated, before_waking, patient, rows, say))
+            if self._whole is not None and colocated is None:
+                for line in self._whole.ways():
+                    say(line)
         except BaseException:
             self._stop()
             raise
@@ -182,6 +193,8 @@ class VllmEngine:
         requests: Sequence[SamplingRequest],
         answer: Callable[[QueuedRequest], Coroutine[Any, Any, list[Completion]]],
     ) -> list[Future[list[Completion]]]:
+        if self._whole is not None and not self._whole.stands:
+            self._loop.call_soon_threadsafe(self._whole.stand)
         requests = [replace(each, version=self._replaced.get(each.version, each.version)) for each in requests]
         bodies = [self._checked(request) for request in requests]
         futures = []
@@ -207,7 +220,7 @@ class VllmEngine:
         self._reference.load(version, directory)
         try:
             if self._merge is not None:
-                return self._push(version, self._merge(directory).save_pretrained)
+                return self._push(version, _merged(self._merge, directory))
             self._hand_over(version, lambda: self._publish_copy(version, directory))
         except EngineError:
             self._reference.unload(version)
@@ -215,17 +228,19 @@ class VllmEngine:
 
     def adopt(self, version: PolicyVersion) -> None:
         """See `Sampler.adopt`. Raises EngineError when a server does not take the weights, every time."""
-        if self._weights is None:
+        if self._whole is None:
             raise ConfigError(f"{version} is a whole model, and this engine was opened for adapters")
         self._reference.adopt(version)
-        self._push(version, self._write)
+        self._push(version, self._trained)
 
-    def _push(self, version: PolicyVersion, write: Callable[[Path], None]) -> None:
-        """Have every server read a whole model, which `write` writes, in place of the one it has. Raises EngineError,
-        StorageError."""
-        assert self._weights is not None
-        before, self._weights = self._weights, self._shelf.put_model(version, write)
-        self._hand_over(version, lambda: self._wait(self._fleet.everywhere(self._reload)))
+    def _push(self, version: PolicyVersion, model: WholeModel) -> None:
+        """Have every server take a whole model in place of the one it has. Raises EngineError, StorageError."""
+        whole = self._whole
+        assert whole is not None
+        before = whole.replace(version, model)
+        self._loop.call_soon_threadsafe(whole.stand)
+        whole.send(self._wait(self._fleet.awake()))
+        self._hand_over(version, lambda: self._wait(self._fleet.everywhere(whole.give)))
         self._shelf.remove(before)
 
     def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
@@ -252,7 +267,7 @@ class VllmEngine:
 
     def unload(self, version: PolicyVersion) -> None:
         self._replaced.pop(version, None)
-        if self._weights is not None:
+        if self._whole is not None:
             return self._reference.unload(version)
         lease = self._leases.retire(version)
         if lease is not None:
@@ -260,8 +275,12 @@ class VllmEngine:
 
     async def rest(self) -> None:
         """See `GivesMemoryBack.rest`: a vLLM on the learners' GPUs sleeps where `vllm.sleep` says so."""
-        rest = self._fleet.rest if self._colocated is None else self._colocated.rest
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(rest(), self._loop))
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._rest(), self._loop))
+
+    async def _rest(self) -> None:
+        await (self._fleet.rest() if self._colocated is None else self._colocated.rest())
+        if self._whole is not None and not self._fleet.samples:
+            await self._whole.begin_training()
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -336,7 +355,7 @@ class VllmEngine:
 
     def _is_whole(self, version: PolicyVersion) -> bool:
         """Return whether it is the servers' own weights, without an adapter."""
-        if self._weights is not None and self._weights.version == version:
+        if self._whole is not None and self._whole.newest.version == version:
             return True
         return version.is_base and self._merge is None
 
@@ -484,16 +503,6 @@ class VllmEngine:
             timeout=self._config.sync_timeout_s,
         )
 
-    async def _reload(self, server: VllmServer) -> None:
-        assert self._weights is not None
-        await reload(
-            server,
-            self._weights,
-            self._gaps,
-            self._handshake.prompt,
-            timeout=self._config.sync_timeout_s,
-        )
-
     def _give_back(self, lease: LoadedAdapter) -> None:
         if self._leases.give_back(lease):
             self._let_go(lease)
@@ -539,11 +548,14 @@ class VllmEngine:
 
     async def _prepare(self, server: VllmServer) -> Accepted:
         """Accept a server and give it all versions in use. Raises ServerLost, EngineError."""
-        if self._weights is not None:
-            await self._reload(server)
-        version = PolicyVersion.base()
-        if self._weights is not None and self._merge is not None:  # without: the reference has them as its base
-            version = self._weights.version
+        if self._whole is None:
+            return await self._accept(server, PolicyVersion.base())
+        async with self._whole.standing():
+            await self._whole.begin(server)
+            merged = self._merge is not None  # else the reference has the newest as its base
+            return await self._accept(server, self._whole.newest.version if merged else PolicyVersion.base())
+
+    async def _accept(self, server: VllmServer, version: PolicyVersion) -> Accepted:
         accepted = await self._handshake(server, version)
         if accepted.blind is not None and self._vision is not None and self._vision.blind is None:
             self._vision.blind = accepted.blind
@@ -560,6 +572,26 @@ class VllmEngine:
                     if published in self._leases.alive:  # else it was let go meanwhile, with its files
                         raise
         return accepted
+
+    def _whole_models(self, device: torch.device) -> WholeModels:
+        """Return who hands whole models over, beginning with the base."""
+        config = self._config
+        transfers = Transfers(
+            config.transfer,
+            device=device,
+            timeout_s=config.sync_timeout_s,
+            run=lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, self._loop),
+            give_up=lambda server, why: self._fleet.give_up(server, why),
+        )
+        return WholeModels(
+            transfers,
+            self._shelf,
+            self._gaps,
+            first=self._trained if self._merge is None else _merged(self._merge, None),
+            trains=self._merge is None,
+            prompt=self._handshake.prompt,
+            timeout=config.sync_timeout_s,
+        )
 
     async def _closed(self) -> None:
         zero = self._handshake.zero
@@ -613,6 +645,23 @@ def completion_of(
         finish_reason=FinishReason.STOP if sampled.finish_reason == "stop" else FinishReason.LENGTH,
         version=request.version,
         top_logprobs=sampled.tops,
+    )
+
+
+def _whole(model: PreTrainedModel) -> WholeModel:
+    """Return a model as it is when it is handed over."""
+
+    def stream(take: TakeTensor) -> None:
+        for name, tensor in checkpoint_tensors(model):
+            take(name, tensor)
+
+    return WholeModel(model.save_pretrained, stream)
+
+
+def _merged(merge: Callable[[Path | None], PreTrainedModel], adapter: Path | None) -> WholeModel:
+    """Return the base with an adapter merged into it, made when it is handed over."""
+    return WholeModel(
+        lambda directory: merge(adapter).save_pretrained(directory), lambda take: _whole(merge(adapter)).stream(take)
     )
 
 

@@ -62,6 +62,7 @@ class FleetMember:
         self.accepted: Accepted | None = None  # None: it is away
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of its present life
         self.doubted = asyncio.Event()
+        self.given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # in this life, and why
         self.running = self.given = 0  # completions: now, and ever
         self.why = "it has not answered yet"
 
@@ -175,15 +176,20 @@ class Fleet:
 
     async def close(self, forgotten: Iterable[Published] = ()) -> None:
         """Leave servers that are not ours, without these versions, and end those that are."""
-        for published in forgotten if not self._asleep else ():
-            await self.forget(published)
-        for task in self._tasks:
+        for task in self._tasks:  # first: who forgets would be taken for one that was restarted
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for published in forgotten if not self._asleep else ():
+            await self.forget(published)
         for member in self.members:
             await member.close()
             if member.process is not None:
                 await asyncio.to_thread(member.process.stop)
+
+    @property
+    def samples(self) -> bool:
+        """Return whether anything is in flight."""
+        return any(member.running for member in self.members)
 
     @property
     def up(self) -> list[FleetMember]:
@@ -270,6 +276,18 @@ class Fleet:
             member.doubted.set()
             raise
 
+    async def awake(self) -> list[VllmServer]:
+        """Return the servers that are up, which have the memory that they need. Raises EngineError."""
+        await self._wake()
+        return [member.server for member in self.up]
+
+    def give_up(self, server: VllmServer, why: str) -> None:
+        """Take a server for lost, whatever it answers to /health; one of ours is replaced."""
+        for member in self.up:
+            if member.server is server and not member.given_up.done():
+                member.accepted = None
+                member.given_up.set_result(why)
+
     async def forget(self, published: Published) -> None:
         """Unload a version wherever it is, when servers that sleep are awake; one that is away has forgotten it."""
         await self._awake.wait()
@@ -287,7 +305,7 @@ class Fleet:
             for member in self.members:
                 await self._until_up([member], self._config.recovery_timeout_s)
             async with self._changed:
-                await self._changed.wait_for(lambda: not any(member.running for member in self.members))
+                await self._changed.wait_for(lambda: not self.samples)
                 self._asleep = True
                 self._awake.clear()
             await self._all_up(lambda server: server.sleep())
@@ -352,11 +370,12 @@ class Fleet:
     async def _live(self, member: FleetMember) -> None:
         """Live one life of a server. Raises as `_bring_up`."""
         accepted = await self._bring_up(member)
-        member.lost, member.accepted = asyncio.get_running_loop().create_future(), accepted
+        loop = asyncio.get_running_loop()
+        member.lost, member.given_up, member.accepted = loop.create_future(), loop.create_future(), accepted
         if self._opened:
             log.warning("vLLM at %s is up again", member.name)
         await self._tell()
-        member.why = await self._watch(member)
+        member.why = await self._watched(member)
         log.warning("vLLM at %s is lost: %s", member.name, member.why)
         member.accepted = None
         member.lost.set_result(None)
@@ -398,6 +417,15 @@ class Fleet:
                 await asyncio.to_thread(member.process.stop)
                 member.process = None
             await asyncio.sleep(AGAIN_S)
+
+    async def _watched(self, member: FleetMember) -> str:
+        """Return why a server is lost, or was given up."""
+        watching = asyncio.create_task(self._watch(member))
+        try:
+            await asyncio.wait({watching, member.given_up}, return_when=asyncio.FIRST_COMPLETED)
+            return member.given_up.result() if member.given_up.done() else watching.result()
+        finally:
+            watching.cancel()
 
     async def _watch(self, member: FleetMember) -> str:
         """Return why a server is lost, when it is."""

@@ -19,6 +19,7 @@ from groupwise.engine.vllm.handshake import linear_names
 from groupwise.engine.vllm.publish import TrainerScores
 from groupwise.engine.vllm.seats import Seats, seated, seats_of
 from groupwise.engine.vllm.server import ServerLaunch, ServerProcess, Shape, StartServer, launch_of
+from groupwise.engine.vllm.transfer import TakeTensor
 from groupwise.errors import ConfigError, ModelError
 from groupwise.model.load import (
     LoadedModel,
@@ -42,6 +43,8 @@ def open_vllm(
     *,
     starters: Starters | None = None,
     write: Callable[[Path], None] | None = None,
+    stream: Callable[[TakeTensor], None] | None = None,
+    device: torch.device | None = None,
     before_waking: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> VllmEngine:
@@ -49,7 +52,8 @@ def open_vllm(
 
     Args:
         starters: returns who starts its servers; None: this process, without looking for GPUs.
-        write: writes the weights that are trained, where `base` has none.
+        write, stream, device: write the weights that are trained, give their tensors, and say where they are, where
+            `base` has none.
         before_waking: see `VllmEngine`.
         say: is told what is waited for.
 
@@ -77,6 +81,8 @@ def open_vllm(
         reloads=config.train.lora is None,
         merge=merge,
         write=write,
+        stream=stream,
+        device=device,
         rows=shape.rows,
         in_flight_updates=config.rollout.in_flight_updates,
         before_waking=before_waking,
@@ -88,7 +94,9 @@ def starts_here(vllm: VllmConfig, shape: Shape, seats: Seats | None) -> list[Sta
     """Return who starts servers on this machine; `seats` None are those that `vllm` alone says. Raises ConfigError."""
     seats = seats_of(vllm, learners=0, visible=()) if seats is None else seats
     alone = len(seats.servers) == 1 and not seats.servers[0].number
-    launches = [launch_of(seated(vllm, seat, alone=alone), shape) for seat in seats.servers]
+    launches = [
+        launch_of(seated(vllm, seat, alone=alone), shape, beside_rank_0=seat.beside_rank_0) for seat in seats.servers
+    ]
     return [partial(ServerProcess, launch) for launch in launches]
 
 

@@ -5,9 +5,6 @@ publish   the files are laid in a directory of their own, under a name that neve
           old
 canary    some tokens are sampled under that name; their log-probabilities must be those of the same files here, as
           far as rounding lets them (`vllm.gaps`)
-weights   where all parameters are trained, or adapters are merged (vllm.push), a version is a whole checkpoint,
-          which every server reads in place of what it has; prompts that it knows are forgotten, and the canary
-          follows. Nothing samples meanwhile
 lease     a version is unloaded, and its copy removed, when the last request that samples from it is done: an
           adapter that vLLM has pushed out of its memory is read again, and a missing directory ends its engine
 """
@@ -58,6 +55,11 @@ class Published:
     name: str
     path: Path
 
+    @property
+    def label(self) -> str:
+        """Return what a server calls its weights where they are this version's."""
+        return str(self.path)
+
 
 class Shelf:
     """The directory in which versions lie for vLLM, until `close`. `place` None is a temporary one."""
@@ -70,7 +72,7 @@ class Shelf:
 
     def put(self, version: PolicyVersion, directory: Path) -> Published:
         """Return a copy of an adapter, hard links where they can be, under a new name. Raises AdapterError."""
-        published = self._named(version)
+        published = self.named(version)
         try:
             published.path.mkdir()
             for file in FILES:
@@ -79,18 +81,19 @@ class Shelf:
             raise AdapterError(f"the adapter in {directory} cannot be laid out for vLLM: {error}") from error
         return published
 
-    def put_model(self, version: PolicyVersion, write: Callable[[Path], None]) -> Published:
-        """Return a checkpoint of all weights as `write` writes them. Raises StorageError."""
-        published = self._named(version)
+    def write(self, published: Published, write: Callable[[Path], None]) -> None:
+        """Lay a checkpoint of all weights there, as `write` writes them. Raises StorageError."""
         try:
             published.path.mkdir()
             write(published.path)
         except OSError as error:
             self.remove(published)
-            raise StorageError.of(error, f"the weights of {version} cannot be written for vLLM: {error}") from error
-        return published
+            raise StorageError.of(
+                error, f"the weights of {published.version} cannot be written for vLLM: {error}"
+            ) from error
 
-    def _named(self, version: PolicyVersion) -> Published:
+    def named(self, version: PolicyVersion) -> Published:
+        """Return a version under a name that never was before."""
         called = _PLAIN.sub("-", version.name)[:LONGEST_NAME]
         name = f"{called}-v{version.number}-{secrets.token_hex(4)}"
         return Published(version=version, name=name, path=self.path / name)
@@ -192,25 +195,4 @@ async def publish(
             f"(at most {gaps.limit:.3g}): it is not the version that was trained",
             hint="are its vLLM, dtype and --logprobs-mode processed_logprobs as `groupwise vllm-serve` sets them?",
             kind="weights",
-        )
-
-
-async def reload(
-    server: VllmServer,
-    published: Published,
-    gaps: Gaps,
-    prompt_ids: Sequence[int],
-    *,
-    timeout: float,
-) -> None:
-    """Let a server read all weights of a version and prove it, under the model's name. Raises ServerLost,
-    EngineError."""
-    await server.reload(str(published.path), timeout=timeout)
-    off = await gaps.too_far(server, (await server.facts()).name, published.version, prompt_ids)
-    if off is not None:
-        raise EngineError(
-            f"{server.url} has read the weights of {published.name}, and its log-probabilities are off by {off:.3g} "
-            f"nats in the mean (at most {gaps.limit:.3g})",
-            hint="on a CPU vLLM 0.32 does not read everything anew: it keeps the old output layer of a model whose "
-            "embeddings are tied, and lays experts out wrongly; sample such a model with engine: local there",
         )

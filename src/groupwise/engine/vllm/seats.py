@@ -20,11 +20,13 @@ from groupwise.errors import ConfigError
 @dataclass(frozen=True, kw_only=True)
 class Seat:
     """The place of one server: its number among all, the number of its machine, and the names of its GPUs there, as
-    CUDA_VISIBLE_DEVICES has them; none where there are none, or all that its process sees."""
+    CUDA_VISIBLE_DEVICES has them; none where there are none, or all that its process sees. `beside_rank_0`: rank 0
+    trains on one of them."""
 
     number: int
     node: int = 0
     gpus: tuple[str, ...] = ()
+    beside_rank_0: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ def seats_of(vllm: VllmConfig, *, learners: int, visible: Sequence[str], first: 
     named = [each.strip() for each in vllm.gpus.split(",") if each.strip()] if vllm.gpus is not None else free
     each = vllm.tensor_parallel_size
     if vllm.gpus is None and not free and each == 1 and (vllm.servers or 1) == 1:
-        return Seats(servers=(Seat(number=0, gpus=(visible[first],)),), shared=True)
+        return Seats(servers=(Seat(number=0, gpus=(visible[first],), beside_rank_0=True),), shared=True)
     room = nodes * (len(named) // each)
     count = vllm.servers or max(1, room)
     if count > room:
@@ -78,17 +80,12 @@ def seats_of(vllm: VllmConfig, *, learners: int, visible: Sequence[str], first: 
             hint="lower vllm.servers, vllm.tensor_parallel_size or train.devices, or add GPUs",
             field="vllm.servers",
         )
-    return Seats(
-        servers=tuple(
-            Seat(
-                number=number,
-                node=number % nodes,
-                gpus=tuple(named[number // nodes * each : (number // nodes + 1) * each]),
-            )
-            for number in range(count)
-        ),
-        shared=vllm.sleep,
-    )
+
+    def seat(number: int) -> Seat:
+        node, gpus = number % nodes, tuple(named[number // nodes * each : (number // nodes + 1) * each])
+        return Seat(number=number, node=node, gpus=gpus, beside_rank_0=node == 0 and bool({*taken[:1]} & {*gpus}))
+
+    return Seats(servers=tuple(map(seat, range(count))), shared=vllm.sleep)
 
 
 def seated(vllm: VllmConfig, seat: Seat, *, alone: bool) -> VllmConfig:

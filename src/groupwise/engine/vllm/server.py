@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from groupwise import platform
 from groupwise.config.engine import OWN_SHARE, VllmConfig
+from groupwise.config.serve import is_loopback
 from groupwise.engine.vllm.installed import interpreter
 from groupwise.errors import ConfigError
 from groupwise.rewards.sandbox import Box, SandboxError, trusted
@@ -32,6 +33,11 @@ FOR_EVER_S = 1e8
 QUICK_S, QUICK_ENDS = 60.0, 3  # so soon, so often: such a server is not started again
 CPU_BATCHED_TOKENS = 4096
 LAST_BYTES = 2000  # of the log, in messages
+PLUGIN, GLOO = (
+    Path(__file__).parent.parent / "vllm_plugin",
+    "groupwise_gloo",
+)  # where a module of it is that vLLM imports
+TRANSFER_FLAGS = ("--weight-transfer-config", "--worker-extension-cls")  # of `vllm.arguments`, that come before ours
 NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of this environment, which need not be vLLM's
 
 
@@ -97,9 +103,25 @@ def engine_options(config: VllmConfig, shape: Shape) -> dict[str, Any]:
     return options
 
 
-def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> ServerLaunch:
-    """Return the server that `config` describes. Raises ConfigError: as `engine_options`, or there is no such
-    interpreter."""
+def transfer_backend(config: VllmConfig, shape: Shape, *, beside_rank_0: bool) -> str | None:
+    """Return the way by which a server is to take whole models (`vllm.links`), as `config` and its place have it; None:
+    it reads files."""
+    own = any(each.partition("=")[0] in TRANSFER_FLAGS for each in config.arguments)
+    if not shape.reloads or config.transfer == "file" or config.mode == "colocate" or own:
+        return None
+    if shape.cpu:
+        return GLOO
+    if not beside_rank_0:
+        return "nccl"
+    alone = config.tensor_parallel_size == 1 and is_loopback(config.host)  # it unpickles what it is told
+    return "ipc" if alone else None
+
+
+def launch_of(
+    config: VllmConfig, shape: Shape, *, port: int | None = None, beside_rank_0: bool = False
+) -> ServerLaunch:
+    """Return the server that `config` describes; `beside_rank_0`: on the GPU where rank 0 trains. Raises ConfigError:
+    as `engine_options`, or there is no such interpreter."""
     port = port or config.port or free_port(config.host)
     argv = [interpreter(config), "-m", "vllm.entrypoints.openai.api_server", "--host", config.host, "--port", str(port)]
     for name, value in engine_options(config, shape).items():
@@ -108,6 +130,13 @@ def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> S
     environment = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
     environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
     environment |= {"VLLM_SERVER_DEV_MODE": "1"} if shape.reloads or config.sleep else {}
+    backend = transfer_backend(config, shape, beside_rank_0=beside_rank_0)
+    if backend is not None:
+        argv += _flag("weight-transfer-config", {"backend": backend})
+    if backend == GLOO:
+        argv += _flag("worker-extension-cls", f"{GLOO}.Extension")
+        environment |= {"PYTHONPATH": str(PLUGIN)}
+    environment |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if backend == "ipc" else {}
     environment |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": config.gpus}
     return ServerLaunch(
         argv=(*argv, *config.arguments),

@@ -1,0 +1,1 @@
+"""What runs inside vLLM's own processes: a directory for their PYTHONPATH, whose modules import nothing of ours."""
