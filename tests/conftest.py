@@ -47,8 +47,15 @@ hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, m
 hypothesis.settings.load_profile("quick")
 
 ARCHITECTURES = ("qwen3", "llama", "gemma3", "gemma2", "gpt2")
+SLOW = Path(__file__).parent / "slow"
 PACKED_FROM = {"gemma2": "5.23"}  # the first transformers with which a family runs packed, where older ones are taken
 MakeBase = Callable[..., LoadedModel]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What is in tests/slow is slow: where no slow test is asked for it is not read, which would import what it needs
+    in each process of the suite."""
+    return True if collection_path == SLOW and config.option.markexpr == "not slow" else None
 
 
 @pytest.hookimpl(trylast=True)
