@@ -73,6 +73,7 @@ def test_there_is_none_of_it(counted: dict[str, set[str]], what: str) -> None:
     assert not counted[what]
 
 
+@reads_all
 def test_docstrings_of_functions_begin_with_a_verb(counted: dict[str, set[str]]) -> None:
     """A sentence says who does what; a noun alone ("The file.") can be completed only by its author."""
     assert len(counted["docstring fragments"]) < 10, sorted(counted["docstring fragments"])
@@ -110,6 +111,7 @@ def test_the_package_has_twelve_rooms_eight_files_and_bridges() -> None:
     assert max(len(p.relative_to(SOURCE).parts) for p in MODULES) <= 3
 
 
+@reads_all
 def test_every_module_begins_with_what_it_is() -> None:
     silent = [p.name for p in MODULES if not ast.get_docstring(tree_of(p))]
     assert not silent
@@ -151,7 +153,7 @@ def is_there(dotted: str) -> bool:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_script_takes_from_the_package_is_there(path: Path) -> None:
     """Benchmarks, tools and examples are run by hand, and are not to find out then that a name has gone."""
-    tree, modules, gone = tree_of(path), dict[str, object](), list[str]()
+    tree, modules, gone = ast.parse(path.read_text("utf-8")), dict[str, object](), list[str]()
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("groupwise"):
             continue

@@ -15,7 +15,7 @@ import pytest
 from groupwise.config.run import RunConfig
 from groupwise.config.serve import ServeConfig
 from groupwise.config.yaml import key_paths
-from sources import SOURCE, nodes_of
+from sources import SOURCE, nodes_of, tree_of
 
 FILES = sorted(SOURCE.rglob("*.py"))
 DOTTED = re.compile(r"`+(?:groupwise\.)?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\([^`]*\))?`+")
@@ -24,6 +24,15 @@ OTHERS = ("datasets.Dataset", "textarena.Agent", "vllm.LLM")  # what other packa
 
 
 pytestmark = pytest.mark.xdist_group("sources")  # all of them are read once a process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def afterwards() -> Iterator[None]:
+    """Forget a million nodes, through which each collection of garbage would look until the process ends: this is the
+    last file that needs them."""
+    yield
+    for each in (tree_of, nodes_of, modules, everything, exists):
+        each.cache_clear()
 
 
 @cache
