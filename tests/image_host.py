@@ -103,4 +103,6 @@ def certificate_of(folder: Path, *names: str) -> Path:
     return path
 
 
-BOMB = gzip.compress(bytes(1 << 26))  # 64 MiB of nothing in 64 KiB
+def bomb() -> bytes:
+    """64 MiB of nothing in 64 KiB."""
+    return gzip.compress(bytes(1 << 26))

@@ -493,12 +493,11 @@ def test_no_rank_holds_more_than_its_parts_and_what_is_gathered_at_once(
         assert reading <= may_read < 0.8 * whole
 
 
-def test_a_plan_for_70b_on_64_gpus_has_room_on_every_one(script: Any) -> None:
+@pytest.mark.parametrize(("shared", "most"), [(8, 30e9), pytest.param(64, 12e9, marks=pytest.mark.slow)])
+def test_a_plan_for_70b_on_64_gpus_has_room_on_every_one(script: Any, shared: int, most: float) -> None:
     """Parts of the frozen base in bfloat16, and what is gathered at once, on eight GPUs that share a copy, or all."""
-    memory = script("fsdp_memory")
-    for shared, most in ((8, 30e9), (64, 12e9)):
-        found = list(memory.plan("70b", world=64, shard_size=shared))
-        assert [rank for rank, *_ in found] == sorted({0, shared - 1, 63})
-        for _, parts, layer, rest in found:
-            assert parts == pytest.approx(2 * 70.55e9 / shared, rel=0.01)
-            assert parts + rest + max(rest, 2 * layer) < most < 80e9
+    found = list(script("fsdp_memory").plan("70b", world=64, shard_size=shared))
+    assert [rank for rank, *_ in found] == sorted({0, shared - 1, 63})
+    for _, parts, layer, rest in found:
+        assert parts == pytest.approx(2 * 70.55e9 / shared, rel=0.01)
+        assert parts + rest + max(rest, 2 * layer) < most < 80e9

@@ -24,10 +24,10 @@ from groupwise.server.wire import Unsupported
 from groupwise.tasks.dialects.anthropic import MessagesRequest
 from groupwise.tasks.dialects.form import PASSED_ON, DialectRequest
 from groupwise.tasks.dialects.responses import ResponsesRequest
+from sources import SOURCE, nodes_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-SOURCE = ROOT / "src" / "groupwise"
 CHAT_PARAMETERS = ("honoured", "refused", "ignored")
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -102,13 +102,17 @@ def test_the_page_of_keys_has_every_key() -> None:
 
 
 # ---- error codes ----
-def codes() -> set[str]:
+reads_all = pytest.mark.xdist_group("sources")  # once a process
+
+
+@cache
+def codes() -> frozenset[str]:
     """Every error code in the source: of classes, arguments and literal errors."""
-    found: set[str] = set()
+    found = set[str]()
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             found |= set(_codes_of(node))
-    return found
+    return frozenset(found)
 
 
 def _codes_of(node: ast.AST) -> Iterator[str]:
@@ -138,12 +142,14 @@ def _strings(node: ast.AST | None) -> Iterator[str]:
         yield from (*_strings(node.body), *_strings(node.orelse))
 
 
+@reads_all
 def test_the_search_for_codes_finds_each_kind() -> None:
     of_class, of_argument, of_fault = "adapter_not_found", "no_signal", "unsupported_content"
     of_dict, of_attribute, of_tuple = "out_of_memory", "internal_error", "unreachable"
     assert {of_class, of_argument, of_fault, of_dict, of_attribute, of_tuple} <= codes()
 
 
+@reads_all
 def test_every_error_code_has_an_entry_and_every_entry_a_code() -> None:
     entries = re.findall(r"^### `(\w+)`\n\n(\S.*)", text("troubleshooting.md"), re.MULTILINE)
     names = [name for name, _ in entries]

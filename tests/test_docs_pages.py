@@ -66,34 +66,34 @@ def inline_code(page: Path) -> list[str]:
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(page))]
 
 
-def of_pages(*languages: str) -> list[Any]:
-    """A test parameter for each block in one of the languages."""
-    return [
-        pytest.param(page, block, id=f"{name_of(page)}-{number}")
-        for page in PAGES
-        for number, block in enumerate(blocks(page, *languages))
-    ]
+def of_pages(*languages: str) -> list[tuple[Path, str]]:
+    """Each block in one of the languages, with its page."""
+    return [(page, block) for page in PAGES for block in blocks(page, *languages)]
 
 
 # ---- links and files ----
+@cache
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and docs/site_hooks.py make them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_link_leads_somewhere(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
-        target, _, anchor = link.partition("#")
-        if ours := OURS.match(target):  # as the README has them, which is read on PyPI too
-            there = ROOT / target[ours.end() :]
-        elif re.match(r"https?:", target):
-            continue
-        else:
-            there = (page.parent / target).resolve() if target else page
-        assert there.exists(), link
-        assert not anchor or anchor in anchors(there), link
+def test_every_link_leads_somewhere() -> None:
+    every = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)\s]+)\)", prose(page))]
+    assert [(name_of(page), link) for page, link in every if not leads_somewhere(page, link)] == []
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    """Whether the file that a page's link names is there, with that heading; so is what is elsewhere."""
+    target, _, anchor = link.partition("#")
+    if ours := OURS.match(target):  # as the README has them, which is read on PyPI too
+        there = ROOT / target[ours.end() :]
+    elif re.match(r"https?:", target):
+        return True
+    else:
+        there = (page.parent / target).resolve() if target else page
+    return there.exists() and (not anchor or anchor in anchors(there))
 
 
 def test_the_readme_has_absolute_links_alone() -> None:
@@ -104,16 +104,25 @@ def test_the_readme_has_absolute_links_alone() -> None:
 def is_file(name: str, page: Path) -> bool:
     """Whether a path as people write it is one: from the root, the package, the page, or a file's mere name."""
     places = (ROOT, SOURCE, page.parent, ROOT / "benchmarks", ROOT / "examples", ROOT / "examples/envs")
-    return any((place / name).exists() for place in places) or ("/" not in name and any(SOURCE.rglob(name)))
+    return any((place / name).exists() for place in places) or name in names_of_modules()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_python_file_that_is_named_exists(page: Path) -> None:
-    """Those of a reader's own (`my_...`), and those that a block of the same page writes, are not ours."""
+@cache
+def names_of_modules() -> set[str]:
+    return {path.name for path in SOURCE.rglob("*.py")}
+
+
+def test_every_python_file_that_is_named_exists() -> None:
+    assert {name_of(page): gone for page in PAGES if (gone := files_gone(page))} == {}
+
+
+def files_gone(page: Path) -> set[str]:
+    """The Python files that a page names and that are nowhere. Those of a reader's own (`my_...`), and those that a
+    block of the same page writes, are not ours."""
     named = {code.split()[-1] for code in inline_code(page) if re.fullmatch(r"(python )?[\w/]+\.py", code)}
     named |= {name for block in blocks(page, "mermaid") for name in re.findall(r"\w+(?:/\w+)*\.py", block)}
     theirs = {name for name in named if Path(name).name.startswith("my_") or f"# {name}" in text(page)}
-    assert {name for name in named - theirs if not is_file(name, page)} == set()
+    return {name for name in named - theirs if not is_file(name, page)}
 
 
 def test_the_site_has_every_page_and_nothing_else() -> None:
@@ -174,30 +183,43 @@ def run_keys() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("line", commands())
-def test_every_command_is_one(line: str) -> None:
+def test_every_command_is_one() -> None:
     """Its words are commands, options and arguments that the command line takes; a mere name has none."""
+    assert len(commands()) > 60
+    assert {line: wrong for line in commands() if (wrong := wrong_in(line))} == {}
+
+
+def wrong_in(line: str) -> object:
+    """What the command line would refuse of a command; falsy if nothing."""
     words = words_of(line)
     words = words[words.index("groupwise") + 1 :]
     command: click.Command = typer.main.get_command(app)
     name = words[0] if words else ""
     while hasattr(command, "commands") and words and words[0] not in ("--help", "--version", "..."):
+        if words[0] not in command.commands:  # pyright: ignore[reportAttributeAccessIssue]
+            return words[0]
         command = command.commands[words.pop(0)]  # pyright: ignore[reportAttributeAccessIssue]
     if not words or {"--help", "--version"} & {*words} or words == ["..."]:
-        return
-    command.make_context("groupwise", [*words])
-    if name in OF_RUNS:
-        keys = {re.sub(r"\[\d+\]", "", word.partition("=")[0]) for word in words if re.match(r"[a-z][\w.\[\]]*=", word)}
-        assert {key for key in keys if key not in run_keys() and not of_free_form(key)} == set()
+        return None
+    try:
+        command.make_context("groupwise", [*words])
+    except Exception as error:  # click's, of which typer has a copy
+        return f"{type(error).__name__}: {error}"
+    if name not in OF_RUNS:
+        return None
+    keys = {re.sub(r"\[\d+\]", "", word.partition("=")[0]) for word in words if re.match(r"[a-z][\w.\[\]]*=", word)}
+    return {key for key in keys if key not in run_keys() and not of_free_form(key)}
+
+
+def test_a_command_that_is_none_is_seen() -> None:
+    assert wrong_in("groupwise trains a.yaml") == "trains" and wrong_in("groupwise serve --fast")
+    assert wrong_in("groupwise run a.yaml train.speed=3") == {"train.speed"}
+    assert not wrong_in("groupwise run a.yaml train.steps=3 data.args.n=3")
 
 
 def of_free_form(key: str) -> bool:
     """Arguments of a user's function: `data.args.n`, `rewards.args.limit`."""
     return ".args." in key
-
-
-def test_there_are_commands_to_check() -> None:
-    assert len(commands()) > 60
 
 
 def test_the_page_of_commands_has_them_all() -> None:
@@ -244,9 +266,9 @@ def test_every_address_that_is_fetched_is_a_route() -> None:
 
 
 # ---- Python and YAML ----
-@pytest.mark.parametrize(("page", "block"), of_pages("python"))
-def test_the_code_is_python(page: Path, block: str) -> None:
-    compile(block, name_of(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+def test_the_code_is_python() -> None:
+    for page, block in of_pages("python"):
+        compile(block, name_of(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def test_what_the_code_imports_of_ours_is_there() -> None:
@@ -261,12 +283,12 @@ def test_what_the_code_imports_of_ours_is_there() -> None:
     assert {name for name in names if not hasattr(importlib.import_module(name[0]), name[1])} == set()
 
 
-@pytest.mark.parametrize(("page", "block"), of_pages("pycon"))
-def test_the_sessions_parse(page: Path, block: str) -> None:
-    assert doctest.DocTestParser().get_examples(block)
+def test_the_sessions_parse() -> None:
+    for page, block in of_pages("pycon"):
+        assert doctest.DocTestParser().get_examples(block, name_of(page))
 
 
-@pytest.mark.parametrize(("page", "block"), of_pages("yaml"))
+@pytest.mark.parametrize(("page", "block"), [pytest.param(*each, id=name_of(each[0])) for each in of_pages("yaml")])
 def test_the_yaml_is_a_configuration(page: Path, block: str) -> None:
     """A whole run, in whoever's words, or sections of one, which go with any prompts and rewards. A manifest of
     Kubernetes only parses."""

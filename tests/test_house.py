@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig, load_config, parse_config
 from groupwise.config.yaml import key_paths
-from sources import SOURCE, tree_of
+from sources import SOURCE, nodes_of, tree_of
 
 ROOT = Path(__file__).parent.parent
 TEMPLATES = SOURCE / "cli" / "templates"  # files that `groupwise init` writes for users: no modules of ours
@@ -24,26 +25,32 @@ CONFIGURED = {".".join(path) for path in key_paths(RunConfig)}
 reads_all = pytest.mark.xdist_group("sources")  # once a process
 
 
-def name(path: Path) -> str:
-    return str(path.relative_to(SOURCE))
+@cache
+def texts() -> dict[str, str]:
+    """Every module's text, by its place in the package."""
+    return {str(path.relative_to(SOURCE)): path.read_text(encoding="utf-8") for path in MODULES}
+
+
+def test_a_file_has_800_lines_at_most() -> None:
+    assert {name: text.count("\n") for name, text in texts().items() if text.count("\n") > 800} == {}
 
 
 @reads_all
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_a_file_has_800_lines_at_most_and_a_function_100(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= 800
-    functions = [n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+def test_a_function_has_100_lines_at_most() -> None:
     too_long = {
-        f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno and f.end_lineno - f.lineno >= 100
+        (path.name, node.name): node.end_lineno - node.lineno + 1
+        for path in MODULES
+        for node in nodes_of(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno
+        and node.end_lineno - node.lineno >= 100
     }
-    assert not too_long
+    assert too_long == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_a_file_has_one_head(path: Path) -> None:
+def test_a_file_has_one_head() -> None:
     """What needs a head of its own is a file of its own."""
-    assert not re.search(r"(?m)^# -{60,}\n# \S", path.read_text(encoding="utf-8"))
+    assert [name for name, text in texts().items() if re.search(r"(?m)^# -{60,}\n# \S", text)] == []
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +73,7 @@ def test_there_is_none_of_it(counted: dict[str, set[str]], what: str) -> None:
     assert not counted[what]
 
 
+@reads_all
 def test_docstrings_of_functions_begin_with_a_verb(counted: dict[str, set[str]]) -> None:
     """A sentence says who does what; a noun alone ("The file.") can be completed only by its author."""
     assert len(counted["docstring fragments"]) < 10, sorted(counted["docstring fragments"])
@@ -103,6 +111,7 @@ def test_the_package_has_twelve_rooms_eight_files_and_bridges() -> None:
     assert max(len(p.relative_to(SOURCE).parts) for p in MODULES) <= 3
 
 
+@reads_all
 def test_every_module_begins_with_what_it_is() -> None:
     silent = [p.name for p in MODULES if not ast.get_docstring(tree_of(p))]
     assert not silent
@@ -111,16 +120,18 @@ def test_every_module_begins_with_what_it_is() -> None:
 ROOMS = ("algo", "bridges", "cli", "engine", "model", "rewards", "run", "sdk", "server", "store", "tasks", "train")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_what_docstrings_and_comments_name_is_there(path: Path) -> None:
+def test_what_docstrings_and_comments_name_is_there() -> None:
     """`room.module.name` and `module.py`, so that a reader who follows them arrives."""
-    text = path.read_text(encoding="utf-8")
-    gone = [each for each in re.findall(r"`(?:groupwise\.)?([a-z_]+\.[A-Za-z_.]+)`", text) if not is_there(each)]
-    files = re.findall(r"`([\w/]+\.py)`", text)
-    gone += [each for each in files if not any(p.as_posix().endswith(f"/{each}") for p in ROOT.rglob(Path(each).name))]
-    assert not gone
+    gone, files = set[tuple[str, str]](), [f"/{p.relative_to(ROOT).as_posix()}" for p in [*MODULES, *SCRIPTS]]
+    for place, text in texts().items():
+        dotted = re.findall(r"`(?:groupwise\.)?([a-z_]+\.[A-Za-z_.]+)`", text)
+        gone |= {(place, each) for each in dotted if not is_there(each)}
+        named = re.findall(r"`([\w/]+\.py)`", text)
+        gone |= {(place, each) for each in named if not any(file.endswith(f"/{each}") for file in files)}
+    assert gone == set()
 
 
+@cache
 def is_there(dotted: str) -> bool:
     """Whether a dotted name that begins with a room leads to a module, or to something that a module defines."""
     first, *rest = dotted.split(".")
@@ -142,7 +153,7 @@ def is_there(dotted: str) -> bool:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_script_takes_from_the_package_is_there(path: Path) -> None:
     """Benchmarks, tools and examples are run by hand, and are not to find out then that a name has gone."""
-    tree, modules, gone = tree_of(path), dict[str, object](), list[str]()
+    tree, modules, gone = ast.parse(path.read_text("utf-8")), dict[str, object](), list[str]()
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("groupwise"):
             continue

@@ -42,17 +42,19 @@ def specs() -> list[LossSpec]:
     return [*plain, *kls, *(resolve_loss("dapo", correction=c, **wide) for c in weights)]
 
 
-@pytest.mark.parametrize("spec", specs(), ids=lambda s: f"{s.surrogate} {s.ratio} {s.kl} {s.correction} {s.reduction}")
 @pytest.mark.parametrize("knob", OTHER)
-def test_every_knob_acts_or_is_refused(spec: LossSpec, knob: str):
-    if not spec.reads(knob):
-        with raises(FieldError) as refused:
-            replace(spec, **{knob: OTHER[knob]})
-        assert (refused.value.field, refused.value.kind) == (knob, "ineffective")
-        return
-    other = replace(spec, **{knob: OTHER[knob]})
-    batches = [random_batch(seed, drift=0.6) for seed in range(3)]
-    assert any(not torch.equal(batch.run(spec)[0], batch.run(other)[0]) for batch in batches)
+def test_every_knob_acts_or_is_refused(knob: str):
+    batches, idle = [random_batch(seed, drift=0.6) for seed in range(3)], list[LossSpec]()
+    for spec in specs():
+        if not spec.reads(knob):
+            with raises(FieldError) as refused:
+                replace(spec, **{knob: OTHER[knob]})
+            assert (refused.value.field, refused.value.kind) == (knob, "ineffective"), spec
+            continue
+        other = replace(spec, **{knob: OTHER[knob]})
+        if all(torch.equal(batch.run(spec)[0], batch.run(other)[0]) for batch in batches):
+            idle.append(spec)
+    assert idle == []
 
 
 @pytest.mark.parametrize(
@@ -227,16 +229,20 @@ def has_gradient_without_advantages(spec: LossSpec, *, moved: bool, stale: bool)
     return bool(torch.autograd.grad(loss, policy)[0].any())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(
     "term", [{}, {"kl": "k1"}, {"kl": "k2"}, {"kl": "k3"}, {"kl": "k3_unbiased"}, {"entropy_coeff": 0.1}]
 )
-def test_what_has_a_gradient_without_advantages(preset: str, term: dict):
+def test_what_has_a_gradient_without_advantages(term: dict):
     """Groups of equal rewards are left out exactly where they would change nothing."""
+    for preset in PRESETS:
+        check_gradient_without_advantages(preset, term)
+
+
+def check_gradient_without_advantages(preset: str, term: dict) -> None:
     anchors = ("behaviour", "old") if resolve_loss(preset, **WHOLE.get(preset, {}), **term).reads_anchor else (None,)
     for anchor in anchors:
         given = {} if anchor is None else {"anchor": anchor}
         spec = resolve_loss(preset, **WHOLE.get(preset, {}), **term, **given)
         for steps, stale in ((1, False), (1, True), (2, False), (2, True)):
             needed = has_gradient_without_advantages(spec, moved=steps > 1, stale=stale)
-            assert spec.needs_flat(steps, stale=stale) == needed, (anchor, steps, stale)
+            assert spec.needs_flat(steps, stale=stale) == needed, (preset, anchor, steps, stale)

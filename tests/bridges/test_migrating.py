@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,10 +24,18 @@ from groupwise.config.yaml import key_paths
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "migrating.md").read_text(encoding="utf-8")
-SYSTEMS = {system: format_named(system).keys for system in ("axolotl", "trl", "aitraining", "prime-rl")}
-SYSTEMS["unsloth"] = tuple(key for key in format_named("unsloth").keys if key not in format_named("trl").keys)
+SYSTEMS = ("axolotl", "trl", "aitraining", "prime-rl", "unsloth")
+SECTIONS = dict(re.findall(r"<!-- ([\w-]+) -->(.*?)<!-- end -->", TEXT, re.DOTALL))
+PUBLISHED = re.findall(r"^\| (?!published )(.+?) \|", SECTIONS["published"], re.MULTILINE)
 
 
+def keys_of(system: str) -> tuple[Key, ...]:
+    """The keys of a system's table: of Unsloth's what differs from TRL's."""
+    keys, above = format_named(system).keys, format_named("trl").keys if system == "unsloth" else ()
+    return tuple(key for key in keys if key not in above)
+
+
+@cache
 def generator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("generate_migrating", DOCS / "generate_migrating.py")
     assert spec is not None and spec.loader is not None
@@ -41,16 +50,14 @@ def test_the_tables_are_what_the_script_makes():
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_key_is_in_its_systems_section_once(system):
-    section = re.search(rf"<!-- {system} -->(.*?)<!-- end -->", TEXT, re.DOTALL)
-    assert section is not None
-    first = [line.split("|")[1] for line in section[1].splitlines() if line.startswith("| `")]
+    first = [line.split("|")[1] for line in SECTIONS[system].splitlines() if line.startswith("| `")]
     names = [name for cell in first for name in re.findall(r"`([^`]+)`", cell)]
-    assert sorted(names) == sorted(key.name for key in SYSTEMS[system])
+    assert sorted(names) == sorted(key.name for key in keys_of(system))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_table_is_consistent(system):
-    keys: tuple[Key, ...] = SYSTEMS[system]
+    keys = keys_of(system)
     names = {key.name for key in keys}
     assert names <= {key.name for key in format_named(system).keys}
     ours = {".".join(path) for path in key_paths(RunConfig)} | {f"algo.{name}" for name in AlgoConfig.model_fields}
@@ -95,12 +102,10 @@ def test_the_commands_take_their_words():
         command.commands[words[0]].make_context("groupwise", words[1:])
 
 
-PUBLISHED = generator().published()
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_configuration_comes_out_as_the_table_says(name):
-    made, config = generator(), PUBLISHED[name]["config"]
+    made = generator()
+    config = made.published()[name]["config"]
     word, _, instead = made.outcome(config)
     line = next(line for line in TEXT.splitlines() if line.startswith(f"| {name} |"))
     assert f" | {word} | " in line

@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from simulated_gpu import SimulatedGpu
 
+from slow_cases import slow_but
+
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 1)
 MOST_WAITS_OF_ADMISSION = 0  # of a batch of prompts, and the first token of each completion
 MOST_WAITS_OF_AN_END = 2 + 1  # of rows that are finished, however many: their ids and logprobs, and which they are
@@ -32,6 +34,9 @@ NARROWED: list[dict[str, Any]] = [
     {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
     {"min_tokens": 3, "ignore_eos": False, "logit_bias": ((7, 2.0), (9, -100.0))},
 ]
+
+
+LONG_NARROWED = [*NARROWED[:-1], {**NARROWED[-1], "min_tokens": 3 * SETTLED_EVERY}]
 
 
 def asked(*, n: int = 4, versions: tuple[PolicyVersion, ...] = (BASE,), **options: Any) -> list[SamplingRequest]:
@@ -80,7 +85,7 @@ def test_decoding_waits_once_in_some_steps(make_base, make_adapter, policies: in
         assert [len(future.result(timeout=0)) for future in futures] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("options", [*NARROWED[:-1], {**NARROWED[-1], "min_tokens": 3 * SETTLED_EVERY}])
+@pytest.mark.parametrize("options", slow_but(LONG_NARROWED[::3], of=LONG_NARROWED))
 def test_what_is_left_out_is_looked_at_once_in_some_steps(make_base, options: dict[str, Any]):
     """What each token could be stays on the device as long as tokens do."""
     with on_simulated_gpu(make_base(dtype=torch.float32), {}) as (gpu, engine, decoder):

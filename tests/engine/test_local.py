@@ -40,6 +40,7 @@ from groupwise.types import (
     SamplingRequest,
     SequenceScores,
 )
+from slow_cases import crossed
 from wording import raises, warns
 
 BASE = PolicyVersion.base()
@@ -1017,10 +1018,17 @@ def test_the_next_turn_computes_only_what_is_new(open_engine, make_base, make_ad
     assert computed[True] < 0.6 * computed[False]
 
 
-@pytest.mark.parametrize(("new_at_once", "most_held"), [(7, admission.MOST_HELD), (admission.EXTEND_TOKENS, 10)])
-def test_many_rows_of_uneven_lengths(open_engine, monkeypatch, architecture: str, new_at_once: int, most_held: int):
+@pytest.mark.parametrize(
+    ("architecture", "bounds"),
+    crossed(
+        ("qwen3", "gemma3", "gemma2", "gpt2"),
+        ((7, admission.MOST_HELD), (admission.EXTEND_TOKENS, 10)),
+        quick=lambda architecture, bounds: bounds[0] == 7 or architecture == "gemma3",
+    ),
+)
+def test_many_rows_of_uneven_lengths(open_engine, monkeypatch, architecture: str, bounds: tuple[int, int]):
     """Read in parts, put in order between, run in pieces of a few tokens, folded into openings: nothing of it shows."""
-    sorted_rows = []
+    sorted_rows, (new_at_once, most_held) = [], bounds
     monkeypatch.setattr(packed, "SORT_EVERY", 1)
     monkeypatch.setattr(packed, "MOST_BEYOND", 1.0)
     monkeypatch.setattr(packed, "EXTEND_TOKENS", new_at_once)

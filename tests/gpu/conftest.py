@@ -13,12 +13,12 @@ import torch
 
 from groupwise.types import Sample
 
-HERE = Path(__file__).parent
+HERE = f"{Path(__file__).parent}/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents:
+        if str(item.path).startswith(HERE):
             item.add_marker("gpu")
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="there is no CUDA GPU"))

@@ -411,7 +411,7 @@ def outcome(messages, tokenizer):
 
 
 @pytest.mark.parametrize("name", LONG)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(long_conversations())
 def test_a_long_conversation_is_what_each_of_its_prefixes_says(name, messages):
     """The definition: every prefix rendered, every prefix tokenised."""

@@ -23,6 +23,7 @@ from groupwise.run.health_report import examine
 from groupwise.run.health_rule import COMPARE, RUN_KEYS, Aggregate, Condition, KeyNames, Rule, Times, aggregate
 from groupwise.run.health_rules import RULES, TABLE, read_rules
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
+from slow_cases import crossed
 from wording import raises
 
 ROOT = Path(__file__).parent.parent.parent
@@ -351,8 +352,10 @@ def test_a_reward_hack_is_named_and_not_taken_for_success():
     assert {each.label: each.severity for each in health.standing}["reward.exploited (exact)"] == "error"
 
 
-@pytest.mark.parametrize("completions", [8, 64, 256])
-@pytest.mark.parametrize("solved", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize(
+    ("completions", "solved"),
+    crossed((8, 64, 256), (0.01, 0.1, 0.5), quick=lambda *both: both in {(8, 0.01), (8, 0.5), (64, 0.01), (256, 0.1)}),
+)
 def test_luck_is_not_taken_for_a_policy_that_fell_apart(completions: int, solved: float):
     """No false alarm in 200 runs of 40 steps whose share of solved tasks stays, with answers of any length."""
     rng = np.random.default_rng(completions)

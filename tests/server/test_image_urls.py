@@ -14,7 +14,7 @@ from groupwise.config.images import ImagesConfig
 from groupwise.pictures import read_picture
 from groupwise.server import image_urls
 from groupwise.server.images import folder_of
-from image_host import BOMB, ImageHost, image_host, png, reply
+from image_host import ImageHost, bomb, image_host, png, reply
 from seeing_models import save_seeing
 from whole_server import Whole, whole
 
@@ -25,7 +25,7 @@ def host() -> Iterator[ImageHost]:
         for i in range(4):
             host.pages[f"/{i}.png"] = reply(png(i))
         host.pages["/large"] = reply(bytes(3 << 20))
-        host.pages["/bomb"] = reply(BOMB, Content_Encoding="gzip")
+        host.pages["/bomb"] = reply(bomb(), Content_Encoding="gzip")
         host.pages["/away"] = reply(b"", status="302 Found", Location="http://169.254.169.254/latest/")
         yield host
 

@@ -19,7 +19,7 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.pictures import read_picture
 from groupwise.tasks import fetching
 from groupwise.tasks.fetching import fetch_picture, is_public
-from image_host import BOMB, ImageHost, certificate_of, image_host, png, reply
+from image_host import ImageHost, bomb, certificate_of, image_host, png, reply
 from wording import raises
 
 PUBLIC = "93.184.215.14"
@@ -305,7 +305,7 @@ def test_a_body_without_end_takes_no_more_than_an_image_may(host: ImageHost, her
 
 
 def test_what_is_compressed_for_the_way_does_not_grow_here(host: ImageHost, here: str) -> None:
-    host.pages["/bomb"] = reply(BOMB, Content_Encoding="gzip")
+    host.pages["/bomb"] = reply(bomb(), Content_Encoding="gzip")
     assert "compressed (gzip)" in refused(f"{here}/bomb", here)
 
 

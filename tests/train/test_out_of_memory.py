@@ -10,6 +10,7 @@ import torch
 from groupwise.algo.loss import resolve_loss
 from groupwise.errors import TrainingError
 from groupwise.train.learner import Learner
+from slow_cases import crossed
 from wording import raises
 
 
@@ -45,8 +46,9 @@ def gradients(learner: Learner, samples: Any, spec: Any) -> tuple[list[torch.Ten
     return [p.grad.clone() for p in learner.parameters if p.grad is not None], metrics
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+@pytest.mark.parametrize(
+    ("loss", "backward"), crossed(("grpo", "gspo"), (False, True), quick=lambda loss, late: late == (loss == "gspo"))
+)
 def test_a_micro_batch_that_does_not_fit_is_cut(make_base, make_samples, small_memory, loss: str, backward: bool):
     """Gradients, metrics and log-probabilities are those of a run with memory, also of losses that read a reference."""
     spec = resolve_loss(loss, kl="k3", kl_coeff=0.1)

@@ -14,10 +14,11 @@ from parts_cases import CPU, Settings, of_parts, read_parts, read_whole, save
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from groupwise.config.lora import LoraSpec
 from groupwise.model.parts import NotInParts, open_parts
 from groupwise.train.learner import Learner
 from rank_pairs import on_ranks
-from slow_cases import slow_but
+from slow_cases import crossed, slow_but
 
 SLOW = (pytest.mark.slow,)
 DENSE = ("qwen3", "llama", "gemma3", "gpt2")  # with experts rounding alone chooses others, in ranks of either kind
@@ -57,7 +58,12 @@ def test_ranks_train_what_one_process_trains(make_base, make_samples, tmp_path: 
         assert 0.3 < held[0] / held[1] < 0.7
 
 
-def test_copies_of_the_parts_in_groups_of_ranks(make_base, make_samples, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lora", "shard_size"), crossed((None, LORA), (2, 4), quick=lambda lora, size: lora is None or size == 2)
+)
+def test_copies_of_the_parts_in_groups_of_ranks(
+    make_base, make_samples, tmp_path: Path, lora: LoraSpec | None, shard_size: int
+) -> None:
     """HSDP, 2 x 2: gradients of all parameters and of an adapter are those of one process, to 1e-6 of their norm."""
     place = save(make_base("llama"), tmp_path / "model")
     samples = near_policy(read_whole(place), make_samples(UNEVEN), lora=None)
@@ -66,7 +72,7 @@ def test_copies_of_the_parts_in_groups_of_ranks(make_base, make_samples, tmp_pat
         learner.forward_backward(samples, SPECS["grpo"])
         return [(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone() for p in learner.parameters]
 
-    def work(ranks, lora, shard_size):
+    def work(ranks):
         learner = start(make_parts, place, lora=lora, ranks=ranks, shard_size=shard_size)
         cut = [p for p in learner.model.parameters() if isinstance(p, DTensor)]
         share = sum(p.to_local().numel() for p in cut) / sum(p.numel() for p in cut)
@@ -78,19 +84,17 @@ def test_copies_of_the_parts_in_groups_of_ranks(make_base, make_samples, tmp_pat
         metrics = [learner.step(samples, SPECS["grpo"], learning_rate=RATE) for _ in range(5)]
         return share, found, metrics, whole(learner)
 
-    for lora in (None, LORA):
-        alone = start(Learner, read_whole(place), lora=lora)
-        want = gradients(alone)
-        alone.zero_grad()
-        metrics = [alone.step(samples, SPECS["grpo"], learning_rate=RATE) for _ in range(5)]
-        for shard_size in (2, 4):
-            for share, found, numbers, trained in on_ranks(lambda ranks: work(ranks, lora, shard_size), size=4):  # noqa: B023
-                assert share == pytest.approx(1 / shard_size, rel=0.15)
-                for a, b in zip(found, want, strict=True):
-                    assert float((a - b).norm()) <= 1e-6 * float(b.norm())
-                assert numbers == [pytest.approx(each, abs=1e-6) for each in metrics]
-                for a, b in zip(trained, whole(alone), strict=True):
-                    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    alone = start(Learner, read_whole(place), lora=lora)
+    want = gradients(alone)
+    alone.zero_grad()
+    metrics = [alone.step(samples, SPECS["grpo"], learning_rate=RATE) for _ in range(5)]
+    for share, found, numbers, trained in on_ranks(work, size=4):
+        assert share == pytest.approx(1 / shard_size, rel=0.15)
+        for a, b in zip(found, want, strict=True):
+            assert float((a - b).norm()) <= 1e-6 * float(b.norm())
+        assert numbers == [pytest.approx(each, abs=1e-6) for each in metrics]
+        for a, b in zip(trained, whole(alone), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", slow_but({"llama"}, of=("llama", "qwen3_moe")))

@@ -25,6 +25,7 @@ from groupwise.train.learner import Learner
 from groupwise.train.strategy import SingleProcess
 from groupwise.train.together import JOIN_TOKENS, Joined, JointPasses, may_join
 from groupwise.types import Sample
+from slow_cases import slow_but
 
 TARGETS = (("q_proj", "v_proj"), ("down_proj",), ("k_proj", "o_proj", "gate_proj"), ("up_proj", "q_proj"))
 PAIRS = PreferenceConfig()
@@ -115,9 +116,12 @@ def some_work(make_samples, draw: random.Random) -> Work:
     return lambda made: made.forward_backward(samples, spec, temperature=temperature)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "of odd widths"])
+@pytest.mark.parametrize(
+    "architecture",
+    slow_but(["qwen3", "qwen2", "of odd widths"], of=("qwen3", "qwen2", "llama", "of odd widths")),
+)
 def test_mixtures_have_the_bytes_that_each_has_alone(make_base, make_samples, architecture: str):
-    """14 of each of 2 to 8 learners with ranks, scales, targets, losses, lengths and temperatures of their own."""
+    """8 of each of 2 to 8 learners with ranks, scales, targets, losses, lengths and temperatures of their own."""
     draw, place = random.Random(architecture), JointPasses()
     if architecture == "of odd widths":  # rows of several begin anywhere in memory
         base = make_base("llama", dtype=torch.float32, intermediate_size=173)
@@ -126,7 +130,7 @@ def test_mixtures_have_the_bytes_that_each_has_alone(make_base, make_samples, ar
     numbers = [draw.randrange(100) for _ in range(8)]
     together = [learner(base, number, place) for number in numbers]
     alone = [learner(base, number, None) for number in numbers]
-    for _ in range(14):
+    for _ in range(8):
         chosen = draw.sample(range(8), draw.randint(2, 8))
         works = [some_work(make_samples, draw) for _ in chosen]
         if draw.random() < 0.5:  # prompts that several have

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -277,10 +278,16 @@ def _was_finished(run_dir: Path) -> bool:
     return False
 
 
+@lru_cache(maxsize=16)
+def _said(configuration: str) -> Any:
+    """Return what a run's configuration says, which nobody may change: it is asked for several times a command."""
+    return YAML(typ="safe").load(configuration)
+
+
 def _model_of_run(run_dir: Path) -> str | None:
     """Return the `model` of a run's configuration; only this key is read, so that the run may be of another version."""
     try:
-        return str(YAML(typ="safe").load((run_dir / CONFIG).read_text(encoding="utf-8"))["model"])
+        return str(_said((run_dir / CONFIG).read_text(encoding="utf-8"))["model"])
     except (OSError, YAMLError, ValueError, TypeError, KeyError):
         return None
 
@@ -290,7 +297,7 @@ def manner_of(run_dir: Path) -> dict[str, Any]:
     message before them, `chat`, how they were rendered, and `structured_outputs`, what completions had to be. Only
     these keys are read, whatever version wrote them."""
     try:
-        said = YAML(typ="safe").load((run_dir / CONFIG).read_text(encoding="utf-8"))
+        said = _said((run_dir / CONFIG).read_text(encoding="utf-8"))
         data, rollout = said.get("data") or {}, said.get("rollout") or {}
         regex = rollout.get("structured_outputs_regex")
         form = rollout.get("structured_outputs") or ({"regex": regex} if regex else None)
