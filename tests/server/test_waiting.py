@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
 
-from groupwise.server.waiting import why_waits
+from groupwise.server.waiting import Queue
 from groupwise.store.ledger import Ledger
-from groupwise.store.ledger_schema import JobState, Lease
+from groupwise.store.ledger_schema import Lease
 from groupwise.store.ledger_turns import QUANTUM
 from wording import wording
 
@@ -38,8 +39,7 @@ class Book:
         return lease
 
     def why(self, id: str, *, worker: bool = True) -> tuple[str, str | None, float | None] | None:
-        job, active = self.ledger.job(id), self.ledger.jobs(states=(JobState.QUEUED, JobState.RUNNING))
-        said = why_waits(job, active, self.ledger.waits_for(id), worker=worker)
+        said = Queue(self.ledger.unfinished(), worker=worker).why(self.ledger.job(id))
         if said is None:
             return None
         wording(said.message.replace(str(said.job_id), "JOB"))
@@ -79,6 +79,30 @@ def test_a_job_waits_for_the_one_before_it_of_its_adapter(book):
     second, third = book.post("math"), book.post("sql", base_adapter="math")
     assert book.why(second) == ("adapter", first.job.id, 18.0)  # nine steps
     assert book.why(third) == ("adapter", second, None)  # nobody knows how long the second one takes
+
+
+def test_a_job_that_waits_for_several_begins_when_all_have_ended(book):
+    first = book.at_work("math", tokens=64)
+    beside = book.at_work("sql", tokens=64, base_adapter="code")
+    assert book.why(book.post("code", base_adapter="math")) == ("adapter", beside.job.id, 36.0)
+    book.ledger.published(first, "math@1")
+    assert book.why(book.post("math", base_adapter="sql")) is not None
+    assert book.why(book.post("sql", base_adapter="code@2"))[1] != beside.job.id  # code's, or the second of math's
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_has_to_wait_for_no_other_is_what_a_worker_may_take(book, seed):
+    """What is said of a random queue is what the ledger does with it."""
+    random = Random(seed)
+    for _ in range(24):
+        book.post(random.choice("abcdefgh"), base_adapter=random.choice([None, "base", "a", "b@2", "c", "d", "h"]))
+        if random.random() < 0.2 and (lease := book.ledger.lease("w")) is not None and random.random() < 0.5:
+            book.ledger.published(lease, "x@1")
+    active = book.ledger.unfinished()
+    queue = Queue(active, worker=True)
+    said = [job.id for job in active if (why := queue.why(job)) is not None and why.reason != "adapter"]
+    taken = iter(lambda: book.ledger.lease("w"), None)
+    assert sorted(lease.job.id for lease in taken) == sorted(said)
 
 
 def test_as_many_are_trained_as_there_is_room_for(book, later):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from random import Random
 
 import pytest
 from test_ledger import submit, take
 
 from groupwise.store import ledger_turns
 from groupwise.store.ledger import JobState, Ledger
-from groupwise.store.ledger_schema import Lease
+from groupwise.store.ledger_schema import JobRecord, Lease
 from groupwise.store.ledger_turns import CREDIT, QUANTUM, Standing, makes_way
 
 
@@ -83,6 +84,79 @@ def test_a_worker_may_not_admit_the_job_whose_turn_it_is(book):
     assert take(book, admits=admits).job.id == one
     assert book.lease("w", admits=admits) is None and book.job(two).state is JobState.QUEUED
     assert seen == [(one, []), (two, [one])]
+
+
+def furthest_behind(book: Ledger) -> str | None:
+    """The job whose turn it is, by the rule as it is written, whatever that takes."""
+    jobs = book.jobs()[::-1]
+
+    def is_free(job: JobRecord, place: int) -> bool:
+        mine, base = job.adapter, (job.config["base_adapter"] or "").partition("@")[0]
+        ahead = [each for each in jobs[:place] if each.tenant == job.tenant and not each.version]
+        ahead = [each for each in ahead if not each.state.is_final]
+        bases = [(each.config["base_adapter"] or "").partition("@")[0] for each in ahead]
+        return job.state is JobState.QUEUED and not (mine in bases or {mine, base} & {each.adapter for each in ahead})
+
+    def clock(job: JobRecord) -> tuple[float, float]:
+        own = max(each.own for each in jobs if (each.tenant, each.adapter) == (job.tenant, job.adapter))
+        return max(each.turn for each in jobs if each.tenant == job.tenant), own
+
+    free = [(place, job) for place, job in enumerate(jobs) if is_free(job, place)]
+    tenants = {job.tenant: clock(job)[0] for _, job in free}
+    firsts = [min((clock(job), place, job.id) for place, job in free if job.tenant == name) for name in tenants]
+    return min(firsts, key=lambda first: (first[0][0], first[1]))[2] if firsts else None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_the_turn_of_the_adapter_that_is_furthest_behind(book, seed):
+    """Whatever order jobs were posted, trained, given back and ended in."""
+    random, held = Random(seed), list[Lease]()
+    book.database._connection.execute("PRAGMA synchronous=OFF")
+    for _ in range(120):
+        act = random.choice(("post", "post", "take", "take", "train", "release", "end"))
+        if act == "post":
+            view = book.of(random.choice(("acme", "bell"))) if random.random() < 0.3 else book
+            base = random.choice((None, None, "base", "a", "c@1"))
+            submit(view, adapter=random.choice("abcdef"), config={"base_adapter": base}, max_queued=1000)
+        elif act == "take":
+            expected = furthest_behind(book)
+            lease = book.lease("w")
+            assert (lease and lease.job.id) == expected
+            held += [lease] if lease else []
+        elif held:
+            lease = held[random.randrange(len(held))]
+            if act == "train":
+                book.progress(lease, phase="training", tokens=random.randrange(1, 3 * QUANTUM))
+            else:
+                held.remove(lease)
+                book.release(lease) if act == "release" else book.published(lease, f"{lease.job.adapter}@1")
+
+
+def work(book: Ledger, act: Callable[[], object]) -> int:
+    """How many of SQLite's instructions an act takes, in tens."""
+    counted = []
+    book.database._connection.set_progress_handler(lambda: counted.append(1), 10)
+    act()
+    book.database._connection.set_progress_handler(None, 0)
+    return len(counted)
+
+
+@pytest.mark.parametrize(("one_adapter", "most"), [(False, 1.5), (True, 10)])
+def test_a_look_at_the_queue_takes_no_longer_than_its_length_says(book, one_adapter, most):
+    def look() -> None:
+        book.lease("w", admits=lambda job, running: False)
+        book.standings()
+
+    book.database._connection.execute("PRAGMA synchronous=OFF")
+    looks, lists = [], []
+    for length in (6, 60):
+        while (count := len(book.jobs())) < length:
+            submit(book, adapter="math" if one_adapter else f"a{count}", max_queued=length)
+        if not looks:
+            take(book)
+        looks.append(work(book, look))
+        lists.append(work(book, book.jobs))
+    assert looks[1] <= most * looks[0] and lists[1] <= 12 * lists[0]
 
 
 # --- shares ---

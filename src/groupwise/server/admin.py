@@ -145,7 +145,7 @@ def _disk_problem(parts: HealthParts) -> str | None:
 
 def _unfinished(parts: HealthParts) -> list[Job]:
     try:
-        return parts.ledger.jobs(states=(JobState.QUEUED, JobState.RUNNING))
+        return parts.ledger.unfinished()
     except GroupwiseError:
         return []
 

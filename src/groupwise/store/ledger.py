@@ -61,7 +61,6 @@ from groupwise.store.ledger_attempts import (
 from groupwise.store.ledger_repair import BACKUP
 from groupwise.store.ledger_schema import (
     FORGET_ROWS,
-    JOBS,
     KEEP_ROLLOUT_BYTES,
     KEEP_SECONDS,
     SPOOL,
@@ -76,6 +75,7 @@ from groupwise.store.ledger_schema import (
     marks,
     open_to_read,
     read_job,
+    read_jobs,
     read_payload,
     read_rollouts,
     read_row,
@@ -101,7 +101,6 @@ from groupwise.store.ledger_turns import (
     next_job,
     price_of_taking,
     training,
-    waits_for,
 )
 from groupwise.store.tenants import OWNER
 
@@ -267,10 +266,19 @@ class Ledger:
         """Return the jobs in these states (all of them without), newest first; with `before`, those that were submitted
         before that job. Raises JobNotFoundError where it is not known."""
         wanted = list(JobState if states is None else states)
-        query = f"{JOBS} WHERE state IN ({marks(wanted)}) AND seq < ? ORDER BY seq DESC LIMIT ?"
+        asked = f"WHERE state IN ({marks(wanted)}) AND seq < ? ORDER BY seq DESC LIMIT ?"
         with self._db.reading("listing the jobs") as db:
             end = MAX_SEQ if before is None else read_row(db, before)["seq"]
-            return [to_job(row) for row in db.execute(query, (*wanted, end, limit))]
+            return read_jobs(db, asked, (*wanted, end, limit))
+
+    def unfinished(self) -> list[Job]:
+        """Return all jobs that have not ended, newest first."""
+        return self.jobs(states=(JobState.QUEUED, JobState.RUNNING), limit=MAX_SEQ)
+
+    def pending(self) -> frozenset[str]:
+        """Return the adapters that jobs which have not ended make, or made, the next version of."""
+        with self._db.reading("listing the adapters that jobs make") as db:
+            return frozenset(row["adapter"] for row in db.execute("SELECT adapter FROM job WHERE finished_at IS NULL"))
 
     def ended(self) -> list[str]:
         """Return the ids of all jobs that have ended, in the order in which they did."""
@@ -296,11 +304,6 @@ class Ledger:
         with suppress(OSError):
             return self._payload_path(id).stat().st_size
         return 0
-
-    def waits_for(self, id: str) -> list[str]:
-        """Return the jobs that a waiting one must come after, oldest first: they have to do with its adapter."""
-        with self._db.reading("looking for what a job waits for") as db:
-            return waits_for(db, id)
 
     def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return the job's events with a `seq` above `after`, oldest first. Raises JobNotFoundError."""
@@ -507,9 +510,8 @@ class Ledger:
 
     def published_jobs(self) -> list[Job]:
         """Return the jobs whose version waits to be swapped in, oldest first."""
-        query = f"{JOBS} WHERE state = 'running' AND version IS NOT NULL ORDER BY seq"
         with self._db.reading("listing the published jobs") as db:
-            return [to_job(row) for row in db.execute(query)]
+            return read_jobs(db, "WHERE state = 'running' AND version IS NOT NULL ORDER BY seq")
 
     def begin_swap(self, id: str) -> bool:
         """Note that the job's version is being swapped in. False if nothing is to be, or if servers have died of it so

@@ -47,12 +47,13 @@ SPOOL, SPOOLED = "spool", ".payload"  # the directory beside the ledger, and wha
 REPAIR = "stop the server, and start it once with --repair-ledger: docs/troubleshooting.md#ledger_damaged"
 PHASES = ("waiting", "loading", "training", "publishing", "swapping", "done")
 
-JOBS = """
+_JOB = """
     SELECT job.*, CASE state WHEN 'queued' THEN
         (SELECT count(*) FROM job AS other
          WHERE other.state = 'queued' AND other.seq <= job.seq AND other.tenant = job.tenant) END AS position
     FROM job
 """
+_PLACES = "SELECT seq, row_number() OVER (PARTITION BY tenant ORDER BY seq) FROM job WHERE state = 'queued'"
 _ROLLOUT_COLUMNS = (
     "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, kept, "
     "kept_logprobs, routed_experts"
@@ -366,7 +367,7 @@ def _enter_wal(connection: sqlite3.Connection) -> None:
 
 def read_row(db: sqlite3.Connection, id: str) -> sqlite3.Row:
     """Return a job's row. Raises JobNotFoundError."""
-    row = db.execute(f"{JOBS} WHERE id = ?", (id,)).fetchone()
+    row = db.execute(f"{_JOB} WHERE id = ?", (id,)).fetchone()
     if row is None:
         raise JobNotFoundError(
             f"there is no job {id[:64]!r}", hint="list the jobs; finished ones are forgotten after 7 days"
@@ -379,9 +380,18 @@ def read_job(db: sqlite3.Connection, id: str) -> JobRecord:
     return to_job(read_row(db, id))
 
 
-def to_job(row: sqlite3.Row) -> JobRecord:
-    """Return a row of JOBS as the record."""
+def read_jobs(db: sqlite3.Connection, rest: str, values: Sequence[Any] = ()) -> list[JobRecord]:
+    """Return the jobs that `rest` of a statement asks for: what it says behind FROM job."""
+    rows = db.execute(f"SELECT *, NULL AS position FROM job {rest}", values).fetchall()
+    waits = any(row["state"] == JobState.QUEUED for row in rows)
+    places = dict(map(tuple, db.execute(_PLACES))) if waits else {}
+    return [to_job(row, position=places.get(row["seq"])) for row in rows]
+
+
+def to_job(row: sqlite3.Row, *, position: int | None = None) -> JobRecord:
+    """Return a row of jobs as the record; its `position` where the row does not have it."""
     values: dict[str, Any] = {key: row[key] for key in JobRecord.__dataclass_fields__}
+    values["position"] = position or values["position"]
     with _readable("job", row["seq"]):
         values |= {key: json.loads(row[key]) for key in ("config", "summary", "metrics", "effective")}
         values |= {key: bool(row[key]) for key in ("auto_load", "cancel_requested", "alone")}

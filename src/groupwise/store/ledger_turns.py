@@ -18,8 +18,11 @@ that have some, and none is ever more than CREDIT behind the first.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from groupwise.store.ledger_schema import JobRecord, update_job
@@ -29,26 +32,37 @@ QUANTUM = 1 << 14  # tokens; being saved and taken again costs little beside so 
 
 CREDIT = 4 * QUANTUM
 
+_UNFINISHED = "finished_at IS NULL AND version IS NULL"  # waiting, or being trained
+
 _BEFORE = "ahead.tenant = job.tenant AND ahead.seq < job.seq AND ahead.finished_at IS NULL AND ahead.version IS NULL"
 
 _MAKES = f"ahead.adapter IN (job.adapter, {READS.format('job.')}) AND {_BEFORE}"  # what it makes, or begins from
 
-_BEGINS = f"{READS.format('ahead.')} = job.adapter AND {_BEFORE}"  # from what it will make
+# from what it will make; + takes its affinity away, with which no index of an expression is used
+_BEGINS = f"{READS.format('ahead.')} = +job.adapter AND {_BEFORE}"
 
 _CLOCK = "SELECT max(turn) FROM main.job AS other WHERE other.tenant = {}"
 
 _OWN = "SELECT max(own) FROM main.job AS other WHERE other.tenant = {} AND other.adapter = {}"
 
-_NEXT = f"""
-    SELECT *, NULL AS position, ({_CLOCK.format("job.tenant")}) AS theirs,
-        ({_OWN.format("job.tenant", "job.adapter")}) AS its
-    FROM job WHERE state = 'queued'
-    AND NOT EXISTS (SELECT 1 FROM job AS ahead WHERE {_MAKES})
-    AND NOT EXISTS (SELECT 1 FROM job AS ahead WHERE {_BEGINS})
-    ORDER BY theirs, its, seq LIMIT 1
+_MAY_BEGIN = f"""
+    SELECT *, NULL AS position FROM job WHERE seq = ? AND state = 'queued'
+    AND NOT EXISTS (SELECT 1 FROM main.job AS ahead INDEXED BY job_makes WHERE {_MAKES})
+    AND NOT EXISTS (SELECT 1 FROM main.job AS ahead INDEXED BY job_reads WHERE {_BEGINS})
 """
 
-_UNFINISHED = "state IN ('queued', 'running') AND version IS NULL"
+_TENANTS = f"""
+    WITH RECURSIVE some (tenant) AS (
+        SELECT min(tenant) FROM main.job WHERE {_UNFINISHED} UNION ALL
+        SELECT (SELECT min(tenant) FROM main.job WHERE {_UNFINISHED} AND tenant > some.tenant) FROM some
+        WHERE some.tenant IS NOT NULL
+    )
+    SELECT tenant, ({_CLOCK.format("some.tenant")}) AS clock FROM some WHERE tenant IS NOT NULL ORDER BY clock
+"""
+
+_BY_OWN = f"SELECT seq, adapter, own FROM main.job WHERE tenant = ? AND {_UNFINISHED} ORDER BY own, seq"
+
+_OLDEST = f"SELECT seq FROM main.job WHERE tenant = ? AND adapter = ? AND {_UNFINISHED} ORDER BY seq LIMIT 1"
 
 _TRAINING = "SELECT *, NULL AS position FROM job WHERE state = 'running' AND version IS NULL"
 
@@ -77,21 +91,41 @@ class Standing:
 
 def next_job(db: sqlite3.Connection) -> sqlite3.Row | None:
     """Return the job whose turn it is; None if none waits that could run."""
-    return db.execute(_NEXT).fetchone()
+    for _, tied in groupby(db.execute(_TENANTS).fetchall(), key=itemgetter("clock")):
+        firsts = [first for row in tied if (first := _next_of(db, row["tenant"])) is not None]
+        if firsts:
+            return min(firsts, key=itemgetter("seq"))
+    return None
+
+
+def _next_of(db: sqlite3.Connection, tenant: str) -> sqlite3.Row | None:
+    heads = (db.execute(_MAY_BEGIN, (seq,)).fetchone() for _, seq in _by_clock(db, tenant))
+    return next((row for row in heads if row is not None), None)
+
+
+def _by_clock(db: sqlite3.Connection, tenant: str) -> Iterator[tuple[float, int]]:
+    """Yield (clock, its oldest job) of a tenant's adapters that have work, the furthest behind first.
+
+    A job has its adapter's clock as it last set it, so that the adapter's is that or more: of a thousand that wait,
+    those are looked at that seem to be no further ahead than the one that is asked for.
+    """
+    seen, found = set[str](), list[tuple[float, int]]()
+    for row in db.execute(_BY_OWN, (tenant,)):
+        while found and found[0] <= (row["own"], row["seq"]):
+            yield heappop(found)
+        if row["adapter"] not in seen:
+            seen.add(row["adapter"])
+            (own,) = db.execute(_OWN.format("?", "?"), (tenant, row["adapter"])).fetchone()
+            oldest = db.execute(_OLDEST, (tenant, row["adapter"])).fetchone()
+            if oldest is not None:  # else it has ended just now
+                heappush(found, (own, oldest["seq"]))
+    yield from sorted(found)
 
 
 def training(db: sqlite3.Connection, worker: str | None = None) -> list[sqlite3.Row]:
     """Return the jobs that are being trained, oldest first: all, or those in the hands of a worker."""
     mine = "" if worker is None else "AND worker = :worker"
     return db.execute(f"{_TRAINING} {mine} ORDER BY seq", {"worker": worker}).fetchall()
-
-
-def waits_for(db: sqlite3.Connection, id: str) -> list[str]:
-    """Return the jobs before this one that have to do with it, oldest first."""
-    query = (
-        f"SELECT ahead.id FROM job JOIN job AS ahead ON ({_MAKES}) OR ({_BEGINS}) WHERE job.id = ? ORDER BY ahead.seq"
-    )
-    return [row["id"] for row in db.execute(query, (id,))]
 
 
 def makes_way(waiting: Standing, running: Sequence[Standing]) -> Standing | None:
@@ -126,17 +160,13 @@ def charge(db: sqlite3.Connection, row: sqlite3.Row, *, tokens: int, weight: int
 
 def clocks_of_new(db: sqlite3.Connection, tenant: str, adapter: str) -> dict[str, Any]:
     """Return the columns of a job that is being queued: clocks that stood still begin with the others'."""
-    busy = f"SELECT DISTINCT tenant FROM main.job WHERE {_UNFINISHED}"
-    theirs = db.execute(f"SELECT min(({_CLOCK.format('busy.tenant')})) FROM ({busy}) AS busy").fetchone()[0]
+    busy = db.execute(_TENANTS).fetchone()
     first = db.execute("SELECT max(turn) FROM main.job").fetchone()[0] or 0
     clock = db.execute(_CLOCK.format("?"), (tenant,)).fetchone()[0] or 0
-    busy = f"SELECT DISTINCT adapter FROM main.job WHERE {_UNFINISHED} AND tenant = :tenant"
-    its = db.execute(
-        f"SELECT min(({_OWN.format(':tenant', 'busy.adapter')})) FROM ({busy}) AS busy", {"tenant": tenant}
-    ).fetchone()[0]
+    its, _ = next(_by_clock(db, tenant), (None, None))
     ahead = db.execute("SELECT max(own) FROM main.job WHERE tenant = ?", (tenant,)).fetchone()[0] or 0
     own = db.execute(_OWN.format("?", "?"), (tenant, adapter)).fetchone()[0] or 0
-    return {"turn": max(clock, _resumed_at(theirs, first)), "own": max(own, _resumed_at(its, ahead))}
+    return {"turn": max(clock, _resumed_at(busy and busy["clock"], first)), "own": max(own, _resumed_at(its, ahead))}
 
 
 def _resumed_at(last: float | None, first: float) -> float:
