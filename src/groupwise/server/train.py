@@ -21,6 +21,7 @@ from fastapi import APIRouter, Header, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from groupwise.config.job import LATEST_S, deadline_at
 from groupwise.errors import (
     AdapterError,
     ChatError,
@@ -39,7 +40,6 @@ from groupwise.sdk.types import (
     TrainStatus,
     TrainSubmitted,
     WaitingJob,
-    Waits,
 )
 from groupwise.server.bodies import check_content_type
 from groupwise.server.encode import at_field
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
 EVENTS_POLL_S = 0.25
 PAGE = 500  # events read at once
+LATELY = 8  # jobs that have ended, whose speed others may have
 MOST_JOBS = 1024  # that have ended, in one answer
 LOSSES = ("loss/policy", "loss/cross_entropy")  # what a step reports; the first that is there
 
@@ -135,7 +136,7 @@ async def _receive(
     async with receive_body(request, parts.reader) as body:
         fingerprint = hashlib.sha256(f"{request.url.path}\n{body.digest}".encode()).hexdigest()
         if key is not None and (job := await run_in_threadpool(parts.ledger.by_key, key, fingerprint)):
-            return _submitted(job, is_new=False, waits=(await run_in_threadpool(_queue_of, parts)).why(job))
+            return await run_in_threadpool(_told_of, parts, _submitted(job, is_new=False))
         check_content_type(request)
         submission = await read(body, await run_in_threadpool(parts.ledger.pending))
     submitted = await run_in_threadpool(partial(_submit, parts, submission, fingerprint, key))
@@ -148,7 +149,14 @@ def _submit(parts: JobParts, submission: Submission, fingerprint: str, key: str 
     parts.quotas.check_bytes()
     claim = partial(parts.quotas.check_job, parts.store)
     submitted = submit(parts.config, parts.ledger, submission, fingerprint, key, claim=claim)
-    return submitted.model_copy(update={"waits": _queue_of(parts).why(parts.ledger.job(submitted.job_id))})
+    return _told_of(parts, submitted)
+
+
+def _told_of(parts: JobParts, submitted: TrainSubmitted) -> TrainSubmitted:
+    """Return the answer with what is to be expected of the job."""
+    queue, job = _queue_of(parts), parts.ledger.job(submitted.job_id)
+    waits = queue.why(job)
+    return submitted.model_copy(update={"waits": waits, "deadline": queue.deadline(job, waits)})
 
 
 def submit(
@@ -181,11 +189,26 @@ def submit(
         fingerprint=fingerprint,
         max_queued=config.max_queued_jobs,
         claim=claim,
+        deadline=_deadline(submission.config.get("deadline")),
     )
     return _submitted(job, is_new=is_new)
 
 
-def _submitted(job: Job, *, is_new: bool, waits: Waits | None = None) -> TrainSubmitted:
+def _deadline(told: float | str | None) -> float | None:
+    """Return when a job that is posted now is to have ended. Raises RequestError where that is over, or too far off."""
+    now = time.time()
+    at = deadline_at(told, posted=now)
+    if at is not None and not now < at <= now + LATEST_S:
+        what = f"{now - at:.0f} s ago" if at <= now else f"more than {LATEST_S // 86400} days from now"
+        raise RequestError(
+            f"config.deadline is {told!r}, which is {what}; the server's time is {utc(now)}",
+            hint="give a later time, or seconds from now" if at <= now else "give an earlier one, or none",
+            field="config.deadline",
+        )
+    return at
+
+
+def _submitted(job: Job, *, is_new: bool) -> TrainSubmitted:
     message = _queued(job) if is_new else f"This Idempotency-Key was used for this job before; it is {job.state}"
     return TrainSubmitted(
         job_id=job.id,
@@ -193,14 +216,16 @@ def _submitted(job: Job, *, is_new: bool, waits: Waits | None = None) -> TrainSu
         message=message,
         adapter_name=job.adapter,
         position=job.position,
-        waits=waits,
+        waits=None,
+        deadline=None,
         warnings=list(job.summary["warnings"]),
     )
 
 
 def _queue_of(parts: JobParts) -> Queue:
     """Return the jobs that have not ended, to say why each waits."""
-    return Queue(parts.ledger.unfinished(), worker=parts.supervisor.status.state == "running")
+    lately = parts.ledger.jobs(states=ENDED, limit=LATELY)
+    return Queue(parts.ledger.unfinished(), worker=parts.supervisor.status.state == "running", lately=lately)
 
 
 def _queued(job: Job) -> str:
@@ -282,11 +307,14 @@ def _shown(parts: JobParts) -> TrainQueue:
 
 def statuses(parts: JobParts, jobs: Sequence[Job]) -> list[TrainStatus]:
     """Return what is shown of each of the jobs."""
-    queue = _queue_of(parts) if any(job.state is JobState.QUEUED for job in jobs) else None
-    return [_status(parts, job, queue and queue.why(job)) for job in jobs]
+    queue = None
+    if any(job.state is JobState.QUEUED or job.deadline is not None for job in jobs):
+        queue = _queue_of(parts)
+    return [_status(parts, job, queue) for job in jobs]
 
 
-def _status(parts: JobParts, job: Job, waits: Waits | None) -> TrainStatus:
+def _status(parts: JobParts, job: Job, queue: Queue | None) -> TrainStatus:
+    waits = queue and queue.why(job)
     losses = (job.metrics[name] for name in LOSSES if name in job.metrics)
     return TrainStatus(
         job_id=job.id,
@@ -307,6 +335,7 @@ def _status(parts: JobParts, job: Job, waits: Waits | None) -> TrainStatus:
         duration_secs=None if job.started_at is None else _seconds(job.started_at, job),
         position=job.position,
         waits=waits,
+        deadline=queue and queue.deadline(job, waits),
         attempt=job.attempt,
         cancel_requested=job.cancel_requested,
         error=_error(parts, job),

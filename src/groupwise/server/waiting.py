@@ -1,4 +1,4 @@
-"""Says why a job waits, and in about how many seconds it begins.
+"""Says why a job waits, in about how many seconds it begins, and whether it ends by its deadline.
 
     adapter    a job before it has to do with its adapter: it begins from what that one makes
     alone      it must have none beside it, or what is trained must
@@ -8,7 +8,8 @@
 
 Only a tenant's own jobs are read, so that nobody learns of another's: what has its reason in them is `turn`, without a
 time. Times are those of the jobs at work, if they go on as until now: the steps that are left, or a QUANTUM of tokens,
-after which a job makes way.
+after which a job makes way. How long a job takes that has made no step is what its tokens take at the median speed of
+the tenant's jobs that have.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import median
 from typing import Literal
 
-from groupwise.sdk.types import Waits
+from groupwise.sdk.types import Deadline, Waits
 from groupwise.store.ledger_schema import JobRecord, JobState
-from groupwise.store.ledger_turns import QUANTUM, needs_none_beside
+from groupwise.store.ledger_turns import QUANTUM, lead_of, needs_none_beside
 
 Reason = Literal["adapter", "alone", "turn", "room", "worker"]
+Outlook = Literal["in_time", "late", "unknown", "met", "missed"]
 
 AT_ONCE_S = 2.0  # after which a worker would have taken a job whose turn it is
 
@@ -65,8 +69,10 @@ class Queue:
     longer where it waits for a thousand.
     """
 
-    def __init__(self, active: Sequence[JobRecord], *, worker: bool):
-        """Begin with the jobs, newest first. `worker` says whether there is one that could train them."""
+    def __init__(self, active: Sequence[JobRecord], *, worker: bool, lately: Sequence[JobRecord] = ()):
+        """Begin with the jobs, newest first. `worker` says whether there is one that could train them; `lately` are
+        some that have ended, as fast as which others may be."""
+        self._speeds = [speed for each in (*active, *lately) if (speed := _speed(each)) is not None]
         self._has_worker = worker
         self._running = [each for each in active if each.state is JobState.RUNNING and each.version is None]
         self._clocks = sorted(_clock(each) for each in active if each.state is JobState.QUEUED)
@@ -105,6 +111,40 @@ class Queue:
             return _told("turn", "the worker loads the model, or trains what others posted")
         return _told("room", "its turn is next, and as many are trained as there is room for", seconds=seconds)
 
+    def deadline(self, job: JobRecord, waits: Waits | None) -> Deadline | None:
+        """Return whether a job ends by its deadline; None where it has none. `waits` is why it waits."""
+        if job.deadline is None:
+            return None
+        at, now = job.deadline, time.time()
+        if job.state.is_final:
+            ended = job.finished_at or now
+            if job.state is not JobState.COMPLETED:
+                return _due(at, "missed", f"it did not complete: it is {job.state}")
+            late = ended - at
+            return (
+                _due(at, "missed", f"it ended {late:.0f} s late") if late > 0 else _due(at, "met", "it ended in time")
+            )
+        if now > at:
+            return _due(
+                at, "missed", f"it was to have ended {now - at:.0f} s ago; it goes on, as one without a deadline"
+            )
+        seconds = self._ends_in(job, waits)
+        if seconds is None:
+            return _due(at, "unknown", "nobody can say yet how long it takes")
+        late = now + seconds - at
+        if late > 0:
+            return _due(at, "late", f"if all goes on as it does, it ends about {late:.0f} s late", seconds)
+        return _due(at, "in_time", f"if all goes on as it does, it ends about {-late:.0f} s before", seconds)
+
+    def _ends_in(self, job: JobRecord, waits: Waits | None) -> float | None:
+        """Return the seconds until a job ends, if all goes on as it does; None where nobody can say."""
+        if job.version is not None:
+            return 0.0
+        seconds, begins = seconds_left(job), 0.0 if waits is None else waits.about_seconds
+        if seconds is None and self._speeds and (tokens := _tokens(job)) is not None:
+            seconds = tokens / median(self._speeds)
+        return None if seconds is None or begins is None else begins + seconds
+
     def _after(self, job: JobRecord) -> Waits | None:
         """Return that a job waits for those before it that have to do with its adapter, if there are any."""
         base, place = continues(job), self._places.get(job.id, len(self._places))
@@ -126,7 +166,29 @@ def continues(job: JobRecord) -> str | None:
 
 
 def _clock(job: JobRecord) -> tuple[float, float]:
-    return job.own, job.created_at
+    return job.own - lead_of(job.deadline), job.created_at
+
+
+def _due(at: float, outlook: Outlook, message: str, seconds: float | None = None) -> Deadline:
+    told = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    about = None if seconds is None else round(seconds, 1)
+    return Deadline(at=told, outlook=outlook, message=message, about_seconds=about)
+
+
+def _tokens(job: JobRecord) -> int | None:
+    """Return how many packed tokens a job trains; None where its summary does not say."""
+    told = job.summary
+    if job.kind == "sft":
+        return told["tokens"] * int(job.config["epochs"]) if "tokens" in told else None
+    if "completion_tokens" not in told:
+        return None
+    return (told["prompt_tokens"] + told["completion_tokens"]) * int(job.config["iterations"])
+
+
+def _speed(job: JobRecord) -> float | None:
+    """Return how many packed tokens a second a job trains, or trained; None before its first step."""
+    seconds = job.metrics.get("time/step_s")
+    return job.tokens / job.step / seconds if seconds and job.step and job.tokens else None
 
 
 def _told(reason: Reason, text: str, *, job: str | None = None, seconds: float | None = None) -> Waits:

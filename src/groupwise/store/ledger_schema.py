@@ -72,6 +72,7 @@ _ACCEPTED = {  # of a job when it is accepted
     "steps": int,
     "created_at": float,
 }
+_PERHAPS = {"tenant": str, "deadline": float}
 _SPOOL_HEAD = b"groupwise payload 1 sha256 "
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _WAITING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
@@ -104,7 +105,7 @@ class JobRecord:
     what was wrong at its end, where that is an error of health: its version is stored and becomes active by hand only.
     `alone`: nothing is trained beside it, as a worker died, or ran out of memory, with it and others in its hands.
     `turn` and `own` are the clocks of its tenant and of its adapter as it last set them (`ledger_turns`), and `tokens`
-    those that were trained.
+    those that were trained. `deadline` is when it is to have ended, seconds since 1970.
     """
 
     id: str
@@ -131,9 +132,10 @@ class JobRecord:
     tenant: str = OWNER
     effective: Mapping[str, Any] = field(default_factory=dict)
     alone: bool = False
-    turn: int = 0
+    turn: float = 0.0
     own: float = 0.0
     tokens: int = 0
+    deadline: float | None = None
 
     @property
     def weight(self) -> int:
@@ -561,7 +563,7 @@ def read_accepted(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None] | 
             accepted = json.loads(file.readline())
         row, key = dict(accepted["row"]), accepted["key"] and dict(accepted["key"])
         kinds = {name: type(value) for name, value in row.items()}
-        owned = {**_ACCEPTED, "tenant": str} if "tenant" in row else _ACCEPTED
+        owned = _ACCEPTED | {name: kind for name, kind in _PERHAPS.items() if name in row}
         whole = kinds == owned and row["id"] == path.stem and (key is None or set(key) == {"key", "fingerprint"})
         return (row, key) if whole else None
     except (OSError, ValueError, KeyError, TypeError):

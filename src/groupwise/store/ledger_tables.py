@@ -44,7 +44,8 @@ TURNS = f"""
 QUEUE = """
     CREATE INDEX job_ahead ON job (tenant, own);
     CREATE INDEX job_behind ON job (tenant, own) WHERE finished_at IS NULL AND version IS NULL;
-    CREATE INDEX job_waiting ON job (tenant) WHERE state = 'queued'
+    CREATE INDEX job_waiting ON job (tenant) WHERE state = 'queued';
+    CREATE INDEX job_deadline ON job (tenant, deadline) WHERE state = 'queued' AND deadline IS NOT NULL
 """
 UPGRADES = {  # a version -> what makes the tables of the one before it into its own
     7: "ALTER TABLE rollout ADD COLUMN job TEXT; ALTER TABLE rollout ADD COLUMN reward REAL",
@@ -74,7 +75,7 @@ UPGRADES = {  # a version -> what makes the tables of the one before it into its
         UPDATE job SET turn = 0;
         {TURNS}
     """,
-    10: QUEUE,
+    10: f"ALTER TABLE job ADD COLUMN deadline REAL; {QUEUE}",
 }
 SCHEMA = """
     CREATE TABLE job (
@@ -115,6 +116,7 @@ SCHEMA = """
         turn INTEGER NOT NULL DEFAULT 0,        -- its tenant's clock when it was last set (ledger_turns)
         alone INTEGER NOT NULL DEFAULT 0,       -- 1: nothing is to be trained beside it (ledger_attempts)
         own REAL NOT NULL DEFAULT 0,            -- its adapter's clock when it was last set
+        deadline REAL,                          -- when it is to have ended, seconds since 1970 (null: whenever)
         tokens INTEGER NOT NULL DEFAULT 0       -- that were trained, packed, again after a crash too
     );
     CREATE INDEX job_state ON job (state, seq);

@@ -6,10 +6,15 @@ of one adapter run in the order in which they were posted, whoever runs beside t
 have begun from had all run one after another.
 
 Who has had less goes first (start-time fair queueing, Goyal et al. 1996). A tenant has a clock, which counts the tokens
-that were trained for it, and so has each of its adapters, which counts them over the `weight` of the job. Of the jobs
+that were trained for it over its weight, and so has each of its adapters, which counts them over the job's. Of the jobs
 that may run it is the turn of one of the tenant that is furthest behind, of its adapter that is, the oldest. A job that
 has come QUANTUM tokens ahead of one that waits makes way for it: it is saved, waits, and goes on when it is behind.
 So an adapter gets its share of the tokens while it has work, whoever has more, and soon.
+
+A deadline brings a job forward among those of its tenant: it goes first, the earliest of several, and what it waits for
+does, as long as its adapter is no more than LEAD ahead of who would be next without it; and it makes way LEAD later.
+What is trained is counted as ever, so that who waited gets it back: an adapter is never more than a LEAD and a QUANTUM
+(and a step) behind its share for deadlines, and a tenant never behind its own. One that has passed counts for nothing.
 
 Who has had no work does not save it up: a clock that begins to count again does so from the furthest behind of those
 that have some, and none is ever more than CREDIT behind the first.
@@ -18,7 +23,8 @@ that have some, and none is ever more than CREDIT behind the first.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
@@ -31,6 +37,10 @@ from groupwise.store.ledger_tables import READS
 QUANTUM = 1 << 14  # tokens; being saved and taken again costs little beside so many
 
 CREDIT = 4 * QUANTUM
+
+LEAD = 2 * QUANTUM  # that a deadline brings forward; with a QUANTUM it is less than CREDIT, so that nothing is forgiven
+
+Weights = Callable[[str], int]  # of a tenant
 
 _UNFINISHED = "finished_at IS NULL AND version IS NULL"  # waiting, or being trained
 
@@ -64,29 +74,54 @@ _BY_OWN = f"SELECT seq, adapter, own FROM main.job WHERE tenant = ? AND {_UNFINI
 
 _OLDEST = f"SELECT seq FROM main.job WHERE tenant = ? AND adapter = ? AND {_UNFINISHED} ORDER BY seq LIMIT 1"
 
+_DUE = """
+    SELECT adapter FROM main.job WHERE tenant = ? AND state = 'queued' AND deadline IS NOT NULL AND deadline > ?
+    ORDER BY deadline, seq
+"""
+
+_NEEDS = f"""
+    SELECT min(seq) FROM (
+        SELECT ahead.seq FROM main.job JOIN main.job AS ahead INDEXED BY job_makes ON {_MAKES} WHERE job.seq = :job
+        UNION ALL
+        SELECT ahead.seq FROM main.job JOIN main.job AS ahead INDEXED BY job_reads ON {_BEGINS} WHERE job.seq = :job
+    )
+"""
+
 _TRAINING = "SELECT *, NULL AS position FROM job WHERE state = 'running' AND version IS NULL"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How much an adapter, and its tenant, have had by now."""
+    """How much an adapter, and its tenant, have had by now, and by how much the job is brought forward."""
 
     job: str
     tenant: str
     adapter: str
     clock: float
     own: float
+    lead: float = 0.0
 
     @classmethod
     def of(cls, db: sqlite3.Connection, row: sqlite3.Row) -> Standing:
         tenant, adapter = row["tenant"], row["adapter"]
         (clock,) = db.execute(_CLOCK.format("?"), (tenant,)).fetchone()
-        (own,) = db.execute(_OWN.format("?", "?"), (tenant, adapter)).fetchone()
-        return cls(row["id"], tenant, adapter, clock, own)
+        return cls(row["id"], tenant, adapter, clock, _own(db, tenant, adapter), lead_of(row["deadline"]))
 
     def leads(self, other: Standing) -> float:
         """Return by how many tokens this one is ahead: its tenant, or within one tenant its adapter."""
-        return self.own - other.own if self.tenant == other.tenant else self.clock - other.clock
+        if self.tenant != other.tenant:
+            return self.clock - other.clock
+        return self.own - self.lead - (other.own - other.lead)
+
+
+def lead_of(deadline: float | None) -> float:
+    """Return how many tokens of its adapter's clock a job's deadline brings it forward: none once it has passed."""
+    return LEAD if deadline is not None and deadline > time.time() else 0.0
+
+
+def no_weights(tenant: str) -> int:
+    """Return a tenant's weight where nobody has another one."""
+    return 1
 
 
 def next_job(db: sqlite3.Connection) -> sqlite3.Row | None:
@@ -99,8 +134,31 @@ def next_job(db: sqlite3.Connection) -> sqlite3.Row | None:
 
 
 def _next_of(db: sqlite3.Connection, tenant: str) -> sqlite3.Row | None:
-    heads = (db.execute(_MAY_BEGIN, (seq,)).fetchone() for _, seq in _by_clock(db, tenant))
-    return next((row for row in heads if row is not None), None)
+    """Return the job of a tenant whose turn it is: one with a deadline, unless that is too far ahead."""
+    heads = ((own, db.execute(_MAY_BEGIN, (seq,)).fetchone()) for own, seq in _by_clock(db, tenant))
+    behind, first = next(((own, row) for own, row in heads if row is not None), (0.0, None))
+    if first is None:
+        return None
+    for adapter in dict.fromkeys(row["adapter"] for row in db.execute(_DUE, (tenant, time.time()))):
+        if _own(db, tenant, adapter) <= behind + LEAD:
+            due = _first_for(db, tenant, adapter)
+            if due is not None and _own(db, tenant, due["adapter"]) <= behind + LEAD:
+                return due
+    return first
+
+
+def _first_for(db: sqlite3.Connection, tenant: str, adapter: str) -> sqlite3.Row | None:
+    """Return the job that is to begin so that an adapter's oldest can end: itself, or what it waits for; None where
+    that is being trained."""
+    oldest = db.execute(_OLDEST, (tenant, adapter)).fetchone()
+    seq, needed = None, None if oldest is None else oldest["seq"]
+    while needed is not None:
+        seq, needed = needed, db.execute(_NEEDS, {"job": needed}).fetchone()[0]
+    return None if seq is None else db.execute(_MAY_BEGIN, (seq,)).fetchone()
+
+
+def _own(db: sqlite3.Connection, tenant: str, adapter: str) -> float:
+    return db.execute(_OWN.format("?", "?"), (tenant, adapter)).fetchone()[0]
 
 
 def _by_clock(db: sqlite3.Connection, tenant: str) -> Iterator[tuple[float, int]]:
@@ -115,7 +173,7 @@ def _by_clock(db: sqlite3.Connection, tenant: str) -> Iterator[tuple[float, int]
             yield heappop(found)
         if row["adapter"] not in seen:
             seen.add(row["adapter"])
-            (own,) = db.execute(_OWN.format("?", "?"), (tenant, row["adapter"])).fetchone()
+            own = _own(db, tenant, row["adapter"])
             oldest = db.execute(_OLDEST, (tenant, row["adapter"])).fetchone()
             if oldest is not None:  # else it has ended just now
                 heappush(found, (own, oldest["seq"]))
@@ -148,12 +206,12 @@ def price_of_taking(job: JobRecord) -> int:
     return QUANTUM if needs_none_beside(job) else QUANTUM // 16
 
 
-def charge(db: sqlite3.Connection, row: sqlite3.Row, *, tokens: int, weight: int) -> None:
-    """Count tokens that were trained for a job."""
+def charge(db: sqlite3.Connection, row: sqlite3.Row, *, tokens: int, weight: int, of_tenant: int) -> None:
+    """Count tokens that were trained for a job, whose weights are its own and its tenant's."""
     standing = Standing.of(db, row)
     (first,) = db.execute("SELECT max(turn) FROM main.job").fetchone()
     (ahead,) = db.execute("SELECT max(own) FROM main.job WHERE tenant = ?", (row["tenant"],)).fetchone()
-    turn = max(standing.clock, first - CREDIT) + tokens
+    turn = max(standing.clock, first - CREDIT) + tokens / of_tenant
     own = max(standing.own, ahead - CREDIT) + tokens / weight
     update_job(db, row["seq"], turn=turn, own=own)
 
@@ -165,7 +223,7 @@ def clocks_of_new(db: sqlite3.Connection, tenant: str, adapter: str) -> dict[str
     clock = db.execute(_CLOCK.format("?"), (tenant,)).fetchone()[0] or 0
     its, _ = next(_by_clock(db, tenant), (None, None))
     ahead = db.execute("SELECT max(own) FROM main.job WHERE tenant = ?", (tenant,)).fetchone()[0] or 0
-    own = db.execute(_OWN.format("?", "?"), (tenant, adapter)).fetchone()[0] or 0
+    own = _own(db, tenant, adapter) or 0
     return {"turn": max(clock, _resumed_at(busy and busy["clock"], first)), "own": max(own, _resumed_at(its, ahead))}
 
 
