@@ -9,17 +9,12 @@ sends the step to the other ranks and packs its own share. All of that is done h
 what needs a GPU is replaced by what was recorded: a process answers as vLLM 0.32's `/v1/completions` does, the same
 each time, and no pass is run on what is packed. Another process follows over gloo as a rank does.
 
-Rollouts are written twice: by this process, as those of short steps are, and by a process of their own, as those of
-long ones (`store/rollout_writer.py`). Hence the columns: all of it in one process, and two processes side by side.
-
-A part is timed by the processor time of this process, all its threads, over the whole batch: the least of `--rounds`;
-what the writer spends by its own clock, which Linux lets others read, as the mean of `--rounds`. What another rank
-spends to read the order, on a processor of its own, stands beside it. Tokens are completion tokens;
+A part is timed by the processor time of this process, all its threads, over the whole batch: the least of `--rounds`.
+What another rank spends to read the order, on a processor of its own, stands below. Tokens are completion tokens;
 they are as frequent as words are (Zipf), of a vocabulary of 151,643, lengths are log-normal, and a tenth of the
 log-probabilities are above -0.0001, as of a policy that is sure of much.
 
-`tokens/s` is how many tokens a second that process can see to on a core that does nothing else, all parts one after
-another; of two processes the slower one is what the step waits for.
+`tokens/s` is how many tokens a second one core can see to that does nothing else, all parts one after another.
 """
 
 from __future__ import annotations
@@ -61,7 +56,6 @@ from groupwise.model.chat import closing_ids
 from groupwise.model.packing import count_loss_tokens, count_sequences, micro_batches
 from groupwise.rewards.base import score
 from groupwise.rewards.call import RewardFunction
-from groupwise.store.rollout_writer import RolloutWriter
 from groupwise.store.tracking import Tracking
 from groupwise.tasks.rollout_sources import group_of
 from groupwise.train.data_parallel import order_bytes
@@ -83,7 +77,6 @@ PARTS = {  # in the order of a step
     "sent": "the order sent",
     "packed": "its own share packed",
 }
-HANDED, WRITER = "handed", "writer"  # rollouts to the process that writes them, and what it spends
 FOLLOWER = "follower"  # on a processor of its own
 T = TypeVar("T")
 
@@ -228,7 +221,7 @@ class Clock:
     """Counts the processor seconds of each part."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {part: [] for part in (*PARTS, HANDED)}
+        self.seconds: dict[str, list[float]] = {part: [] for part in PARTS}
 
     def __call__(self, part: str, work: Callable[[], T]) -> T:
         began = time.process_time()
@@ -243,7 +236,6 @@ class Step:
     def __init__(self, batch: Batch, url: str, leader: Ranks, follower: Connection, place: Path, *, ranks: int):
         self.batch, self.leader, self.follower, self.ranks = batch, leader, follower, ranks
         self.server, self.tracking = VllmServer(url, request_timeout_s=60.0), Tracking(place, trl_names=False)
-        self.writer, self.writes = RolloutWriter(apart=1), list[float]()
         self.tokenizer = tokenizer_of()
         self.ends, self.follows = closing_ids(self.tokenizer), list[float]()
         self.loop = asyncio.new_event_loop()
@@ -253,9 +245,7 @@ class Step:
         played = clock("texts", lambda: self._groups(sampled))
         scored = clock("scores", lambda: self.loop.run_until_complete(self._scored(played)))
         weighed, samples = clock("samples", lambda: self._samples(scored))
-        path = clock("rollouts", lambda: self.tracking.rollouts(number, weighed))
-        clock(HANDED, lambda: self.writer.write(path.with_name("apart.jsonl"), weighed))
-        self._written(path)
+        clock("rollouts", lambda: self.tracking.rollouts(number, weighed))
         clock("metrics", lambda: self._metrics(scored, weighed, samples))
         order = clock("order", lambda: order_bytes("step", (samples,), {"learning_rate": 1e-5}))
         clock("sent", lambda: self.leader.send_order(order))
@@ -288,12 +278,6 @@ class Step:
         rollout_metrics(sampled, trained=weighed, advantage=AdvantageConfig(), used=sampled, token_ages=ages)
         sample_metrics(samples)
 
-    def _written(self, path: Path) -> None:
-        """Wait for what was handed over, and see what it cost."""
-        self.writer.settle()
-        assert self.writer.pid is not None and path.with_name("apart.jsonl").read_bytes() == path.read_bytes()
-        self.writes.append(time.clock_gettime(~self.writer.pid << 3 | 2))  # its CLOCK_PROCESS_CPUTIME_ID
-
     def _packed(self, samples: Sequence[Sample]) -> None:
         """As `Learner.forward_backward` does before its passes."""
         assert count_loss_tokens(samples) == self.batch.tokens
@@ -306,12 +290,11 @@ class Step:
     def close(self) -> None:
         self.loop.run_until_complete(self.server.close())
         self.tracking.close()
-        self.writer.close()
         self.loop.close()
 
 
 def measure(batch: Batch, *, ranks: int, rounds: int) -> dict[str, float]:
-    """Return microseconds a token of each part, of the writer and of a follower."""
+    """Return microseconds a token of each part, and of a follower."""
     clock, port = Clock(), free_port("127.0.0.1")
     with (
         beside(serve, batch) as server,
@@ -326,36 +309,26 @@ def measure(batch: Batch, *, ranks: int, rounds: int) -> dict[str, float]:
         step.close()
         leader.close()
     seconds = {part: min(each[1:]) for part, each in clock.seconds.items()} | {FOLLOWER: min(step.follows[1:])}
-    seconds[WRITER] = (step.writes[-1] - step.writes[0]) / rounds
     return {part: each / batch.tokens * 1e6 for part, each in seconds.items()}
 
 
 def table_of(found: dict[str, float], batch: Batch, *, ranks: int) -> Table:
-    """Microseconds a token by part and process, and how many tokens a second that makes."""
+    """Microseconds a token by part, and how many tokens a second that makes."""
     title = f"{len(batch.prompts)} x {batch.group} completions, {batch.tokens:,} tokens, {ranks} ranks"
     table = Table("part", title=title, caption="processor microseconds a completion token")
-    for column in ("one process", "rank 0", "writer"):
-        table.add_column(column, justify="right")
+    table.add_column("rank 0", justify="right")
     for part, words in PARTS.items():
-        handed = part == "rollouts"
-        table.add_row(
-            words,
-            f"{found[part]:.3f}",
-            f"{found[HANDED if handed else part]:.3f}",
-            f"{found[WRITER]:.3f}" if handed else "",
-        )
+        table.add_row(words, f"{found[part]:.3f}")
     table.add_section()
-    one, two = total_of(found), total_of(found | {"rollouts": found[HANDED]})
-    each = (one, two, found[WRITER])
-    table.add_row("all of it", *(f"{us:.3f}" for us in each))
-    table.add_row("all of it, of both", "", f"{two + found[WRITER]:.3f}", "")
-    table.add_row("tokens/s", *(f"{1e6 / us:,.0f}" for us in each))
-    table.add_row("a follower reads the order", f"{found[FOLLOWER]:.3f}", "", "")
+    whole = total_of(found)
+    table.add_row("all of it", f"{whole:.3f}")
+    table.add_row("tokens/s", f"{1e6 / whole:,.0f}")
+    table.add_row("a follower reads the order", f"{found[FOLLOWER]:.3f}")
     return table
 
 
 def total_of(found: dict[str, float]) -> float:
-    """Return what the parts of one process come to."""
+    """Return what the parts come to."""
     return sum(found[part] for part in PARTS)
 
 

@@ -287,12 +287,10 @@ def test_the_controllers_parts_are_all_counted(script: Any) -> None:
     batch = controller.recorded(groups=2, group=3, prompt=20, completion=30.0, spread=0.5)
     assert len(batch.bodies) == len(batch.answers) == 2 and batch.bodies[0]["n"] == 3
     found = controller.measure(batch, ranks=4, rounds=1)
-    beside = {controller.HANDED, controller.WRITER, controller.FOLLOWER}
-    assert set(found) == {*controller.PARTS, *beside} and min(found.values()) > 0
-    assert controller.total_of(found) == pytest.approx(sum(found.values()) - sum(map(found.get, beside)))
+    assert set(found) == {*controller.PARTS, controller.FOLLOWER} and min(found.values()) > 0
+    assert controller.total_of(found) == pytest.approx(sum(found.values()) - found[controller.FOLLOWER])
     shown = [[*column.cells] for column in controller.table_of(found, batch, ranks=4).columns]
-    assert shown[2][-4] == f"{controller.total_of(found | {'rollouts': found[controller.HANDED]}):.3f}"
-    assert shown[3][-4] == f"{found[controller.WRITER]:.3f}"
+    assert shown[1][-3] == f"{controller.total_of(found):.3f}"
 
 
 def test_selection_compares_every_mode_with_the_synchronous_run(script: Any) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from groupwise.engine.vllm import answers
 from groupwise.engine.vllm.answers import Sampled, read_answer
+from groupwise.store.number_texts import NumbersRead
 
 
 @pytest.fixture(params=["as vLLM lays it out", "otherwise"])
@@ -66,6 +67,21 @@ def test_numbers_are_those_of_the_answer_to_the_last_bit(laid_out: Callable[...,
         assert [each.token_ids for each in found] == [tuple(ids), tuple(ids[:2])]
         assert struct.pack(f"<{len(ids)}d", *found[0].logprobs) == struct.pack(f"<{len(ids)}d", *logprobs)
         assert [each.finish_reason for each in found] == ["stop", "length"] and found[0].tops == ()
+
+
+def test_what_was_looked_for_is_written_as_the_server_wrote_it():
+    """To the character, where the server prints as Python does; and no choice is given another's numbers."""
+    made = [choice(index, list(range(100 + index)), floats(50 + index)[: 100 + index]) for index in range(3)]
+    for order in ([0, 1, 2], [0, 2, 1], [1, 0, 2]):
+        answer = json.dumps({"choices": [made[index] for index in order]}, separators=(",", ":")).encode()
+        listed = answers._listed(answer)
+        assert (listed is not None) == (order == [0, 1, 2])
+        for number, each in enumerate(read_answer(answer, top=0)):
+            logprobs = made[number]["logprobs"]["token_logprobs"]
+            assert (each.token_ids, each.logprobs) == (tuple(made[number]["token_ids"]), tuple(logprobs))
+            for read, written in ((each.token_ids, made[number]["token_ids"]), (each.logprobs, logprobs)):
+                assert isinstance(read, NumbersRead) == (listed is not None)
+                assert listed is None or read.json.decode() == json.dumps(written, separators=(",", ":"))
 
 
 LURES = [*'"{}[]:,\\', *(f'"{name}":' for name in ("token_ids", "token_logprobs", "finish_reason", "index", "text"))]

@@ -19,7 +19,6 @@ from groupwise.run.display import LineDisplay
 from groupwise.run.loop import RunResult, run_loop
 from groupwise.run.training_run import TrainingRun
 from groupwise.store.adapters import AdapterStore
-from groupwise.store.rollout_writer import RolloutWriter
 from groupwise.train.learner import Learner
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
 from slow_cases import slow_but
@@ -272,25 +271,3 @@ def test_groups_that_were_under_way_are_replayed(tmp_path: Path, mixture: dict, 
     assert len(replayed_of(first)) == 6 and min(replayed_of(first)) > 0.95
     turns = [turn for group in rollouts_of(first) for rollout in group["rollouts"] for turn in rollout["turns"]]
     assert turns and all("routed_experts" in turn for turn in turns)
-
-
-def test_rollouts_written_by_a_process_are_there_before_each_checkpoint_and_after_a_death(
-    tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each step's, as if all were long; the run dies while the fifth is shown, two steps after a checkpoint."""
-    monkeypatch.setitem(RolloutWriter.__init__.__kwdefaults__, "apart", 1)
-    waiting = list[bool]()
-    save = TrainingRun.save_checkpoint
-
-    def looked(run: TrainingRun, step: int, *, finished: bool) -> None:
-        assert run.tracking.writer.pid is not None and run.tracking.writer.waits
-        save(run, step, finished=finished)
-        waiting.append(run.tracking.writer.waits)
-
-    monkeypatch.setattr(TrainingRun, "save_checkpoint", looked)
-    first = died(tmp_path, 5, checkpoint={"every": 3})
-    written = sorted(path.name for path in (first / "rollouts").iterdir())
-    assert written == [f"step_{step:06d}.jsonl" for step in range(1, 6)]  # what was handed over is written
-    result = run_loop(config(tmp_path, resume="auto", checkpoint={"every": 3}))
-    assert result.run_dir == first and waiting == [False, False]
-    assert rollouts_of(first) == rollouts_of(plain) and metrics_of(first) == metrics_of(plain)

@@ -49,6 +49,50 @@ def test_a_worker_that_was_stopped_beyond_its_lease_changes_nothing_when_it_wake
     assert_nothing_wrong(counts)
 
 
+LOOK = """
+import sqlite3, sys
+db = sqlite3.connect(sys.argv[1])
+print(*db.execute("SELECT count(*) FROM setting").fetchone())
+db.close()
+"""
+
+
+def _looked_at(path: Path) -> int:
+    """How many settings another process counts, which closes the ledger then."""
+    looked = subprocess.run([sys.executable, "-c", LOOK, str(path)], capture_output=True, text=True, check=True)
+    return int(looked.stdout)
+
+
+def _opened_again(path: Path) -> None:
+    Ledger(path).close()
+
+
+def _read(path: Path) -> None:
+    ledger_schema.open_to_read(path).close()
+
+
+def _failed(path: Path) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+    with pytest.raises(StorageError), ledger_schema.storing("trying", at=path):
+        raise error
+
+
+@pytest.mark.parametrize("then", [_opened_again, _read, _failed])
+def test_another_process_that_closes_the_ledger_leaves_the_log_to_who_has_it_open(tmp_path, then):
+    """Whatever this process did with the file meanwhile. POSIX: who closes a file that it opened once more has no locks
+    on it any more, and then the other one would take itself for the last and remove the log."""
+    path = tmp_path / "ledger.db"
+    database = ledger_schema.Database(path)
+    then(path)
+    for number in range(1, 4):
+        with database.transaction("writing") as db:
+            db.execute("INSERT INTO setting (key, value) VALUES (?, '1')", (f"a{number}",))
+        assert _looked_at(path) == number and Path(f"{path}-wal").exists()
+    database.close()
+    assert _looked_at(path) == 3
+
+
 def test_rivals_get_one_job_per_key_and_one_lease_per_job(tmp_path):
     counts = play("rivals", tmp_path / "state")
     assert (counts.pop("jobs"), counts.pop("leases")) == (8, 8)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.store.number_texts import LONG, NumberTexts
+from groupwise.store.number_texts import LONG, NumbersRead, NumberTexts
 from groupwise.store.rollouts import group_line, group_to_json
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, SequenceScores, Turn
 
@@ -93,3 +95,32 @@ def test_a_line_of_a_long_group_is_its_json():
     group = RolloutGroup(prompt=prompt, rollouts=(rollout, rollout), demonstrations=(rollout,))
     assert group_line(group) == json.dumps(group_to_json(group), allow_nan=False)
     assert len(group_line(group)) > 20_000
+
+
+@pytest.mark.parametrize("values", [[5, 7] * LONG, [-0.5, -1e-05, -1.1920928955078125e-07, 0.0] * LONG])
+def test_numbers_that_came_as_json_are_written_as_they_came(values: list[Any]):
+    came = json.dumps(values, separators=(",", ":")).encode()
+    read = NumbersRead.of(tuple(values), came)
+    assert read == tuple(values) and written(read) == (plainly(values), True)
+    in_other_digits = NumbersRead.of(tuple(values), came.replace(b"e-05", b"e-5"))
+    assert json.loads(written(in_other_digits)[0]) == {"before": "x", "here": values}
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\r", "\t"])
+def test_json_that_would_break_a_line_is_not_kept(space: str):
+    values = (1, 2) * LONG
+    read = NumbersRead.of(values, json.dumps(values, separators=(f",{space}", ":")).encode())
+    assert type(read) is tuple and written(read) == (plainly(values), True)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda read: read[:LONG], lambda read: (*read, 3), lambda read: read * 2, lambda read: pickled(read)]
+)
+def test_what_is_made_of_numbers_that_were_read_has_forgotten_their_text(made: Callable[[Any], Any]):
+    values = (1, 2) * LONG
+    read = NumbersRead.of(values, json.dumps(values, separators=(",", ":")).encode())
+    assert type(made(read)) is tuple and made(read) == made(values)
+
+
+def pickled(values: Any) -> Any:
+    return pickle.loads(pickle.dumps(values))

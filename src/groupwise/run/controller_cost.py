@@ -3,19 +3,16 @@
 Microseconds a completion token, as `benchmarks/controller.py` measured them on a core that it shared with other work:
 completions of about 800 tokens, groups of 16, a reward that costs next to nothing. All of it is Python in one process,
 so that it takes one core, whatever else rank 0's machine has: what the parts come to is how many tokens a second a run
-can have at most. Only the rollouts of long steps are written by another process (`store/rollout_writer.py`). What an
-environment or a reward function does is not in it.
+can have at most. What an environment or a reward function does is not in it.
 """
 
 from __future__ import annotations
 
 import math
 
-from groupwise.store.rollout_writer import APART
-
-TAKEN_IN = {"answers": 0.40, "texts": 0.12}  # of vLLM's servers: HTTP and JSON, and the text of each completion
-ALWAYS = {"rewards": 0.03, "samples": 0.02, "metrics": 0.06}
-WRITTEN, HANDED_OVER = 0.37, 0.06  # rollouts: written, or handed to the process that writes them, for 0.55 of its own
+TAKEN_IN = {"answers": 0.34, "texts": 0.12}  # of vLLM's servers: HTTP and JSON, and the text of each completion
+ALWAYS = {"rewards": 0.03, "samples": 0.03, "metrics": 0.07}
+WRITTEN, WRITTEN_AS_READ = 0.37, 0.10  # rollouts: their numbers printed, or written as vLLM's servers wrote them
 SENT, EACH_HOP = 0.05, 0.015  # an order that other ranks get: made, and sent on once for every doubling of the ranks
 SHARED_OUT, PACKED = 0.06, 0.27  # which rank has what; all of it packed, of which rank 0 packs its share
 
@@ -27,7 +24,7 @@ def controller_seconds(tokens: float, *, ranks: int, servers: bool) -> dict[str,
     >>> round(sum(controller_seconds(1e6, ranks=64, servers=True).values()), 2)
     0.89
     """
-    parts = (TAKEN_IN if servers else {}) | ALWAYS | {"rollouts": WRITTEN if tokens < APART else HANDED_OVER}
+    parts = (TAKEN_IN if servers else {}) | ALWAYS | {"rollouts": WRITTEN_AS_READ if servers else WRITTEN}
     if ranks > 1:
         parts |= {"orders": SENT + EACH_HOP * math.ceil(math.log2(ranks))}
     parts |= {"packing": (SHARED_OUT if ranks > 1 else 0.0) + PACKED / ranks}

@@ -122,8 +122,7 @@ class TrainingRun:
         return state.step
 
     def save_checkpoint(self, step: int, *, finished: bool) -> None:
-        """Write a checkpoint of the run after `step`, once the rollouts of all steps are there: none is done again."""
-        self.tracking.settle()
+        """Write a checkpoint of the run after `step`."""
         version = self.publish({}, sync=False)
         state = RunState(
             step=step,

@@ -299,7 +299,8 @@ def _asked(path: Path) -> OSError | None:
                 os.fsync(file.fileno())
         finally:
             probe.unlink(missing_ok=True)
-        os.close(os.open(path, os.O_RDWR))
+        if path.exists() and not os.access(path, os.W_OK):  # it is not opened: `_keep_private` says why
+            return PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     except OSError as error:
         return error
     return None
@@ -337,8 +338,14 @@ def open_database(path: Path, tenant: str | None = None) -> sqlite3.Connection:
 
 
 def _keep_private(path: Path) -> None:
-    """Prompts and completions are in it: for its owner's eyes. SQLite gives the files beside it the same mode."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    """Prompts and completions are in it: for its owner's eyes. SQLite gives the files beside it the same mode.
+
+    A ledger that is there is not opened here, nor anywhere but by SQLite: a process that closes a file loses all locks
+    that it has on it (POSIX), those of SQLite's connections too. Another process that closes the ledger then takes
+    itself for the last one and removes the write-ahead log, into which this one goes on writing what nobody will read.
+    """
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     for each in (path, *(path.with_name(path.name + ending) for ending in ("-wal", "-shm"))):
         with suppress(OSError):  # there is none, or it is another user's, who decides
             if (mode := each.stat().st_mode) & 0o077:

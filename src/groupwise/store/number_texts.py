@@ -9,6 +9,8 @@ Python.
     numbers = NumberTexts()
     text = json.dumps({"token_ids": numbers(ids)})       a long list leaves a mark in the text
     numbers.filled(text)                                 ... which what it stands for takes the place of
+
+Numbers that came as JSON keep it (`NumbersRead`), and it is written as it came: nothing is printed that was just read.
 """
 
 from __future__ import annotations
@@ -16,12 +18,33 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
 LONG = 48  # numbers from which a list is worth its mark
 _INTS, _FLOATS = TypeAdapter(tuple[int, ...]), TypeAdapter(tuple[float, ...])
+
+T = TypeVar("T", int, float)
+
+
+class NumbersRead(tuple[T, ...]):
+    """Numbers that were read from JSON, and that JSON: one line without spaces. What is made of them, also by
+    pickling, is a plain tuple."""
+
+    json: bytes
+
+    @classmethod
+    def of(cls, values: tuple[T, ...], json: bytes) -> tuple[T, ...]:
+        """Return the values, which were read from `json`; without it where it is laid out otherwise."""
+        if b" " in json or b"\n" in json or b"\r" in json or b"\t" in json:
+            return values
+        read = cls(values)
+        read.json = json
+        return read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (list(self),)
 
 
 class NumberTexts:
@@ -33,7 +56,9 @@ class NumberTexts:
     def __call__(self, values: Sequence[Any]) -> str | None:
         """Return a mark that stands for these values in `json.dumps`; None where they are few, large, or others than
         whole numbers alone or finite floats alone."""
-        text = _text_of(tuple(values)) if len(values) >= LONG else None
+        if len(values) < LONG:
+            return None
+        text = _spaced(values.json) if isinstance(values, NumbersRead) else _text_of(tuple(values))
         if text is None:
             return None
         self._texts.append(text)
@@ -49,7 +74,7 @@ class NumberTexts:
 def _text_of(values: tuple[Any, ...]) -> str | None:
     kinds = set(map(type, values))
     if kinds == {int}:
-        return _INTS.dump_json(values).replace(b",", b", ").decode()
+        return _spaced(_INTS.dump_json(values))
     if kinds != {float}:
         return None
     import numpy as np  # not by whoever merely reads a run
@@ -60,11 +85,15 @@ def _text_of(values: tuple[Any, ...]) -> str | None:
     text = _FLOATS.dump_json(values)
     small = np.flatnonzero((size_N < 1e-4) & (size_N > 0)).tolist()
     if not small:
-        return text.replace(b",", b", ").decode()
+        return _spaced(text)
     parts = text[1:-1].decode().split(",")
     for at in small:
         parts[at] = _as_python(parts[at])
     return f"[{', '.join(parts)}]"
+
+
+def _spaced(text: bytes) -> str:
+    return text.replace(b",", b", ").decode()
 
 
 def _as_python(small: str) -> str:

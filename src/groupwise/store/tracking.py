@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.config.run import TrackingConfig
 from groupwise.errors import ConfigError, DataError
-from groupwise.store.rollout_writer import RolloutWriter, recording
-from groupwise.store.rollouts import group_from_json
+from groupwise.store.files import writing
+from groupwise.store.rollouts import group_from_json, group_line
 from groupwise.store.shown_rollouts import rewards_of, rows_of
 from groupwise.store.trackers import Tracker, trackers_of
 from groupwise.store.trl_names import TokenCount, trl_metrics
@@ -51,7 +51,7 @@ _OWN_KEYS = ("step", "time", "non_finite")
 class Tracking:
     """Everything that is written during a run; what `open_trackers` returns. A context manager.
 
-    `completions` is how many of a step the trackers get; `writer` writes rollouts files.
+    `completions` is how many of a step the trackers get.
     `failures` counts the errors of each tracker in `trackers`; the first of each is logged as a warning.
     """
 
@@ -62,13 +62,11 @@ class Tracking:
         trackers: Mapping[str, Tracker] | None = None,
         trl_names: bool = True,
         completions: int = 0,
-        writer: RolloutWriter | None = None,
     ):
-        self.writer = writer or RolloutWriter()
         self.run_dir, self.completions = Path(run_dir), completions
         self.trackers = dict(trackers or {})
         self.failures: Counter[str] = Counter()
-        with recording(self.run_dir / METRICS):
+        with writing(f"writing {self.run_dir / METRICS}"):
             (self.run_dir / ROLLOUTS).mkdir(parents=True, exist_ok=True)
             _drop_torn_line(self.run_dir / METRICS)
             _drop_torn_line(self.run_dir / HEALTH)
@@ -84,7 +82,7 @@ class Tracking:
         record |= {key: None if key in non_finite else _number(value) for key, value in metrics.items()}
         if non_finite:
             record["non_finite"] = non_finite
-        with recording(self.run_dir / METRICS):
+        with writing(f"writing {self.run_dir / METRICS}"):
             self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
             self._metrics.flush()
         shown = dict(metrics)
@@ -98,23 +96,23 @@ class Tracking:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         lines = [json.dumps({"time": now} | event.as_dict(), allow_nan=False) + "\n" for event in events]
-        with recording(self.run_dir / HEALTH), (self.run_dir / HEALTH).open("a", encoding="utf-8") as file:
+        with writing(f"writing {self.run_dir / HEALTH}"), (self.run_dir / HEALTH).open("a", encoding="utf-8") as file:
             file.writelines(lines)
 
     def rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> Path:
-        """Write one step's groups and show them to the trackers; a step that is done again replaces its file. A long
-        one is there after `settle` (`RolloutWriter`). Raises StorageError."""
+        """Write one step's groups and show them to the trackers; a step that is done again replaces its file. Raises
+        StorageError."""
         path = self.run_dir / ROLLOUTS / f"step_{step:06d}.jsonl"
-        self.writer.write(path, groups)
+        temporary = path.with_suffix(".tmp")
+        with writing(f"writing {path}"):
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(group_line(group) + "\n" for group in groups)
+            os.replace(temporary, path)
         if self.trackers and (values := rewards_of(groups)):
             self._each(lambda tracker: tracker.distributions(step, values))
         if self.trackers and (rows := rows_of(step, groups, most=self.completions)):
             self._each(lambda tracker: tracker.table(step, rows))
         return path
-
-    def settle(self) -> None:
-        """Wait until all rollouts are on disk. Raises StorageError."""
-        self.writer.settle()
 
     def summary(self, step: int, values: Mapping[str, float | str]) -> None:
         """Tell the trackers what came of the run, after its last step."""
@@ -124,8 +122,7 @@ class Tracking:
         """Finish the record and every tracker. Safe to call twice. Raises StorageError."""
         self._each(lambda tracker: tracker.close())
         self.trackers.clear()
-        self.writer.close()
-        with recording(self.run_dir / METRICS):
+        with writing(f"writing {self.run_dir / METRICS}"):
             self._metrics.close()
 
     def __enter__(self) -> Tracking:

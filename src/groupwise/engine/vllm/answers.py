@@ -4,7 +4,7 @@ Of 80 bytes a token two numbers are read. vLLM also says each token as text, whe
 log-probability; `json.loads` makes objects of all of that (1.6 microseconds a token). So the two lists are looked for
 in the bytes and read alone (0.15): `_listed`. An answer that is not laid out as vLLM 0.32's are, an event of a stream,
 and what has alternatives are read whole, by a type that says what objects are to be made of (0.3). The numbers are the
-same, to the last bit.
+same, to the last bit. Lists that were looked for keep the text that they were read from, for the rollouts file.
 
 vLLM's /inference/v1/generate has two objects for each token, 141 bytes, which take two to eight times as long to read:
 so it is asked only for prompts with images (`images`).
@@ -13,11 +13,14 @@ so it is asked only for prompts with images (`images`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter
+
+from groupwise.store.number_texts import NumbersRead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,7 @@ class _LogprobsAlone:
 
 
 L = TypeVar("L", _Logprobs, _LogprobsAlone)
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class _Answer(Generic[L]):
 
 
 _INTS, _FLOATS = TypeAdapter(tuple[int, ...]), TypeAdapter(tuple[float, ...])
+_BEGINS = re.compile(rb'\{"index":\d+,"text":"')
+_LOGPROBS, _REASON, _IDS = b'"token_logprobs":[', b'"finish_reason":"', b'"token_ids":['
 _WHOLE, _WITH_TOPS = TypeAdapter(_Answer[_LogprobsAlone]), TypeAdapter(_Answer[_Logprobs])
 
 
@@ -85,28 +91,42 @@ def read_answer(said: bytes | str, *, top: int) -> list[Sampled]:
 def _listed(said: bytes) -> list[Sampled] | None:
     """Return the completions of an answer whose choices have all that is read here, in vLLM's order; None of another.
 
-    What is looked for is a key and how its value begins. In a text a quotation mark follows a backslash, and keys that
-    are texts (of `top_logprobs`) have numbers: so nothing that was sampled is taken for one.
+    What is looked for is a key and how its value begins, in a choice, from the end where that is nearer. In a text a
+    quotation mark follows a backslash, and keys that are texts (of `top_logprobs`) have numbers: so nothing that was
+    sampled is taken for one.
     """
-    found, at = list[Sampled](), 0
-    while (at := said.find(b'{"index":%d,"text":"' % len(found), at)) >= 0:
-        places = [at]
-        for name in (b'"token_logprobs":[', b'"finish_reason":"', b'"token_ids":['):
-            if (at := said.find(name, at)) < 0:
-                return None
-            at += len(name)
-            places.append(at)
-        _, logprobs, reason, ids = places
-        at = said.find(b"]", ids)
+    found, at = list[Sampled](), _choice_from(said, 0)
+    while at < len(said):
+        if not said.startswith(b'{"index":%d,' % len(found), at):
+            return None
+        end = _choice_from(said, at + 1)
+        logprobs, ids = said.find(_LOGPROBS, at, end), said.rfind(_IDS, at, end)
+        reason = said.rfind(_REASON, at, max(at, ids))
+        if not 0 <= logprobs < reason < ids:
+            return None
+        logprobs, ids, reason = logprobs + len(_LOGPROBS), ids + len(_IDS), reason + len(_REASON)
         try:
-            read = _INTS.validate_json(said[ids - 1 : at + 1], strict=True)
-            told = _FLOATS.validate_json(said[logprobs - 1 : said.find(b"]", logprobs) + 1], strict=True)
+            read = _numbers(_INTS, said[ids - 1 : said.find(b"]", ids) + 1])
+            told = _numbers(_FLOATS, said[logprobs - 1 : said.find(b"]", logprobs) + 1])
         except ValueError:  # null for a number: read whole, it says what is wrong and where
             return None
         why = said[reason : said.find(b'"', reason)].decode()
         found.append(Sampled(token_ids=read, logprobs=told, finish_reason=why))
-    counts = {len(found), said.count(b'"text":"'), said.count(b'"token_ids":[')}
-    return found if found and len(counts) == 1 else None  # one that lacks something would have the next one's
+        at = end
+    return found or None
+
+
+def _choice_from(said: bytes, at: int) -> int:
+    """Return where the next choice begins, or the end."""
+    while (at := said.find(b'{"index":', at)) >= 0:
+        if _BEGINS.match(said, at):
+            return at
+        at += 1
+    return len(said)
+
+
+def _numbers(of: TypeAdapter[tuple[T, ...]], json: bytes) -> tuple[T, ...]:
+    return NumbersRead.of(of.validate_json(json, strict=True), json)
 
 
 def _sampled(choice: _Choice[Any], top: int) -> Sampled:
