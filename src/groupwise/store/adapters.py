@@ -99,12 +99,13 @@ class AdapterStore:
     def list(self) -> tuple[AdapterInfo, ...]:
         """Return every version with its provenance, by name, then number. A damaged one is quarantined and left out."""
         infos = []
-        for name in self.names():
-            for version in self.versions(name):
-                try:
-                    infos.append(self.info(version))
-                except (AdapterError, AdapterNotFoundError):  # set aside just now (see warnings), or deleted just now
-                    continue
+        with files.writing(f"reading the adapter store {self.root}"):
+            names = sorted(os.listdir(self.root))
+        for version in (version for name in names for version in self.versions(name)):
+            try:
+                infos.append(self.info(version))
+            except (AdapterError, AdapterNotFoundError):  # set aside just now (see warnings), or deleted just now
+                continue
         return tuple(infos)
 
     def info(self, version: PolicyVersion) -> AdapterInfo:
