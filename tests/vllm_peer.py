@@ -280,24 +280,34 @@ class Peer:
         (future,) = self.engine.submit([request], on_token=lambda *token: heard.put(token))
         future.add_done_callback(lambda _: heard.put(None))
         cut, self.faults.cut_stream = self.faults.cut_stream, None
+        every, told = body.get("stream_interval") or 1, list[Any]()
         try:
             said = 0
             while (token := heard.get()) is not None:
+                if told and self._holds(said):
+                    yield _pieces(told, None)
                 self._hold(said)
                 said += 1
                 if cut == 0:
                     return
                 cut = None if cut is None else cut - 1
-                yield _choice(0, [token[1]], [token[2]], [token[3]], None)
+                told.append(token)
+                if said == 1 or len(told) == every:
+                    yield _pieces(told, None)
+            if told and self._holds(said):
+                yield _pieces(told, None)
             self._hold(said)
-            yield _choice(0, [], [], [], future.result()[0].finish_reason.value)
+            yield _pieces(told, future.result()[0].finish_reason.value)
         finally:
             future.cancel()
             self._flying.remove(version)
 
     def _hold(self, said: int) -> None:
-        while self.faults.hold_stream is not None and said >= self.faults.hold_stream:
+        while self._holds(said):
             time.sleep(0.01)
+
+    def _holds(self, said: int) -> bool:
+        return self.faults.hold_stream is not None and said >= self.faults.hold_stream
 
     def _request(
         self, body: dict[str, Any], prompt: tuple[int, ...], version: PolicyVersion, j: int
@@ -368,6 +378,13 @@ def _generated(answer: dict[str, Any]) -> dict[str, Any]:
         ]
         choices.append({**choice, "logprobs": {"content": content}})
     return {"choices": choices}
+
+
+def _pieces(told: list[Any], reason: str | None) -> dict[str, Any]:
+    """An event of the tokens that were not told yet, which are told now."""
+    _, ids, logprobs, tops = map(list, zip(*told, strict=True)) if told else ([], [], [], [])
+    told.clear()
+    return _choice(0, ids, logprobs, tops, reason)
 
 
 def _choice(index: int, ids: Any, logprobs: Any, tops: Any, reason: str | None) -> dict[str, Any]:

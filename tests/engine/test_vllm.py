@@ -17,7 +17,7 @@ from groupwise.config.lora import LoraSpec
 from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.client import VllmServer, server_url
-from groupwise.engine.vllm.engine import VllmEngine
+from groupwise.engine.vllm.engine import CompletionStream, VllmEngine
 from groupwise.engine.vllm.handshake import linear_names
 from groupwise.engine.vllm.open import read_launch
 from groupwise.errors import (
@@ -671,6 +671,16 @@ def test_a_version_takes_over_completions_under_way(attach, peer, adapters):
     assert late[0].version == SECOND
     engine.unload(BASE)
     assert engine.generate([request(version=BASE)])[0][0].version == BASE
+
+
+def test_completions_that_nobody_reads_are_told_many_tokens_at_a_time(attach, peer, monkeypatch):
+    engine, told = attach(peer, in_flight_updates=True), list[int]()
+    heard = CompletionStream._hear
+    monkeypatch.setattr(
+        CompletionStream, "_hear", lambda self, piece: (told.append(len(piece.token_ids)), heard(self, piece))
+    )
+    (((said,),)) = engine.generate([request(max_tokens=40)])
+    assert told == [1, 16, 16, 7] and len(said.token_ids) == 40
 
 
 def test_nothing_was_heard_or_all_was_when_a_version_came(attach, peer, adapters):

@@ -156,6 +156,9 @@ def test_what_rank_0_does_grows_with_tokens_and_hardly_with_ranks(run):
     assert one.controller["rollouts"] == many.controller["rollouts"] == pytest.approx(4.194304 * WRITTEN_AS_READ)
     assert one.controller["orders"] < many.controller["orders"] < 2 * one.controller["orders"]
     assert many.controller["packing"] < one.controller["packing"]
+    streamed = rollout | {"in_flight_updates": True, "in_flight_cache": "recompute", "max_staleness": 1}
+    told = fit(run("Qwen3-8B", **CLUSTER, rollout=streamed), Cards(count=8, gib=80)).controller
+    assert told["answers"] > 5 * one.controller["answers"] and told["rollouts"] == pytest.approx(4.194304 * WRITTEN)
     local = fit(run(rollout=rollout), Cards(count=8, gib=80)).controller  # its numbers were never text
     assert "answers" not in local and local["rollouts"] == pytest.approx(4.194304 * WRITTEN)
     assert fit(run(kind="sft", rewards=[]), Cards(count=8, gib=80)).controller == {}

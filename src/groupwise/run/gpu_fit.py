@@ -155,7 +155,8 @@ class GpuFit:
         """Return the processor seconds of rank 0 by part for such a step; nothing where nothing is sampled."""
         if self.config.supervised:
             return {}
-        return controller_seconds(self.most_tokens, ranks=self.learners, servers=self.config.engine == "vllm")
+        how = {"servers": self.config.engine == "vllm", "streamed": self.config.rollout.in_flight_updates}
+        return controller_seconds(self.most_tokens, ranks=self.learners, **how)
 
     @property
     def hours(self) -> tuple[float, float]:

@@ -74,6 +74,7 @@ ANOTHER = 1_000_003  # between the seed of a completion and those of its continu
 
 ROUNDED_TOLERANCE, FP8_TOLERANCE = 0.1, 0.3  # nats
 
+TOLD_AT_ONCE = 16  # tokens in an event of a completion that goes on under newer versions: nobody reads along
 CHECKED = 8  # tokens whose log-probabilities are compared when a kind of grammar is first used
 
 T = TypeVar("T")
@@ -680,6 +681,7 @@ class _FollowedCompletion(CompletionStream):
 
     def __init__(self, engine: VllmEngine, job: QueuedRequest, index: int, version: PolicyVersion):
         super().__init__(engine, job, index, lambda *token: None)
+        self._body["stream_interval"] = TOLD_AT_ONCE
         self.version = version
         self.asking: asyncio.Task[Sampled] | None = None
         self.spans: list[tuple[int, PolicyVersion]] = [(0, version)]
