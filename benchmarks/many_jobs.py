@@ -1,10 +1,12 @@
 """What does training posted jobs at once bring? N jobs of N adapters together, and one at a time as a queue does it.
 
-    python benchmarks/many_jobs.py [--jobs 16] [--steps 40] [--shape 8,4,4,4] [--rounds 3] [--threads 1]
+    python benchmarks/many_jobs.py [--jobs 1 4 16 64] [--model starter] [--steps 40] [--shape 8,4,4,4] [--rounds 3]
+                                   [--threads 1]
 
 Two workers (the process that `groupwise serve` starts), each on a ledger of its own, get the same jobs by turns: one
 trains one job at a time, the other as many at once as it will. A job takes `--steps` optimizer steps on one micro-batch
-of the shape PROMPT,COMPLETION,GROUP,PROMPTS; ranks are 4, 8 and 16 in turns. A round is from the moment when all jobs
+of the shape PROMPT,COMPLETION,GROUP,PROMPTS; ranks are 4, 8 and 16 in turns. `--model 25M` is another of the models of
+`subjects`, with random weights. A round is from the moment when all jobs
 are in the queue to that when all versions are published. Beside them a server answers chats, one after another: how
 long they take (p50, p99) is said of each side, and of times in which nobody trains. Before the rounds, what the worker
 takes of memory with one job at work and with all, at the most.
@@ -26,7 +28,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from live_server import groupwise_server
-from subjects import Shape, random_ids
+from subjects import SIZES, Shape, random_ids, write_model
 
 from groupwise.config.job import parse_job_config
 from groupwise.platform import resident_bytes
@@ -42,10 +44,10 @@ ONE, ALL = "one at a time", "at once"
 class Side:
     """A worker on a ledger of its own, that trains at most `most` jobs at once."""
 
-    def __init__(self, folder: Path, *, most: int, threads: int):
+    def __init__(self, folder: Path, *, model: str, most: int, threads: int):
         folder.mkdir()
         self.ledger, self._posted = Ledger(folder / "ledger.db"), 0
-        command = [sys.executable, "-c", WORK, str(most), "--state", str(folder), "--model", "starter"]
+        command = [sys.executable, "-c", WORK, str(most), "--state", str(folder), "--model", model]
         command += ["--dtype", "float32", "--device", "cpu", "--threads", str(threads)]
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(
@@ -141,43 +143,64 @@ class Chats(threading.Thread):
         return f"{what:14} p50 {p50:6.1f} ms  p99 {p99:6.1f} ms  ({len(took)} chats)"
 
 
+def measure(sides: dict[str, Side], chats: Chats, count: int, shape: Shape, steps: int, rounds: int) -> None:
+    """Rounds of so many jobs on both sides by turns, and what is printed of them."""
+    sides[ALL].post(1, shape, steps)
+    alone = sides[ALL].done()
+    sides[ALL].post(count, shape, steps)
+    more = (sides[ALL].done() - alone) / max(1, count - 1) / MIB
+    chats.took.clear()
+    seconds = {name: list[float]() for name in sides}
+    for _ in range(rounds):
+        with chats.during("nobody trains"):
+            time.sleep(5)
+        for name, side in sides.items():
+            with chats.during(name):
+                seconds[name].append(side.round(count, shape, steps))
+    tokens = count * steps * shape.packed
+    print(f"--- {count} jobs; {more:.1f} MiB for a job more ({alone / MIB:.0f} MiB with one)")
+    for name, took in seconds.items():
+        middle = statistics.median(took)
+        print(f"{name:14} {middle:6.1f} s, {tokens / middle:,.0f} packed tokens a second")
+    ratios = [one / together for one, together in zip(seconds[ONE], seconds[ALL], strict=True)]
+    print(f"{statistics.median(ratios):.2f}x at once ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds)")
+    for name in ("nobody trains", *sides):
+        print(chats.said(name), flush=True)
+
+
+def made(model: str, folder: Path) -> str:
+    """The model by a name of `subjects`, as a server takes it."""
+    if model in SIZES:
+        (place := folder / "model").mkdir()
+        hidden, layers = SIZES[model]
+        write_model(place, hidden=hidden, layers=layers)
+        return str(place)
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=16)
+    parser.add_argument("--jobs", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--model", default="starter")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--shape", type=Shape.parse, default=Shape(8, 4, 4, 4))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    jobs, shape, steps = options.jobs, options.shape, options.steps
-    with tempfile.TemporaryDirectory(prefix="many-jobs-") as folder, groupwise_server() as client:
-        sides = {ONE: Side(Path(folder) / "one", most=1, threads=options.threads)}
-        sides[ALL] = Side(Path(folder) / "all", most=64, threads=options.threads)
-        with closing(sides[ONE]), closing(sides[ALL]):
-            for side in sides.values():
-                side.round(2, shape, 2)  # they have loaded, and tried what they try once
-            sides[ALL].post(1, shape, steps)
-            alone = sides[ALL].done()
-            sides[ALL].post(jobs, shape, steps)
-            more = (sides[ALL].done() - alone) / max(1, jobs - 1) / MIB
-            print(f"{more:.1f} MiB for a job more ({alone / MIB:.0f} MiB with one)", flush=True)
-            chats, seconds = Chats(client), {name: list[float]() for name in sides}
-            chats.start()
-            for _ in range(options.rounds):
-                with chats.during("nobody trains"):
-                    time.sleep(5)
-                for name, side in sides.items():
-                    with chats.during(name):
-                        seconds[name].append(side.round(jobs, shape, steps))
-            chats.end()
-    tokens = jobs * steps * shape.packed
-    for name, took in seconds.items():
-        middle = statistics.median(took)
-        print(f"{name:14} {middle:6.1f} s for {jobs} jobs, {tokens / middle:,.0f} packed tokens a second")
-    ratios = [one / together for one, together in zip(seconds[ONE], seconds[ALL], strict=True)]
-    print(f"{statistics.median(ratios):.2f}x at once ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds)")
-    for name in ("nobody trains", *sides):
-        print(chats.said(name))
+    with tempfile.TemporaryDirectory(prefix="many-jobs-") as name:
+        folder = Path(name)
+        model = made(options.model, folder)
+        with groupwise_server(model=model) as client:
+            sides = {ONE: Side(folder / "one", model=model, most=1, threads=options.threads)}
+            sides[ALL] = Side(folder / "all", model=model, most=64, threads=options.threads)
+            with closing(sides[ONE]), closing(sides[ALL]):
+                for side in sides.values():
+                    side.round(2, options.shape, 2)  # they have loaded, and tried what they try once
+                chats = Chats(client)
+                chats.start()
+                for count in options.jobs:
+                    measure(sides, chats, count, options.shape, options.steps, options.rounds)
+                chats.end()
 
 
 if __name__ == "__main__":

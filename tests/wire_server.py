@@ -98,6 +98,7 @@ class ToyJob:
             "duration_secs": None if state == "queued" else 1.0,
             "position": 1 if state == "queued" else None,
             "waits": None,
+            "deadline": None,
             "attempt": 1,
             "cancel_requested": self.cancelled,
             "error": error if state == "failed" else None,
@@ -189,6 +190,7 @@ class WireServer:
             "adapter_name": job.adapter,
             "position": 1,
             "waits": None,
+            "deadline": None,
             "warnings": ["2 of 3 groups have equal rewards"] if body.get("config", {}).get("seed") == 13 else [],
         }
 

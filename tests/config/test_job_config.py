@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from groupwise.config.algo import AlgoConfig
-from groupwise.config.job import GrpoJobConfig, SftJobConfig, parse_job_config
+from groupwise.config.job import GrpoJobConfig, SftJobConfig, deadline_at, parse_job_config
 from groupwise.config.loss import PRESETS, resolve_loss
 from groupwise.errors import ConfigError
 from wording import raises
@@ -192,3 +193,20 @@ def test_base_adapter_may_be_a_version_a_name_or_the_base():
 def test_torch_is_not_imported():
     code = "import sys, groupwise.config.job, groupwise.store.ledger_schema; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("deadline", [3600, 0.5, "2030-01-31T18:00:00Z", "2030-01-31T18:00:00.5+02:00"])
+def test_a_deadline_is_seconds_or_a_time(deadline):
+    config = parse_job_config("grpo", {"deadline": deadline})
+    assert parse_job_config("grpo", config.model_dump(mode="json")) == config
+    times = {"2030-01-31T18:00:00Z": 1896112800.0, "2030-01-31T18:00:00.5+02:00": 1896105600.5}
+    expected = times[deadline] if isinstance(deadline, str) else 100.0 + deadline
+    assert deadline_at(config.deadline, posted=100.0) == expected
+
+
+@pytest.mark.parametrize(
+    "deadline", [0, -1, True, 1e12, math.nan, "soon", "2030-01-31", "2030-01-31T18:00:00", [1], {}]
+)
+def test_what_is_no_deadline_is_refused(deadline):
+    with raises(ConfigError, field="deadline"):
+        parse_job_config("sft", {"deadline": deadline})

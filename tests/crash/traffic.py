@@ -25,16 +25,17 @@ SFT = CONFIG | {"epochs": 3, "batch_size": 2}  # 6 steps
 
 
 class Traffic(threading.Thread):
-    """The client, as a thread. `stop` ends it, `finish` first sees all that was begun to its end."""
+    """The client, as a thread. `stop` ends it, `finish` first sees all that was begun to its end. With `learners`, it
+    keeps a job of each of so many adapters open, which grow from version to version."""
 
-    def __init__(self, url: str, history: Path, *, seed: int = 0):
+    def __init__(self, url: str, history: Path, *, seed: int = 0, learners: int = 0):
         super().__init__(name="traffic", daemon=True)
         self.wrong: list[str] = []
         self.bodies: dict[str, tuple[str, list[Any], dict[str, Any]]] = {}  # key -> kind, data, config
         self.jobs: dict[str, str] = {}  # key -> job
         self.versions: dict[str, str] = {}  # job -> version, of those seen completed
         self._client, self._history = Client(url, retries=0), history
-        self._random = random.Random(seed)
+        self._random, self._learners = random.Random(seed), learners
         self._wanted = threading.Semaphore(0)
         self._ended, self._finishing, self._open = threading.Event(), threading.Event(), 0
         self._rollouts: list[Any] = []
@@ -95,12 +96,13 @@ class Traffic(threading.Thread):
             self.send(key)
         if self._finishing.is_set():
             return
-        if self._wanted.acquire(blocking=False) or self._open < OPEN_JOBS:
-            key = f"key-{len(self.bodies)}"
-            self.bodies[key] = self._body(len(self.bodies))
-            self._tell("tried", key=key)
-            self._open += 1
-            self.send(key)
+        for _ in range(max(1, self._learners)):
+            if self._wanted.acquire(blocking=False) or self._open < (self._learners or OPEN_JOBS):
+                key = f"key-{len(self.bodies)}"
+                self.bodies[key] = self._body(len(self.bodies))
+                self._tell("tried", key=key)
+                self._open += 1
+                self.send(key)
 
     def send(self, key: str) -> str:
         kind, data, config = self.bodies[key]
@@ -115,6 +117,8 @@ class Traffic(threading.Thread):
         """Three adapters that grow from version to version, of which one has dropout and none beside it, one that
         continues another one, and one that always begins afresh."""
         name = ("chain", "alone", "taught", "beside", "after", "dropped")[number % 6]
+        if self._learners:
+            name = f"learner-{number % self._learners}"
         more = {"alone": {"base_adapter": "base"}, "after": {"base_adapter": "chain"}, "dropped": {"lora_dropout": 0.1}}
         config = {"output_name": name, "seed": number} | more.get(name, {})
         sums = [(number + i, 7 * number + i) for i in range(4)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -13,6 +14,7 @@ from groupwise.run import job_turns
 from groupwise.run.job_turns import SLACK, StepTurns
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import JobRecord
+from groupwise.store.ledger_turns import LEAD
 
 
 @pytest.fixture
@@ -22,8 +24,8 @@ def book(tmp_path) -> Iterator[Ledger]:
     book.close()
 
 
-def job(book: Ledger, adapter: str, *, tenant: str = "", weight: int = 1) -> JobRecord:
-    options = {"kind": "sft", "summary": {}, "payload": b"{}", "steps": 9, "auto_load": False}
+def job(book: Ledger, adapter: str, *, tenant: str = "", weight: int = 1, deadline: float | None = None) -> JobRecord:
+    options = {"kind": "sft", "summary": {}, "payload": b"{}", "steps": 9, "auto_load": False, "deadline": deadline}
     view = book.of(tenant) if tenant else book
     return view.submit(adapter=adapter, config={"weight": weight}, **options)[0]
 
@@ -63,6 +65,35 @@ def test_one_that_is_ahead_waits_while_another_computes(book):
             pass
         with turns.step(two, 1, stop):
             assert not is_held_back(turns, one)  # c has caught up
+
+
+def test_the_weight_of_a_tenant_makes_tokens_count_less(book):
+    turns = StepTurns(lambda tenant: 4 if tenant == "acme" else 1)
+    heavy, other = job(book, "a", tenant="acme"), job(book, "b", tenant="bell")
+    with turns.joined(heavy), turns.joined(other):
+        for tokens, held in ((4 * SLACK, False), (4, True)):
+            with turns.step(heavy, tokens, stop):
+                pass
+            with turns.step(other, 0, stop):
+                assert is_held_back(turns, heavy) is held
+
+
+def test_others_wait_for_one_with_a_deadline_until_it_is_a_lead_ahead(book):
+    turns, soon, other = StepTurns(), job(book, "a", deadline=time.time() + 600), job(book, "b")
+    with turns.joined(soon), turns.joined(other):
+        for tokens, held in ((0, True), (LEAD - SLACK - 1, True), (1, False)):
+            with turns.step(soon, tokens, stop):
+                pass
+            with turns.step(soon, 0, stop):
+                assert is_held_back(turns, other) is held
+        with turns.step(soon, 2 * SLACK, stop):
+            pass
+        with turns.step(other, 0, stop):
+            assert not is_held_back(turns, soon)
+        with turns.step(soon, 1, stop):
+            pass
+        with turns.step(other, 0, stop):
+            assert is_held_back(turns, soon)
 
 
 def test_a_weight_makes_tokens_count_less(book):

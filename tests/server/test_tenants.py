@@ -257,6 +257,7 @@ def test_the_owner_sees_his_own_and_by_one_header_what_a_tenant_sees(pair: Pair)
     assert owner.ask("GET", "/v1/adapters", **{"x-groupwise-tenant": "../acme"}).status_code == 400
     listed = owner.ok("GET", "/v1/tenants")["tenants"]["acme"]
     assert listed["adapters"][0] == "secret-adapter" and listed["jobs_waiting"] == 1 and listed["bytes"] > 0
+    assert listed["weight"] == 1
     assert not home_of(site.server.config.state_dir, "nobody").exists()
 
 

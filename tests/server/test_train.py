@@ -396,6 +396,33 @@ def test_a_job_that_waits_says_why_and_for_how_long(site: Site) -> None:
     assert {queue["running"]["job_id"], *(job["job_id"] for job in queue["beside"])} == {one["job_id"], other["job_id"]}
 
 
+def test_a_deadline_is_told_of_in_the_answer_and_the_status(site: Site) -> None:
+    config = {**SEED_PAGE["config"], "deadline": 3600}
+    job = site.submit(config=config)
+    assert job["deadline"].keys() == {"at", "outlook", "message", "about_seconds"}
+    assert (job["deadline"]["outlook"], job["deadline"]["about_seconds"]) == ("unknown", None)
+    lease = site.ledger.lease("w")
+    assert lease is not None and lease.job.deadline is not None
+    site.ledger.progress(lease, phase="training", step=1, metrics={"time/step_s": 3.0}, tokens=64)
+    status = site.get(f"status/{job['job_id']}")
+    assert status["deadline"]["at"] == job["deadline"]["at"] and status["config"]["deadline"] == 3600
+    left = 3.0 * (status["steps"] - 1)
+    assert (status["deadline"]["outlook"], status["deadline"]["about_seconds"]) == ("in_time", left)
+    site.ledger.published(lease, "math@1")
+    site.ledger.complete(job["job_id"])
+    assert [each["deadline"]["outlook"] for each in site.get("queue")["completed"]] == ["met"]
+    assert site.submit()["deadline"] is None
+
+
+@pytest.mark.parametrize(
+    "deadline", ["2020-01-31T18:00:00Z", "2999-01-31T18:00:00+02:00", "2030-01-31T18:00:00", 0, "x"]
+)
+def test_a_deadline_that_is_none_is_refused(site: Site, deadline: object) -> None:
+    body = {**SEED_PAGE, "config": {**SEED_PAGE["config"], "deadline": deadline}}
+    error = site.error(site.http.post("/v1/train/grpo", json=body), 400)
+    assert error["param"] == "config.deadline" and site.ledger.jobs() == []
+
+
 def test_an_idle_server_has_empty_lists(site: Site) -> None:
     assert site.get("status") == []
     assert site.get("queue") == {"running": None, "beside": [], "queued": [], "completed": []}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from random import Random
 from typing import Any
 
 import pytest
 
-from groupwise.server.waiting import why_waits
+from groupwise.server.waiting import Queue
 from groupwise.store.ledger import Ledger
-from groupwise.store.ledger_schema import JobState, Lease
+from groupwise.store.ledger_schema import Lease
 from groupwise.store.ledger_turns import QUANTUM
 from wording import wording
 
@@ -20,9 +22,11 @@ class Book:
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
 
-    def post(self, adapter: str, **config: Any) -> str:
-        options = {"kind": "grpo", "summary": {}, "payload": b"{}", "steps": 10, "auto_load": False}
-        return self.ledger.submit(adapter=adapter, config=config, **options)[0].id
+    def post(
+        self, adapter: str, *, kind: str = "grpo", summary=None, deadline: float | None = None, **config: Any
+    ) -> str:
+        options = {"kind": kind, "summary": summary or {}, "payload": b"{}", "steps": 10, "auto_load": False}
+        return self.ledger.submit(adapter=adapter, config=config, deadline=deadline, **options)[0].id
 
     def take(self) -> Lease:
         lease = self.ledger.lease("w")
@@ -38,8 +42,7 @@ class Book:
         return lease
 
     def why(self, id: str, *, worker: bool = True) -> tuple[str, str | None, float | None] | None:
-        job, active = self.ledger.job(id), self.ledger.jobs(states=(JobState.QUEUED, JobState.RUNNING))
-        said = why_waits(job, active, self.ledger.waits_for(id), worker=worker)
+        said = Queue(self.ledger.unfinished(), worker=worker).why(self.ledger.job(id))
         if said is None:
             return None
         wording(said.message.replace(str(said.job_id), "JOB"))
@@ -79,6 +82,100 @@ def test_a_job_waits_for_the_one_before_it_of_its_adapter(book):
     second, third = book.post("math"), book.post("sql", base_adapter="math")
     assert book.why(second) == ("adapter", first.job.id, 18.0)  # nine steps
     assert book.why(third) == ("adapter", second, None)  # nobody knows how long the second one takes
+
+
+def test_a_job_that_waits_for_several_begins_when_all_have_ended(book):
+    first = book.at_work("math", tokens=64)
+    beside = book.at_work("sql", tokens=64, base_adapter="code")
+    assert book.why(book.post("code", base_adapter="math")) == ("adapter", beside.job.id, 36.0)
+    book.ledger.published(first, "math@1")
+    assert book.why(book.post("math", base_adapter="sql")) is not None
+    assert book.why(book.post("sql", base_adapter="code@2"))[1] != beside.job.id  # code's, or the second of math's
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_has_to_wait_for_no_other_is_what_a_worker_may_take(book, seed):
+    """What is said of a random queue is what the ledger does with it."""
+    random = Random(seed)
+    for _ in range(24):
+        book.post(random.choice("abcdefgh"), base_adapter=random.choice([None, "base", "a", "b@2", "c", "d", "h"]))
+        if random.random() < 0.2 and (lease := book.ledger.lease("w")) is not None and random.random() < 0.5:
+            book.ledger.published(lease, "x@1")
+    active = book.ledger.unfinished()
+    queue = Queue(active, worker=True)
+    said = [job.id for job in active if (why := queue.why(job)) is not None and why.reason != "adapter"]
+    taken = iter(lambda: book.ledger.lease("w"), None)
+    assert sorted(lease.job.id for lease in taken) == sorted(said)
+
+
+# --- deadlines ---
+
+
+def outlook(book: Book, id: str, lately=()) -> tuple[str, float | None]:
+    queue, job = Queue(book.ledger.unfinished(), worker=True, lately=lately), book.ledger.job(id)
+    said = queue.deadline(job, queue.why(job))
+    assert said is not None and said.at == "2030-01-31T18:00:00Z"
+    wording(said.message)
+    return said.outlook, said.about_seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Iterator[Callable[[float], None]]:
+    """Sets the time, in seconds after the deadline."""
+
+    def set_to(late: float) -> None:
+        for module in ("server.waiting", "store.ledger", "store.ledger_attempts"):
+            monkeypatch.setattr(f"groupwise.{module}.time.time", lambda: DUE + late)
+
+    set_to(-100)
+    return set_to
+
+
+DUE = datetime(2030, 1, 31, 18, tzinfo=UTC).timestamp()
+
+
+def test_whether_a_job_ends_in_time_is_said_from_how_long_its_steps_take(book, clock):
+    lease = book.at_work("math", deadline=DUE)
+    id = lease.job.id
+    assert outlook(book, id) == ("unknown", None)
+    book.ledger.progress(lease, phase="training", step=1, metrics={"time/step_s": 2.0}, tokens=64)
+    assert outlook(book, id) == ("in_time", 18.0)
+    clock(-10)
+    assert outlook(book, id) == ("late", 18.0)
+    clock(5)
+    assert outlook(book, id) == ("missed", None)
+    book.ledger.published(lease, "math@1")
+    assert outlook(book, id) == ("missed", None)
+
+
+def test_a_job_that_has_made_no_step_is_as_fast_as_others_were(book, clock):
+    lately = book.at_work("sql", tokens=64)
+    book.ledger.published(lately, "sql@1")  # 32 tokens a second
+    ended = [book.ledger.job(lately.job.id)]
+    summary = {"prompt_tokens": 320, "completion_tokens": 640}
+    in_time = book.post("math", summary=summary, deadline=DUE, iterations=2)  # 60 s
+    late = book.post("math", summary=summary, deadline=DUE, iterations=2)
+    assert outlook(book, in_time, ended) == ("in_time", 60.0)
+    assert outlook(book, late, ended) == ("unknown", None)  # nobody has begun what it waits for
+    examples = book.post("code", kind="sft", summary={"tokens": 960}, deadline=DUE, epochs=4)
+    assert outlook(book, examples, ended) == ("late", 120.0)
+    assert outlook(book, examples) == ("unknown", None)
+
+
+@pytest.mark.parametrize(("end", "late", "said"), [("ends", -1, "met"), ("ends", 9, "missed"), ("fails", -1, "missed")])
+def test_what_has_ended_has_met_its_deadline_or_not(book, clock, end, late, said):
+    lease = book.at_work("math", deadline=DUE)
+    clock(late)
+    if end == "ends":
+        book.ledger.published(lease, "math@1")
+    else:
+        book.ledger.fail(lease, {"code": "x", "message": "no"})
+    assert outlook(book, lease.job.id) == (said, None)
+
+
+def test_without_a_deadline_nothing_is_said(book):
+    job = book.ledger.job(book.post("math"))
+    assert Queue([job], worker=True).deadline(job, None) is None
 
 
 def test_as_many_are_trained_as_there_is_room_for(book, later):

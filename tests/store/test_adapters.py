@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safetensors.numpy import load_file, save_file
 
 from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError, InUseError, StorageError
+from groupwise.store import files, unchanged
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import CONFIG, SIDECAR, WEIGHTS, Provenance, find_damage, locked
 from groupwise.types import PolicyVersion
@@ -55,6 +56,28 @@ def store(tmp_path) -> AdapterStore:
 
 
 # --- notes ---
+
+
+def test_a_store_reads_what_is_new_of_it(tmp_path, monkeypatch):
+    """A list of versions that were listed before opens no sidecar; what another process did shows."""
+    monkeypatch.setattr(unchanged, "SETTLED_S", -60.0)
+    store, other = AdapterStore(tmp_path), AdapterStore(tmp_path)
+    publish(store, "math")
+    publish(store, "sql")
+    reads, plain = [], files.read_info
+    monkeypatch.setattr(files, "read_info", lambda *args, **kw: reads.append(kw["version"]) or plain(*args, **kw))
+    assert store.list() == store.list() and sorted(map(str, reads)) == ["math@1", "sql@1"]
+    reads.clear()
+    made = publish(other, "math")
+    other.delete(store.newest("sql"))
+    other.refuse(made, "it is worse")
+    assert [(str(info.version), info.unhealthy) for info in store.list()] == [
+        ("math@1", None),
+        (str(made), "it is worse"),
+    ]
+    assert [str(version) for version in reads if version == made]
+    (store.path(made) / files.SIDECAR).write_text("{")
+    assert [str(info.version) for info in store.list()] == ["math@1"] and store.warnings
 
 
 def test_a_note_is_kept_beside_a_version_and_changes_none_of_its_bytes(store):

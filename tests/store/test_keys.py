@@ -76,6 +76,20 @@ def test_bounds_are_kept_and_one_of_nothing_is_refused(keys: KeyFile, bound: str
     assert turned is not None and getattr(turned, bound) == 7
 
 
+def test_the_weight_of_a_tenant_is_the_smallest_of_its_keys(keys: KeyFile) -> None:
+    assert keys.weight("acme") == 1
+    for name, tenant, weight in (("a", "acme", 4), ("b", "acme", 3), ("c", "acme", None), ("d", "", 9)):
+        keys.add(name, role="train", tenant=tenant, weight=weight)
+    assert [keys.weight(tenant) for tenant in ("acme", "bell", "")] == [3, 1, 9]
+    keys.revoke("b")
+    assert keys.weight("acme") == 4
+    for weight in (0, 101):
+        with raises(ConfigError, field="weight"):
+            keys.add("e", role="train", tenant="acme", weight=weight)
+    keys.path.write_text("{")
+    assert keys.weight("acme") == 1
+
+
 def test_a_name_is_one_key_s(keys: KeyFile) -> None:
     key = keys.add("a", role="sample")
     with raises(ConfigError, field="name"):

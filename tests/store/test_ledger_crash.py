@@ -299,6 +299,10 @@ def test_a_ledger_of_a_version_before_is_brought_up_to_date(tmp_path, version):
             *(f"DROP INDEX {index}" for index in ("job_turn", "job_own", "job_makes", "job_reads")),
             *(f"ALTER TABLE job DROP COLUMN {column}" for column in ("alone", "own", "tokens")),
         ],
+        10: [
+            *(f"DROP INDEX {index}" for index in ("job_ahead", "job_behind", "job_waiting", "job_deadline")),
+            "ALTER TABLE job DROP COLUMN deadline",
+        ],
     }
     assert added.keys() == ledger_tables.UPGRADES.keys()
     path = tmp_path / "ledger.db"

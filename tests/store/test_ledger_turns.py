@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
+from random import Random
 
 import pytest
 from test_ledger import submit, take
 
 from groupwise.store import ledger_turns
 from groupwise.store.ledger import JobState, Ledger
-from groupwise.store.ledger_schema import Lease
-from groupwise.store.ledger_turns import CREDIT, QUANTUM, Standing, makes_way
+from groupwise.store.ledger_schema import JobRecord, Lease
+from groupwise.store.ledger_turns import CREDIT, LEAD, QUANTUM, Standing, makes_way
 
 
 @pytest.fixture
@@ -85,6 +88,79 @@ def test_a_worker_may_not_admit_the_job_whose_turn_it_is(book):
     assert seen == [(one, []), (two, [one])]
 
 
+def furthest_behind(book: Ledger) -> str | None:
+    """The job whose turn it is, by the rule as it is written, whatever that takes."""
+    jobs = book.jobs()[::-1]
+
+    def is_free(job: JobRecord, place: int) -> bool:
+        mine, base = job.adapter, (job.config["base_adapter"] or "").partition("@")[0]
+        ahead = [each for each in jobs[:place] if each.tenant == job.tenant and not each.version]
+        ahead = [each for each in ahead if not each.state.is_final]
+        bases = [(each.config["base_adapter"] or "").partition("@")[0] for each in ahead]
+        return job.state is JobState.QUEUED and not (mine in bases or {mine, base} & {each.adapter for each in ahead})
+
+    def clock(job: JobRecord) -> tuple[float, float]:
+        own = max(each.own for each in jobs if (each.tenant, each.adapter) == (job.tenant, job.adapter))
+        return max(each.turn for each in jobs if each.tenant == job.tenant), own
+
+    free = [(place, job) for place, job in enumerate(jobs) if is_free(job, place)]
+    tenants = {job.tenant: clock(job)[0] for _, job in free}
+    firsts = [min((clock(job), place, job.id) for place, job in free if job.tenant == name) for name in tenants]
+    return min(firsts, key=lambda first: (first[0][0], first[1]))[2] if firsts else None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_the_turn_of_the_adapter_that_is_furthest_behind(book, seed):
+    """Whatever order jobs were posted, trained, given back and ended in."""
+    random, held = Random(seed), list[Lease]()
+    book.database._connection.execute("PRAGMA synchronous=OFF")
+    for _ in range(120):
+        act = random.choice(("post", "post", "take", "take", "train", "release", "end"))
+        if act == "post":
+            view = book.of(random.choice(("acme", "bell"))) if random.random() < 0.3 else book
+            base = random.choice((None, None, "base", "a", "c@1"))
+            submit(view, adapter=random.choice("abcdef"), config={"base_adapter": base}, max_queued=1000)
+        elif act == "take":
+            expected = furthest_behind(book)
+            lease = book.lease("w")
+            assert (lease and lease.job.id) == expected
+            held += [lease] if lease else []
+        elif held:
+            lease = held[random.randrange(len(held))]
+            if act == "train":
+                book.progress(lease, phase="training", tokens=random.randrange(1, 3 * QUANTUM))
+            else:
+                held.remove(lease)
+                book.release(lease) if act == "release" else book.published(lease, f"{lease.job.adapter}@1")
+
+
+def work(book: Ledger, act: Callable[[], object]) -> int:
+    """How many of SQLite's instructions an act takes, in tens."""
+    counted = []
+    book.database._connection.set_progress_handler(lambda: counted.append(1), 10)
+    act()
+    book.database._connection.set_progress_handler(None, 0)
+    return len(counted)
+
+
+@pytest.mark.parametrize(("one_adapter", "most"), [(False, 1.5), (True, 10)])
+def test_a_look_at_the_queue_takes_no_longer_than_its_length_says(book, one_adapter, most):
+    def look() -> None:
+        book.lease("w", admits=lambda job, running: False)
+        book.standings()
+
+    book.database._connection.execute("PRAGMA synchronous=OFF")
+    looks, lists = [], []
+    for length in (6, 60):
+        while (count := len(book.jobs())) < length:
+            submit(book, adapter="math" if one_adapter else f"a{count}", max_queued=length)
+        if not looks:
+            take(book)
+        looks.append(work(book, look))
+        lists.append(work(book, book.jobs))
+    assert looks[1] <= most * looks[0] and lists[1] <= 12 * lists[0]
+
+
 # --- shares ---
 
 
@@ -99,9 +175,10 @@ class Simulation:
         self.swaps = 0
         book.database._connection.execute("PRAGMA synchronous=OFF")
 
-    def post(self, adapter: str, *, tenant: str = "", weight: int = 1) -> None:
+    def post(self, adapter: str, *, tenant: str = "", weight: int = 1, deadline: float | None = None) -> None:
         view = self.book.of(tenant) if tenant else self.book
-        submit(view, adapter=adapter, config={"weight": weight}, steps=10**9, max_queued=1000)
+        config = {"weight": weight}
+        submit(view, adapter=adapter, config=config, steps=10**9, max_queued=1000, deadline=deadline)
 
     def run(self, tokens: int) -> None:
         until = sum(self.tokens.values()) + tokens
@@ -113,7 +190,7 @@ class Simulation:
                 self.book.release(self.running.pop(first.job), made_way=True)
                 self.swaps += 1
                 continue
-            behind = min(standings, key=lambda each: (each.clock, each.own))
+            behind = min(standings, key=lambda each: (each.clock, each.own - each.lead))
             lease = self.running[behind.job]
             count = self.step[lease.job.adapter[0]]
             self.book.progress(lease, phase="training", tokens=count)
@@ -122,8 +199,8 @@ class Simulation:
 
 @pytest.fixture
 def small_quanta(monkeypatch) -> None:
-    monkeypatch.setattr(ledger_turns, "QUANTUM", 512)
-    monkeypatch.setattr(ledger_turns, "CREDIT", 2048)
+    for name, tokens in (("QUANTUM", 512), ("LEAD", 1024), ("CREDIT", 2048)):
+        monkeypatch.setattr(ledger_turns, name, tokens)
 
 
 def test_an_adapter_of_weight_1_beside_100_heavy_ones_has_its_share(book, monkeypatch):
@@ -141,6 +218,31 @@ def test_an_adapter_of_weight_1_beside_100_heavy_ones_has_its_share(book, monkey
     assert world.swaps < 400
 
 
+def test_an_adapter_of_weight_1_has_its_share_while_100_heavy_ones_claim_deadlines(book, monkeypatch):
+    """All others of its tenant, of weight 10 with steps of 1,280 tokens, are to end soon, and never do."""
+    for name, tokens in (("QUANTUM", 64), ("LEAD", 64), ("CREDIT", 256)):
+        monkeypatch.setattr(ledger_turns, name, tokens)
+    world = Simulation(book, places=8, step={"h": 1280, "l": 8})
+    for number in range(100):
+        world.post(f"heavy-{number}", weight=10, deadline=time.time() + 3600)
+    world.post("light")
+    world.run(1001 * 400)
+    assert 400 - world.tokens["/light"] <= 64 + 64 + 128 + 8  # LEAD, QUANTUM, a step of each
+    heavy = [world.tokens[f"/heavy-{number}"] for number in range(100)]
+    assert max(heavy) - min(heavy) <= 10 * (64 + 64 + 128)
+
+
+def test_deadlines_of_a_tenant_take_nothing_from_another(book, small_quanta):
+    world = Simulation(book, places=2, step={"m": 64, "o": 64})
+    for number in range(4):
+        world.post(f"many-{number}", tenant="acme", deadline=time.time() + 3600)
+    world.post("one", tenant="bell")
+    world.run(30_000)
+    acme = sum(count for name, count in world.tokens.items() if name.startswith("acme/"))
+    taken = 512 // 16 * (5 + world.swaps)
+    assert abs(acme - world.tokens["bell/one"]) <= 512 + 64 + taken < 6_000
+
+
 def test_a_tenant_with_one_adapter_has_as_much_as_one_with_twenty(book, small_quanta):
     world = Simulation(book, places=4, step={"m": 512, "o": 128})
     for number in range(20):
@@ -152,6 +254,18 @@ def test_a_tenant_with_one_adapter_has_as_much_as_one_with_twenty(book, small_qu
     assert abs(acme - world.tokens["bell/one"]) <= 2 * 512 + taken < 0.1 * 60_000
     each = [world.tokens[f"acme/many-{number}"] for number in range(20)]
     assert max(each) - min(each) <= 2 * 512 + 512
+
+
+def test_a_tenant_of_weight_3_has_three_times_as_much(tmp_path, small_quanta):
+    with closing(Ledger(tmp_path / "ledger.db", weights=lambda tenant: 3 if tenant == "acme" else 1)) as book:
+        world = Simulation(book, places=2, step={"a": 64, "b": 64})
+        for name in ("a-1", "a-2", "a-3"):
+            world.post(name, tenant="acme")
+        world.post("b-1", tenant="bell")
+        world.run(40_000)
+    acme = sum(count for name, count in world.tokens.items() if name.startswith("acme/"))
+    taken = 512 // 16 * (4 + world.swaps)
+    assert abs(acme - 3 * world.tokens["bell/b-1"]) <= 3 * (512 + 64 + taken) < 10_000
 
 
 def test_who_comes_late_begins_soon_and_gets_nothing_for_the_time_before(book, small_quanta):
@@ -198,6 +312,72 @@ def test_small_jobs_without_end_that_have_none_beside_them_are_not_free(book):
     book.progress(mine, phase="training", tokens=2 * QUANTUM)
     waiting, running = book.standings()
     assert waiting is not None and makes_way(waiting, running) == running[0]
+
+
+# --- deadlines ---
+
+
+def due(book: Ledger, adapter: str, seconds: float, base: str | None = None) -> str:
+    return submit(book, adapter=adapter, config={"base_adapter": base}, deadline=time.time() + seconds).id
+
+
+def ahead(book: Ledger, id: str, tokens: int) -> None:
+    """An adapter has had so many tokens more than others, and its next job waits."""
+    lease = take(book)
+    assert lease.job.id == id
+    book.progress(lease, phase="training", tokens=tokens)
+    book.published(lease, f"{lease.job.adapter}@1")
+
+
+def test_the_earliest_deadline_goes_first(book):
+    plain, late, early = post(book, "a"), due(book, "b", 3600), due(book, "c", 60)
+    assert [take(book).job.id for _ in range(3)] == [early, late, plain]
+
+
+def test_a_deadline_that_has_passed_counts_for_nothing(book):
+    plain, missed = post(book, "a"), due(book, "b", -1)
+    assert [take(book).job.id for _ in range(2)] == [plain, missed]
+
+
+def test_what_a_job_with_a_deadline_waits_for_goes_first_with_it(book):
+    plain, base, first = post(book, "a"), post(book, "base-of-it"), post(book, "b", "base-of-it")
+    second = due(book, "b", 60)
+    assert take(book).job.id == base
+    assert take(book).job.id == plain  # what b waits for is being trained
+    assert book.lease("w") is None
+    assert [book.job(id).state for id in (first, second)] == [JobState.QUEUED] * 2
+
+
+def test_who_is_further_ahead_than_a_lead_has_no_more_from_a_deadline(book):
+    plain = post(book, "a")
+    ahead(book, due(book, "b", 60), LEAD - QUANTUM)
+    ahead(book, due(book, "c", 60), LEAD + QUANTUM)
+    far, near = due(book, "c", 60), due(book, "b", 90)
+    assert [take(book).job.id for _ in range(3)] == [near, plain, far]
+
+
+def test_a_deadline_brings_nothing_before_another_tenant(book):
+    submit(book.of("acme"), adapter="x")
+    first = take(book)
+    book.progress(first, phase="training", tokens=QUANTUM)
+    mine, theirs = post(book, "math"), due(book.of("acme"), "y", 60)
+    assert [take(book).job.id for _ in range(2)] == [mine, theirs]
+
+
+def test_others_make_way_for_a_deadline_and_it_makes_way_a_lead_later(book):
+    others = post(book, "a")
+    lease = take(book)
+    soon = due(book, "b", 60)
+    waiting, running = book.standings()
+    assert waiting.job == soon and makes_way(waiting, running) == running[0] and running[0].job == others
+    book.release(lease, made_way=True)
+    mine = take(book)
+    assert mine.job.id == soon
+    for tokens, makes in ((LEAD, None), (QUANTUM + 1, soon)):
+        book.progress(mine, phase="training", tokens=tokens)
+        waiting, running = book.standings()
+        first = makes_way(waiting, running)
+        assert waiting.job == others and (first and first.job) == makes
 
 
 def test_the_first_of_those_that_are_a_quantum_ahead_makes_way():

@@ -35,7 +35,7 @@ STATE_DIR = Path("groupwise-state")
     epilog=examples(
         "groupwise keys add phone-app --role sample --tokens-per-day 1000000",
         "groupwise keys add grafana --role read",
-        "groupwise keys add acme-app --role train --tenant acme --adapters 5 --jobs 2",
+        "groupwise keys add acme-app --role train --tenant acme --adapters 5 --jobs 2 --weight 3",
     )
 )
 def add(
@@ -60,6 +60,10 @@ def add(
     jobs: Annotated[
         int | None, typer.Option(metavar="N", help="Of its tenant that wait or run.", show_default=False)
     ] = None,
+    weight: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of its tenant's share of the training: 1 to 100.", show_default=False),
+    ] = None,
     state_dir: StateDir = STATE_DIR,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -68,7 +72,7 @@ def add(
     keys = _keys(state_dir)
     first = not keys.all()
     bounds = {"requests_per_minute": requests_per_minute, "tokens_per_day": tokens_per_day}
-    bounds |= {"adapters": adapters, "bytes": bytes_, "jobs": jobs}
+    bounds |= {"adapters": adapters, "bytes": bytes_, "jobs": jobs, "weight": weight}
     key = keys.add(name, role=_role(role), tenant=_tenant(tenant), **bounds)
     _logged(state_dir, "add", keys.named(name))
     _print_key(name, key, as_json=as_json)
@@ -84,7 +88,7 @@ def list_(state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug
         print_json([key.model_dump(exclude={"digest"}) for key in keys])
     elif keys:
         titles = ("name", "role", "tenant", "made", "turned", "requests a minute", "tokens a day")
-        print_table([(*titles, "adapters", "bytes", "jobs"), *(_row(key) for key in keys)])
+        print_table([(*titles, "adapters", "bytes", "jobs", "weight"), *(_row(key) for key in keys)])
     else:
         say(f"no keys in {state_dir}; make one: groupwise keys add NAME --role sample")
 
@@ -148,7 +152,7 @@ def _logged(state_dir: Path, how: str, key: Key) -> None:
 
 
 def _row(key: Key) -> tuple[str, ...]:
-    bounds = (key.requests_per_minute, key.tokens_per_day, key.adapters, key.bytes, key.jobs)
+    bounds = (key.requests_per_minute, key.tokens_per_day, key.adapters, key.bytes, key.jobs, key.weight)
     return (
         key.name,
         key.role,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -44,12 +45,32 @@ MAX_TOKENS = RolloutConfig.model_fields["max_tokens"].default  # what a constant
 # stays near the base model. Kiln, whose requests these are, has the same three.
 _CLIP_EPSILON, _KL_COEFF, _KL = 0.2, 0.1, "k3"
 
+LATEST_S = 366 * 24 * 3600  # seconds; a deadline further away than that is none
+
+_A_DEADLINE = "give seconds from when it is posted (3600), or a time with its offset ('2030-01-31T18:00:00Z')"
+
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[0-9]{1,12})?")
 
 
 def _adapter(value: Any) -> Any:
     if isinstance(value, str) and not _ADAPTER.fullmatch(value):
         raise ValueError(f"{value[:80]!r} is not valid; write 'name', 'name@3' or {BASE!r}")
+    return value
+
+
+def _deadline(value: Any) -> Any:
+    """Check a deadline: seconds, or the text of a time."""
+    if isinstance(value, str):
+        try:
+            at = datetime.fromisoformat(value)
+        except ValueError:
+            raise ValueError(f"{value[:80]!r} is no time; {_A_DEADLINE}") from None
+        if at.tzinfo is None:
+            raise ValueError(f"{value[:80]!r} does not say of which time zone it is; {_A_DEADLINE}")
+    elif value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ValueError(f"{str(value)[:80]} is no deadline; {_A_DEADLINE}")
+    elif value is not None and not 0 < value <= LATEST_S:
+        raise ValueError(f"{value} is not in (0, {LATEST_S}]; {_A_DEADLINE}")
     return value
 
 
@@ -82,6 +103,9 @@ class JobAdapterOptions(Section):
     weight: int = Field(default=1, ge=1, le=100)
     """How much of the training the adapter gets where several want more than there is: of the tokens, so many times as
     many as one of weight 1 of the same tenant."""
+    deadline: Annotated[float | str | None, BeforeValidator(_deadline)] = None
+    """When the job is to have ended: seconds from when it is posted, or a time with its offset, as in
+    `2030-01-31T18:00:00Z`. Until then it goes before others of the same tenant, by no more than it would get back."""
 
 
 class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target's fields come first
@@ -295,6 +319,17 @@ def job_name(key: str) -> str:
     ('config.learning_rate', 'max_tokens')
     """
     return SAMPLED_WITH.get(key) or f"config.{_FIELDS.get(key, key.partition('.')[2])}"
+
+
+def deadline_at(deadline: float | str | None, *, posted: float) -> float | None:
+    """Return a job's deadline in seconds since 1970, where it was posted then.
+
+    >>> deadline_at(60, posted=100.0), deadline_at("1970-01-01T00:01:00Z", posted=100.0)
+    (160.0, 60.0)
+    """
+    if isinstance(deadline, str):
+        return datetime.fromisoformat(deadline).timestamp()
+    return None if deadline is None else posted + deadline
 
 
 def parse_job_config(kind: str, data: Mapping[str, Any]) -> GrpoJobConfig | SftJobConfig:

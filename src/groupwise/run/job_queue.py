@@ -175,6 +175,7 @@ class Worker:
         self._place, self._heartbeat, self._name = place, heartbeat, name
         self._room = JobRoom(place.base, place.ledger)
         self._pauses: Counter[str] = Counter()
+        self._places, self._opening = dict[str, WorkerContext](), threading.Lock()
         self._rests_until = 0.0  # after the disk was full: until then no job is taken
 
     def serve(self) -> None:
@@ -242,7 +243,7 @@ class Worker:
         """Run the job once; return the lease to go on with if memory ran out and the job's passes can be smaller."""
         ledger = self._place.ledger
         try:
-            place, stops = self._place.of(lease.job.tenant), self._heartbeat.raise_if_stopped
+            place, stops = self._place_of(lease.job.tenant), self._heartbeat.raise_if_stopped
             version = run_job(lease, place, raise_if_stopped=lambda: stops(held))
             log.info("job %s: published %s", lease.job.id, version)
         except LeaseLostError:
@@ -270,6 +271,13 @@ class Worker:
                 return smaller
             log.error("job %s failed: %s", lease.job.id, error, exc_info=not isinstance(error, GroupwiseError))
             self._fail(lease, error)
+
+    def _place_of(self, tenant: str) -> WorkerContext:
+        """Return a tenant's place. Its adapters are looked through once, however many jobs it has."""
+        with self._opening:
+            if tenant not in self._places:
+                self._places[tenant] = self._place.of(tenant)
+            return self._places[tenant]
 
     def _put_aside(self, lease: Lease, error: Exception) -> None:
         """Memory ran out with others at work, which may have taken it: the job goes on by itself."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from groupwise.store.ledger_schema import JobRecord
-from groupwise.store.ledger_turns import QUANTUM, Standing
+from groupwise.store.ledger_turns import QUANTUM, Standing, Weights, lead_of, no_weights
 
 SLACK = QUANTUM // 4
 
@@ -21,9 +21,10 @@ LOOK_S = 0.2  # between two looks whether a job that waits is to end
 
 
 class StepTurns:
-    """The turns of the jobs of one worker, each in a thread of its own."""
+    """The turns of the jobs of one worker, each in a thread of its own. `weights` are those of tenants."""
 
-    def __init__(self):
+    def __init__(self, weights: Weights = no_weights):
+        self._weights = weights
         self._jobs: dict[str, JobRecord] = {}
         self._clocks: dict[tuple[str, ...], float] = {}  # of tenants, and of their adapters
         self._stepping: set[str] = set()
@@ -54,7 +55,7 @@ class StepTurns:
         finally:
             with self._changed:
                 self._stepping.discard(job.id)
-                self._clocks[(job.tenant,)] += tokens
+                self._clocks[(job.tenant,)] += tokens / self._weights(job.tenant)
                 self._clocks[(job.tenant, job.adapter)] += tokens / job.weight
                 self._changed.notify_all()
 
@@ -71,4 +72,4 @@ class StepTurns:
 
     def _standing(self, job: JobRecord) -> Standing:
         clock, own = self._clocks[(job.tenant,)], self._clocks[(job.tenant, job.adapter)]
-        return Standing(job.id, job.tenant, job.adapter, clock, own)
+        return Standing(job.id, job.tenant, job.adapter, clock, own, lead_of(job.deadline))

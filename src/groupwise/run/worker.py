@@ -29,6 +29,7 @@ from groupwise import platform
 from groupwise.errors import GroupwiseError, NotReadyError
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.keys import KeyFile
 from groupwise.store.ledger import Ledger
 
 if TYPE_CHECKING:  # torch is imported when the parent has been seen alive
@@ -74,6 +75,7 @@ def _work(options: argparse.Namespace, parent: int) -> None:
         from groupwise.model.image_tokens import vision_of
         from groupwise.run.job import WorkerContext
         from groupwise.run.job_queue import LeaseHeartbeat, Worker
+        from groupwise.run.job_turns import StepTurns
         from groupwise.store.mapped_weights import map_weights
         from groupwise.store.rundir import IMAGES
         from groupwise.train.together import JointPasses, may_share
@@ -81,7 +83,8 @@ def _work(options: argparse.Namespace, parent: int) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     state: Path = options.state
-    with closing(Ledger(state / "ledger.db")) as ledger:
+    weights = KeyFile(state).weight
+    with closing(Ledger(state / "ledger.db", weights=weights)) as ledger:
         heartbeat = LeaseHeartbeat(ledger, parent=parent)
         if heartbeat.orphaned:  # for kernels that do not tell
             return
@@ -101,7 +104,7 @@ def _work(options: argparse.Namespace, parent: int) -> None:
             log.info("%s is ready: %s on %s", options.worker, base.name, base.device)
             threads = torch.get_num_threads()
             passes = JointPasses(at_once=threads) if may_share(base) else None
-            shared = {"passes": passes, "threads": threads}
+            shared = {"passes": passes, "threads": threads, "turns": StepTurns(weights)}
             place = WorkerContext(base=base, ledger=ledger, store=store, state_dir=state, **shared)
             Worker(place, heartbeat, name=options.worker).serve()
 

@@ -441,6 +441,18 @@ class Waits(Answer):
     """Until it begins, if all goes on as it does; null where nobody can say."""
 
 
+class Deadline(Answer):
+    """Whether a job ends by its `deadline`."""
+
+    at: str
+    """ISO 8601, UTC."""
+    outlook: Literal["in_time", "late", "unknown", "met", "missed"]
+    """If all goes on as it does it ends in time, or late; nobody can say yet; it has ended in time; it has not."""
+    message: str
+    about_seconds: float | None
+    """Until the job ends, if all goes on as it does; null where nobody can say, or it has ended."""
+
+
 class TrainSubmitted(Answer):
     """The answer of POST /v1/train/grpo and /v1/train/sft: the job is on the disk."""
 
@@ -452,6 +464,8 @@ class TrainSubmitted(Answer):
     """1 for the next of the waiting jobs; null if it waits no more."""
     waits: Waits | None
     """Why it does not begin at once, and when it begins; null if it waits no more, or begins."""
+    deadline: Deadline | None
+    """Whether it ends in time; null without a `deadline`."""
     warnings: list[str]
     """What is legal and perhaps not meant."""
 
@@ -496,6 +510,8 @@ class TrainStatus(Answer):
     position: int | None
     waits: Waits | None
     """Why it waits, and when it begins; null unless it is queued."""
+    deadline: Deadline | None
+    """Whether it ends in time; null without a `deadline`."""
     attempt: int
     """How often a worker took it; above 1 after a crash or a restart, or where it made way for others."""
     cancel_requested: bool

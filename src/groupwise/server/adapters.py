@@ -54,7 +54,6 @@ from groupwise.server.retention import needing, surplus
 from groupwise.server.schema_adapters import ActivateRequest, LoadRequest, MergeRequest, NoteRequest
 from groupwise.server.state import given
 from groupwise.server.storage import check_room
-from groupwise.server.webhooks import ACTIVE
 from groupwise.server.wire import documented
 from groupwise.store import files
 from groupwise.store.archive import read_archive, stream_archive
@@ -288,7 +287,7 @@ async def delete_adapter(name: str, parts: Adapters) -> AdapterDeleted:
 
 
 def _check_no_job_needs(parts: AdapterParts, versions: Sequence[PolicyVersion]) -> None:
-    job = needing(parts.ledger.jobs(states=ACTIVE), versions, parts.store)
+    job = needing(parts.ledger.unfinished(), versions, parts.store)
     if job is not None:
         shown = ", ".join(map(str, versions[-3:]))
         raise AdapterInUseError(

@@ -145,7 +145,7 @@ def _disk_problem(parts: HealthParts) -> str | None:
 
 def _unfinished(parts: HealthParts) -> list[Job]:
     try:
-        return parts.ledger.jobs(states=(JobState.QUEUED, JobState.RUNNING))
+        return parts.ledger.unfinished()
     except GroupwiseError:
         return []
 
@@ -264,9 +264,10 @@ def _models(parts: HealthParts) -> list[ModelCard]:
     def card(id: str, root: str, parent: str | None, created: int = started) -> ModelCard:
         return ModelCard(id=id, created=created, owned_by="groupwise", root=root, parent=parent, max_model_len=length)
 
-    newest = {name: active if name == active.name else parts.store.newest(name) for name in parts.store.names()}
+    infos = parts.store.list()
+    newest = {info.version.name: info.version for info in infos if info.unhealthy is None} | {active.name: active}
     cards = {served: card(served, str(active), None), "base": card("base", parts.base.name, None)}
-    for info in parts.store.list():
+    for info in infos:
         version, parent = info.version, str(info.parent)
         created = int(datetime.fromisoformat(info.created).timestamp())
         cards[str(version)] = card(str(version), str(version), parent, created)

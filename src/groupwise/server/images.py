@@ -126,7 +126,7 @@ def prune(config: ServeConfig, ledger: Ledger) -> None:
     """Remove the images that were not used for as long as rollouts are kept, before the oldest job that the ledger has;
     and the longest unused ones beyond `rollout_bytes`. Raises StorageError."""
     folder = folder_of(config)
-    oldest = min((job.created_at for job in ledger.jobs()), default=time.time())
+    oldest = min((job.created_at for job in (*ledger.jobs(), *ledger.unfinished())), default=time.time())
     with writing("removing old images"):
         used = sorted(((path.stat().st_mtime, path) for path in kept_pictures(folder)), reverse=True)
         total = 0

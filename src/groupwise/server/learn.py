@@ -54,7 +54,7 @@ from groupwise.server.schema_train import GrpoRequest
 from groupwise.server.shares import within_shares
 from groupwise.server.state import Parts, given
 from groupwise.server.submit import prepare_grpo
-from groupwise.server.train import pending, submit
+from groupwise.server.train import submit
 from groupwise.server.webhooks import ACTIVE, utc
 from groupwise.server.wire import documented
 from groupwise.store.feedback import Feedback, FeedbackLog, Rater, Transition, opinions
@@ -194,7 +194,7 @@ def scored_completion(record: RolloutRecord, reward: float, *, temperature: floa
 
 def automatic_jobs(ledger: Ledger) -> list[Job]:
     """Return those among the newest jobs, and those that have not ended, that the server made by itself."""
-    found = {job.id: job for job in (*ledger.jobs(limit=NEWEST), *ledger.jobs(states=ACTIVE))}
+    found = {job.id: job for job in (*ledger.jobs(limit=NEWEST), *ledger.unfinished())}
     return [job for job in found.values() if job.summary.get("automatic")]
 
 
@@ -467,7 +467,7 @@ class FeedbackTrainer:
             base=self._text_model,
             store=parts.store,
             rollouts=parts.ledger.rollouts,
-            pending=pending(parts.ledger),
+            pending=parts.ledger.pending(),
         )
         summary = {**submission.summary, "automatic": True, "ratings": len(seqs)}
         book = parts.feedback

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -32,13 +33,14 @@ from groupwise.server.admin import State, decode_stats, health_v1, recent_reques
 from groupwise.server.event_stream import following, sse
 from groupwise.server.learn import Learning, LearnParts
 from groupwise.server.train import JobParts, Jobs
-from groupwise.server.webhooks import ACTIVE
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Job
 
 router = APIRouter(tags=["Server"])
 
 POLL_S = 0.5
+
+REST = 20  # times as long as a look took it is until the next, if that is more: of thousands of adapters or jobs
 
 NEWEST = 32  # jobs looked at besides those that have not ended: one may begin and end between two looks
 
@@ -70,12 +72,16 @@ async def _follow(state: State, shelf: _Shelf, jobs: _Jobs, learner: _Learner) -
         "jobs": jobs.look,
         "learn": learner.look,
     }
+    due = dict.fromkeys(sources, 0.0)
     while state.supervisor.status.state != "stopped":  # then the server ends
         for name, look in sources.items():
+            if (began := time.monotonic()) < due[name]:
+                continue
             try:
                 data = JSON.dump_python(await look(), mode="json", by_alias=True)
             except GroupwiseError:  # a ledger that is busy; the next look may succeed, and health says what is wrong
                 continue
+            due[name] = began + REST * (time.monotonic() - began)
             if data is not None and told.get(name) != (steady := _steady(data)):
                 told[name] = steady
                 yield sse(json.dumps(data, allow_nan=False), event=name)
@@ -144,19 +150,20 @@ class _Jobs:
         if self._known is None:
             told = await train.status_of_all(self._parts)
         else:
-            told = [status for job in changed if (status := await self._status(job)) is not None] or None
+            told = await run_in_threadpool(train.statuses, self._parts, changed) or None
         self._known = known
         return told
 
     def _changed(self) -> tuple[list[Job], dict[str, Job]]:
         """Return the jobs that are not what they were, and all that are looked at."""
         before = self._known or {}
-        jobs = {job.id: job for job in (*self._ledger.jobs(limit=NEWEST), *self._ledger.jobs(states=ACTIVE))}
-        left = [self._ledger.job(id) for id in before.keys() - jobs.keys() if not before[id].state.is_final]
+        jobs = {job.id: job for job in (*self._ledger.jobs(limit=NEWEST), *self._ledger.unfinished())}
+        gone = (id for id in before.keys() - jobs.keys() if not before[id].state.is_final)
+        left = [job for id in gone if (job := self._kept(id)) is not None]
         return [*(job for job in jobs.values() if before.get(job.id) != job), *left], jobs
 
-    async def _status(self, job: Job) -> train.TrainStatus | None:
+    def _kept(self, id: str) -> Job | None:
         try:
-            return await train.status_of_one(job.id, self._parts)
+            return self._ledger.job(id)
         except JobNotFoundError:  # forgotten meanwhile
             return None

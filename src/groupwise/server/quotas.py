@@ -1,6 +1,6 @@
 """What a tenant may have, by the bounds of its keys (`groupwise keys add`).
 
-    quotas.check_adapter("math", names)    another adapter is to be made: 507 `tenant_full` where there are as many
+    quotas.check_adapter("math", find)     another adapter is to be made: 507 `tenant_full` where there are as many
     quotas.check_bytes()                   more is to be kept: 507 where the tenant's directory holds as much; before a
                                            job is queued, too
     quotas.check_job                       in the transaction that queues a job: the adapter that it makes, and 429
@@ -43,10 +43,10 @@ class Quotas:
     tenant: str
     home: Path
 
-    def check_adapter(self, name: str, names: Collection[str]) -> None:
-        """Raise TenantFullError where the tenant has `names`, and may not have another one."""
+    def check_adapter(self, name: str, find: Callable[[], Collection[str]]) -> None:
+        """Raise TenantFullError where the tenant has the adapters that `find` returns, and may not have another one."""
         most = self._bound("adapters")
-        if most is not None and name not in names and len(names) >= most:
+        if most is not None and name not in (names := find()) and len(names) >= most:
             raise TenantFullError(
                 f"{self.tenant} has {len(names)} adapters, or jobs that make them, and may have {most}",
                 hint="delete one (DELETE /v1/adapters/NAME), or ask the server's owner for a larger bound",
@@ -76,7 +76,7 @@ class Quotas:
                 retry_after=RETRY_SECONDS,
             )
         (mine,) = (row["adapter"] for row in rows if row["id"] == job)
-        self.check_adapter(mine, {*store.names(), *others})
+        self.check_adapter(mine, lambda: {*store.names(), *others})
 
     def _bound(self, name: str) -> int | None:
         return None if self.tenant == OWNER else self.keys.bound(self.tenant, name)
@@ -101,7 +101,7 @@ class TenantStore(AdapterStore):
         """See `AdapterStore.publish`. Raises TenantFullError, too."""
 
         def admitted() -> PolicyVersion | None:
-            self._quotas.check_adapter(name, self.names())
+            self._quotas.check_adapter(name, self.names)
             return None if admit is None else admit()
 
         self._quotas.check_bytes()

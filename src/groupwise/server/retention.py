@@ -23,7 +23,7 @@ from groupwise.config.job import parse_job_config
 from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import AdapterInfo
-from groupwise.store.ledger import Job, JobState, Ledger
+from groupwise.store.ledger import Job, Ledger
 from groupwise.types import PolicyVersion
 
 EVERY_S = 30.0
@@ -121,7 +121,7 @@ class Retention:
             versions = self._store.versions(name)
             if self._keep is not None and len(versions) > self._keep:
                 old |= surplus(self._infos(versions), keep=self._keep)
-        return old - needed(self._ledger.jobs(states=(JobState.QUEUED, JobState.RUNNING))) if old else old
+        return old - needed(self._ledger.unfinished()) if old else old
 
     def _infos(self, versions: Sequence[PolicyVersion]) -> list[AdapterInfo]:
         infos = []

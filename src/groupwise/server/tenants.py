@@ -309,6 +309,8 @@ class TenantShown(Answer):
     bytes: int
     jobs_waiting: int
     jobs_running: int
+    weight: int
+    """How much of the training it gets beside others."""
 
 
 class TenantList(Answer):
@@ -345,5 +347,6 @@ def _listed(tenants: Tenants) -> dict[str, TenantShown]:
             bytes=bytes_in(home),
             jobs_waiting=counted.get(name, {}).get("queued", 0),
             jobs_running=counted.get(name, {}).get("running", 0),
+            weight=tenants.keys.weight(name),
         )
     return shown

@@ -21,6 +21,7 @@ from fastapi import APIRouter, Header, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from groupwise.config.job import LATEST_S, deadline_at
 from groupwise.errors import (
     AdapterError,
     ChatError,
@@ -39,7 +40,6 @@ from groupwise.sdk.types import (
     TrainStatus,
     TrainSubmitted,
     WaitingJob,
-    Waits,
 )
 from groupwise.server.bodies import check_content_type
 from groupwise.server.encode import at_field
@@ -52,8 +52,8 @@ from groupwise.server.schema_train import GrpoRequest, SftRequest
 from groupwise.server.state import given
 from groupwise.server.storage import check_room
 from groupwise.server.submit import Submission, read_grpo, read_sft
-from groupwise.server.waiting import why_waits
-from groupwise.server.webhooks import ACTIVE, ENDED, utc, warnings_of
+from groupwise.server.waiting import Queue
+from groupwise.server.webhooks import ENDED, utc, warnings_of
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Claim, Event, Job, JobState, Ledger
 
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
 EVENTS_POLL_S = 0.25
 PAGE = 500  # events read at once
+LATELY = 8  # jobs that have ended, whose speed others may have
 MOST_JOBS = 1024  # that have ended, in one answer
 LOSSES = ("loss/policy", "loss/cross_entropy")  # what a step reports; the first that is there
 
@@ -124,11 +125,6 @@ async def train_sft(request: Request, parts: Jobs, idempotency_key: IdempotencyK
     return await _receive(request, parts, read, idempotency_key)
 
 
-def pending(ledger: Ledger) -> frozenset[str]:
-    """Return the adapters that jobs ahead will make the next version of."""
-    return frozenset(job.adapter for job in ledger.jobs(states=ACTIVE))
-
-
 async def _receive(
     request: Request,
     parts: JobParts,
@@ -140,9 +136,9 @@ async def _receive(
     async with receive_body(request, parts.reader) as body:
         fingerprint = hashlib.sha256(f"{request.url.path}\n{body.digest}".encode()).hexdigest()
         if key is not None and (job := await run_in_threadpool(parts.ledger.by_key, key, fingerprint)):
-            return _submitted(job, is_new=False, waits=await run_in_threadpool(_waits, parts, job))
+            return await run_in_threadpool(_told_of, parts, _submitted(job, is_new=False))
         check_content_type(request)
-        submission = await read(body, await run_in_threadpool(pending, parts.ledger))
+        submission = await read(body, await run_in_threadpool(parts.ledger.pending))
     submitted = await run_in_threadpool(partial(_submit, parts, submission, fingerprint, key))
     request.state.things = {"job": submitted.job_id, "adapter": submitted.adapter_name}
     return submitted
@@ -153,7 +149,14 @@ def _submit(parts: JobParts, submission: Submission, fingerprint: str, key: str 
     parts.quotas.check_bytes()
     claim = partial(parts.quotas.check_job, parts.store)
     submitted = submit(parts.config, parts.ledger, submission, fingerprint, key, claim=claim)
-    return submitted.model_copy(update={"waits": _waits(parts, parts.ledger.job(submitted.job_id))})
+    return _told_of(parts, submitted)
+
+
+def _told_of(parts: JobParts, submitted: TrainSubmitted) -> TrainSubmitted:
+    """Return the answer with what is to be expected of the job."""
+    queue, job = _queue_of(parts), parts.ledger.job(submitted.job_id)
+    waits = queue.why(job)
+    return submitted.model_copy(update={"waits": waits, "deadline": queue.deadline(job, waits)})
 
 
 def submit(
@@ -186,11 +189,26 @@ def submit(
         fingerprint=fingerprint,
         max_queued=config.max_queued_jobs,
         claim=claim,
+        deadline=_deadline(submission.config.get("deadline")),
     )
     return _submitted(job, is_new=is_new)
 
 
-def _submitted(job: Job, *, is_new: bool, waits: Waits | None = None) -> TrainSubmitted:
+def _deadline(told: float | str | None) -> float | None:
+    """Return when a job that is posted now is to have ended. Raises RequestError where that is over, or too far off."""
+    now = time.time()
+    at = deadline_at(told, posted=now)
+    if at is not None and not now < at <= now + LATEST_S:
+        what = f"{now - at:.0f} s ago" if at <= now else f"more than {LATEST_S // 86400} days from now"
+        raise RequestError(
+            f"config.deadline is {told!r}, which is {what}; the server's time is {utc(now)}",
+            hint="give a later time, or seconds from now" if at <= now else "give an earlier one, or none",
+            field="config.deadline",
+        )
+    return at
+
+
+def _submitted(job: Job, *, is_new: bool) -> TrainSubmitted:
     message = _queued(job) if is_new else f"This Idempotency-Key was used for this job before; it is {job.state}"
     return TrainSubmitted(
         job_id=job.id,
@@ -198,18 +216,16 @@ def _submitted(job: Job, *, is_new: bool, waits: Waits | None = None) -> TrainSu
         message=message,
         adapter_name=job.adapter,
         position=job.position,
-        waits=waits,
+        waits=None,
+        deadline=None,
         warnings=list(job.summary["warnings"]),
     )
 
 
-def _waits(parts: JobParts, job: Job, active: Sequence[Job] | None = None) -> Waits | None:
-    """Return why a job waits; `active` are those that have not ended, where they have been read."""
-    if job.state is not JobState.QUEUED:
-        return None
-    active = parts.ledger.jobs(states=ACTIVE) if active is None else active
-    has_worker = parts.supervisor.status.state == "running"
-    return why_waits(job, active, parts.ledger.waits_for(job.id), worker=has_worker)
+def _queue_of(parts: JobParts) -> Queue:
+    """Return the jobs that have not ended, to say why each waits."""
+    lately = parts.ledger.jobs(states=ENDED, limit=LATELY)
+    return Queue(parts.ledger.unfinished(), worker=parts.supervisor.status.state == "running", lately=lately)
 
 
 def _queued(job: Job) -> str:
@@ -234,9 +250,7 @@ async def status_of_all(
 
     def read() -> list[TrainStatus]:
         ended = None if before is None else parts.ledger.jobs(states=ENDED, before=before, limit=limit)
-        jobs = _ordered(parts, limit) if ended is None else ended
-        active = [job for job in jobs if not job.state.is_final]
-        return [_status(parts, job, active) for job in jobs]
+        return statuses(parts, _ordered(parts, limit) if ended is None else ended)
 
     return await run_in_threadpool(read)
 
@@ -244,13 +258,14 @@ async def status_of_all(
 @router.get("/status/{job_id}", **documented(answer=TrainStatus, errors=[JobNotFoundError]))
 async def status_of_one(job_id: str, parts: Jobs) -> TrainStatus:
     """Show one job."""
-    return await run_in_threadpool(lambda: _status(parts, parts.ledger.job(job_id)))
+    (status,) = await run_in_threadpool(lambda: statuses(parts, [parts.ledger.job(job_id)]))
+    return status
 
 
 @router.get("/queue", **documented(answer=TrainQueue))
 async def queue(parts: Jobs) -> TrainQueue:
     """Show the jobs that run, those that wait, and those that have ended."""
-    return await run_in_threadpool(_queue, parts)
+    return await run_in_threadpool(_shown, parts)
 
 
 @router.get("/metrics/{job_id}", **documented(answer=JobMetrics, errors=[JobNotFoundError]))
@@ -262,16 +277,16 @@ async def metrics(job_id: str, parts: Jobs) -> JobMetrics:
 
 def _ordered(parts: JobParts, limit: int = MOST_JOBS) -> list[Job]:
     """Return a job whose version is being swapped in runs too; it comes behind the one that trains."""
-    active, ended = parts.ledger.jobs(states=ACTIVE), parts.ledger.jobs(states=ENDED, limit=limit)
+    active, ended = parts.ledger.unfinished(), parts.ledger.jobs(states=ENDED, limit=limit)
     known = {job.id for job in ended}  # one that ended between the two reads is in both
     turn = sorted(active, key=lambda job: (job.position or 0, job.version is not None, job.created_at))
     return [*(job for job in turn if job.id not in known), *ended]
 
 
-def _queue(parts: JobParts) -> TrainQueue:
+def _shown(parts: JobParts) -> TrainQueue:
     jobs = _ordered(parts)
-    active = [job for job in jobs if not job.state.is_final]
-    running = [_status(parts, job) for job in jobs if job.state is JobState.RUNNING]
+    found = list(zip(jobs, statuses(parts, jobs), strict=True))
+    running = [status for job, status in found if job.state is JobState.RUNNING]
     return TrainQueue(
         running=running[0] if running else None,
         beside=running[1:],
@@ -281,16 +296,25 @@ def _queue(parts: JobParts) -> TrainQueue:
                 job_type=_kind(job),
                 adapter_name=job.adapter,
                 position=job.position,
-                waits=_waits(parts, job, active),
+                waits=status.waits,
             )
-            for job in jobs
+            for job, status in found
             if job.position is not None
         ],
-        completed=[_status(parts, job) for job in jobs if job.state.is_final],
+        completed=[status for job, status in found if job.state.is_final],
     )
 
 
-def _status(parts: JobParts, job: Job, active: Sequence[Job] | None = None) -> TrainStatus:
+def statuses(parts: JobParts, jobs: Sequence[Job]) -> list[TrainStatus]:
+    """Return what is shown of each of the jobs."""
+    queue = None
+    if any(job.state is JobState.QUEUED or job.deadline is not None for job in jobs):
+        queue = _queue_of(parts)
+    return [_status(parts, job, queue) for job in jobs]
+
+
+def _status(parts: JobParts, job: Job, queue: Queue | None) -> TrainStatus:
+    waits = queue and queue.why(job)
     losses = (job.metrics[name] for name in LOSSES if name in job.metrics)
     return TrainStatus(
         job_id=job.id,
@@ -310,7 +334,8 @@ def _status(parts: JobParts, job: Job, active: Sequence[Job] | None = None) -> T
         elapsed_secs=_seconds(job.created_at, job),
         duration_secs=None if job.started_at is None else _seconds(job.started_at, job),
         position=job.position,
-        waits=_waits(parts, job, active),
+        waits=waits,
+        deadline=queue and queue.deadline(job, waits),
         attempt=job.attempt,
         cancel_requested=job.cancel_requested,
         error=_error(parts, job),

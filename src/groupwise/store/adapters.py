@@ -31,10 +31,12 @@ from uuid import uuid4
 from groupwise.errors import AdapterError, AdapterNotFoundError, InUseError, StorageError
 from groupwise.store import faults, files
 from groupwise.store.files import AdapterInfo, Provenance
+from groupwise.store.unchanged import Unchanged
 from groupwise.types import BASE, PolicyVersion
 
 MAX_ACTIVATIONS = 256  # how far back rollback can go
 MAX_NOTE = 500  # characters
+REFUSED = ".refused"
 
 _VERSION = re.compile(r"v([0-9]{6,12})")
 
@@ -66,6 +68,7 @@ class AdapterStore:
         self.warnings: list[str] = []
         self._verified: set[PolicyVersion] = set()
         self._health: dict[PolicyVersion, str | None] = {}  # what `unhealthy` has read
+        self._lists, self._infos = Unchanged[tuple[PolicyVersion, ...]](), Unchanged[AdapterInfo]()
         self._notes: tuple[object, Mapping[PolicyVersion, str]] = None, {}  # what `notes` has read, of which file
         with files.writing(f"opening the adapter store {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -76,7 +79,7 @@ class AdapterStore:
     def names(self) -> tuple[str, ...]:
         """Return the adapters that have a version, sorted. Raises StorageError if the store cannot be read."""
         with files.writing(f"reading the adapter store {self.root}"):
-            return tuple(sorted(entry.name for entry in self.root.iterdir() if self.versions(entry.name)))
+            return tuple(sorted(entry for entry in os.listdir(self.root) if self.versions(entry)))
 
     def versions(self, name: str) -> tuple[PolicyVersion, ...]:
         """Return the versions of one adapter, oldest first; empty if there is no such adapter. Raises as `names`."""
@@ -84,33 +87,49 @@ class AdapterStore:
             return ()
         with files.writing(f"reading the adapter {name!r}"):
             try:
-                matches = [_VERSION.fullmatch(entry) for entry in os.listdir(self.root / name)]
+                return self._lists.get(f"{self.root}/{name}", lambda: self._listed(name))
             except (FileNotFoundError, NotADirectoryError):
                 return ()
-            found = (PolicyVersion(name, int(match[1])) for match in matches if match)
-            return tuple(sorted(version for version in found if self._directory(version).exists()))
+
+    def _listed(self, name: str) -> tuple[PolicyVersion, ...]:
+        matches = [_VERSION.fullmatch(entry) for entry in os.listdir(self.root / name)]
+        found = (PolicyVersion(name, int(match[1])) for match in matches if match)
+        return tuple(sorted(version for version in found if self._directory(version).exists()))
 
     def list(self) -> tuple[AdapterInfo, ...]:
         """Return every version with its provenance, by name, then number. A damaged one is quarantined and left out."""
         infos = []
-        for name in self.names():
-            for version in self.versions(name):
-                try:
-                    infos.append(self.info(version))
-                except (AdapterError, AdapterNotFoundError):  # set aside just now (see warnings), or deleted just now
-                    continue
+        with files.writing(f"reading the adapter store {self.root}"):
+            names = sorted(os.listdir(self.root))
+        for version in (version for name in names for version in self.versions(name)):
+            try:
+                infos.append(self.info(version))
+            except (AdapterError, AdapterNotFoundError):  # set aside just now (see warnings), or deleted just now
+                continue
         return tuple(infos)
 
     def info(self, version: PolicyVersion) -> AdapterInfo:
         """Return where a version came from; `unhealthy` as of `unhealthy`. Raises AdapterNotFoundError, or AdapterError
         if it is damaged."""
-        directory = self._require(version)
+        if version.is_base or not files.is_name(version.name):
+            self._require(version)
         try:
-            with files.writing(f"reading {version}"):
-                info = files.read_info(directory, version=version)
-            return info if info.unhealthy else replace(info, unhealthy=self.refused(version))
+            info = self._read_info(version)
+            refused = None if info.unhealthy else self.refused(version)
+            return info if refused is None else replace(info, unhealthy=refused)
         except AdapterError as error:
             raise self._set_aside(version, error.message) from error
+
+    def _read_info(self, version: PolicyVersion) -> AdapterInfo:
+        def read() -> AdapterInfo:
+            return files.read_info(self._directory(version), version=version)
+
+        with files.writing(f"reading {version}"):
+            try:
+                return self._infos.get(f"{self.root}/{version.name}/v{version.number:06d}/{files.SIDECAR}", read)
+            except (FileNotFoundError, NotADirectoryError):
+                self._require(version)
+                return read()
 
     def path(self, version: PolicyVersion) -> Path:
         """Return the version's directory, in PEFT's layout. Its sha256s are checked the first time this process asks.
@@ -151,7 +170,8 @@ class AdapterStore:
     def refused(self, version: PolicyVersion) -> str | None:
         """Return why `refuse` was called; None where it was not. Another process may just have called it."""
         try:
-            return self._refusal(version).read_text(encoding="utf-8") or None
+            with open(f"{self.root}/{REFUSED}/{version}.txt", encoding="utf-8") as file:
+                return file.read() or None
         except OSError:
             return None
 
@@ -515,7 +535,7 @@ class AdapterStore:
         return self.root / ".state.json"
 
     def _refusal(self, version: PolicyVersion) -> Path:
-        return self.root / ".refused" / f"{version}.txt"
+        return self.root / REFUSED / f"{version}.txt"
 
     @property
     def _notes_path(self) -> Path:

@@ -15,8 +15,8 @@ A key is 256 random bits, so that its digest needs no salt and cannot be guessed
     admin       everything, as with GROUPWISE_API_KEY
 
 A key belongs to the owner, or to a tenant (`store.tenants`): it then sees what the keys of that tenant made, and
-nothing else. No tenant's key is an admin's. The bounds `adapters`, `bytes` and `jobs` are those of the whole tenant: of
-several keys' bounds the smallest counts.
+nothing else. No tenant's key is an admin's. The bounds `adapters`, `bytes` and `jobs` are those of the whole tenant,
+and so is its `weight` in training: of several keys' the smallest counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -42,7 +42,9 @@ ROLES: tuple[Role, ...] = get_args(Role)
 FILE = "keys.json"
 PREFIX = "gwk_"  # by which a key in a log or a repository is recognised
 
-BOUNDS = ("requests_per_minute", "tokens_per_day", "adapters", "bytes", "jobs")
+MOST_WEIGHT = 100
+
+BOUNDS = ("requests_per_minute", "tokens_per_day", "adapters", "bytes", "jobs", "weight")
 OF_TENANTS = ("adapters", "bytes", "jobs")
 
 Bound = Annotated[int, Field(ge=1)] | None
@@ -67,6 +69,7 @@ class Key(BaseModel):
     adapters: Bound = None
     bytes: Bound = None
     jobs: Bound = None
+    weight: Annotated[int, Field(ge=1, le=MOST_WEIGHT)] | None = None
 
     @property
     def label(self) -> str:
@@ -112,6 +115,9 @@ class KeyFile:
         for field, bound in bounds.items():
             if bound is not None and bound < 1:
                 raise ConfigError(f"{field} is {bound}", field=field, hint="give 1 or more, or leave it out")
+            if field == "weight" and bound is not None and bound > MOST_WEIGHT:
+                hint = "weights are relative: 100 beside 1 is a hundred times as much"
+                raise ConfigError(f"weight is {bound}; it is 1 to {MOST_WEIGHT}", field=field, hint=hint)
             if bound is not None and tenant == OWNER and field in OF_TENANTS:
                 hint = "give the key a tenant, too; the owner has what the disk has"
                 raise ConfigError(f"{field} bounds a tenant, and the key {name} has none", field=field, hint=hint)
@@ -135,8 +141,16 @@ class KeyFile:
         """Return the keys of a tenant. Raises StorageError as `all`."""
         return [key for key in self.all() if key.tenant == tenant]
 
+    def weight(self, tenant: str) -> int:
+        """Return how much of the training a tenant gets beside others: the smallest weight that one of its keys has, 1
+        where none has any, or the keys cannot be read."""
+        with suppress(StorageError):
+            return self.bound(tenant, "weight") or 1
+        return 1
+
     def bound(self, tenant: str, name: str) -> int | None:
-        """Return one of `OF_TENANTS`: the smallest that a key of the tenant has. Raises StorageError as `all`."""
+        """Return one of `OF_TENANTS`, or `weight`: the smallest that a key of the tenant has. Raises StorageError as
+        `all`."""
         return min((bound for key in self.of(tenant) if (bound := getattr(key, name)) is not None), default=None)
 
     def turn(self, name: str) -> str:

@@ -61,7 +61,6 @@ from groupwise.store.ledger_attempts import (
 from groupwise.store.ledger_repair import BACKUP
 from groupwise.store.ledger_schema import (
     FORGET_ROWS,
-    JOBS,
     KEEP_ROLLOUT_BYTES,
     KEEP_SECONDS,
     SPOOL,
@@ -76,6 +75,7 @@ from groupwise.store.ledger_schema import (
     marks,
     open_to_read,
     read_job,
+    read_jobs,
     read_payload,
     read_rollouts,
     read_row,
@@ -96,12 +96,13 @@ from groupwise.store.ledger_schema import RolloutRecord as RolloutRecord
 from groupwise.store.ledger_tables import tenant_key
 from groupwise.store.ledger_turns import (
     Standing,
+    Weights,
     charge,
     clocks_of_new,
     next_job,
+    no_weights,
     price_of_taking,
     training,
-    waits_for,
 )
 from groupwise.store.tenants import OWNER
 
@@ -123,7 +124,7 @@ Admits = Callable[[Job, Sequence[Job]], bool]  # whether a job may begin beside 
 
 class Ledger:
     """The ledger of one state directory, or with `tenant` what is one tenant's in it (`of`). Threads may share it;
-    processes open their own.
+    processes open their own. `weights` says how much of the training a tenant gets beside others.
 
     Every method raises StorageError when the disk does not take what is to be kept (what was there is untouched), and
     NotReadyError when other processes keep the file locked for seconds.
@@ -137,8 +138,9 @@ class Ledger:
         rollout_bytes: int = KEEP_ROLLOUT_BYTES,
         tenant: str | None = None,
         found: list[str] | None = None,
+        weights: Weights = no_weights,
     ):
-        self.path, self.tenant = Path(path), tenant
+        self.path, self.tenant, self._weights = Path(path), tenant, weights
         self.max_attempts, self._rollout_bytes = max_attempts, rollout_bytes
         self._views: list[Ledger] = []
         self._spool = self.path.parent / SPOOL
@@ -159,6 +161,7 @@ class Ledger:
         """Return the same ledger as one tenant sees it (the owner is ""): its jobs, rollouts, feedback and idempotency
         keys, and none of another's. It is closed with this one."""
         options: dict[str, Any] = {"max_attempts": self.max_attempts, "rollout_bytes": self._rollout_bytes}
+        options["weights"] = self._weights
         view = Ledger(self.path, **options, tenant=tenant, found=self._db.found)
         self._views.append(view)
         return view
@@ -182,10 +185,12 @@ class Ledger:
         effective: Mapping[str, Any] | None = None,
         rewards: Mapping[str, float] | None = None,
         claim: Claim | None = None,
+        deadline: float | None = None,
     ) -> tuple[Job, bool]:
         """Queue a job: (job, True). When this returns, the job and its payload are on the disk. `id` is 32 hexadecimal
         digits that no job has; None makes some up. `effective` is what is known of `Job.effective` by now, `rewards`
-        are those of the rollouts that it names, by their ids. `claim` is called with the job's id in the transaction
+        are those of the rollouts that it names, by their ids. `deadline` is when the job is to have ended, in seconds
+        since 1970. `claim` is called with the job's id in the transaction
         that queues it: what it raises queues nothing.
 
         An `idempotency_key` of the last 24 hours gives (its job, False), if the body's `fingerprint` is the same.
@@ -202,6 +207,7 @@ class Ledger:
         row = {"id": id, "kind": kind, "adapter": adapter, "config": dump(config), "summary": dump(summary)}
         row |= {"auto_load": auto_load, "steps": steps, "created_at": time.time(), "effective": dump(effective or {})}
         row |= {"tenant": self.tenant} if self.tenant else {}
+        row |= {} if deadline is None else {"deadline": float(deadline)}
         entry = None
         if idempotency_key is not None:
             entry = {"key": tenant_key(self.tenant, idempotency_key), "fingerprint": fingerprint}
@@ -267,10 +273,19 @@ class Ledger:
         """Return the jobs in these states (all of them without), newest first; with `before`, those that were submitted
         before that job. Raises JobNotFoundError where it is not known."""
         wanted = list(JobState if states is None else states)
-        query = f"{JOBS} WHERE state IN ({marks(wanted)}) AND seq < ? ORDER BY seq DESC LIMIT ?"
+        asked = f"WHERE state IN ({marks(wanted)}) AND seq < ? ORDER BY seq DESC LIMIT ?"
         with self._db.reading("listing the jobs") as db:
             end = MAX_SEQ if before is None else read_row(db, before)["seq"]
-            return [to_job(row) for row in db.execute(query, (*wanted, end, limit))]
+            return read_jobs(db, asked, (*wanted, end, limit))
+
+    def unfinished(self) -> list[Job]:
+        """Return all jobs that have not ended, newest first."""
+        return self.jobs(states=(JobState.QUEUED, JobState.RUNNING), limit=MAX_SEQ)
+
+    def pending(self) -> frozenset[str]:
+        """Return the adapters that jobs which have not ended make, or made, the next version of."""
+        with self._db.reading("listing the adapters that jobs make") as db:
+            return frozenset(row["adapter"] for row in db.execute("SELECT adapter FROM job WHERE finished_at IS NULL"))
 
     def ended(self) -> list[str]:
         """Return the ids of all jobs that have ended, in the order in which they did."""
@@ -296,11 +311,6 @@ class Ledger:
         with suppress(OSError):
             return self._payload_path(id).stat().st_size
         return 0
-
-    def waits_for(self, id: str) -> list[str]:
-        """Return the jobs that a waiting one must come after, oldest first: they have to do with its adapter."""
-        with self._db.reading("looking for what a job waits for") as db:
-            return waits_for(db, id)
 
     def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return the job's events with a `seq` above `after`, oldest first. Raises JobNotFoundError."""
@@ -356,7 +366,7 @@ class Ledger:
             if admits is not None and not admits(job, [to_job(each) for each in training(db)]):
                 return None
             attempt, now = row["attempt"] + 1, time.time()
-            charge(db, row, tokens=price_of_taking(job), weight=job.weight)
+            charge(db, row, tokens=price_of_taking(job), weight=job.weight, of_tenant=self._weights(job.tenant))
             update_job(db, row["seq"], state=JobState.RUNNING, phase="loading", worker=worker, attempt=attempt)
             update_job(db, row["seq"], started_at=row["started_at"] or now, **until(seconds))
             data = {"state": JobState.RUNNING, "phase": "loading", "attempt": attempt}
@@ -402,7 +412,7 @@ class Ledger:
             step = row["step"] if step is None else step
             update_job(db, row["seq"], phase=phase, step=step, tokens=row["tokens"] + tokens)
             if tokens:
-                charge(db, row, tokens=tokens, weight=lease.job.weight)
+                charge(db, row, tokens=tokens, weight=lease.job.weight, of_tenant=self._weights(lease.job.tenant))
             if phase != row["phase"]:
                 data = {"state": JobState.RUNNING, "phase": phase, "attempt": lease.attempt}
                 record_event(db, row["seq"], "state", phase, data=data)
@@ -507,9 +517,8 @@ class Ledger:
 
     def published_jobs(self) -> list[Job]:
         """Return the jobs whose version waits to be swapped in, oldest first."""
-        query = f"{JOBS} WHERE state = 'running' AND version IS NOT NULL ORDER BY seq"
         with self._db.reading("listing the published jobs") as db:
-            return [to_job(row) for row in db.execute(query)]
+            return read_jobs(db, "WHERE state = 'running' AND version IS NOT NULL ORDER BY seq")
 
     def begin_swap(self, id: str) -> bool:
         """Note that the job's version is being swapped in. False if nothing is to be, or if servers have died of it so

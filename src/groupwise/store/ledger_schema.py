@@ -47,12 +47,13 @@ SPOOL, SPOOLED = "spool", ".payload"  # the directory beside the ledger, and wha
 REPAIR = "stop the server, and start it once with --repair-ledger: docs/troubleshooting.md#ledger_damaged"
 PHASES = ("waiting", "loading", "training", "publishing", "swapping", "done")
 
-JOBS = """
+_JOB = """
     SELECT job.*, CASE state WHEN 'queued' THEN
         (SELECT count(*) FROM job AS other
          WHERE other.state = 'queued' AND other.seq <= job.seq AND other.tenant = job.tenant) END AS position
     FROM job
 """
+_PLACES = "SELECT seq, row_number() OVER (PARTITION BY tenant ORDER BY seq) FROM job WHERE state = 'queued'"
 _ROLLOUT_COLUMNS = (
     "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, kept, "
     "kept_logprobs, routed_experts"
@@ -71,6 +72,7 @@ _ACCEPTED = {  # of a job when it is accepted
     "steps": int,
     "created_at": float,
 }
+_PERHAPS = {"tenant": str, "deadline": float}
 _SPOOL_HEAD = b"groupwise payload 1 sha256 "
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _WAITING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
@@ -103,7 +105,7 @@ class JobRecord:
     what was wrong at its end, where that is an error of health: its version is stored and becomes active by hand only.
     `alone`: nothing is trained beside it, as a worker died, or ran out of memory, with it and others in its hands.
     `turn` and `own` are the clocks of its tenant and of its adapter as it last set them (`ledger_turns`), and `tokens`
-    those that were trained.
+    those that were trained. `deadline` is when it is to have ended, seconds since 1970.
     """
 
     id: str
@@ -130,9 +132,10 @@ class JobRecord:
     tenant: str = OWNER
     effective: Mapping[str, Any] = field(default_factory=dict)
     alone: bool = False
-    turn: int = 0
+    turn: float = 0.0
     own: float = 0.0
     tokens: int = 0
+    deadline: float | None = None
 
     @property
     def weight(self) -> int:
@@ -373,7 +376,7 @@ def _enter_wal(connection: sqlite3.Connection) -> None:
 
 def read_row(db: sqlite3.Connection, id: str) -> sqlite3.Row:
     """Return a job's row. Raises JobNotFoundError."""
-    row = db.execute(f"{JOBS} WHERE id = ?", (id,)).fetchone()
+    row = db.execute(f"{_JOB} WHERE id = ?", (id,)).fetchone()
     if row is None:
         raise JobNotFoundError(
             f"there is no job {id[:64]!r}", hint="list the jobs; finished ones are forgotten after 7 days"
@@ -386,9 +389,18 @@ def read_job(db: sqlite3.Connection, id: str) -> JobRecord:
     return to_job(read_row(db, id))
 
 
-def to_job(row: sqlite3.Row) -> JobRecord:
-    """Return a row of JOBS as the record."""
+def read_jobs(db: sqlite3.Connection, rest: str, values: Sequence[Any] = ()) -> list[JobRecord]:
+    """Return the jobs that `rest` of a statement asks for: what it says behind FROM job."""
+    rows = db.execute(f"SELECT *, NULL AS position FROM job {rest}", values).fetchall()
+    waits = any(row["state"] == JobState.QUEUED for row in rows)
+    places = dict(map(tuple, db.execute(_PLACES))) if waits else {}
+    return [to_job(row, position=places.get(row["seq"])) for row in rows]
+
+
+def to_job(row: sqlite3.Row, *, position: int | None = None) -> JobRecord:
+    """Return a row of jobs as the record; its `position` where the row does not have it."""
     values: dict[str, Any] = {key: row[key] for key in JobRecord.__dataclass_fields__}
+    values["position"] = position or values["position"]
     with _readable("job", row["seq"]):
         values |= {key: json.loads(row[key]) for key in ("config", "summary", "metrics", "effective")}
         values |= {key: bool(row[key]) for key in ("auto_load", "cancel_requested", "alone")}
@@ -558,7 +570,7 @@ def read_accepted(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None] | 
             accepted = json.loads(file.readline())
         row, key = dict(accepted["row"]), accepted["key"] and dict(accepted["key"])
         kinds = {name: type(value) for name, value in row.items()}
-        owned = {**_ACCEPTED, "tenant": str} if "tenant" in row else _ACCEPTED
+        owned = _ACCEPTED | {name: kind for name, kind in _PERHAPS.items() if name in row}
         whole = kinds == owned and row["id"] == path.stem and (key is None or set(key) == {"key", "fingerprint"})
         return (row, key) if whole else None
     except (OSError, ValueError, KeyError, TypeError):

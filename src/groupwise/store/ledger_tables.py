@@ -15,7 +15,7 @@ from pathlib import Path
 from groupwise.errors import GroupwiseError
 from groupwise.store.tenants import OWNER, check_tenant
 
-VERSION = 9  # `user_version` of these tables; a change of them is one more, with what it does to the one before
+VERSION = 10  # `user_version` of these tables; a change of them is one more, with what it does to the one before
 RATERS = """
     CREATE TABLE known_vote (                   -- what a rater said first of an answer to a prompt of `raters`
         sender TEXT NOT NULL,
@@ -40,6 +40,12 @@ TURNS = f"""
     CREATE INDEX job_own ON job (tenant, adapter, own);
     CREATE INDEX job_makes ON job (tenant, adapter) WHERE finished_at IS NULL;
     CREATE INDEX job_reads ON job (tenant, {READS.format("")}) WHERE finished_at IS NULL
+"""
+QUEUE = """
+    CREATE INDEX job_ahead ON job (tenant, own);
+    CREATE INDEX job_behind ON job (tenant, own) WHERE finished_at IS NULL AND version IS NULL;
+    CREATE INDEX job_waiting ON job (tenant) WHERE state = 'queued';
+    CREATE INDEX job_deadline ON job (tenant, deadline) WHERE state = 'queued' AND deadline IS NOT NULL
 """
 UPGRADES = {  # a version -> what makes the tables of the one before it into its own
     7: "ALTER TABLE rollout ADD COLUMN job TEXT; ALTER TABLE rollout ADD COLUMN reward REAL",
@@ -69,6 +75,7 @@ UPGRADES = {  # a version -> what makes the tables of the one before it into its
         UPDATE job SET turn = 0;
         {TURNS}
     """,
+    10: f"ALTER TABLE job ADD COLUMN deadline REAL; {QUEUE}",
 }
 SCHEMA = """
     CREATE TABLE job (
@@ -109,6 +116,7 @@ SCHEMA = """
         turn INTEGER NOT NULL DEFAULT 0,        -- its tenant's clock when it was last set (ledger_turns)
         alone INTEGER NOT NULL DEFAULT 0,       -- 1: nothing is to be trained beside it (ledger_attempts)
         own REAL NOT NULL DEFAULT 0,            -- its adapter's clock when it was last set
+        deadline REAL,                          -- when it is to have ended, seconds since 1970 (null: whenever)
         tokens INTEGER NOT NULL DEFAULT 0       -- that were trained, packed, again after a crash too
     );
     CREATE INDEX job_state ON job (state, seq);
@@ -188,7 +196,7 @@ SCHEMA = """
         key TEXT PRIMARY KEY,
         value TEXT NOT NULL                     -- JSON
     );
-""" + ";".join((RATERS, TURNS))
+""" + ";".join((RATERS, TURNS, QUEUE))
 
 READABLE = {  # what holds for every row that can be read
     "job": "json_valid(config) AND json_valid(summary) AND json_valid(metrics) AND json_valid(effective)"
