@@ -2541,6 +2541,30 @@ export interface components {
             [key: string]: unknown;
         };
         /**
+         * Deadline
+         * @description Whether a job ends by its `deadline`.
+         */
+        Deadline: {
+            /**
+             * At
+             * @description ISO 8601, UTC.
+             */
+            at: string;
+            /**
+             * Outlook
+             * @description If all goes on as it does it ends in time, or late; nobody can say yet; it has ended in time; it has not.
+             * @enum {string}
+             */
+            outlook: "in_time" | "late" | "unknown" | "met" | "missed";
+            /** Message */
+            message: string;
+            /**
+             * About Seconds
+             * @description Until the job ends, if all goes on as it does; null where nobody can say, or it has ended.
+             */
+            about_seconds: number | null;
+        };
+        /**
          * DecodeStats
          * @description The last minute. Gaps between tokens are those of streams.
          */
@@ -2844,6 +2868,12 @@ export interface components {
              * @default 1
              */
             weight: number | null;
+            /**
+             * Deadline
+             * @description When the job is to have ended: seconds from when it is posted, or a time with its offset, as in
+             *     `2030-01-31T18:00:00Z`. Until then it goes before others of the same tenant, by no more than it would get back.
+             */
+            deadline?: number | string | null;
             /**
              * Learning Rate
              * @description Peak learning rate; 0 changes nothing, as a control.
@@ -4301,6 +4331,12 @@ export interface components {
              */
             weight: number | null;
             /**
+             * Deadline
+             * @description When the job is to have ended: seconds from when it is posted, or a time with its offset, as in
+             *     `2030-01-31T18:00:00Z`. Until then it goes before others of the same tenant, by no more than it would get back.
+             */
+            deadline?: number | string | null;
+            /**
              * Learning Rate
              * @description Peak learning rate; 0 changes nothing, as a control.
              * @default 0.0001
@@ -4535,6 +4571,11 @@ export interface components {
             jobs_waiting: number;
             /** Jobs Running */
             jobs_running: number;
+            /**
+             * Weight
+             * @description How much of the training it gets beside others.
+             */
+            weight: number;
         };
         /**
          * TextBlock
@@ -4850,6 +4891,8 @@ export interface components {
             position: number | null;
             /** @description Why it waits, and when it begins; null unless it is queued. */
             waits: components["schemas"]["Waits"] | null;
+            /** @description Whether it ends in time; null without a `deadline`. */
+            deadline: components["schemas"]["Deadline"] | null;
             /**
              * Attempt
              * @description How often a worker took it; above 1 after a crash or a restart, or where it made way for others.
@@ -4909,6 +4952,8 @@ export interface components {
             position: number | null;
             /** @description Why it does not begin at once, and when it begins; null if it waits no more, or begins. */
             waits: components["schemas"]["Waits"] | null;
+            /** @description Whether it ends in time; null without a `deadline`. */
+            deadline: components["schemas"]["Deadline"] | null;
             /**
              * Warnings
              * @description What is legal and perhaps not meant.
