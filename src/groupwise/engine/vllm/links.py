@@ -76,7 +76,7 @@ class Link(Protocol):
         ...
 
     def rest(self) -> None:
-        """A version is there: let go what was for this one alone."""
+        """Let go what was for one version alone, which is there now."""
         ...
 
     def abort(self) -> None:

@@ -141,13 +141,13 @@ class WholeModels:
                 self._unused.set()
 
     async def begin_training(self) -> None:
-        """From now on the weights are those of no version, until `stand`; return when no server is given them."""
+        """Say that the weights are those of no version until `stand`; return when no server is given them any more."""
         if self._trains:
             self._stands.clear()
             await self._unused.wait()
 
     def stand(self) -> None:
-        """The weights are the newest version's again. For the servers' event loop, too."""
+        """Say that the weights are the newest version's again. For the servers' event loop, too."""
         self._stands.set()
 
     @property
