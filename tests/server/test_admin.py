@@ -183,7 +183,7 @@ def test_what_could_not_be_kept_is_not_called_well(
 
         assert site.http.get("/ready").status_code == 200
         with monkeypatch.context() as patch:
-            patch.setattr(type(site.app.state.server.store), "names", full)
+            patch.setattr(type(site.app.state.server.store), "list", full)
             assert site.http.get("/v1/adapters").json()["error"]["code"] == "storage_full"
         assert site.http.get("/v1/adapters").status_code == 200
         assert "storage_full" in site.http.get("/ready").json()["error"]["message"]

@@ -103,10 +103,9 @@ def furthest_behind(book: Ledger) -> str | None:
         own = max(each.own for each in jobs if (each.tenant, each.adapter) == (job.tenant, job.adapter))
         return max(each.turn for each in jobs if each.tenant == job.tenant), own
 
-    free = [(place, job) for place, job in enumerate(jobs) if is_free(job, place)]
-    tenants = {job.tenant: clock(job)[0] for _, job in free}
-    firsts = [min((clock(job), place, job.id) for place, job in free if job.tenant == name) for name in tenants]
-    return min(firsts, key=lambda first: (first[0][0], first[1]))[2] if firsts else None
+    return min(((clock(job), place, job.id) for place, job in enumerate(jobs) if is_free(job, place)), default=[None])[
+        -1
+    ]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -128,8 +128,8 @@ def next_job(db: sqlite3.Connection) -> sqlite3.Row | None:
     """Return the job whose turn it is; None if none waits that could run."""
     for _, tied in groupby(db.execute(_TENANTS).fetchall(), key=itemgetter("clock")):
         firsts = [first for row in tied if (first := _next_of(db, row["tenant"])) is not None]
-        if firsts:
-            return min(firsts, key=itemgetter("seq"))
+        if firsts:  # of tenants that have had as much, the one whose adapter has had less
+            return min(firsts, key=lambda row: (_own(db, row["tenant"], row["adapter"]), row["seq"]))
     return None
 
 
