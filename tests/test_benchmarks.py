@@ -493,6 +493,17 @@ def test_no_rank_holds_more_than_its_parts_and_what_is_gathered_at_once(
         assert reading <= may_read < 0.8 * whole
 
 
+def test_a_whole_model_gets_to_another_process_either_way(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of its bytes, which the benchmark counts itself."""
+    sizes = ["--hidden", "64", "--layers", "2", "--vocabulary", "500", "--versions", "1"]
+    monkeypatch.setattr(sys, "argv", ["weight_transfer.py", *sizes])
+    script("weight_transfer").main()
+    sent, read = capsys.readouterr().out.splitlines()[-2:]
+    assert " MB: first sent in " in sent and read.startswith("written in ")
+
+
 @pytest.mark.parametrize(("shared", "most"), [(8, 30e9), pytest.param(64, 12e9, marks=pytest.mark.slow)])
 def test_a_plan_for_70b_on_64_gpus_has_room_on_every_one(script: Any, shared: int, most: float) -> None:
     """Parts of the frozen base in bfloat16, and what is gathered at once, on eight GPUs that share a copy, or all."""

@@ -405,7 +405,7 @@ def test_a_run_that_trains_all_parameters(tmp_path, starter):
     assert done.returncode == 0, done.stderr[-2000:]
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     gaps = [each["mismatch/logprob_diff_max"] for each in steps if "mismatch/logprob_diff_max" in each]
-    assert len(gaps) == 3 and max(gaps) < CLOSE
+    assert len(gaps) == 3 and max(gaps) < CLOSE and "weights go to 1 vLLM server by gloo" in done.stdout + done.stderr
     print("all parameters, largest mismatch", max(gaps))
 
 
