@@ -59,7 +59,7 @@ PLACES = [
     (
         re.compile(r"(?<=CSV parse error: )Row #\d+: "),
         "",
-    ),  # which Arrow says where one thread reads (OMP_NUM_THREADS=1)
+    ),  # which Arrow says of one thread
     (re.compile(r"(no server answers at [^;\n]*; again in N s\s*)+"), r"\1"),
 ]
 _written: dict[str, list[str]] = {}  # by room, of the test that runs
