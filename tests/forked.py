@@ -7,6 +7,7 @@ process, and one of each kind of process, is told by a real `python -m`.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -51,6 +52,7 @@ def forked(
 
 
 def _run(words: Sequence[str], folder: Path, variables: Mapping[str, str], parent: bool) -> None:
+    gc.freeze()  # what is here would be copied by each look for garbage
     os.environ.update(variables)
     os.chdir(folder)
     for number, name in ((1, "stdout"), (2, "stderr")):

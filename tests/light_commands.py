@@ -4,6 +4,7 @@ It answers with a line {"code", "stdout", "stderr", "torch"}; the last says whet
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -77,6 +78,7 @@ def _main() -> None:
         importlib.import_module(name)
     build_once()
     typer.main.get_command(importlib.import_module("groupwise.cli.main").app)
+    gc.freeze()  # or each fork would look for garbage among all of it, and copy it so
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), flush=True)
 

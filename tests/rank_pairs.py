@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -69,6 +70,7 @@ def on_ranks(work: Work, *, size: int = 2, deadline_s: float = 20.0) -> list[Any
 
 
 def _run(work: Work, rank: int, size: int, port: int, deadline_s: float, end: Connection) -> None:
+    gc.freeze()  # what the test's process holds would be copied by each look for garbage
     torch.set_num_threads(1)  # a fork has none of the threads that the test's process computed with
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
     try:

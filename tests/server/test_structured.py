@@ -112,9 +112,11 @@ def test_vllms_names_on_every_route(client: OpenAI, api: Served, form: str) -> N
         completed = client.completions.create(model="starter", prompt=["4 + 5", "x"], extra_body=body, **length)
         texts = [each.text for each in completed.choices if each.finish_reason == "stop"]
         assert texts and all(map(fits, texts))
-        batch = httpx2.post(f"{api.url}/v1/completions/batch", json={"prompts": [HI], **length, **PLAIN, **body})
+        batch = httpx2.post(
+            f"{api.url}/v1/completions/batch", json={"prompts": [HI], **length, **PLAIN, **body}, timeout=120
+        )
         assert all(fits(each["text"]) for each in batch.json()["completions"])
-        drawn = httpx2.post(f"{api.url}/generate/", json={"prompts": ["4 + 5"], **length, **body}).json()
+        drawn = httpx2.post(f"{api.url}/generate/", json={"prompts": ["4 + 5"], **length, **body}, timeout=120).json()
         assert fits(tokenizer.decode(drawn["completion_ids"][0], skip_special_tokens=True))
     as_text = {"structured_outputs": {"json": json.dumps(SCHEMA)}}
     assert all(map(FORMS["json"][1], whole(ask(client, extra=PLAIN | as_text))))
@@ -126,7 +128,7 @@ def test_trls_name(api: Served, name: str, route: str) -> None:
     asked = {"prompts": ["4 + 5"]} if route == "generate" else {"messages": [HI], **PLAIN}
     bodies = ({name: r"\d{3}"}, {name: "[a-z]+", "generation_kwargs": {"guided_regex": r"\d{3}"}})
     for body in bodies:
-        drawn = httpx2.post(f"{api.url}/{route}/", json={**asked, "n": 2, **body})
+        drawn = httpx2.post(f"{api.url}/{route}/", json={**asked, "n": 2, **body}, timeout=120)
         texts = [
             api.server.base.tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn.json()["completion_ids"]
         ]
