@@ -20,7 +20,7 @@ from .place import Place, is_torn, sha256
 from .traffic import Traffic
 
 WEIGHTS = "adapter_model.safetensors"
-UNDISTURBED_S = 600
+UNDISTURBED_S = 1800
 
 
 def judge(place: Place, traffic: Traffic) -> dict[str, int]:
