@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from groupwise.engine.local import LocalEngine
@@ -258,7 +259,7 @@ class Peer:
         if not self._updates:
             raise Refused(500, "finish_weight_update called without a matching start_weight_update.")
         arrived, self._updates, self._arrived = self._arrived, False, {}
-        self._load(arrived)
+        self._load(_in_memory(arrived, self.base))
         if body.get("weight_version") is not None:
             self.label = body["weight_version"]
             self.sent.append(arrived)
@@ -439,6 +440,18 @@ def _weights(checkpoint: Path, base: LoadedModel) -> dict[str, Any]:
     if vision_of(base.model) is None:
         return load_file(checkpoint / "model.safetensors")
     return type(base.model).from_pretrained(checkpoint, dtype=base.model.dtype).state_dict()
+
+
+def _in_memory(arrived: dict[str, Tensor], base: LoadedModel) -> dict[str, Any]:
+    """Of what was sent by the names of files, the same by the names that it has in memory."""
+    if not arrived or vision_of(base.model) is None:
+        return arrived
+    with TemporaryDirectory() as folder:
+        save_file(
+            {name: each.contiguous() for name, each in arrived.items()}, f"{folder}/model.safetensors", {"format": "pt"}
+        )
+        base.model.config.save_pretrained(folder)
+        return _weights(Path(folder), base)
 
 
 def _generated(answer: dict[str, Any]) -> dict[str, Any]:
