@@ -22,7 +22,7 @@ from groupwise.sdk import transport as client_http
 from groupwise.server.app import Start
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
-from wire_server import Fault, WireServer, wire_server
+from wire_server import Fault, ToyJob, WireServer, wire_server
 from wording import wording
 
 SUM = "What is 2 + 3?"
@@ -236,6 +236,16 @@ def test_status_is_a_table_and_a_page(server):
     missing = cli("train", "status", "nope")
     assert missing.exit_code == 2
     wording(missing.stderr)
+
+
+def test_what_a_job_waits_for_and_its_deadline_are_on_its_page(server, monkeypatch):
+    told = ToyJob.as_json
+    waits = {"reason": "room", "message": "as many are trained", "job_id": None, "about_seconds": None}
+    due = {"at": "2030-01-31T18:00:00Z", "outlook": "late", "message": "about 600 s late", "about_seconds": 2400.0}
+    monkeypatch.setattr(ToyJob, "as_json", lambda self: told(self) | {"waits": waits, "deadline": due})
+    page = dict(line.split(maxsplit=1) for line in cli("train", "status", trained(server)).stdout.splitlines())
+    assert page["waits"].strip() == waits["message"]
+    assert page["deadline"].strip() == f"{due['at']}: {due['message']}"
 
 
 def test_warnings_of_a_submission_are_said(server):

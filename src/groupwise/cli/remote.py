@@ -368,6 +368,8 @@ def _print_job(job: TrainStatus) -> None:
         *((name, f"{datetime.fromisoformat(when):%Y-%m-%d %H:%M:%S %Z}") for name, when in _times(job) if when),
         ("elapsed", f"{job.elapsed_secs:.1f} s"),
         ("duration", f"{job.duration_secs:.1f} s" if job.duration_secs is not None else "never ran"),
+        *([("waits", job.waits.message)] if job.waits is not None else []),
+        *([("deadline", f"{job.deadline.at}: {job.deadline.message}")] if job.deadline is not None else []),
         *((name, "-" if value is None else f"{value:.6g}") for name, value in job.metrics.items()),
         *(("warning", warning) for warning in job.warnings),
     ]
