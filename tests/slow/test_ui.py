@@ -313,11 +313,11 @@ def test_a_job_is_followed_and_cancelled(page: Any, place: Place) -> None:
 def test_a_job_that_never_ran_has_no_duration(page: Any, place: Place) -> None:
     first = submit(place, "ahead", iterations=2000, auto_load=False)
     place.until(lambda: api(place, f"/v1/train/status/{first}")["started_at"], f"job {first} does not start")
-    waits = submit(place, "behind")
+    waits = submit(place, "ahead")  # of one adapter, which are trained one after another
     go(page, place, "jobs")
     heads = page.get_by_role("columnheader").all_inner_texts()
     row = page.get_by_role("row", name=re.compile(waits[:8]))
-    row.get_by_role("button", name="Cancel the job of behind").click()
+    row.get_by_role("button", name="Cancel the job of ahead").click()
     page.reload()  # whoever leaves does not take it back
     expect(row.get_by_text("cancelled")).to_be_visible(timeout=30_000)
     cells = dict(zip(heads, row.get_by_role("cell").all_inner_texts(), strict=True))
